@@ -1,0 +1,1 @@
+"""How tokens become logprobs and gradients: the batch, the engines and what passes between them. Never imports ray."""

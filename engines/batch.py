@@ -1,0 +1,175 @@
+"""What a training step learns from: B sequences as one flat stream of N tokens, without padding."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer.
+
+    Attributes:
+        token_ids: sampled ids, the stop token included.
+        logprobs: log-probability of each sampled id under the policy that drew it, at the sampling temperature.
+        finished: ended by a stop token; False when it was cut at the length limit.
+        version: version of the weights that sampled it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+    version: int
+
+
+def _column(kind: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"column": kind})
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Sequences laid end to end: sequence i owns ``lengths[i]`` consecutive entries of every token column.
+
+    The one shift happens here, when the batch is born: ``inputs = ids[:-1]`` and ``targets = ids[1:]``, so entry n of an
+    input column belongs to the token that goes in and entry n of a target column to the token predicted from it.
+    Nothing downstream shifts again. The ids ``[7, 8, 9]`` with prompt ``[7]`` become::
+
+        inputs  [7, 8]      positions [0, 1]
+        targets [8, 9]      mask      [True, True]
+
+    Columns (metadata names the kind): *input* and *target* columns hold N entries, *sequence* columns hold B.
+
+    Attributes:
+        lengths: inputs per sequence; a sequence of L ids has L - 1.
+        inputs, positions: ``[N]`` long, what goes in and its place in its own sequence.
+        targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
+        rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
+        rewards, group, versions: ``[B]``: reward, number of the prompt, version of the weights that sampled it.
+
+    Raises:
+        ValueError: a column does not have the length of its kind.
+    """
+
+    lengths: tuple[int, ...]
+    inputs: Tensor = _column("input")
+    positions: Tensor = _column("input")
+    targets: Tensor = _column("target")
+    mask: Tensor = _column("target")
+    rollout_logprobs: Tensor | None = _column("target")
+    old_logprobs: Tensor | None = _column("target")
+    ref_logprobs: Tensor | None = _column("target")
+    advantages: Tensor | None = _column("target")
+    rewards: Tensor | None = _column("sequence")
+    group: Tensor | None = _column("sequence")
+    versions: Tensor | None = _column("sequence")
+
+    def __post_init__(self):
+        tokens = sum(self.lengths)
+        for name, kind in COLUMNS.items():
+            column = getattr(self, name)
+            wanted, unit = (len(self.lengths), "sequences") if kind == "sequence" else (tokens, "tokens")
+            if column is not None and len(column) != wanted:
+                raise ValueError(f"TrainBatch: {name} has {len(column)} entries, the batch has {wanted} {unit}")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @classmethod
+    def from_ids(cls, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], **columns) -> "TrainBatch":
+        """Cut inputs and targets from whole sequences; the tokens after each prompt are the ones that count.
+
+        Args:
+            sequences: prompt and completion ids of each sequence, together.
+            prompt_lengths: how many of them are prompt; targets at or past this place have ``mask=True``.
+            columns: further columns, as the class names them.
+
+        Raises:
+            ValueError: a sequence has no id, or a prompt is empty or longer than its sequence.
+        """
+        for i, (ids, prompt) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+            if not 0 < prompt <= len(ids):
+                raise ValueError(f"TrainBatch: sequence {i} has {len(ids)} ids and a prompt of {prompt}, expected 1..")
+        sizes = np.asarray([len(ids) for ids in sequences], dtype=np.int64)
+        flat = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sequences])
+        ends = np.cumsum(sizes)
+        is_last, is_first = np.zeros(len(flat), bool), np.zeros(len(flat), bool)
+        is_last[ends - 1] = is_first[ends - sizes] = True
+        lengths = sizes - 1
+        positions = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        mask = positions + 1 >= np.repeat(np.asarray(prompt_lengths), lengths)
+        tensors = {"inputs": flat[~is_last], "targets": flat[~is_first], "positions": positions, "mask": mask}
+        return cls(tuple(lengths.tolist()), **{k: torch.from_numpy(v) for k, v in tensors.items()}, **columns)
+
+    def columns(self) -> dict[str, Tensor]:
+        """The columns that are present, by name."""
+        return {name: getattr(self, name) for name in COLUMNS if getattr(self, name) is not None}
+
+    def per_token(self, per_sequence: Tensor) -> Tensor:
+        """Repeat one value per sequence over its tokens: ``[B] -> [N]``."""
+        return per_sequence.repeat_interleave(torch.tensor(self.lengths))
+
+    def select(self, start: int, stop: int) -> "TrainBatch":
+        """Sequences ``start`` to ``stop``, as views of this batch's columns."""
+        first, last = sum(self.lengths[:start]), sum(self.lengths[:stop])
+        cut = {
+            name: column[start:stop] if COLUMNS[name] == "sequence" else column[first:last]
+            for name, column in self.columns().items()
+        }
+        return replace(self, lengths=self.lengths[start:stop], **cut)
+
+    def split(self, parts: int) -> list["TrainBatch"]:
+        """``parts`` runs of consecutive sequences of as equal count as possible.
+
+        Raises:
+            ValueError: there are fewer sequences than parts.
+        """
+        if len(self) < parts:
+            raise ValueError(f"TrainBatch: {len(self)} sequences cannot be split over {parts} parts; use more sequences")
+        bounds = [len(self) * i // parts for i in range(parts + 1)]
+        return [self.select(a, b) for a, b in zip(bounds, bounds[1:])]
+
+    def split_by_tokens(self, budget: int, at_least: int = 1) -> list["TrainBatch"]:
+        """Runs of consecutive sequences of at most ``budget`` tokens each (one sequence may exceed it), in order.
+
+        Args:
+            at_least: the fewest runs wanted (pipeline stages to keep busy); fewer where there are too few sequences.
+        """
+        budget = min(budget, -(-self.num_tokens // at_least))
+        bounds, tokens = [0], 0
+        for i, length in enumerate(self.lengths):
+            if tokens and tokens + length > budget:
+                bounds.append(i)
+                tokens = 0
+            tokens += length
+        bounds.append(len(self))
+        return [self.select(a, b) for a, b in zip(bounds, bounds[1:])]
+
+    def to(self, device: torch.device) -> "TrainBatch":
+        """The same batch with its columns on ``device``."""
+        return replace(self, **{name: column.to(device) for name, column in self.columns().items()})
+
+    # Numpy arrays cross process borders without a copy; a torch view would pickle the storage it looks into.
+    def __getstate__(self) -> dict:
+        arrays = {name: np.ascontiguousarray(column.cpu().numpy()) for name, column in self.columns().items()}
+        return {"lengths": self.lengths, **arrays}
+
+    def __setstate__(self, state: dict) -> None:
+        with warnings.catch_warnings():  # torch warns that shared memory is read-only; columns are never written
+            warnings.simplefilter("ignore", UserWarning)
+            for name in COLUMNS:
+                array = state.get(name)
+                object.__setattr__(self, name, None if array is None else torch.from_numpy(array))
+        object.__setattr__(self, "lengths", state["lengths"])
+
+
+COLUMNS: dict[str, str] = {f.name: f.metadata["column"] for f in fields(TrainBatch) if "column" in f.metadata}
+"""Name of every column -> its kind: "input", "target" or "sequence"."""

@@ -1,0 +1,93 @@
+"""What the RL side may ask of an engine, and what it gets back."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engines.batch import Completion, TrainBatch
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model says about each target of a batch.
+
+    Attributes:
+        logprobs: ``[N]`` float32, log-probability of the target at the sampling temperature.
+        entropy: ``[N]`` float32, entropy of the distribution that predicts it, in nats.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+LossFn = Callable[[TokenOutputs, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
+"""``loss_fn(outputs, batch) -> (sum, metrics)``: a scalar SUM over the batch's tokens, never a mean, and metric sums.
+
+The engine divides the sum by the denominator of the whole optimizer step, so a loss does not depend on how the batch
+was cut. Metric sums are added over micro-batches and data-parallel ranks; a name that ends in ``_max`` is a maximum.
+"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, as one data-parallel rank saw it.
+
+    Attributes:
+        metrics: metric sums over this rank's shard.
+        logprobs: ``[N]`` float32 of this rank's shard, from the weights before the step.
+        grad_norm: global L2 norm of the gradient before clipping. lr: the learning rate that was used.
+    """
+
+    metrics: dict[str, float]
+    logprobs: Tensor
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn.
+
+    Attributes:
+        count: completions per prompt. temperature: 0 is greedy. max_tokens: the length limit.
+        seed: draws repeat for the same seed, weights and prompts.
+    """
+
+    count: int
+    temperature: float
+    max_tokens: int
+    seed: int
+
+
+class TrainEngine(Protocol):
+    """A model that learns, spread over ranks; every rank holds one and every method is collective."""
+
+    dp_rank: int
+    dp_size: int
+    is_leader: bool
+    """This rank holds the outputs of its data-parallel replica."""
+
+    def forward(self, batch: TrainBatch) -> TokenOutputs | None:
+        """Outputs for this replica's shard; None on ranks that are not the leader."""
+
+    def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> StepResult:
+        """One optimizer step on ``sum(loss) / denominator``, over the shards of all replicas."""
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """``(HF name, full tensor)`` of every weight, one at a time; yields on the first replica's leader only."""
+
+    def save(self, folder: str) -> None: ...
+
+    def load(self, folder: str) -> None: ...
+
+
+class RolloutEngine(Protocol):
+    """A model that samples."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        """``[P][count]`` completions."""
+
+    def load_weights(self, bucket: Any, version: int, last: bool) -> None:
+        """Take one bucket of new weights; ``last`` makes them count as ``version``."""

@@ -1,0 +1,68 @@
+"""Sharded checkpoints of model, optimizer and schedule, in Megatron's torch_dist format."""
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
+_LAYOUT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """Megatron's format written by torch's own writer, in this process.
+
+    Megatron's writer starts a manager process and forks one more per file. Inside a Ray actor, with its threads, a fork
+    can deadlock, and both cost more than the write at small sizes.
+    """
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        writer = dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dcp.save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
+
+
+def _state(module, optimizer, schedule, is_loading: bool) -> dict:
+    model = module.module.sharded_state_dict(metadata=_LAYOUT)
+    state = {"model": model}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_LAYOUT)
+        state["schedule"] = schedule.state_dict()
+    return state
+
+
+def save_checkpoint(folder: str, module, optimizer, schedule) -> None:
+    """Write this rank's part into ``folder``, which exists and is empty. Collective."""
+    strategy = _SaveInProcess("torch_dist", 1)
+    dist_checkpointing.save(_state(module, optimizer, schedule, False), folder, strategy, content_metadata=_LAYOUT)
+
+
+def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
+    """Restore what ``save_checkpoint`` wrote, at the same or another tensor-, pipeline- or data-parallel size. Collective.
+
+    Raises:
+        ValueError: the folder holds no checkpoint.
+    """
+    if not (Path(folder) / "metadata.json").is_file():
+        raise ValueError(f"checkpoint: {folder!r} is not a complete checkpoint (it has no metadata.json)")
+    state = dist_checkpointing.load(_state(module, optimizer, schedule, True), folder)
+    module.module.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+    torch.distributed.barrier()

@@ -1,0 +1,206 @@
+"""The training engine: one rank of a Megatron model that computes logprobs, takes steps and gives out its weights."""
+
+import datetime
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from engines.batch import TrainBatch
+from engines.config import MegatronConfig
+from engines.interfaces import LossFn, StepResult, TokenOutputs
+from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
+from engines.megatron.layout import Layout
+from engines.megatron.logprobs import token_outputs
+from engines.megatron.model import build_model, transformer_config
+from engines.megatron.optimizer import build_optimizer
+from engines.megatron.rotary import Rotary
+from engines.megatron.weights import export_weights, load_weights
+from engines.models import ModelSpec
+from hardware.platform import Platform
+
+
+def init_distributed(platform: Platform, config: MegatronConfig, rank: int, address: str, seed: int) -> None:
+    """Join the ranks of one engine: ``address`` is ``host:port`` of rank 0. Call once per process."""
+    timeout = datetime.timedelta(seconds=config.timeout_s)
+    dist.init_process_group(
+        platform.dist_backend, init_method=f"tcp://{address}", rank=rank, world_size=config.ranks, timeout=timeout
+    )
+    mpu.initialize_model_parallel(
+        config.tp,
+        config.pp,
+        context_parallel_size=config.cp,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, config.timeout_s // 60),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+class MegatronEngine:
+    """One rank. Every method is collective over all ranks of the engine.
+
+    Args:
+        model: what to build, its weights read from ``model.folder``.
+        temperature: divides the logits before logprobs and entropy, as the sampler does.
+        trainable: False builds neither gradients nor an optimizer (a reference model).
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        config: MegatronConfig,
+        platform: Platform,
+        device: torch.device,
+        *,
+        temperature: float = 1.0,
+        trainable: bool = True,
+    ):
+        self.model, self.config, self.platform, self.device = model, config, platform, device
+        self.temperature = temperature
+        self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.is_leader = (
+            mpu.get_tensor_model_parallel_rank() == 0
+            and mpu.get_context_parallel_rank() == 0
+            and mpu.is_pipeline_last_stage()
+        )
+        self.transformer = transformer_config(model, config)
+        self.rotary = Rotary(model, device)
+        module = build_model(model, self.transformer, platform)
+        load_weights(module, model)
+        # fp32 gradients, because a bf16 sum over micro-batches loses the small ones.
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.module = DistributedDataParallel(self.transformer, ddp, module) if trainable else _Frozen(module)
+        self.optimizer, self.schedule = build_optimizer(self.module, config) if trainable else (None, None)
+
+    # -- forward and backward
+
+    def forward(self, batch: TrainBatch) -> TokenOutputs | None:
+        parts: list[TokenOutputs] = []
+
+        def keep(outputs: TokenOutputs, _: Layout, __: TrainBatch):
+            parts.append(outputs)
+            return outputs.logprobs.sum(), torch.tensor(0), {}
+
+        self.module.eval()
+        with torch.no_grad():
+            self._run(batch, keep, forward_only=True)
+        return _join(parts) if self.is_leader else None
+
+    def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> StepResult:
+        step_tokens = self._sum_over_replicas(batch.num_tokens)
+        parts: list[TokenOutputs] = []
+
+        def loss_of(outputs: TokenOutputs, layout: Layout, micro: TrainBatch):
+            parts.append(TokenOutputs(outputs.logprobs.detach(), outputs.entropy.detach()))
+            loss, metrics = loss_fn(outputs, micro)
+            # Megatron divides by the step's tokens once all micro-batches are in: what remains is sum / denominator.
+            scaled = loss * (step_tokens / denominator)
+            return scaled, torch.tensor(layout.num_valid, dtype=torch.int), metrics
+
+        self.module.train()
+        self.module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        metrics = self._run(batch, loss_of, forward_only=False)
+        # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
+        self.schedule.step(increment=1)
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        _, grad_norm, _ = self.optimizer.step()
+        logprobs = _join(parts).logprobs if self.is_leader else torch.empty(0)
+        return StepResult(_reduce(metrics), logprobs, float(grad_norm), lr)
+
+    def _run(self, batch: TrainBatch, loss_of, forward_only: bool) -> list[dict]:
+        """Every micro-batch through Megatron's schedule; the metrics of each, on the last stage."""
+        micro_batches = batch.split_by_tokens(self.config.micro_batch_tokens, at_least=self.config.pp)
+
+        def forward_step(micro_batches: Iterator[TrainBatch], module):
+            micro = next(micro_batches).to(self.device)
+            layout = self._layout(micro.lengths)
+            output = self._forward_micro_batch(module, micro, layout)
+            return output, lambda logits: loss_of(self._outputs(logits, micro, layout), layout, micro)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=self.module,
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # both sizes are unused: stages exchange real shapes (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _layout(self, lengths: tuple[int, ...]) -> Layout:
+        cp_rank = mpu.get_context_parallel_rank()
+        sizes = dict(tp=self.config.tp, cp=self.config.cp, cp_rank=cp_rank)
+        return Layout.build(lengths, self.config.layout, **sizes, device=self.device)
+
+    def _forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
+        rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)
+        inputs = self.platform.attention_inputs(layout.mask_spec(self.model.windows), rotary)
+        return module(layout.pack(micro.inputs), None, inputs.attention_mask, packed_seq_params=inputs)
+
+    def _outputs(self, logits: Tensor, micro: TrainBatch, layout: Layout) -> TokenOutputs:
+        """Logits ``[b, s, v / tp]`` of this rank's slots -> outputs of the whole micro-batch, ``[N]``, on every rank."""
+        group = mpu.get_tensor_model_parallel_group()
+        target = layout.pack(micro.targets)
+        slots = token_outputs(logits, target, temperature=self.temperature, vocab=self.model.vocab, group=group)
+        both = layout.unpack(torch.stack([slots.logprobs, slots.entropy], -1), mpu.get_context_parallel_group())
+        return TokenOutputs(*both.unbind(-1))
+
+    def _sum_over_replicas(self, value: int) -> int:
+        total = torch.tensor(value, device=self.device)
+        dist.all_reduce(total, group=mpu.get_data_parallel_group())
+        return int(total)
+
+    # -- weights
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """``(HF name, full tensor)``; collective, so run it to its end on every rank. Leader of the first replica only.
+
+        Only the first replica works: the others hold the same weights and yield nothing.
+        """
+        if self.dp_rank or mpu.get_context_parallel_rank():
+            return
+        for name, tensor in export_weights(self.module.module, self.model):
+            if self.is_leader:
+                yield name, tensor
+
+    def save(self, folder: str) -> None:
+        save_checkpoint(folder, self.module, self.optimizer, self.schedule)
+
+    def load(self, folder: str) -> None:
+        load_checkpoint(folder, self.module, self.optimizer, self.schedule)
+
+
+class _Frozen(torch.nn.Module):
+    """A model without gradients, wrapped like a trained one so that ``.module`` means the same."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module.requires_grad_(False)
+        self.config = module.config
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def _join(parts: list[TokenOutputs]) -> TokenOutputs:
+    """Micro-batches are consecutive, so their outputs end to end are the batch's."""
+    return TokenOutputs(torch.cat([p.logprobs for p in parts]), torch.cat([p.entropy for p in parts]))
+
+
+def _reduce(metrics: list[dict]) -> dict[str, float]:
+    """Add metric sums over micro-batches; take the largest of those whose name ends in ``_max``."""
+    reduced: dict[str, float] = {}
+    for part in metrics:
+        for name, value in part.items():
+            value = float(value)
+            if name not in reduced:
+                reduced[name] = value
+            else:
+                reduced[name] = max(reduced[name], value) if name.endswith("_max") else reduced[name] + value
+    return reduced

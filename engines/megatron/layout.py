@@ -1,0 +1,118 @@
+"""Where each token of a micro-batch sits on this rank: one index map, one gather in, one scatter out."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hardware.context_parallel import sum_over_ranks
+from hardware.masks import LayoutKind, MaskSpec, slot_places
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The plan of one micro-batch on one context-parallel rank, built once and used for every column.
+
+    Worked example, ``Layout.build((3, 1), kind, tp=2)`` for the flat stream ``a b c | d``::
+
+        bshd  source [[0 1 2 0] [3 0 0 0]]   valid [[1 1 1 0] [1 0 0 0]]   position [[0 1 2 3] [0 1 2 3]]
+        thd   source [[0 1 2 0  3 0]]        valid [[1 1 1 0  1 0]]        position [[0 1 2 3  0 1]]
+
+    Attributes:
+        kind: ``"bshd"`` or ``"thd"``.
+        lengths: real tokens of each sequence. padded: its slots over all context-parallel ranks.
+        source: ``[b, s]`` long, each slot's token in the flat stream; 0 on padding.
+        valid: ``[b, s]`` bool, a real token: the 2-D mask kept for unpadding, never handed to attention.
+        position: ``[b, s]`` long, place in its own sequence. segment: ``[b, s]`` long, which sequence; -1 on padding.
+    """
+
+    kind: LayoutKind
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...]
+    cp: int
+    cp_rank: int
+    source: Tensor
+    valid: Tensor
+    position: Tensor
+    segment: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        lengths: tuple[int, ...],
+        kind: LayoutKind,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        cp_rank: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> "Layout":
+        """Plan a micro-batch of sequences with ``lengths`` tokens each.
+
+        Each sequence (thd) or the longest one (bshd) is padded to a multiple of ``tp``, so that sequence parallelism
+        can cut it, or of ``tp * 2 * cp`` under context parallelism.
+
+        Raises:
+            ValueError: there is no token at all.
+        """
+        if not any(lengths):
+            raise ValueError(f"Layout: a micro-batch needs at least one token, got lengths {lengths}")
+        align = tp * 2 * cp if cp > 1 else tp
+        padded = -(-np.asarray(lengths, dtype=np.int64) // align) * align
+        if kind == "bshd":
+            padded[:] = padded.max()
+        sequence, position = slot_places(tuple(padded.tolist()), cp, cp_rank)
+        size = np.asarray(lengths, dtype=np.int64)
+        valid = position < size[sequence]
+        source = np.where(valid, (np.cumsum(size) - size)[sequence] + position, 0)
+        segment = np.where(valid, sequence, -1)
+        rows = len(lengths) if kind == "bshd" else 1
+        columns = (torch.from_numpy(x.reshape(rows, -1)).to(device) for x in (source, valid, position, segment))
+        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, *columns)
+
+    @property
+    def num_valid(self) -> int:
+        """Real tokens on this rank."""
+        return len(self._slots)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor | None:
+        """thd: int32 ``[B + 1]`` padded boundaries over all context-parallel ranks; None for bshd."""
+        if self.kind == "bshd":
+            return None
+        return torch.tensor([0, *np.cumsum(self.padded)], dtype=torch.int32, device=self.source.device)
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        """Flattened slots that hold real tokens, in the order of the flat stream within this rank."""
+        return self.valid.flatten().nonzero()[:, 0]
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        """The token of each of those slots."""
+        return self.source.flatten()[self._slots]
+
+    def pack(self, flat: Tensor, fill: float = 0) -> Tensor:
+        """``[N, ...] -> [b, s, ...]``: each slot's token, ``fill`` on padding."""
+        local = flat[self.source]
+        pad = ~self.valid.view(*self.valid.shape, *[1] * (flat.dim() - 1))
+        return local.masked_fill(pad, fill)
+
+    def unpack(self, local: Tensor, group=None) -> Tensor:
+        """``[b, s, ...] -> [N, ...]``: every real slot back to its place in the flat stream.
+
+        Args:
+            group: context-parallel group to sum over, after which each rank holds every token; the backward hands each
+                rank the gradient of its own slots. Without it the tokens of other ranks are zero.
+        """
+        tokens = local.flatten(0, 1).index_select(0, self._slots)
+        if self.cp == 1:
+            return tokens  # slots lie in the order of the stream
+        flat = local.new_zeros(sum(self.lengths), *local.shape[2:]).index_copy(0, self._tokens, tokens)
+        return flat if group is None else sum_over_ranks(flat, group)
+
+    def mask_spec(self, windows: tuple[int | None, ...] = (None,)) -> MaskSpec:
+        """The causal rule of this micro-batch, with a sliding window per layer where the model has them."""
+        return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, windows)

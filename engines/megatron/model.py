@@ -1,0 +1,87 @@
+"""A Megatron GPT of the shape a HuggingFace folder describes."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from engines.config import MegatronConfig
+from engines.models import ModelSpec
+from hardware.platform import Platform
+
+_RECOMPUTE = {
+    "none": {},
+    "core": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerConfig:
+    """Megatron's configuration of the model, with the user's pass-through on top."""
+    dtype = getattr(torch, config.dtype)
+    settings = dict(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        context_parallel_size=config.cp,
+        sequence_parallel=config.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.dtype == "bfloat16",
+        # Weights are read from a folder. Megatron marks how a parameter is cut while it initialises it, so it must run.
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        # Micro-batches differ in length, so stages tell each other the shape first. Megatron allows that with this
+        # dispatcher only, in models without experts too.
+        variable_seq_lengths=config.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=False,
+        # The loss closure returns a sum and its token count; finalize_model_grads divides once by the step's tokens.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    return TransformerConfig(**settings | _RECOMPUTE[config.recompute] | config.megatron)
+
+
+def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform) -> GPTModel:
+    """This rank's part of the model, its weights not yet loaded."""
+    tp = config.tensor_model_parallel_size
+    module = GPTModel(
+        config,
+        platform.layer_spec(config),
+        vocab_size=-(-model.vocab // tp) * tp,
+        max_sequence_length=model.max_positions,
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=model.tied,
+    )
+    for parameter in module.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return module

@@ -1,0 +1,43 @@
+"""Megatron's distributed optimizer and learning-rate schedule."""
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from engines.config import MegatronConfig
+
+
+def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """AdamW sharded over data- and context-parallel ranks, with gradient clipping, and its schedule.
+
+    Args:
+        module: the model wrapped in Megatron's DistributedDataParallel.
+    """
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=config.dtype == "bfloat16",
+        params_dtype=getattr(torch, config.dtype),
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(settings, [module], use_gloo_process_groups=False)
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=max(config.lr_decay_steps, config.lr_warmup_steps + 1),
+        lr_decay_style=config.lr_decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, schedule

@@ -1,0 +1,28 @@
+"""Rotary embedding from each token's own position, so that packing and context parallelism need no special case."""
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engines.models import ModelSpec
+
+
+class Rotary:
+    """Frequencies of one model (arXiv:2104.09864), scaled as its config says (linear, llama3, yarn)."""
+
+    def __init__(self, model: ModelSpec, device: torch.device):
+        kind = model.rope.get("rope_type", "default")
+        self.scale = 1.0
+        if kind == "default":
+            steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
+            self.inverse_frequency = (1.0 / model.rope_theta**steps).to(device)
+        else:
+            config = AutoConfig.from_pretrained(model.folder)
+            self.inverse_frequency, self.scale = ROPE_INIT_FUNCTIONS[kind](config, device)
+
+    def __call__(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``(cos, sin)``, each ``[b, s, head_dim]``, of positions ``[b, s]``."""
+        angle = position.float()[..., None] * self.inverse_frequency
+        both = torch.cat([angle, angle], dim=-1)
+        return (both.cos() * self.scale).to(dtype), (both.sin() * self.scale).to(dtype)

@@ -1,0 +1,161 @@
+"""HuggingFace weights into Megatron ranks and back out, by the model's name table."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from safetensors import safe_open
+from torch import Tensor
+
+from engines.models import ModelSpec
+
+
+class SafetensorsFolder:
+    """Every tensor of a folder's safetensors files by name, read one at a time."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"model: {folder!r} has no *.safetensors file; weights are read from safetensors only")
+        self._file_of = {}
+        for path in files:
+            handle = safe_open(path, "pt")
+            self._file_of.update(dict.fromkeys(handle.keys(), handle))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def check(self, model: ModelSpec) -> None:
+        """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights."""
+        wanted, have = model.all_hf_names(), set(self._file_of)
+        if model.tied:
+            have -= {"lm_head.weight"}
+        missing, extra = sorted(wanted - have), sorted(have - wanted)
+        if missing or extra:
+            raise ValueError(
+                f"model: weights in {self.folder!r} do not fit model_type {model.model_type!r}: "
+                f"missing {missing[:5]} ({len(missing)} in all), unexpected {extra[:5]} ({len(extra)} in all)"
+            )
+
+
+def _named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters, layers numbered over the whole model."""
+    offset = module.decoder.layers[0].layer_number - 1
+    shift = lambda match: f"decoder.layers.{int(match[1]) + offset}."  # noqa: E731
+    return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): p for name, p in module.named_parameters()}
+
+
+def _join(kind: str, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
+    """HF tensors -> one Megatron tensor: qkv interleaved by query group, gate above up, vocabulary padded to ``rows``."""
+    if kind == "qkv":
+        groups = [t.unflatten(0, (model.kv_heads, -1)) for t in tensors]
+        return torch.cat(groups, dim=1).flatten(0, 1)
+    if kind == "gated":
+        return torch.cat(tensors)
+    if kind == "vocabulary":
+        return F.pad(tensors[0], (0, 0, 0, rows - tensors[0].shape[0]))
+    return tensors[0]
+
+
+def _split(kind: str, whole: Tensor, model: ModelSpec) -> list[Tensor]:
+    """The inverse of ``_join``."""
+    if kind == "qkv":
+        per_group = model.heads // model.kv_heads
+        groups = whole.unflatten(0, (model.kv_heads, -1))
+        sizes = [per_group * model.head_dim, model.head_dim, model.head_dim]
+        return [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
+    if kind == "gated":
+        return list(whole.chunk(2))
+    if kind == "vocabulary":
+        return [whole[: model.vocab]]
+    return [whole]
+
+
+def _is_cut(parameter: torch.nn.Parameter) -> bool:
+    return getattr(parameter, "tensor_model_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
+
+
+def _shard(kind: str, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+    """This tensor-parallel rank's part; gate and up are cut apart so that each rank holds both."""
+    if not _is_cut(parameter):
+        return whole
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    if kind == "gated":
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim=parameter.partition_dim)[rank]
+
+
+def _unshard(kind: str, parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
+    """The whole tensor from every tensor-parallel rank's part. Collective."""
+    if not _is_cut(parameter):
+        return value
+    group = mpu.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    if kind == "gated":
+        halves = zip(*(part.chunk(2) for part in parts))
+        return torch.cat([torch.cat(half) for half in halves])
+    return torch.cat(parts, dim=parameter.partition_dim)
+
+
+@torch.no_grad()
+def load_weights(module: torch.nn.Module, model: ModelSpec) -> None:
+    """Fill this rank's parameters from the model's folder.
+
+    Raises:
+        ValueError: the folder lacks a weight, has one too many, or one has another shape than the config says.
+    """
+    folder = SafetensorsFolder(model.folder)
+    folder.check(model)
+    for name, parameter in _named_parameters(module).items():
+        # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
+        source = "embedding.word_embeddings.weight" if model.tied and name == "output_layer.weight" else name
+        kind, hf_names = model.hf_names(source)
+        rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
+        value = _shard(kind, _join(kind, [folder[n] for n in hf_names], model, rows), parameter)
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"model: {hf_names} in {model.folder!r} give {name} the shape {tuple(value.shape)}, expected "
+                f"{tuple(parameter.shape)} from config.json"
+            )
+        parameter.copy_(value)
+
+
+@torch.no_grad()
+def export_weights(module: torch.nn.Module, model: ModelSpec, value_of=lambda p: p.data) -> Iterator[tuple[str, Tensor]]:
+    """``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
+
+    Args:
+        value_of: what to export of a parameter; its gradient, say.
+    """
+    stages = mpu.get_pipeline_model_parallel_group()
+    mine = _named_parameters(module)
+    if model.tied:
+        mine.pop("output_layer.weight", None)
+    names_of = [None] * stages.size()
+    dist.all_gather_object(names_of, list(mine), group=stages)
+    for stage, names in enumerate(names_of):
+        for name in names:
+            kind, hf_names = model.hf_names(name)
+            whole = None
+            if stage == stages.rank():
+                whole = _unshard(kind, mine[name], value_of(mine[name]))
+            if stages.size() > 1:
+                whole = _from_stage(whole, stage, stages)
+            yield from zip(hf_names, _split(kind, whole, model), strict=True)
+
+
+def _from_stage(whole: Tensor | None, stage: int, stages) -> Tensor:
+    """Send a tensor from one pipeline stage to all others. Collective."""
+    source = dist.get_global_rank(stages, stage)
+    head = [None if whole is None else (whole.shape, whole.dtype, whole.device)]
+    dist.broadcast_object_list(head, src=source, group=stages)
+    shape, dtype, device = head[0]
+    whole = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole.contiguous()
+    dist.broadcast(whole, src=source, group=stages)
+    return whole

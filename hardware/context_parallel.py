@@ -1,0 +1,58 @@
+"""Collectives of context parallelism with the backward that packing needs.
+
+Written here because the backward of ``torch.distributed.nn.functional.all_gather`` returns wrong values on gloo when the
+incoming gradient is not contiguous (torch 2.13).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _GatherRanks(torch.autograd.Function):
+    """``x [...] -> [group, ...]``; the gradient of a rank's x is the sum of all ranks' gradients of its slice."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group):
+        ctx.group = group
+        gathered = x.new_empty(group.size(), *x.shape)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        mine = gradient.new_empty(gradient.shape[1:])
+        dist.reduce_scatter_tensor(mine, gradient.contiguous().flatten(0, 1), group=ctx.group)
+        return mine, None
+
+
+class _SumForward(torch.autograd.Function):
+    """Sum over the group forward, identity backward: every rank holds the sum, each owns its own summand."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group):
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
+
+
+def gather_keys_values(key: Tensor, value: Tensor, group) -> tuple[Tensor, Tensor]:
+    """Keys and values of all context-parallel ranks: two ``[s, ...]`` tensors -> two ``[group * s, ...]``, rank order.
+
+    One collective carries both.
+    """
+    both = _GatherRanks.apply(torch.stack([key, value]), group)  # [group, 2, s, ...]
+    return both[:, 0].flatten(0, 1), both[:, 1].flatten(0, 1)
+
+
+def sum_over_ranks(x: Tensor, group) -> Tensor:
+    """Sum over ``group`` whose backward hands each rank the gradient unchanged.
+
+    Right for values that every rank holds in part (zeros elsewhere) and that every rank then feeds to the same loss:
+    the sum of all ranks' parameter gradients is the gradient of that one loss.
+    """
+    return _SumForward.apply(x, group)

@@ -1,0 +1,46 @@
+"""AdamW with the interface of Apex's FusedAdam, on torch's multi-tensor operations."""
+
+import torch
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (arXiv:1711.05101).
+
+    The step count lives in the parameter group, where Megatron's distributed optimizer looks for it when it saves.
+
+    Args:
+        adam_w_mode: decay weights directly; False adds ``weight_decay * p`` to the gradient instead.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._step_group(group, params)
+
+    def _step_group(self, group: dict, params: list[torch.Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        group["step"] = step = group.get("step", 0) + 1
+        beta1, beta2 = group["betas"]
+        lr, decay = group["lr"], group["weight_decay"]
+        grads = [p.grad for p in params]
+        first = [self.state[p]["exp_avg"] for p in params]
+        second = [self.state[p]["exp_avg_sq"] for p in params]
+        if decay and self.adam_w_mode:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            grads = torch._foreach_add(grads, params, alpha=decay)
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        denominator = torch._foreach_sqrt(second)
+        torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+        torch._foreach_add_(denominator, group["eps"])
+        torch._foreach_addcdiv_(params, first, denominator, -lr / (1 - beta1**step))

@@ -1,0 +1,186 @@
+"""What megatron-core 0.16 needs where there is no accelerator: narrow patches, in training processes only.
+
+Each shim names one fault, says why it exists and returns how to take it back; the tests take each back alone and expect
+a training step to fail, so that a shim which upstream no longer needs does not stay.
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One patch. ``apply`` installs it and returns the function that removes it."""
+
+    name: str
+    reason: str
+    apply: Callable[[], Undo]
+
+
+def _replace(owner, attribute: str, value) -> Undo:
+    original = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    return lambda: setattr(owner, attribute, original)
+
+
+def _together(*undos: Undo) -> Undo:
+    return lambda: [undo() for undo in undos]
+
+
+def _current_device() -> Undo:
+    return _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
+def _synchronize() -> Undo:
+    return _replace(torch.cuda, "synchronize", lambda *_: None)
+
+
+def _factories() -> Undo:
+    def on_cpu(factory):
+        @functools.wraps(factory)
+        def build(*args, **kwargs):
+            if kwargs.get("device") == "cuda":
+                kwargs["device"] = "cpu"
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            return factory(*args, **kwargs)
+
+        return build
+
+    return _together(*(_replace(torch, name, on_cpu(getattr(torch, name))) for name in ("tensor", "zeros")))
+
+
+def _tensor_cuda() -> Undo:
+    return _replace(torch.Tensor, "cuda", lambda self, *_, **__: self)
+
+
+def _tensor_types() -> Undo:
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    def rename(constant):
+        if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
+            return constant.replace("torch.cuda.", "torch.")
+        if isinstance(constant, tuple):
+            return tuple(rename(item) for item in constant)
+        if isinstance(constant, types.CodeType):
+            return constant.replace(co_consts=rename(constant.co_consts))
+        return constant
+
+    functions = (
+        DistributedOptimizer.__init__,
+        DistributedOptimizer._build_model_and_main_param_groups.__func__,
+        Float16OptimizerWithFloat16Params.__init__,
+        clip_grads.clip_grad_by_total_norm_fp32,
+    )
+    return _together(*(_replace(f, "__code__", rename(f.__code__)) for f in functions))
+
+
+def _rng() -> Undo:
+    import megatron.core.tensor_parallel.random as rng
+
+    @contextlib.contextmanager
+    def fork(self, name="model-parallel-rng"):
+        if name not in self.states_:
+            raise KeyError(f"rng state {name!r} was not added")
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    return _together(
+        _replace(rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        _replace(rng, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        _replace(rng.CudaRNGStatesTracker, "fork", fork),
+        _replace(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        _replace(torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
+    )
+
+
+def _adam() -> Undo:
+    from hardware.fused_adam import FusedAdam
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    return _together(
+        _replace(optimizer, "Adam", FusedAdam),
+        _replace(optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        _replace(distrib_optimizer, "Adam", FusedAdam),
+        _replace(distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        _replace(distrib_optimizer, "USING_APEX_OPTIMIZER", True),
+    )
+
+
+def import_megatron_without_compile() -> None:
+    """Import megatron-core with ``torch.compile`` as the identity.
+
+    Megatron wraps its small fusions in torch.compile while it is imported, before its own ``disable_jit_fuser`` can be
+    called; on a CPU every one of them then starts a C++ compiler in the first step.
+    """
+    compile_ = torch.compile
+    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
+    try:
+        import megatron.core.models.gpt  # noqa: F401
+        import megatron.core.optimizer  # noqa: F401
+    finally:
+        torch.compile = compile_
+
+
+SHIMS = (
+    Shim(
+        "current_device",
+        "megatron places buffers, parameters and p2p shapes on torch.cuda.current_device(), which raises without CUDA",
+        _current_device,
+    ),
+    Shim(
+        "synchronize",
+        "pipeline stages synchronise the device after they tell each other the shapes of what they send",
+        _synchronize,
+    ),
+    Shim(
+        "factories",
+        'schedules, gradient clipping and the optimizer call torch.tensor and torch.zeros with device="cuda" or '
+        "pin_memory=True",
+        _factories,
+    ),
+    Shim(
+        "tensor_cuda",
+        "tied embeddings under pipeline parallelism move the shared weight with .cuda()",
+        _tensor_cuda,
+    ),
+    Shim(
+        "tensor_types",
+        "the optimizer recognises parameters and gradients by type strings such as 'torch.cuda.FloatTensor'",
+        _tensor_types,
+    ),
+    Shim(
+        "rng",
+        "the RNG tracker saves and restores the CUDA generator; here it keeps its states on the CPU generator, so that "
+        "dropout repeats under recomputation and differs between tensor-parallel ranks",
+        _rng,
+    ),
+    Shim(
+        "adam",
+        "without TransformerEngine or Apex megatron falls back to torch.optim.AdamW, whose distributed checkpoint does "
+        "not resume: the step count is kept per parameter and is lost",
+        _adam,
+    ),
+)
+
+
+def install() -> None:
+    """Import megatron-core and apply every shim. Call once per process, before anything else imports megatron."""
+    import_megatron_without_compile()
+    for shim in SHIMS:
+        shim.apply()

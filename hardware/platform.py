@@ -1,0 +1,72 @@
+"""The one door through which hardware enters: a ``Platform`` per kind of machine."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hardware.masks import MaskSpec
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What ``model.forward`` receives about attention: the platform's own form of a ``MaskSpec``.
+
+    It travels as the ``packed_seq_params`` argument of Megatron's forward, from which Megatron reads ``qkv_format`` and
+    ``cp_group`` alone; our core attention reads the rest. Activation recomputation keeps that argument by reference
+    but would save ``attention_mask`` for backward, which must therefore be a tensor or None.
+
+    Attributes:
+        qkv_format: Megatron's word for the layout: ``"sbhd"`` or ``"thd"``.
+        attention_mask: what the backend's forward takes as its mask; None where the core attention knows the rule.
+        spec: the rule, which names each layer's window.
+        rotary: ``(cos, sin)`` of this rank's own slots, ``[s, b, 1, d]`` (sbhd) or ``[s, 1, d]`` (thd).
+        plan: index tensors and masks that the platform's core attention built once for all layers.
+    """
+
+    qkv_format: str
+    spec: MaskSpec
+    rotary: tuple[Tensor, Tensor]
+    plan: Any
+    attention_mask: Tensor | None = None
+    cp_group: None = None
+
+
+class Platform(Protocol):
+    """One kind of machine. Everything that depends on the accelerator goes through these members."""
+
+    name: str
+    dist_backend: str
+    ray_resource: str
+
+    def init_process(self, local_rank: int) -> torch.device:
+        """Bind this process to its device and prepare Megatron for it. Call before megatron is imported."""
+
+    def layer_spec(self, config) -> Any:
+        """Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
+
+    def attention_inputs(self, spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
+        """Lower a rule to what this platform's core attention honours.
+
+        Args:
+            rotary: ``(cos, sin)`` of this rank's slots, ``[b, s, d]`` each.
+
+        Raises:
+            ValueError: the platform has no way to honour the rule.
+        """
+
+    def train_env(self) -> dict[str, str]:
+        """Environment of a training process, set before torch is imported."""
+
+    def rollout_env(self) -> dict[str, str]:
+        """Environment of a vLLM process, set before vllm is imported."""
+
+
+def get_platform(name: str) -> Platform:
+    """The platform called ``name``. Raises ValueError when there is none."""
+    if name != "cpu":
+        raise ValueError(f"platform: {name!r} is not available, expected 'cpu'")
+    from hardware.cpu import CpuPlatform
+
+    return CpuPlatform()
