@@ -133,7 +133,9 @@ class TrainBatch:
             ValueError: there are fewer sequences than parts.
         """
         if len(self) < parts:
-            raise ValueError(f"TrainBatch: {len(self)} sequences cannot be split over {parts} parts; use more sequences")
+            raise ValueError(
+                f"TrainBatch: {len(self)} sequences cannot be split over {parts} parts; use more sequences"
+            )
         bounds = [len(self) * i // parts for i in range(parts + 1)]
         return [self.select(a, b) for a, b in zip(bounds, bounds[1:])]
 

@@ -73,11 +73,17 @@ class MegatronConfig:
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError where the model cannot be cut as asked."""
-        for name, value in (("attention heads", model.heads), ("key-value heads", model.kv_heads), ("ffn size", model.ffn)):
+        for name, value in (
+            ("attention heads", model.heads),
+            ("key-value heads", model.kv_heads),
+            ("ffn size", model.ffn),
+        ):
             if value % self.tp:
                 raise ValueError(f"actor: tp={self.tp} does not divide the model's {value} {name}; lower --actor.tp")
         if model.layers % self.pp:
-            raise ValueError(f"actor: pp={self.pp} does not divide the model's {model.layers} layers; change --actor.pp")
+            raise ValueError(
+                f"actor: pp={self.pp} does not divide the model's {model.layers} layers; change --actor.pp"
+            )
 
 
 @dataclass(frozen=True)

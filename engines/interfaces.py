@@ -53,12 +53,14 @@ class Sampling:
     Attributes:
         count: completions per prompt. temperature: 0 is greedy. max_tokens: the length limit.
         seed: draws repeat for the same seed, weights and prompts.
+        stop_token_ids: a completion ends with the first of these, which belongs to it.
     """
 
     count: int
     temperature: float
     max_tokens: int
     seed: int
+    stop_token_ids: tuple[int, ...]
 
 
 class TrainEngine(Protocol):

@@ -126,7 +126,12 @@ class ModelSpec:
 
     def all_hf_names(self) -> set[str]:
         """Every tensor that a saved model of this shape has; a tied output layer is no tensor of its own."""
-        tops = {name for key, (_, names) in TOP_NAMES.items() if not (self.tied and key.startswith("output")) for name in names}
+        tops = {
+            name
+            for key, (_, names) in TOP_NAMES.items()
+            if not (self.tied and key.startswith("output"))
+            for name in names
+        }
         parts = [name for _, names in MODEL_TYPES[self.model_type].values() for name in names]
         return tops | {f"model.layers.{i}.{name}" for i in range(self.layers) for name in parts}
 

@@ -47,7 +47,7 @@ class CpuPlatform:
 
     name = "cpu"
     dist_backend = "gloo"
-    ray_resource = "CPU"
+    ray_options = {"num_cpus": 1}
 
     def init_process(self, local_rank: int) -> torch.device:
         from hardware.megatron_shims import install

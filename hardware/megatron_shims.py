@@ -109,9 +109,10 @@ def _rng() -> Undo:
 
 
 def _adam() -> Undo:
-    from hardware.fused_adam import FusedAdam
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
+
+    from hardware.fused_adam import FusedAdam
 
     return _together(
         _replace(optimizer, "Adam", FusedAdam),
@@ -131,7 +132,7 @@ def import_megatron_without_compile() -> None:
     compile_ = torch.compile
     torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
     try:
-        import megatron.core.models.gpt  # noqa: F401
+        import megatron.core.models.gpt
         import megatron.core.optimizer  # noqa: F401
     finally:
         torch.compile = compile_

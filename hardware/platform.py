@@ -38,7 +38,8 @@ class Platform(Protocol):
 
     name: str
     dist_backend: str
-    ray_resource: str
+    ray_options: dict
+    """Options of one Ray actor that holds one device."""
 
     def init_process(self, local_rank: int) -> torch.device:
         """Bind this process to its device and prepare Megatron for it. Call before megatron is imported."""

@@ -127,7 +127,9 @@ def load_weights(module: torch.nn.Module, model: ModelSpec) -> None:
 
 
 @torch.no_grad()
-def export_weights(module: torch.nn.Module, model: ModelSpec, value_of=lambda p: p.data) -> Iterator[tuple[str, Tensor]]:
+def export_weights(
+    module: torch.nn.Module, model: ModelSpec, value_of=lambda p: p.data
+) -> Iterator[tuple[str, Tensor]]:
     """``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
 
     Args:

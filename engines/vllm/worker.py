@@ -1,0 +1,47 @@
+"""Methods added to vLLM's worker: new weights into the running model, and a seed for its sampler."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+
+class WeightSyncExtension:
+    """Mixed into vLLM's worker class by ``worker_extension_cls``; uses only what every platform's worker has."""
+
+    def begin_sync(self) -> None:
+        with self._loading():
+            initialize_layerwise_reload(self.model_runner.get_model())
+
+    def take_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        """Load some weights under their HuggingFace names."""
+        with self._loading():
+            self.model_runner.get_model().load_weights(iter(weights))
+
+    def end_sync(self) -> None:
+        model = self.model_runner.get_model()
+        with self._loading():
+            finalize_layerwise_reload(model, self.model_config)
+        _repack_tied_heads(model)
+
+    def seed_sampler(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    @contextlib.contextmanager
+    def _loading(self):
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            yield
+
+
+def _repack_tied_heads(model: torch.nn.Module) -> None:
+    """Pack output layers anew from their weights.
+
+    vLLM's CPU linear layers multiply with a packed copy of their weight. A layerwise reload packs again every layer that
+    it loaded, and so passes over an output layer that only shares the embedding's weight: it would keep the old logits.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

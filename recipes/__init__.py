@@ -1,0 +1,1 @@
+"""Complete runs in Python: ``python -m recipes.NAME --help``."""

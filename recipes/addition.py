@@ -1,0 +1,59 @@
+"""The demo's toy: a character-level Qwen2 and two-digit additions, made on the spot."""
+
+import json
+import zlib
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character."""
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127))])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    """Save a Qwen2 of 115 thousand random parameters, with its tokenizer."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def is_heldout(a: int, b: int) -> bool:
+    """One pair in ten, by a hash, so that what is held out has no pattern that a model could learn around."""
+    return zlib.crc32(f"{a}+{b}".encode()) % 10 == 0
+
+
+def make_data(folder: Path) -> Path:
+    """Write all additions of two numbers below 100 as train.jsonl and heldout.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    for name, heldout in (("train", False), ("heldout", True)):
+        rows = (
+            {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs if is_heldout(a, b) == heldout
+        )
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -1,0 +1,34 @@
+"""GRPO on your own model and your own questions.
+
+    python -m recipes.grpo --model MODEL_FOLDER --run-dir runs/mine --data.train train.jsonl --data.heldout heldout.jsonl
+
+Copy this file to write your own recipe: the reward is any function ``reward(text, row) -> float``, the advantage any
+``advantage(batch) -> [N]`` and the loss any ``loss(outputs, batch) -> (sum, metric sums)``.
+"""
+
+import sys
+
+import tyro
+
+from rlworker.advantages import grpo
+from rlworker.config import RunConfig
+from rlworker.data import Row
+from rlworker.trainer import Trainer
+
+
+def reward(text: str, row: Row) -> float:
+    """1 where the answer stands anywhere in the completion's last line."""
+    lines = text.strip().splitlines()
+    return float(bool(lines) and row.answer in lines[-1])
+
+
+def main(config: RunConfig) -> dict[str, float]:
+    with Trainer(config, reward, advantage=grpo) as trainer:
+        return trainer.fit()
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(RunConfig, description=__doc__))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,95 @@
+"""Rows to learn from: JSONL in, tokenised prompts out, and which of them each step takes."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question.
+
+    Attributes:
+        prompt: the text that the model sees, chat template applied.
+        prompt_ids: its token ids. answer: what a reward function compares with.
+        source: the row as it stands in the file, for reward functions that need more.
+    """
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answer: str
+    source: dict
+
+
+def read_rows(path: str, tokenizer, max_prompt_tokens: int) -> list[Row]:
+    """Read a JSONL file of ``{"prompt": text or messages, "answer": text, ...}``.
+
+    Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text is taken as it is.
+
+    Raises:
+        ValueError: no such file, or a broken row, by file, line and field.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"data: file {path!r} does not exist; set --data.train and --data.heldout to JSONL files")
+    rows = []
+    for line, source in _lines(path):
+        where = f"data: {path}, line {line}"
+        prompt, answer = source.get("prompt"), source.get("answer")
+        if not prompt:
+            raise ValueError(f'{where}: field "prompt" is missing or empty; it must be text or a list of messages')
+        if not isinstance(answer, str):
+            raise ValueError(f'{where}: field "answer" must be text, got {type(answer).__name__}')
+        text = prompt if isinstance(prompt, str) else _apply_template(prompt, tokenizer, where)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not 0 < len(ids) <= max_prompt_tokens:
+            raise ValueError(
+                f'{where}: field "prompt" has {len(ids)} tokens, expected 1 to {max_prompt_tokens}; shorten it or raise '
+                "--data.max-prompt-tokens"
+            )
+        rows.append(Row(text, tuple(ids), answer, source))
+    if not rows:
+        raise ValueError(f"data: {path} has no rows")
+    return rows
+
+
+def _lines(path: str) -> Iterator[tuple[int, dict]]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"data: {path}, line {number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"data: {path}, line {number}: expected an object, got {type(row).__name__}")
+            yield number, row
+
+
+def _apply_template(messages, tokenizer, where: str) -> str:
+    whole = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    if not whole:
+        raise ValueError(f'{where}: field "prompt" must be text or a list of {{"role": text, "content": text}}')
+    if not tokenizer.chat_template:
+        raise ValueError(f'{where}: field "prompt" has messages, but the tokenizer has no chat template; give text')
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def rows_of_step(rows: list[Row], count: int, step: int, seed: int) -> list[Row]:
+    """The ``count`` rows that step ``step`` (from 0) takes.
+
+    Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but
+    the arguments, so that a resumed run sees what the uninterrupted one would have.
+    """
+    taken = []
+    for place in range(step * count, (step + 1) * count):
+        epoch, index = divmod(place, len(rows))
+        if not taken or index == 0:
+            order = np.random.default_rng([seed, epoch]).permutation(len(rows))
+        taken.append(rows[order[index]])
+    return taken

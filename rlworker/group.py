@@ -1,0 +1,89 @@
+"""Ray actors of one role, called together."""
+
+import os
+from typing import Any
+
+import ray
+
+from engines.batch import TrainBatch
+from engines.config import MegatronConfig
+from engines.models import ModelSpec
+from hardware.platform import get_platform
+from rlworker.worker import TrainWorker
+
+
+def start_ray(actors: int) -> None:
+    """Have Ray with room for ``actors``: the cluster that RAY_ADDRESS names, one that runs already, or a new one here.
+
+    A small machine may hold more actors than it has cores: they take turns.
+
+    Raises:
+        RuntimeError: Ray runs already in this process and has too few CPUs for the actors.
+    """
+    quiet = dict(logging_level="ERROR", log_to_driver=False)
+    if ray.is_initialized():
+        have = ray.cluster_resources().get("CPU", 0)
+        if have < actors:
+            raise RuntimeError(f"ray: it was started with {have:.0f} CPUs, this run needs {actors}; start it with more")
+    elif os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+    else:
+        # Ray would otherwise warn at every start about devices that actors without one can see.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        cpus = max(actors, os.cpu_count() or 1)
+        ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=2**30, **quiet)
+
+
+class WorkerGroup:
+    """All ranks of one engine.
+
+    Args:
+        actors: one handle per rank. places: each rank's ``dp_rank`` and ``is_leader``.
+    """
+
+    def __init__(self, actors: list, places: list[dict]):
+        self.actors, self.places = actors, places
+        self.dp_size = 1 + max(place["dp_rank"] for place in places)
+
+    def call(self, method: str, *args: Any) -> list:
+        """``method(*args)`` on every rank; the results in rank order."""
+        return ray.get([getattr(actor, method).remote(*args) for actor in self.actors])
+
+    def call_sharded(self, method: str, batch: TrainBatch, *args: Any) -> list:
+        """``method(shard, *args)`` on every rank, each with its replica's shard.
+
+        Returns:
+            the leaders' results by data-parallel rank: shards are consecutive, so token outputs end to end are in the
+            order of the batch.
+        """
+        # One copy per shard in shared memory, read by all ranks of the replica.
+        shards = [ray.put(shard) for shard in batch.split(self.dp_size)]
+        args = [ray.put(argument) for argument in args]
+        calls = [
+            getattr(actor, method).remote(shards[place["dp_rank"]], *args)
+            for actor, place in zip(self.actors, self.places, strict=True)
+        ]
+        results = ray.get(calls)
+        leaders = {p["dp_rank"]: r for p, r in zip(self.places, results, strict=True) if p["is_leader"]}
+        return [leaders[rank] for rank in range(self.dp_size)]
+
+    def stop(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+class StartingGroup:
+    """A training engine on its way up; ``ready()`` waits for it. Several roles start at the same time this way."""
+
+    def __init__(
+        self, platform: str, model: ModelSpec, config: MegatronConfig, temperature: float, trainable: bool, seed: int
+    ):
+        options = get_platform(platform).ray_options
+        actor = ray.remote(TrainWorker).options(**options)
+        self.actors = [actor.remote(platform, rank) for rank in range(config.ranks)]
+        # The first rank's address is passed on as a reference, so that nobody waits for it here.
+        address = self.actors[0].address.remote()
+        self._places = [a.start.remote(address, model, config, temperature, trainable, seed) for a in self.actors]
+
+    def ready(self) -> WorkerGroup:
+        return WorkerGroup(self.actors, ray.get(self._places))

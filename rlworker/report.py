@@ -1,0 +1,117 @@
+"""report.html: what a run did, as one file that opens anywhere."""
+
+import json
+from pathlib import Path
+
+import plotly.graph_objects as go
+from jinja2 import Environment, PackageLoader
+from plotly.offline import get_plotlyjs
+
+from rlworker.metrics import read_metrics
+
+_PHASES = ("time_rollout", "time_reward", "time_logprobs", "time_update", "time_sync")
+
+_CURVES = (
+    ("Reward", {"reward": "sampled, training prompts", "heldout": "greedy, held-out prompts"}, "linear"),
+    (
+        "Rollout against trainer: |difference of logprobs|",
+        {"logprob_diff_mean": "mean of a step", "logprob_diff_max": "largest token"},
+        "log",
+    ),
+    ("Entropy (nats per token)", {"entropy": "entropy"}, "linear"),
+    ("Gradient norm before clipping", {"grad_norm": "gradient norm"}, "linear"),
+    ("Completion length (tokens)", {"completion_tokens": "mean length"}, "linear"),
+)
+"""Title, metric -> label, scale of each plot."""
+
+
+def write_report(folder: Path) -> Path:
+    """Draw a run folder's metrics and samples into ``report.html`` and return its path.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+    if not (folder / "metrics.jsonl").is_file() or not (folder / "config.json").is_file():
+        raise ValueError(f"report: {str(folder)!r} is not a run folder (it needs config.json and metrics.jsonl)")
+    lines = read_metrics(folder)
+    steps = [line for line in lines if "time_step" in line]
+    plots = [_curves(title, lines, names, scale) for title, names, scale in _CURVES]
+    plots.append(_time_split(steps))
+    summary = folder / "summary.json"
+    page = Environment(loader=PackageLoader("rlworker", "."), autoescape=True).get_template("report.html.j2")
+    html = page.render(
+        name=folder.name,
+        summary=json.loads(summary.read_text()) if summary.is_file() else _summary(lines),
+        plots=[plot.to_html(full_html=False, include_plotlyjs=False) for plot in plots if plot],
+        phases=_phase_table(steps),
+        samples=_samples(folder),
+        config=json.dumps(json.loads((folder / "config.json").read_text()), indent=2),
+        plotlyjs=get_plotlyjs(),
+    )
+    path = folder / "report.html"
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def _layout(figure: go.Figure, title: str, **options) -> go.Figure:
+    figure.update_layout(
+        title=title, template="plotly_white", height=340, margin=dict(l=60, r=20, t=50, b=40), **options
+    )
+    figure.update_xaxes(title="step")
+    return figure
+
+
+def _curves(title: str, lines: list[dict], names: dict[str, str], scale: str) -> go.Figure | None:
+    figure = go.Figure()
+    for name, label in names.items():
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        if points:
+            steps, values = zip(*points)
+            few = len(points) < len(lines) / 2
+            figure.add_scatter(x=steps, y=values, name=label, mode="lines+markers" if few else "lines")
+    if not figure.data:
+        return None
+    figure.update_yaxes(type=scale, exponentformat="e" if scale == "log" else "none")
+    return _layout(figure, title, showlegend=len(figure.data) > 1)
+
+
+def _time_split(steps: list[dict]) -> go.Figure | None:
+    if not steps:
+        return None
+    figure = go.Figure()
+    for phase in _PHASES:
+        label = phase.removeprefix("time_")
+        figure.add_scatter(
+            x=[s["step"] for s in steps],
+            y=[s.get(phase, 0.0) for s in steps],
+            name=label,
+            stackgroup="time",
+            mode="lines",
+        )
+    return _layout(figure, "Seconds of a step by phase")
+
+
+def _phase_table(steps: list[dict]) -> list[tuple[str, float, float]]:
+    """Phase, mean seconds and share of the step; the first step, which warms up, is left out where there are others."""
+    steady = steps[1:] or steps
+    if not steady:
+        return []
+    total = sum(s["time_step"] for s in steady)
+    rows = [(phase.removeprefix("time_"), sum(s.get(phase, 0.0) for s in steady)) for phase in _PHASES]
+    rows.append(("other", total - sum(seconds for _, seconds in rows)))
+    return [(name, seconds / len(steady), seconds / total) for name, seconds in rows]
+
+
+def _summary(lines: list[dict]) -> dict:
+    heldout = [line["heldout"] for line in lines if "heldout" in line]
+    ends = {"heldout_before": heldout[0], "heldout_after": heldout[-1]} if heldout else {}
+    return ends | {"steps": lines[-1]["step"] if lines else 0}
+
+
+def _samples(folder: Path) -> list[tuple[int, list[dict]]]:
+    """Step and kept samples, first and last steps first."""
+    files = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    chosen = files if len(files) <= 6 else [*files[:2], *files[-4:]]
+    return [
+        (int(f.stem.removeprefix("step_")), [json.loads(line) for line in f.open(encoding="utf-8")]) for f in chosen
+    ]

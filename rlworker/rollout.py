@@ -1,0 +1,68 @@
+"""Rollouts: prompts to completions over the vLLM actors, and completions to a batch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import ray
+import torch
+
+from engines.batch import Completion, TrainBatch
+from engines.config import VllmConfig
+from engines.interfaces import Sampling
+from engines.models import ModelSpec
+from hardware.platform import get_platform
+from rlworker.data import Row
+from rlworker.worker import RolloutWorker
+
+
+class Rollouts:
+    """The vLLM engines of a run. They start when this is built; ``ready()`` waits for them."""
+
+    def __init__(self, platform: str, model: ModelSpec, config: VllmConfig):
+        actor = ray.remote(RolloutWorker).options(**get_platform(platform).ray_options)
+        self.actors = [actor.remote(platform) for _ in range(config.engines)]
+        self._started = [a.start.remote(model, config) for a in self.actors]
+
+    def ready(self) -> "Rollouts":
+        ray.get(self._started)
+        return self
+
+    def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
+        """``[P][count]`` completions; each engine takes a run of consecutive prompts."""
+        prompts = [row.prompt_ids for row in rows]
+        bounds = [len(prompts) * i // len(self.actors) for i in range(len(self.actors) + 1)]
+        calls = [
+            actor.generate.remote(prompts[a:b], sampling)
+            for actor, a, b in zip(self.actors, bounds, bounds[1:])
+            if b > a
+        ]
+        return [group for part in ray.get(calls) for group in part]
+
+    def stop(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def to_batch(rows: Sequence[Row], completions: Sequence[Sequence[Completion]], rewards: Sequence[float]) -> TrainBatch:
+    """Prompts ``[P]``, completions ``[P][G]`` and rewards ``[P * G]`` -> a batch of ``P * G`` sequences, group by group."""
+    pairs = [(row, sample) for row, group in zip(rows, completions, strict=True) for sample in group]
+    prompt_lengths = [len(row.prompt_ids) for row, _ in pairs]
+    sequences = [[*row.prompt_ids, *sample.token_ids] for row, sample in pairs]
+    group = np.repeat(np.arange(len(rows)), [len(g) for g in completions])
+    batch = TrainBatch.from_ids(
+        sequences,
+        prompt_lengths,
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        group=torch.from_numpy(group),
+        versions=torch.tensor([sample.version for _, sample in pairs]),
+    )
+    logprobs = torch.zeros(batch.num_tokens)
+    # The batch's counting targets are the sampled tokens, in the same order.
+    logprobs[batch.mask] = torch.tensor([x for _, sample in pairs for x in sample.logprobs], dtype=torch.float32)
+    return TrainBatch(lengths=batch.lengths, **batch.columns() | {"rollout_logprobs": logprobs})
+
+
+def logprob_difference(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:
+    """|rollout - trainer logprob| over the sampled tokens, both taken from the same weights."""
+    difference = (batch.rollout_logprobs - logprobs)[batch.mask].abs()
+    return {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}

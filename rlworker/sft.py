@@ -1,0 +1,36 @@
+"""Supervised training through the same engine and the same batch as RL."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from engines.batch import TrainBatch
+from engines.config import MegatronConfig
+from engines.models import ModelSpec
+from rlworker.group import StartingGroup, start_ray
+from rlworker.losses import sft_loss
+
+
+def train_supervised(
+    model: ModelSpec, config: MegatronConfig, batches: Iterator[TrainBatch], output: str, *, platform: str, seed: int
+) -> list[float]:
+    """One optimizer step per batch, then the model is saved as a HuggingFace folder at ``output``.
+
+    Returns:
+        mean loss per counted target of each step, in nats.
+
+    Raises:
+        ValueError: ``output`` exists, or the model does not fit the parallel sizes.
+    """
+    if Path(output).exists():
+        raise ValueError(f"sft: output folder {output!r} exists already; choose another or move it away")
+    config.check_model(model)
+    start_ray(config.ranks)
+    group = StartingGroup(platform, model, config, temperature=1.0, trainable=True, seed=seed).ready()
+    losses = []
+    for batch in batches:
+        tokens = float(batch.mask.sum())
+        results = group.call_sharded("train_step", batch, sft_loss, tokens)
+        losses.append(sum(result.metrics["loss"] for result in results) / tokens)
+    group.call("save_hf", output, 4 * 2**30)
+    group.stop()
+    return losses

@@ -1,0 +1,101 @@
+"""The Ray actors: one process per trainer rank, one per rollout engine.
+
+Each sets its platform's environment before torch is imported and imports its engine afterwards, so this module itself
+imports neither.
+"""
+
+import os
+
+from engines.config import MegatronConfig, VllmConfig
+from engines.models import ModelSpec
+
+
+class TrainWorker:
+    """One rank of a training engine."""
+
+    def __init__(self, platform: str, rank: int):
+        from hardware.platform import get_platform
+
+        self.platform, self.rank = get_platform(platform), rank
+        os.environ.update(self.platform.train_env() | {"HF_HUB_OFFLINE": "1"})
+
+    def address(self) -> str:
+        """``host:port`` at which this rank can gather the others."""
+        import socket
+
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def start(
+        self, address: str, model: ModelSpec, config: MegatronConfig, temperature: float, trainable: bool, seed: int
+    ) -> dict:
+        """Join the other ranks and build the model; returns this rank's place."""
+        import logging
+        import warnings
+
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.WARNING)
+        device = self.platform.init_process(self.rank)
+        from engines.megatron.engine import MegatronEngine, init_distributed
+
+        init_distributed(self.platform, config, self.rank, address, seed)
+        self.engine = MegatronEngine(model, config, self.platform, device, temperature=temperature, trainable=trainable)
+        return {"dp_rank": self.engine.dp_rank, "is_leader": self.engine.is_leader, "pid": os.getpid()}
+
+    def forward(self, batch):
+        return self.engine.forward(batch)
+
+    def train_step(self, batch, loss_fn, denominator: float):
+        return self.engine.train_step(batch, loss_fn, denominator)
+
+    def sync_weights(self, rollouts: list, version: int, bucket_bytes: int) -> int:
+        """Send the weights to every rollout actor, bucket by bucket; returns the bytes sent (0 on other ranks)."""
+        import ray
+
+        from engines.weight_sync import pack_buckets
+
+        sent = 0
+        for bucket, last in pack_buckets(self.engine.export_weights(), bucket_bytes):
+            reference = ray.put(bucket)
+            ray.get([rollout.load_weights.remote(reference, version, last) for rollout in rollouts])
+            sent += bucket.data.nbytes
+        return sent
+
+    def save(self, folder: str) -> None:
+        self.engine.save(folder)
+
+    def load(self, folder: str) -> None:
+        self.engine.load(folder)
+
+    def save_hf(self, folder: str, shard_bytes: int) -> None:
+        """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from."""
+        from engines.hf_folder import save_hf_folder
+
+        save_hf_folder(self.engine.export_weights(), self.engine.model, folder, shard_bytes)
+
+
+class RolloutWorker:
+    """One vLLM engine."""
+
+    def __init__(self, platform: str):
+        from hardware.platform import get_platform
+
+        os.environ.update(get_platform(platform).rollout_env() | {"HF_HUB_OFFLINE": "1"})
+
+    def start(self, model: ModelSpec, config: VllmConfig) -> dict:
+        import warnings
+
+        warnings.filterwarnings("ignore")
+        from engines.vllm.engine import VllmEngine
+
+        self.engine = VllmEngine(model, config)
+        return {"pid": os.getpid()}
+
+    def generate(self, prompts, sampling):
+        return self.engine.generate(prompts, sampling)
+
+    def load_weights(self, bucket, version: int, last: bool) -> None:
+        self.engine.load_weights(bucket, version, last)
