@@ -35,8 +35,8 @@ def _column(kind: str, default: Any = None) -> Any:
 class TrainBatch:
     """Sequences laid end to end: sequence i owns ``lengths[i]`` consecutive entries of every token column.
 
-    The one shift happens here, when the batch is born: ``inputs = ids[:-1]`` and ``targets = ids[1:]``, so entry n of an
-    input column belongs to the token that goes in and entry n of a target column to the token predicted from it.
+    The one shift happens here, when the batch is born: ``inputs = ids[:-1]`` and ``targets = ids[1:]``, so entry n of
+    an input column belongs to the token that goes in and entry n of a target column to the token predicted from it.
     Nothing downstream shifts again. The ids ``[7, 8, 9]`` with prompt ``[7]`` become::
 
         inputs  [7, 8]      positions [0, 1]

@@ -110,7 +110,7 @@ class ModelSpec:
         """How a Megatron parameter is joined, and the HF tensors it is joined from.
 
         Args:
-            megatron_name: with the layer's number over the whole model, such as ``decoder.layers.3.mlp.linear_fc1.weight``.
+            megatron_name: such as ``decoder.layers.3.mlp.linear_fc1.weight``, layers numbered over the whole model.
 
         Raises:
             ValueError: the model's table has no such name.

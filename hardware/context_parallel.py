@@ -1,7 +1,7 @@
 """Collectives of context parallelism with the backward that packing needs.
 
-Written here because the backward of ``torch.distributed.nn.functional.all_gather`` returns wrong values on gloo when the
-incoming gradient is not contiguous (torch 2.13).
+Written here because the backward of ``torch.distributed.nn.functional.all_gather`` returns wrong values on gloo when
+the incoming gradient is not contiguous (torch 2.13).
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class CpuPlatform:
 
     name = "cpu"
     dist_backend = "gloo"
-    ray_options = {"num_cpus": 1}
+    ray_options: ClassVar[dict] = {"num_cpus": 1}
 
     def init_process(self, local_rank: int) -> torch.device:
         from hardware.megatron_shims import install

@@ -1,6 +1,6 @@
 """GRPO on your own model and your own questions.
 
-    python -m recipes.grpo --model MODEL_FOLDER --run-dir runs/mine --data.train train.jsonl --data.heldout heldout.jsonl
+    python -m recipes.grpo --model FOLDER --run-dir runs/mine --data.train train.jsonl --data.heldout heldout.jsonl
 
 Copy this file to write your own recipe: the reward is any function ``reward(text, row) -> float``, the advantage any
 ``advantage(batch) -> [N]`` and the loss any ``loss(outputs, batch) -> (sum, metric sums)``.

@@ -26,14 +26,14 @@ class RunFolder:
             raise ValueError(f"run_dir: {str(self.path)!r} has no checkpoint to resume from; drop --resume")
         if not resume and (self.path / "config.json").exists():
             raise ValueError(
-                f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir, or go on with it by --resume"
+                f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir, or add --resume"
             )
 
     def claim(self, config: RunConfig) -> dict | None:
         """Make the folder this run's own.
 
         Returns:
-            the newest checkpoint's trainer state with its ``folder``, when resuming; metrics of later steps are cut off.
+            when resuming, the newest checkpoint's state with its ``folder``; metrics of later steps are cut off.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if not config.resume:

@@ -82,8 +82,8 @@ class RunConfig:
             )
         if self.prompts_per_step < self.rollout.engines:
             raise ValueError(
-                f"config: prompts_per_step={self.prompts_per_step} leaves some of {self.rollout.engines} rollout engines "
-                "without work; lower --rollout.engines"
+                f"config: prompts_per_step={self.prompts_per_step} leaves some of {self.rollout.engines} rollout "
+                "engines without work; lower --rollout.engines"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.rollout.max_model_len:

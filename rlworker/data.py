@@ -27,7 +27,7 @@ class Row:
 def read_rows(path: str, tokenizer, max_prompt_tokens: int) -> list[Row]:
     """Read a JSONL file of ``{"prompt": text or messages, "answer": text, ...}``.
 
-    Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text is taken as it is.
+    Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text stays as it is.
 
     Raises:
         ValueError: no such file, or a broken row, by file, line and field.
@@ -46,8 +46,8 @@ def read_rows(path: str, tokenizer, max_prompt_tokens: int) -> list[Row]:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not 0 < len(ids) <= max_prompt_tokens:
             raise ValueError(
-                f'{where}: field "prompt" has {len(ids)} tokens, expected 1 to {max_prompt_tokens}; shorten it or raise '
-                "--data.max-prompt-tokens"
+                f'{where}: field "prompt" has {len(ids)} tokens, expected 1 to {max_prompt_tokens}; shorten it or '
+                "raise --data.max-prompt-tokens"
             )
         rows.append(Row(text, tuple(ids), answer, source))
     if not rows:

@@ -44,7 +44,7 @@ class Rollouts:
 
 
 def to_batch(rows: Sequence[Row], completions: Sequence[Sequence[Completion]], rewards: Sequence[float]) -> TrainBatch:
-    """Prompts ``[P]``, completions ``[P][G]`` and rewards ``[P * G]`` -> a batch of ``P * G`` sequences, group by group."""
+    """Prompts ``[P]``, completions ``[P][G]``, rewards ``[P * G]`` -> a batch of ``P * G`` sequences, by group."""
     pairs = [(row, sample) for row, group in zip(rows, completions, strict=True) for sample in group]
     prompt_lengths = [len(row.prompt_ids) for row, _ in pairs]
     sequences = [[*row.prompt_ids, *sample.token_ids] for row, sample in pairs]

@@ -164,7 +164,7 @@ class Trainer:
         return texts, [float(self.reward(text, row)) for text, (row, _) in zip(texts, pairs, strict=True)]
 
     def _with_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Logprobs under the weights of the rollout and of the reference, where the update will not make them itself."""
+        """Logprobs of the rollout's weights and of the reference, where the update will not make them itself."""
         if self.config.algorithm.mini_batches > 1:
             batch = replace(batch, old_logprobs=_logprobs(self.actor.call_sharded("forward", batch)))
         if self.reference:

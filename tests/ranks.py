@@ -31,7 +31,7 @@ def _serve(rank: int, world: int, pipe) -> None:
 
 
 class Ranks:
-    """``world`` processes; ``run(f, *args)`` calls ``f(rank, world, *args)`` on each and returns the results in order."""
+    """``world`` processes; ``run(f, *args)`` calls ``f(rank, world, *args)`` on each, results in rank order."""
 
     def __init__(self, world: int):
         context = multiprocessing.get_context("spawn")

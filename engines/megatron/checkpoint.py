@@ -53,7 +53,7 @@ def save_checkpoint(folder: str, module, optimizer, schedule) -> None:
 
 
 def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
-    """Restore what ``save_checkpoint`` wrote, at the same or another tensor-, pipeline- or data-parallel size. Collective.
+    """Restore what ``save_checkpoint`` wrote, at the same or another tp, pp or dp. Collective.
 
     Raises:
         ValueError: the folder holds no checkpoint.

@@ -144,7 +144,7 @@ class MegatronEngine:
         return module(layout.pack(micro.inputs), None, inputs.attention_mask, packed_seq_params=inputs)
 
     def _outputs(self, logits: Tensor, micro: TrainBatch, layout: Layout) -> TokenOutputs:
-        """Logits ``[b, s, v / tp]`` of this rank's slots -> outputs of the whole micro-batch, ``[N]``, on every rank."""
+        """Logits ``[b, s, v / tp]`` of this rank's slots -> outputs ``[N]`` of the whole micro-batch, on every rank."""
         group = mpu.get_tensor_model_parallel_group()
         target = layout.pack(micro.targets)
         slots = token_outputs(logits, target, temperature=self.temperature, vocab=self.model.vocab, group=group)

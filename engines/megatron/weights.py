@@ -51,7 +51,7 @@ def _named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _join(kind: str, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
-    """HF tensors -> one Megatron tensor: qkv interleaved by query group, gate above up, vocabulary padded to ``rows``."""
+    """HF tensors -> one Megatron tensor: qkv by query group, gate above up, vocabulary padded to ``rows``."""
     if kind == "qkv":
         groups = [t.unflatten(0, (model.kv_heads, -1)) for t in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)

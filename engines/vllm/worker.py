@@ -39,8 +39,9 @@ class WeightSyncExtension:
 def _repack_tied_heads(model: torch.nn.Module) -> None:
     """Pack output layers anew from their weights.
 
-    vLLM's CPU linear layers multiply with a packed copy of their weight. A layerwise reload packs again every layer that
-    it loaded, and so passes over an output layer that only shares the embedding's weight: it would keep the old logits.
+    vLLM's CPU linear layers multiply with a packed copy of their weight. A layerwise reload packs again every layer
+    that it loaded, and so passes over an output layer that only shares the embedding's weight: it would keep the old
+    logits, without a word.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
