@@ -180,8 +180,12 @@ SHIMS = (
 )
 
 
+INSTALLED: dict[str, Undo] = {}
+"""Shims in place in this process, by name, with what takes each back."""
+
+
 def install() -> None:
     """Import megatron-core and apply every shim. Call once per process, before anything else imports megatron."""
     import_megatron_without_compile()
     for shim in SHIMS:
-        shim.apply()
+        INSTALLED[shim.name] = shim.apply()

@@ -35,7 +35,7 @@ from rlworker.trainer import Trainer
 class DemoConfig(RunConfig):
     """The demo: a RunConfig with a warm-up before it and a control beside it."""
 
-    warm_up_steps: int = 260
+    warm_up_steps: int = 230
     """Supervised steps of 256 questions each."""
     shuffle_rewards: bool = False
     """Control: hand out the same rewards at random. The model must then not get better."""

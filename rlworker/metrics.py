@@ -45,7 +45,7 @@ class RunLog:
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")
         self._rollouts = folder / "rollouts"
         self._rollouts.mkdir(exist_ok=True)
-        self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True)
+        self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
         self._steps = steps
 
     def step(self, step: int, metrics: dict[str, float]) -> None:

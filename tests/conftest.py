@@ -1,0 +1,90 @@
+"""Fixtures shared by the suite: small saved models, pools of ranks and one Ray instance."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from ranks import Ranks
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+torch.set_num_threads(1)
+
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    # Sliding windows on the upper half of the layers.
+    "qwen2-window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    ),
+    "llama-rope3": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+}
+VOCAB = 99  # odd, so that tensor parallelism has to pad it
+
+
+@pytest.fixture(scope="session")
+def make_hf_model(tmp_path_factory):
+    """``make(family, tied)`` -> folder of a saved model with weights large enough to make attention sharp."""
+    made = {}
+
+    def make(family: str, tied: bool) -> str:
+        if (family, tied) not in made:
+            config_class, model_class, extra = FAMILIES[family]
+            torch.manual_seed(0)
+            config = config_class(
+                vocab_size=VOCAB,
+                hidden_size=128,
+                intermediate_size=96,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=256,
+                tie_word_embeddings=tied,
+                initializer_range=0.08,
+                bos_token_id=1,
+                eos_token_id=2,
+                pad_token_id=0,
+                **extra,
+            )
+            folder = tmp_path_factory.mktemp(f"{family}-{'tied' if tied else 'untied'}")
+            model = model_class(config)
+            with torch.no_grad():  # biases and norms are born constant; a swapped pair of them would go unseen
+                for name, parameter in model.named_parameters():
+                    if name.endswith("bias") or "norm" in name:
+                        parameter.add_(0.1 * torch.randn_like(parameter))
+            model.save_pretrained(folder)
+            made[family, tied] = str(folder)
+        return made[family, tied]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def one_rank():
+    pool = Ranks(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    pool = Ranks(2)
+    yield pool
+    pool.close()

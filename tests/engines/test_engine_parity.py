@@ -1,0 +1,126 @@
+"""The Megatron engine against HuggingFace run one sequence at a time, in fp32, over parallel sizes and layouts."""
+
+import pytest
+import torch
+from engines_cases import LENGTHS, make_batch, run_case
+from ranks import free_address
+from transformers import AutoModelForCausalLM
+
+LOGIT_LIMIT, GRADIENT_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-6, 1e-6
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def reference(make_hf_model):
+    """``reference(family, tied)``: logits, gradients, norms and weights of HuggingFace with torch's AdamW."""
+    made = {}
+
+    def run(family: str, tied: bool) -> dict:
+        if (family, tied) not in made:
+            model = AutoModelForCausalLM.from_pretrained(make_hf_model(family, tied), attn_implementation="eager")
+            made[family, tied] = hf_steps(model.train())
+        return made[family, tied]
+
+    return run
+
+
+def hf_steps(model) -> dict:
+    batch = make_batch()
+    denominator = batch.mask.sum()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
+    result = {"norms": []}
+    for step in range(STEPS):
+        loss, logits = torch.zeros(()), []
+        for i in range(len(batch)):
+            one = batch.select(i, i + 1)
+            logits.append(model(one.inputs[None]).logits[0])
+            log_p = logits[-1].log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            chosen = log_p.gather(-1, one.targets[:, None])[:, 0]
+            loss = loss - ((one.advantages * chosen + 0.1 * entropy) * one.mask).sum()
+        optimizer.zero_grad()
+        (loss / denominator).backward()
+        if step == 0:
+            result["logits"] = torch.cat(logits).detach()
+            result["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters()}
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return result
+
+
+def check(ranks: list[dict], want: dict, capsys, label: str) -> None:
+    """Every number of a run against the reference, each within its limit."""
+    batch = make_batch()
+    leaders = sorted((r for r in ranks if r["is_leader"]), key=lambda r: r["dp_rank"])
+    logits = torch.cat([r["logits"] for r in leaders])
+    outputs = torch.cat([r["outputs"].logprobs for r in leaders]), torch.cat([r["outputs"].entropy for r in leaders])
+    log_p = want["logits"].log_softmax(-1)
+    exported = next(r for r in ranks if r["weights"])
+    differences = {
+        "logits": largest(logits, want["logits"]),
+        "logprobs": largest(outputs[0], log_p.gather(-1, batch.targets[:, None])[:, 0]),
+        "entropy": largest(outputs[1], -(log_p.exp() * log_p).sum(-1)),
+        "gradients": max(largest(exported["gradients"][n], g) for n, g in want["gradients"].items()),
+        "weights": max(largest(exported["weights"][n], w) for n, w in want["weights"].items()),
+    }
+    with capsys.disabled():
+        print(f"\n{label}: " + "  ".join(f"{name} {value:.1e}" for name, value in differences.items()), end="")
+    limits = {"gradients": GRADIENT_LIMIT, "weights": WEIGHT_LIMIT}
+    over = {name: value for name, value in differences.items() if not value <= limits.get(name, LOGIT_LIMIT)}
+    assert not over, f"{label}: {over}"
+    assert set(exported["weights"]) == set(want["weights"])
+    assert ranks[0]["grad_norms"] == pytest.approx(want["norms"], rel=1e-5)
+    step_logprobs = torch.cat([r["step_logprobs"] for r in leaders])
+    assert torch.equal(step_logprobs, outputs[0]), "the update's own logprobs are those of the forward pass"
+
+
+def largest(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape, f"{tuple(got.shape)} is not {tuple(want.shape)}"
+    return float((got - want).abs().max())
+
+
+ONE = [{}, {"micro_batch_tokens": 16}, {"recompute": "full"}, {"recompute": "core", "micro_batch_tokens": 16}]
+TWO = [{"tp": 2}, {}, {"pp": 2, "micro_batch_tokens": 16}, {"cp": 2}]
+MODELS = [("qwen2", True), ("qwen2", False), ("llama", False), ("llama", True)]
+
+
+def name_of(settings: dict) -> str:
+    return "-".join(f"{key}{value}" for key, value in settings.items()) or "plain"
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize(("family", "tied"), MODELS[:3])
+@pytest.mark.parametrize("settings", ONE, ids=name_of)
+def test_one_rank(one_rank, make_hf_model, reference, capsys, family, tied, settings, layout):
+    ranks = one_rank.run(run_case, free_address(), make_hf_model(family, tied), settings | {"layout": layout})
+    check(ranks, reference(family, tied), capsys, f"{family} tied={tied} {name_of(settings)} {layout}")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize(("family", "tied"), MODELS)
+@pytest.mark.parametrize("settings", TWO, ids=["TP2", "DP2", "PP2", "CP2"])
+def test_two_ranks(two_ranks, make_hf_model, reference, capsys, family, tied, settings, layout):
+    ranks = two_ranks.run(run_case, free_address(), make_hf_model(family, tied), settings | {"layout": layout})
+    check(ranks, reference(family, tied), capsys, f"{family} tied={tied} {name_of(settings)} {layout}")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("recompute", ["none", "core", "full"])
+@pytest.mark.parametrize("settings", TWO, ids=["TP2", "DP2", "PP2", "CP2"])
+def test_sliding_window(two_ranks, make_hf_model, reference, capsys, settings, recompute, layout):
+    """Two pipeline micro-batches with different masks, a window on the upper layers only."""
+    settings = settings | {"layout": layout, "recompute": recompute, "micro_batch_tokens": 48}
+    ranks = two_ranks.run(run_case, free_address(), make_hf_model("qwen2-window", False), settings)
+    check(ranks, reference("qwen2-window", False), capsys, f"window {name_of(settings)}")
+
+
+def test_scaled_rotary(one_rank, make_hf_model, reference, capsys):
+    ranks = one_rank.run(run_case, free_address(), make_hf_model("llama-rope3", False), {})
+    check(ranks, reference("llama-rope3", False), capsys, "llama3 rope")
+
+
+def test_lengths_are_awkward():
+    """The comparison covers what layouts get wrong: one-token sequences, unequal lengths, padding at the end."""
+    inputs = [n - 1 for n in LENGTHS]
+    assert 1 in inputs and len(set(inputs)) == len(inputs) and any(n % 4 for n in inputs[-1:])

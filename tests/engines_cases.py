@@ -1,0 +1,148 @@
+"""What the ranks of the Megatron tests run: built here so that every process imports the same functions."""
+
+LENGTHS = (13, 2, 5, 30, 9, 6, 21, 3)
+"""Ids per sequence: one sequence with a single input, none of equal length, the longest in the middle."""
+
+
+def start_process(rank: int):
+    """Platform and device; Megatron is imported and patched once per process."""
+    from hardware.platform import get_platform
+
+    platform = get_platform("cpu")
+    if not getattr(start_process, "done", False):
+        import warnings
+
+        warnings.filterwarnings("ignore")
+        platform.init_process(rank)
+        start_process.done = True
+    return platform
+
+
+def build_engine(rank: int, world: int, address: str, folder: str, settings: dict, **options):
+    """A fresh engine. The parallel groups of the one before it are kept where they are of the same sizes."""
+    platform = start_process(rank)
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    from engines.config import MegatronConfig
+    from engines.megatron.engine import MegatronEngine, init_distributed
+    from engines.models import ModelSpec
+
+    config = MegatronConfig(ranks=world, **settings)
+    sizes = (config.tp, config.pp, config.cp)
+    if sizes != getattr(build_engine, "sizes", None):
+        if dist.is_initialized():
+            mpu.destroy_model_parallel()
+            dist.destroy_process_group()
+        init_distributed(platform, config, rank, address, seed=7)
+        build_engine.sizes = sizes
+    return MegatronEngine(ModelSpec.from_folder(folder), config, platform, torch.device("cpu"), **options)
+
+
+def make_batch(seed: int = 1, vocab: int = 99):
+    """Sequences of ``LENGTHS`` random ids with prompts of one to three, and advantages of both signs."""
+    import torch
+
+    from engines.batch import TrainBatch
+
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
+    batch = TrainBatch.from_ids(sequences, [min(1 + i % 3, len(s) - 1) for i, s in enumerate(sequences)])
+    advantages = torch.randn(batch.num_tokens, generator=generator)
+    return TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": advantages})
+
+
+def weighted_loss(outputs, batch):
+    """A loss whose gradient differs at every target: ``-sum(advantage * logprob)`` over the mask, less entropy."""
+    import torch
+
+    terms = -(batch.advantages * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
+    return terms.sum(), {"loss": terms.sum().detach(), "largest_max": torch.amax(terms.detach().abs())}
+
+
+def logits_of(engine, batch):
+    """Logits of this replica's shard, ``[N, vocab]``, put together from every rank; the engine's own packing."""
+    import torch
+    from megatron.core import parallel_state as mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    parts = []
+
+    def forward_step(micro_batches, module):
+        micro = next(micro_batches)
+        layout = engine._layout(micro.lengths)
+
+        def keep(logits):
+            whole = gather_from_tensor_model_parallel_region(logits)
+            parts.append(layout.unpack(whole, mpu.get_context_parallel_group())[:, : engine.model.vocab])
+            return logits.sum(), torch.tensor(0), {}
+
+        return engine._forward_micro_batch(module, micro, layout), keep
+
+    micro_batches = batch.split_by_tokens(engine.config.micro_batch_tokens, at_least=engine.config.pp)
+    engine.module.eval()
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=engine.module,
+            num_microbatches=len(micro_batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    return torch.cat(parts) if engine.is_leader else None
+
+
+def gradients_of(engine) -> dict:
+    """Full gradients under HF names, after the optimizer's reduction over data- and context-parallel ranks."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    from engines.megatron.weights import export_weights
+
+    # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    for buffer in engine.module.buffers:
+        for bucket in buffer.buckets:
+            parts = bucket.grad_data.chunk(group.size())
+            whole = [torch.empty_like(part) for part in parts]
+            dist.all_gather(whole, parts[group.rank()].clone(), group=group)
+            bucket.grad_data.copy_(torch.cat(whole))
+    exported = export_weights(engine.module.module, engine.model, lambda p: p.main_grad)
+    return {name: tensor.clone() for name, tensor in exported}
+
+
+def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
+    """Logits, logprobs, gradients and weights of one parallel configuration, for the comparison with HuggingFace."""
+    import torch
+
+    engine = build_engine(rank, world, address, folder, settings | {"lr": 5e-4, "adam_eps": 1e-5, "clip_grad": 0.5})
+    batch = make_batch()
+    shard = batch.split(engine.dp_size)[engine.dp_rank]
+    denominator = float(batch.mask.sum())
+    outputs = engine.forward(shard)
+    logits = logits_of(engine, shard)
+    gradients, optimizer_step = [], engine.optimizer.step
+
+    def watched_step():
+        gradients.append(gradients_of(engine) if not gradients else None)
+        return optimizer_step()
+
+    engine.optimizer.step = watched_step  # gradients are clipped in place by the step, so they are read before it
+    results = [engine.train_step(shard, weighted_loss, denominator) for _ in range(3)]
+    weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    return {
+        "dp_rank": engine.dp_rank,
+        "is_leader": engine.is_leader,
+        "outputs": outputs,
+        "logits": logits,
+        "gradients": gradients[0],
+        "weights": weights,
+        "grad_norms": [r.grad_norm for r in results],
+        "metrics": [r.metrics for r in results],
+        "step_logprobs": results[0].logprobs if engine.is_leader else torch.empty(0),
+    }

@@ -1,0 +1,145 @@
+"""The CPU lowering of a mask rule against dense attention under the oracle, through the real core attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engines_cases import start_process
+
+LENGTHS = [(5, 1, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38)]
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def dense_attention(query, key, value, see):
+    """``[b, s, h, d]`` by the book: softmax over what is visible. Rows that see nothing give zero."""
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=2) for x in (key, value))
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / DIM**0.5
+    weight = scores.masked_fill(~see[:, None], float("-inf")).softmax(-1).nan_to_num()
+    return torch.einsum("bhqk,bkhd->bqhd", weight, value).flatten(2)
+
+
+def attend_all_ranks(rank, world, lengths, kind, cp, windows, layer):
+    """Outputs and gradients of every context-parallel rank in one process: the gather is done by hand."""
+    start_process(rank)
+    from types import SimpleNamespace
+
+    from megatron.core.transformer import TransformerConfig
+
+    import hardware.cpu_attention as cpu_attention
+    from engines.megatron.layout import Layout
+    from hardware.cpu import CpuPlatform
+
+    torch.manual_seed(0)
+    layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r) for r in range(cp)]
+    tokens = sum(lengths)
+    flats = [torch.randn(tokens, h, DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    config = TransformerConfig(num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS)
+    packed = [[layout.pack(x) for x in flats] for layout in layouts]  # [rank][q, k, v] of [b, s, h, d]
+    outputs, references = torch.zeros(tokens, HEADS * DIM), torch.zeros(tokens, HEADS * DIM)
+    for r, layout in enumerate(layouts):
+        spec = layout.mask_spec(windows)
+        no_turn = torch.ones(*layout.source.shape, DIM), torch.zeros(*layout.source.shape, DIM)
+        inputs = CpuPlatform().attention_inputs(spec, no_turn)
+        form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
+        gathered = [torch.cat([form(p[i]) for p in packed]) for i in (1, 2)]
+        cpu_attention.gather_keys_values = lambda key, value, group, g=gathered: g
+        group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp, rank=lambda r=r: r))
+        core = cpu_attention.CoreAttention(config, layer, None, "self", pg_collection=group)
+        out = core(form(packed[r][0]), form(packed[r][1]), form(packed[r][2]), None, packed_seq_params=inputs)
+        outputs = outputs + layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None])
+        keys, values = (torch.cat([p[i] for p in packed], dim=1) for i in (1, 2))
+        references = references + layout.unpack(dense_attention(packed[r][0], keys, values, spec.visible(layer)))
+    weight = torch.randn(tokens, HEADS * DIM)
+    got = torch.autograd.grad((outputs * weight).sum(), flats, retain_graph=True)
+    want = torch.autograd.grad((references * weight).sum(), flats)
+    return [(float((outputs - references).abs().max())), *(float((a - b).abs().max()) for a, b in zip(got, want))]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("kind", ["bshd", "thd"])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize(("windows", "layer"), [((None,), 1), ((3,), 1), ((None, 4), 2)], ids=["causal", "w3", "layer2"])
+def test_attention_is_what_the_oracle_allows(one_rank, lengths, kind, cp, windows, layer):
+    differences = one_rank.run(attend_all_ranks, lengths, kind, cp, windows, layer)[0]
+    assert max(differences) <= 5e-6, differences
+
+
+def test_no_mask_is_as_large_as_the_pack():
+    """Masks stay within a group's own length, whatever the number of tokens in the pack."""
+    from engines.megatron.layout import Layout
+    from hardware.cpu import CpuPlatform
+
+    lengths = tuple(range(10, 60)) * 4
+    layout = Layout.build(lengths, "thd", cp=2)
+    turn = torch.zeros(*layout.source.shape, DIM), torch.zeros(*layout.source.shape, DIM)
+    plan = CpuPlatform().attention_inputs(layout.mask_spec((8,)), turn).plan
+    largest = max(mask.numel() for group in plan.groups for mask in group.masks.values())
+    assert largest <= 60 * 60 and sum(lengths) ** 2 > 100 * largest
+
+
+def test_a_dense_mask_or_bias_is_refused(one_rank):
+    def call(rank, world):
+        start_process(rank)
+        from types import SimpleNamespace
+
+        from megatron.core.transformer import TransformerConfig
+
+        from hardware.cpu_attention import CoreAttention
+
+        config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+        core = CoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=None))
+        x = torch.zeros(2, 1, 4, 8)
+        try:
+            core(x, x, x, torch.ones(1, 1, 2, 2, dtype=torch.bool), packed_seq_params=None)
+        except ValueError as error:
+            return str(error)
+
+    assert "attention_mask and attention_bias must be None" in one_rank.run(call)[0]
+
+
+def test_rotation_is_that_of_huggingface(one_rank, make_hf_model):
+    """cos, sin and the rotation itself against transformers' own functions, scaled rope included."""
+
+    def call(rank, world, folder):
+        start_process(rank)
+        from transformers import AutoConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+        from engines.megatron.rotary import Rotary
+        from engines.models import ModelSpec
+        from hardware.cpu_attention import rotate
+
+        spec = ModelSpec.from_folder(folder)
+        position = torch.tensor([[0, 1, 2, 0, 100, 200]])
+        query = torch.randn(1, 6, 4, spec.head_dim)
+        ours = Rotary(spec, torch.device("cpu"))(position, torch.float32)
+        got = rotate(query, tuple(x[:, :, None] for x in ours))
+        theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))(query, position)
+        want = apply_rotary_pos_emb(query.transpose(1, 2), query.transpose(1, 2), *theirs)[0].transpose(1, 2)
+        return float((got - want).abs().max())
+
+    for family in ("llama", "llama-rope3"):
+        assert one_rank.run(call, make_hf_model(family, False))[0] <= 1e-6
+
+
+def test_norm_is_that_of_huggingface(one_rank):
+    def call(rank, world):
+        start_process(rank)
+        from types import SimpleNamespace
+
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        from hardware.cpu_attention import RMSNorm
+
+        x = torch.randn(5, 3, 16)
+        config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
+        return float((RMSNorm(config, 16, 1e-5)(x) - LlamaRMSNorm(16, 1e-5)(x)).abs().max())
+
+    assert one_rank.run(call)[0] <= 1e-6
+
+
+def test_reference_attention_is_torch_own():
+    """The book formula above against SDPA on a plain causal case."""
+    q, k, v = torch.randn(1, 6, HEADS, DIM), torch.randn(1, 6, KV_HEADS, DIM), torch.randn(1, 6, KV_HEADS, DIM)
+    see = torch.ones(6, 6, dtype=torch.bool).tril()[None]
+    want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    assert torch.allclose(dense_attention(q, k, v, see), want.transpose(1, 2).flatten(2), atol=1e-6)

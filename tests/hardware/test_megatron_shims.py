@@ -1,0 +1,137 @@
+"""Each shim is taken back alone: what then fails is the proof that it is still needed."""
+
+import pytest
+from engines_cases import build_engine, make_batch, start_process, weighted_loss
+from ranks import free_address
+
+SINGLE = ("current_device", "factories", "tensor_types")
+
+
+def train_without(rank, world, address, folder, shim_name, settings):
+    """What one optimizer step raises with one shim taken back; None where it runs."""
+    start_process(rank)
+    from hardware.megatron_shims import SHIMS
+
+    shim = next(s for s in SHIMS if s.name == shim_name)
+    build_engine.sizes = None
+    undo = taken_back(shim)
+    try:
+        engine = build_engine(rank, world, address, folder, settings)
+        shard = make_batch().split(engine.dp_size)[engine.dp_rank]
+        engine.train_step(shard, weighted_loss, 10.0)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        undo()
+        build_engine.sizes = None
+    return None
+
+
+def taken_back(shim):
+    """Undo an installed shim, by the originals that it kept; returns how to put it on again."""
+    from hardware import megatron_shims
+
+    megatron_shims.INSTALLED.pop(shim.name)()
+
+    def again():
+        megatron_shims.INSTALLED[shim.name] = shim.apply()
+
+    return again
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_step_fails_without(one_rank, make_hf_model, name):
+    error = one_rank.run(train_without, free_address(), make_hf_model("qwen2", False), name, {})[0]
+    assert error, f"megatron no longer needs the shim {name!r}: remove it"
+
+
+@pytest.mark.parametrize("name", ["synchronize", "tensor_cuda"])
+def test_a_tied_pipeline_fails_without(two_ranks, make_hf_model, name):
+    errors = two_ranks.run(train_without, free_address(), make_hf_model("qwen2", True), name, {"pp": 2})
+    assert all(errors), f"megatron no longer needs the shim {name!r}: remove it"
+
+
+def test_sequence_parallelism_fails_without_rng(two_ranks, make_hf_model):
+    errors = two_ranks.run(train_without, free_address(), make_hf_model("qwen2", False), "rng", {"tp": 2})
+    assert all(errors), "megatron no longer needs the shim 'rng': remove it"
+
+
+def test_resuming_fails_without_adam(one_rank, make_hf_model, tmp_path):
+    """torch's AdamW does not come back from a distributed checkpoint."""
+
+    def save_and_load(rank, world, address, folder, target):
+        start_process(rank)
+        from hardware.megatron_shims import SHIMS
+
+        again = taken_back(next(s for s in SHIMS if s.name == "adam"))
+        try:
+            engine = build_engine(rank, world, address, folder, {})
+            engine.train_step(make_batch(), weighted_loss, 10.0)
+            engine.save(target)
+            engine.load(target)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            again()
+        return None
+
+    error = one_rank.run(save_and_load, free_address(), make_hf_model("qwen2", False), str(tmp_path))[0]
+    assert error, "torch's AdamW now resumes: remove the shim 'adam' and FusedAdam"
+
+
+def test_megatron_compiles_while_it_is_imported():
+    """Without the import under an identity torch.compile, megatron's fusions are compiled functions."""
+    import subprocess
+    import sys
+
+    code = (
+        "import warnings; warnings.filterwarnings('ignore')\n"
+        "{}"
+        "from megatron.core.fusions.fused_bias_swiglu import swiglu\n"
+        "print(hasattr(swiglu, '_torchdynamo_orig_callable'))\n"
+    )
+    shimmed = "from hardware.megatron_shims import import_megatron_without_compile as f; f()\n"
+    run = lambda first: subprocess.run(  # noqa: E731
+        [sys.executable, "-c", code.format(first)], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert run(shimmed) == "False"
+    assert run("") == "True", "megatron no longer compiles at import: remove import_megatron_without_compile"
+
+
+def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks):
+    """The RNG shim's meaning: a checkpointed region draws the same mask twice, tensor-parallel ranks draw different ones."""
+
+    def draw(rank, world, address):
+        start_process(rank)
+        import torch
+        import torch.distributed as dist
+        from megatron.core import parallel_state as mpu
+        from megatron.core import tensor_parallel
+
+        if dist.is_initialized():
+            mpu.destroy_model_parallel()
+            dist.destroy_process_group()
+        build_engine.sizes = None
+        dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world)
+        mpu.initialize_model_parallel(2, create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(3)
+        masks = []
+
+        def region(x):
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                kept = torch.nn.functional.dropout(x, 0.5)
+            masks.append(kept.detach() != 0)
+            outside = torch.nn.functional.dropout(x, 0.5)
+            masks.append(outside.detach() != 0)
+            return kept + outside
+
+        x = torch.ones(64, requires_grad=True)
+        tensor_parallel.checkpoint(region, False, x).sum().backward()
+        return masks, x.grad
+
+    (first, gradient), (second, _) = two_ranks.run(draw, free_address())
+    inside, outside, inside_again, outside_again = first
+    assert inside.equal(inside_again) and outside.equal(outside_again)
+    assert gradient.tolist() == (2.0 * inside.float() + 2.0 * outside.float()).tolist()
+    assert not inside.equal(second[0]), "inside the fork each tensor-parallel rank has its own stream"
+    assert outside.equal(second[1]), "outside it all ranks share one"
