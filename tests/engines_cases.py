@@ -18,23 +18,39 @@ def start_process(rank: int):
     return platform
 
 
+def join_group(rank: int, world: int, address: str):
+    """A plain process group over all ranks, in place of whatever was there."""
+    import torch.distributed as dist
+
+    leave_groups()
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world)
+    return dist.group.WORLD
+
+
+def leave_groups() -> None:
+    """Take down every process group of this process."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    if dist.is_initialized():
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+    build_engine.sizes = None
+
+
 def build_engine(rank: int, world: int, address: str, folder: str, settings: dict, **options):
     """A fresh engine. The parallel groups of the one before it are kept where they are of the same sizes."""
     platform = start_process(rank)
     import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
 
     from engines.config import MegatronConfig
     from engines.megatron.engine import MegatronEngine, init_distributed
     from engines.models import ModelSpec
 
-    config = MegatronConfig(ranks=world, **settings)
+    config = MegatronConfig(ranks=world, timeout_s=60, **settings)
     sizes = (config.tp, config.pp, config.cp)
     if sizes != getattr(build_engine, "sizes", None):
-        if dist.is_initialized():
-            mpu.destroy_model_parallel()
-            dist.destroy_process_group()
+        leave_groups()
         init_distributed(platform, config, rank, address, seed=7)
         build_engine.sizes = sizes
     return MegatronEngine(ModelSpec.from_folder(folder), config, platform, torch.device("cpu"), **options)

@@ -3,6 +3,7 @@
 import multiprocessing
 import socket
 import traceback
+from multiprocessing.connection import wait
 
 import cloudpickle
 
@@ -31,37 +32,53 @@ def _serve(rank: int, world: int, pipe) -> None:
 
 
 class Ranks:
-    """``world`` processes; ``run(f, *args)`` calls ``f(rank, world, *args)`` on each, results in rank order."""
+    """``world`` processes; ``run(f, *args)`` calls ``f(rank, world, *args)`` on each, results in rank order.
+
+    When one of them fails the others may wait for it for ever, so all are ended and the next run starts new ones.
+    """
 
     def __init__(self, world: int):
-        context = multiprocessing.get_context("spawn")
+        self.world = world
         self._pipes, self._processes = [], []
-        for rank in range(world):
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.world, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function, *args, timeout: float = 300):
+    def run(self, function, *args, timeout: float = 120):
+        if not self._processes:
+            self._start()
         call = cloudpickle.dumps((function, args))
         for pipe in self._pipes:
             pipe.send_bytes(call)
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout):
-                raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
-            results.append(cloudpickle.loads(pipe.recv_bytes()))
-        for rank, (ok, value) in enumerate(results):
-            if not ok:
-                raise AssertionError(f"rank {rank} failed:\n{value}")
-        return [value for _, value in results]
+        results, waiting = {}, list(self._pipes)
+        try:
+            while waiting:
+                ready = wait(waiting, timeout)
+                if not ready:
+                    late = [self._pipes.index(pipe) for pipe in waiting]
+                    raise TimeoutError(f"ranks {late} did not answer within {timeout} s")
+                for pipe in ready:
+                    rank = self._pipes.index(pipe)
+                    ok, results[rank] = cloudpickle.loads(pipe.recv_bytes())
+                    if not ok:
+                        raise AssertionError(f"rank {rank} failed:\n{results[rank]}")
+                    waiting.remove(pipe)
+        except BaseException:
+            self.close()
+            raise
+        return [results[rank] for rank in range(self.world)]
 
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []

@@ -38,18 +38,16 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
 
 
 def _state(module, optimizer, schedule, is_loading: bool) -> dict:
-    model = module.module.sharded_state_dict(metadata=_LAYOUT)
-    state = {"model": model}
-    if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_LAYOUT)
-        state["schedule"] = schedule.state_dict()
-    return state
+    # Megatron writes its process groups into the dict it is given, so each call gets one of its own.
+    model = module.module.sharded_state_dict(metadata=dict(_LAYOUT))
+    sharded = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_LAYOUT))
+    return {"model": model, "optimizer": sharded, "schedule": schedule.state_dict()}
 
 
 def save_checkpoint(folder: str, module, optimizer, schedule) -> None:
     """Write this rank's part into ``folder``, which exists and is empty. Collective."""
     strategy = _SaveInProcess("torch_dist", 1)
-    dist_checkpointing.save(_state(module, optimizer, schedule, False), folder, strategy, content_metadata=_LAYOUT)
+    dist_checkpointing.save(_state(module, optimizer, schedule, False), folder, strategy, content_metadata=dict(_LAYOUT))
 
 
 def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
@@ -62,7 +60,7 @@ def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
         raise ValueError(f"checkpoint: {folder!r} is not a complete checkpoint (it has no metadata.json)")
     state = dist_checkpointing.load(_state(module, optimizer, schedule, True), folder)
     module.module.load_state_dict(state["model"])
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
-        schedule.load_state_dict(state["schedule"])
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.num_steps = 0  # the schedule adds the steps that it loads to those it has counted
+    schedule.load_state_dict(state["schedule"])
     torch.distributed.barrier()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines_cases import start_process
+from engines_cases import join_group, start_process
 from ranks import free_address
 
 VOCAB, PADDED = 11, 12
@@ -10,21 +10,15 @@ VOCAB, PADDED = 11, 12
 
 def outputs_and_gradient(rank, world, address, temperature, entropy_weight):
     start_process(rank)
-    import torch.distributed as dist
-    from engines_cases import build_engine
-
     from engines.megatron.logprobs import token_outputs
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    build_engine.sizes = None
-    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world)
+    group = join_group(rank, world, address)
     generator = torch.Generator().manual_seed(0)
     whole = 5 * torch.randn(3, 4, PADDED, generator=generator)
     target = torch.randint(0, VOCAB, (3, 4), generator=generator)
     weight = torch.randn(3, 4, generator=generator)
     mine = whole.chunk(world, dim=-1)[rank].clone().requires_grad_()
-    out = token_outputs(mine, target, temperature=temperature, vocab=VOCAB, group=dist.group.WORLD)
+    out = token_outputs(mine, target, temperature=temperature, vocab=VOCAB, group=group)
     ((out.logprobs * weight).sum() + entropy_weight * (out.entropy * weight**2).sum()).backward()
 
     full = whole[..., :VOCAB].double().requires_grad_()

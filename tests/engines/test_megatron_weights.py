@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from engines_cases import build_engine, make_batch, start_process, weighted_loss
+from engines_cases import build_engine, leave_groups, make_batch, start_process, weighted_loss
 from ranks import free_address
 from safetensors.torch import load_file, save_file
 
@@ -91,7 +91,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(two_ranks, make_hf_
         steps(engine, 2)
         engine.save(target)
         uninterrupted = [r.lr for r in steps(engine, 2, seed=2)], export(engine)
-        build_engine.sizes = None
+        leave_groups()
         engine = build_engine(rank, world, second, folder, SETTINGS | after)
         steps(engine, 1, seed=5)  # so that there is an optimizer state to be replaced
         engine.load(target)

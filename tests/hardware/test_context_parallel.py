@@ -1,28 +1,21 @@
 import torch
-from engines_cases import start_process
+from engines_cases import join_group, start_process
 from ranks import free_address
 
 
 def gather_and_sum(rank, world, address):
     """Outputs and gradients of both collectives, with gradients that are not contiguous in memory."""
     start_process(rank)
-    import torch.distributed as dist
-
     from hardware.context_parallel import gather_keys_values, sum_over_ranks
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    from engines_cases import build_engine
-
-    build_engine.sizes = None
-    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world)
+    group = join_group(rank, world, address)
     torch.manual_seed(rank)
     key, value = (torch.randn(3, 2, requires_grad=True) for _ in range(2))
-    keys, values = gather_keys_values(key, value, dist.group.WORLD)
+    keys, values = gather_keys_values(key, value, group)
     weight = torch.arange(12.0).view(2, 6)
     gradients = torch.autograd.grad((keys.t() * weight).sum() + (values.t() * weight**2).sum(), (key, value))
     mine = torch.full((4,), float(rank + 1), requires_grad=True)
-    total = sum_over_ranks(mine, dist.group.WORLD)
+    total = sum_over_ranks(mine, group)
     (passed,) = torch.autograd.grad((total * torch.arange(4.0)).sum(), mine)
     return key.detach(), value.detach(), keys.detach(), values.detach(), gradients, total.detach(), passed
 

@@ -1,7 +1,7 @@
 """Each shim is taken back alone: what then fails is the proof that it is still needed."""
 
 import pytest
-from engines_cases import build_engine, make_batch, start_process, weighted_loss
+from engines_cases import build_engine, join_group, leave_groups, make_batch, start_process, weighted_loss
 from ranks import free_address
 
 SINGLE = ("current_device", "factories", "tensor_types")
@@ -13,7 +13,7 @@ def train_without(rank, world, address, folder, shim_name, settings):
     from hardware.megatron_shims import SHIMS
 
     shim = next(s for s in SHIMS if s.name == shim_name)
-    build_engine.sizes = None
+    leave_groups()
     undo = taken_back(shim)
     try:
         engine = build_engine(rank, world, address, folder, settings)
@@ -23,7 +23,7 @@ def train_without(rank, world, address, folder, shim_name, settings):
         return f"{type(error).__name__}: {error}"
     finally:
         undo()
-        build_engine.sizes = None
+        leave_groups()
     return None
 
 
@@ -104,15 +104,10 @@ def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks)
     def draw(rank, world, address):
         start_process(rank)
         import torch
-        import torch.distributed as dist
         from megatron.core import parallel_state as mpu
         from megatron.core import tensor_parallel
 
-        if dist.is_initialized():
-            mpu.destroy_model_parallel()
-            dist.destroy_process_group()
-        build_engine.sizes = None
-        dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world)
+        join_group(rank, world, address)
         mpu.initialize_model_parallel(2, create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(3)
         masks = []

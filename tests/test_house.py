@@ -1,0 +1,90 @@
+"""The rules of the house: imports run down, hardware is named in hardware/ alone, the controller stays light."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = {"hardware": 0, "engines": 1, "rlworker": 2, "recipes": 3}
+HARDWARE_WORDS = re.compile(r"\b(cuda|npu|nccl|hccl|ascend)\b", re.I)
+SOURCES = sorted(path for package in FLOORS for path in (ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_run_down(path):
+    package = path.relative_to(ROOT).parts[0]
+    tops = {name.split(".")[0] for name in imports(path)}
+    up = {top for top in tops if FLOORS.get(top, -1) > FLOORS[package]}
+    # The package's own guard against strangers of the same name is the one place that may look both ways.
+    assert not up
+    if package in ("hardware", "engines"):
+        assert "ray" not in tops
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if "hardware" not in p.parts], ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_hardware_word_outside_hardware(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 40:
+            assert not HARDWARE_WORDS.fullmatch(node.value.strip().split(":")[0]), f"line {node.lineno}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert (node.value.id, node.attr) not in {("torch", "cuda"), ("torch", "npu")}, f"line {node.lineno}"
+
+
+def test_files_and_functions_stay_short():
+    for path in SOURCES:
+        text = path.read_text()
+        assert text.count("\n") <= 350, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
+
+
+def test_the_controller_imports_neither_engine():
+    code = "import sys, recipes.demo_cpu; print([m for m in ('megatron', 'vllm') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_stranger_of_the_same_name_is_refused(tmp_path):
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "__init__.py").write_text("")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import rlworker"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode and "ImportError: rlworker: the package 'hardware' resolves to" in done.stderr
+
+
+def test_the_package_list_is_complete():
+    import tomllib
+
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {str(p.parent.relative_to(ROOT)).replace("/", ".") for p in SOURCES if p.name == "__init__.py"}
+    assert listed == found
+
+
+def test_every_config_key_has_a_reader():
+    """A field of a config that no other module reads is a knob that does nothing."""
+    import dataclasses
+
+    from engines.config import MegatronConfig, VllmConfig
+    from recipes.demo_cpu import DemoConfig
+    from rlworker.config import AlgorithmConfig, DataConfig
+
+    read = set()
+    for path in SOURCES:
+        read |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    for config in (MegatronConfig, VllmConfig, AlgorithmConfig, DataConfig, DemoConfig):
+        assert {field.name for field in dataclasses.fields(config)} <= read, config
