@@ -22,7 +22,7 @@ from recipes.addition import make_data, make_model
 from rlworker.advantages import grpo
 from rlworker.checkpoint import RunFolder
 from rlworker.config import DataConfig, RunConfig
-from rlworker.data import Row, read_rows
+from rlworker.data import Row, load_tokenizer, read_rows
 from rlworker.group import start_ray
 from rlworker.metrics import read_metrics
 from rlworker.report import write_report
@@ -71,9 +71,7 @@ def warm_up_batches(rows: list[Row], tokenizer, steps: int, seed: int) -> Iterat
 
 def warm_up(config: DemoConfig, model: str, output: str) -> None:
     """Supervised training of ``model`` into ``output``, on the same ranks and layout as the run."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     rows = read_rows(config.data.train, tokenizer, config.data.max_prompt_tokens)
     actor = replace(config.actor, lr=5e-3, lr_warmup_steps=50, adam_beta2=0.98, weight_decay=0.01)
     batches = warm_up_batches(rows, tokenizer, config.warm_up_steps, config.seed)

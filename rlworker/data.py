@@ -24,6 +24,20 @@ class Row:
     source: dict
 
 
+def load_tokenizer(folder: str):
+    """The tokenizer saved with a model.
+
+    Raises:
+        ValueError: it has no end-of-sequence token, so that nothing would end an answer.
+    """
+    from transformers import AutoTokenizer  # here, because it takes seconds that --help should not
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set one")
+    return tokenizer
+
+
 def read_rows(path: str, tokenizer, max_prompt_tokens: int) -> list[Row]:
     """Read a JSONL file of ``{"prompt": text or messages, "answer": text, ...}``.
 

@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 from tqdm import tqdm
 
 _LINE = (
@@ -49,8 +50,9 @@ class RunLog:
         self._steps = steps
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record step ``step`` (steps done so far)."""
-        self._metrics.write(json.dumps({"step": step} | metrics) + "\n")
+        """Record step ``step`` (steps done so far), with the seconds since this process started (``time_wall``)."""
+        wall = time.time() - psutil.Process().create_time()
+        self._metrics.write(json.dumps({"step": step} | metrics | {"time_wall": wall}) + "\n")
         self._metrics.flush()
         fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in _LINE)
         self._bar.write(f"step {step:4d}/{self._steps}  " + "  ".join(fields))

@@ -44,6 +44,7 @@ def write_report(folder: Path) -> Path:
         summary=json.loads(summary.read_text()) if summary.is_file() else _summary(lines),
         plots=[plot.to_html(full_html=False, include_plotlyjs=False) for plot in plots if plot],
         phases=_phase_table(steps),
+        first_step=steps[0]["time_wall"] if steps and steps[0]["step"] == 1 else None,
         samples=_samples(folder),
         config=json.dumps(json.loads((folder / "config.json").read_text()), indent=2),
         plotlyjs=get_plotlyjs(),

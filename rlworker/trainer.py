@@ -6,14 +6,13 @@ from functools import partial
 
 import ray
 import torch
-from transformers import AutoTokenizer
 
 from engines.batch import Completion, TrainBatch
 from engines.interfaces import LossFn, Sampling, StepResult
 from rlworker.advantages import AdvantageFn, grpo
 from rlworker.checkpoint import RunFolder
 from rlworker.config import RunConfig
-from rlworker.data import Row, read_rows, rows_of_step
+from rlworker.data import Row, load_tokenizer, read_rows, rows_of_step
 from rlworker.group import StartingGroup, start_ray
 from rlworker.losses import policy_loss
 from rlworker.metrics import RunLog, StepClock
@@ -50,11 +49,10 @@ class Trainer:
         loss: LossFn | None = None,
     ):
         self.config, self.reward, self.advantage = config, reward, advantage
-        self.began = time.perf_counter()
         self.model = config.check_model()
         self.folder = RunFolder(config.run_dir)
         self.folder.check(config.resume)
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        self.tokenizer = load_tokenizer(config.model)
         read = partial(read_rows, tokenizer=self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
         self.rows = read(config.data.train)
         self.heldout = read(config.data.heldout) if config.data.heldout else []
@@ -148,14 +146,7 @@ class Trainer:
     def _sampling(self, count: int) -> Sampling:
         rollout = self.config.rollout
         seed = self.config.seed * 1_000_003 + self.steps_done
-        return Sampling(count, rollout.temperature, rollout.max_new_tokens, seed, self._stop_tokens())
-
-    def _stop_tokens(self) -> tuple[int, ...]:
-        if self.tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"model: the tokenizer in {self.config.model!r} has no eos token, so nothing ends an answer"
-            )
-        return (self.tokenizer.eos_token_id,)
+        return Sampling(count, rollout.temperature, rollout.max_new_tokens, seed, (self.tokenizer.eos_token_id,))
 
     def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[str], list[float]]:
         """Text and reward of every completion, group by group."""
@@ -180,7 +171,12 @@ class Trainer:
             parts.append(_step_metrics(results, tokens))
             if logprobs is None:
                 logprobs = _logprobs(results)
-        metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+        metrics = {
+            name: max(part[name] for part in parts)
+            if name.endswith("_max")
+            else sum(p[name] for p in parts) / len(parts)
+            for name in parts[0]
+        }
         difference = logprob_difference(batch, logprobs)
         self._check_difference(difference)
         return metrics | difference

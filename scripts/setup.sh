@@ -26,7 +26,7 @@ venv=.venv/bin/python
 if "$venv" -m pip install --quiet --disable-pip-version-check uv; then
   source=(--torch-backend cpu)
   [ -z "${PIP_FIND_LINKS:-}" ] || source=(--find-links "$PIP_FIND_LINKS")
-  install() { "$venv" -m uv pip install --quiet --python "$venv" --no-deps "${source[@]}" "$@"; }
+  install() { "$venv" -m uv pip install --quiet --compile-bytecode --python "$venv" --no-deps "${source[@]}" "$@"; }
 else
   echo "setup: uv is not to be had, using pip (slower)"
   install() { "$venv" -m pip install --quiet --disable-pip-version-check --no-deps "$@"; }

@@ -35,7 +35,9 @@ def test_imports_run_down(path):
         assert "ray" not in tops
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if "hardware" not in p.parts], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if "hardware" not in p.parts], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_no_hardware_word_outside_hardware(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 40:

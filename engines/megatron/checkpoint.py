@@ -47,7 +47,9 @@ def _state(module, optimizer, schedule, is_loading: bool) -> dict:
 def save_checkpoint(folder: str, module, optimizer, schedule) -> None:
     """Write this rank's part into ``folder``, which exists and is empty. Collective."""
     strategy = _SaveInProcess("torch_dist", 1)
-    dist_checkpointing.save(_state(module, optimizer, schedule, False), folder, strategy, content_metadata=dict(_LAYOUT))
+    dist_checkpointing.save(
+        _state(module, optimizer, schedule, False), folder, strategy, content_metadata=dict(_LAYOUT)
+    )
 
 
 def load_checkpoint(folder: str, module, optimizer, schedule) -> None:

@@ -115,4 +115,7 @@ def test_an_incomplete_checkpoint_is_refused(one_rank, make_hf_model, tmp_path):
         except ValueError as error:
             return str(error)
 
-    assert "not a complete checkpoint" in one_rank.run(load, free_address(), make_hf_model("qwen2", True), str(tmp_path))[0]
+    assert (
+        "not a complete checkpoint"
+        in one_rank.run(load, free_address(), make_hf_model("qwen2", True), str(tmp_path))[0]
+    )

@@ -21,10 +21,16 @@ def sampling(count=4, temperature=1.0, seed=1, max_tokens=8):
     return Sampling(count, temperature, max_tokens, seed, STOP)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def rollout(request, make_hf_model):
-    """An engine, its model's folder and whether it is tied."""
+@pytest.fixture(scope="module")
+def cluster():
     start_ray(4)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def rollout(request, cluster, make_hf_model):
+    """An engine, its model's folder and whether it is tied."""
     folder = make_hf_model("qwen2", request.param)
     actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu")
     ray.get(actor.start.remote(ModelSpec.from_folder(folder), CONFIG))
@@ -127,7 +133,9 @@ def test_a_dropped_tensor_and_an_unknown_one_are_refused(rollout):
     with pytest.raises(ValueError, match=f"version 9 came without .*{weights[-1][0]}"):
         send(actor, weights[:-1], 9)
     send(actor, weights, 10)
-    assert worst(AutoModelForCausalLM.from_pretrained(folder), ray.get(actor.generate.remote(PROMPTS, sampling()))) <= 1e-5
+    assert (
+        worst(AutoModelForCausalLM.from_pretrained(folder), ray.get(actor.generate.remote(PROMPTS, sampling()))) <= 1e-5
+    )
 
 
 def test_the_tied_head_workaround_is_still_needed(rollout):

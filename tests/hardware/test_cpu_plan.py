@@ -57,7 +57,9 @@ def attend_all_ranks(rank, world, lengths, kind, cp, windows, layer):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize(("windows", "layer"), [((None,), 1), ((3,), 1), ((None, 4), 2)], ids=["causal", "w3", "layer2"])
+@pytest.mark.parametrize(
+    ("windows", "layer"), [((None,), 1), ((3,), 1), ((None, 4), 2)], ids=["causal", "w3", "layer2"]
+)
 def test_attention_is_what_the_oracle_allows(one_rank, lengths, kind, cp, windows, layer):
     differences = one_rank.run(attend_all_ranks, lengths, kind, cp, windows, layer)[0]
     assert max(differences) <= 5e-6, differences

@@ -66,9 +66,7 @@ def test_steps_walk_whole_epochs_in_new_orders():
 
 def test_heldout_additions_are_apart_and_without_pattern(tmp_path):
     folder = make_data(tmp_path)
-    train, heldout = (
-        [json.loads(line) for line in (folder / f"{name}.jsonl").open()] for name in ("train", "heldout")
-    )
+    train, heldout = ([json.loads(line) for line in (folder / f"{name}.jsonl").open()] for name in ("train", "heldout"))
     prompts = [{row["prompt"] for row in rows} for rows in (train, heldout)]
     assert not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == 10_000
     assert 900 < len(heldout) < 1100

@@ -1,0 +1,46 @@
+"""The demo's path from end to end, short: it learns in scripts/demo.sh, here it only has to arrive."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from engines.batch import TrainBatch
+from recipes.demo_cpu import DEFAULT, shuffled_grpo
+from rlworker.advantages import grpo
+
+SUMMARY = {"heldout_before", "heldout_after", "steps", "wall_seconds", "logprob_diff_mean", "logprob_diff_max"}
+SHORT = ["--steps", "2", "--warm-up-steps", "3", "--prompts-per-step", "16", "--eval-every", "1"]
+
+
+@pytest.mark.parametrize(
+    "options", [["--actor.tp", "2"], ["--shuffle-rewards", "--actor.layout", "bshd"]], ids=["tp2", "dp2"]
+)
+def test_it_runs_and_sums_itself_up(tmp_path, options):
+    run = tmp_path / "demo"
+    command = [sys.executable, "-W", "ignore", "-m", "recipes.demo_cpu", "--run-dir", str(run), *SHORT, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("step ")]) == 3
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY
+    tp = 2 if "--actor.tp" in options else 1
+    sizes = [summary[name] for name in ("layout", "tp", "pp", "cp", "dp", "steps")]
+    assert sizes == ["thd" if tp == 2 else "bshd", tp, 1, 1, 2 // tp, 2]
+    assert summary["shuffle_rewards"] == ("--shuffle-rewards" in options)
+    assert 0 < summary["logprob_diff_mean"] <= 1e-5
+    assert (run / "report.html").stat().st_size > 10**6
+
+
+def test_the_control_hands_out_the_same_rewards_in_another_order():
+    rewards = torch.arange(64.0)
+    batch = TrainBatch.from_ids([[1, 2]] * 64, [1] * 64, rewards=rewards, group=torch.arange(64) // 8, versions=rewards)
+    shuffled = shuffled_grpo(batch)
+    assert not torch.equal(shuffled, grpo(batch))
+    assert shuffled.view(8, 8).sum(1).abs().max() < 1e-5, "each group still has a mean of zero"
+
+
+def test_the_default_is_two_ranks_and_no_other_layout_than_thd():
+    assert DEFAULT.actor.ranks == 2 and DEFAULT.actor.dp == 2 and DEFAULT.actor.layout == "thd"

@@ -1,0 +1,175 @@
+"""The whole loop on real engines: Ray, Megatron ranks and vLLM."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from transformers import AutoModelForCausalLM
+
+from engines.config import MegatronConfig, VllmConfig
+from recipes.addition import make_data, make_tokenizer
+from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
+from rlworker.metrics import read_metrics
+from rlworker.rewards import exact_match
+from rlworker.trainer import Trainer
+
+MEAN_LIMIT, MAX_LIMIT = 1e-5, 1e-3
+
+
+def digits_reward(text, row) -> float:
+    """Share of digits: a reward that a random model gets some of, so that there is something to learn from."""
+    return sum(c.isdigit() for c in text) / 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = make_data(tmp_path_factory.mktemp("data"))
+    for name, rows in (("train", 200), ("heldout", 40)):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:rows]))
+    return DataConfig(str(folder / "train.jsonl"), str(folder / "heldout.jsonl"), max_prompt_tokens=8)
+
+
+def make_config(make_hf_model, data, run_dir, tied, **changes) -> RunConfig:
+    folder = make_hf_model("qwen2", tied)
+    make_tokenizer().save_pretrained(folder)
+    config = RunConfig(
+        model=folder,
+        run_dir=str(run_dir),
+        data=data,
+        actor=MegatronConfig(ranks=2, lr=3e-3, adam_eps=1e-5),
+        rollout=VllmConfig(max_new_tokens=4, max_model_len=16, max_num_seqs=128),
+        steps=4,
+        prompts_per_step=8,
+        samples_per_prompt=4,
+        save_every=2,
+        eval_every=2,
+    )
+    return replace(config, **changes)
+
+
+def without_time(line: dict) -> dict:
+    return {k: v for k, v in line.items() if not k.startswith("time") and k != "tokens_per_second"}
+
+
+@pytest.fixture(scope="module")
+def finished(make_hf_model, data, tmp_path_factory):
+    """A run of four steps over DP2 in thd, and what went wrong after it when it was made to."""
+    config = make_config(make_hf_model, data, tmp_path_factory.mktemp("run") / "run", tied=True)
+    faults = {}
+    with Trainer(config, digits_reward) as trainer:
+        trainer.fit()
+        trainer.config = replace(config, logprob_diff_mean=1e-12)
+        with pytest.raises(RuntimeError) as error:
+            trainer.step()
+        faults["limit"] = str(error.value)
+        trainer.config = replace(config, logprob_diff_mean=1e-12, ignore_logprob_diff=True)
+        trainer.step()
+        trainer.config = config
+        trainer.sync_weights = lambda: None
+        trainer.step()
+        with pytest.raises(RuntimeError) as error:
+            trainer.step()
+        faults["stale"] = str(error.value)
+    return config, faults
+
+
+def test_rollout_and_trainer_agree_at_every_step(finished, capsys):
+    lines = [line for line in read_metrics(Path(finished[0].run_dir)) if "logprob_diff_mean" in line]
+    mean, largest = (max(line[f"logprob_diff_{kind}"] for line in lines) for kind in ("mean", "max"))
+    with capsys.disabled():
+        print(f"\ntied, thd, DP2: |logprob difference| mean {mean:.1e} max {largest:.1e}", end="")
+    assert len(lines) == 4 and 0 < mean <= MEAN_LIMIT and largest <= MAX_LIMIT
+
+
+def test_every_step_samples_from_the_weights_before_it(finished):
+    lines = read_metrics(Path(finished[0].run_dir))
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line["version"] for line in lines[1:]] == [0, 1, 2, 3]
+    assert ["heldout" in line for line in lines] == [True, False, True, False, True]
+    assert all(0 <= line["clip_fraction"] <= 1 and line["entropy"] > 0 for line in lines[1:])
+
+
+def test_past_the_limit_the_run_stops_and_says_why(finished):
+    assert "step 5: rollout and trainer disagree" in finished[1]["limit"]
+    assert "limits 1.0e-12 and" in finished[1]["limit"] and "--logprob-diff-mean" in finished[1]["limit"]
+
+
+def test_weights_that_did_not_arrive_stop_the_run(finished):
+    assert "Weights did not arrive whole" in finished[1]["stale"]
+
+
+def test_the_run_folder_is_whole(finished):
+    folder = Path(finished[0].run_dir)
+    assert json.loads((folder / "config.json").read_text())["actor"]["ranks"] == 2
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"step_2", "step_4"}
+    samples = [json.loads(line) for line in (folder / "rollouts" / "step_000004.jsonl").open()]
+    assert samples and all(s["reward"] == digits_reward(s["completion"], None) for s in samples)
+    report = (folder / "report.html").read_text()
+    assert "Where the time of a step goes" in report and samples[0]["prompt"] in report
+    assert report.count('class="plotly-graph-div"') == 6
+
+
+def test_the_saved_model_is_the_trained_one(finished, make_hf_model):
+    folder = Path(finished[0].run_dir) / "checkpoints" / "step_4" / "hf"
+    trained, start = (AutoModelForCausalLM.from_pretrained(f) for f in (folder, make_hf_model("qwen2", True)))
+    moved = {
+        n: float((p - q).detach().abs().max()) for (n, p), q in zip(trained.named_parameters(), start.parameters())
+    }
+    assert min(moved.values()) > 0, "every weight took part in the steps"
+    assert trained.config.eos_token_id == 2 and (folder / "tokenizer.json").exists()
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(finished, tmp_path):
+    config, _ = finished
+    shutil.copytree(config.run_dir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_4")
+    with Trainer(replace(config, run_dir=str(tmp_path / "run"), resume=True), digits_reward) as trainer:
+        trainer.fit()
+    want, got = ([without_time(line) for line in read_metrics(Path(f))] for f in (config.run_dir, tmp_path / "run"))
+    for line in (*want, *got):  # the resumed run's versions count its own first sync
+        line.pop("version", None)
+    assert got == want
+
+
+def test_reference_mini_batches_and_tensor_parallelism(make_hf_model, data, tmp_path, capsys):
+    """An untied model over TP2 in bshd, with a KL penalty and two optimizer steps per rollout."""
+    config = make_config(
+        make_hf_model,
+        data,
+        tmp_path / "run",
+        tied=False,
+        actor=MegatronConfig(ranks=2, tp=2, layout="bshd", lr=2e-4, adam_eps=1e-5),
+        algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2),
+        steps=3,
+    )
+    with Trainer(config, digits_reward) as trainer:
+        trainer.fit()
+    lines = read_metrics(tmp_path / "run")[1:]
+    mean, largest = (max(line[f"logprob_diff_{kind}"] for line in lines) for kind in ("mean", "max"))
+    with capsys.disabled():
+        print(f"\nuntied, bshd, TP2: |logprob difference| mean {mean:.1e} max {largest:.1e}", end="")
+    assert 0 < mean <= MEAN_LIMIT and largest <= MAX_LIMIT
+    assert 0 < lines[0]["kl"] < lines[1]["kl"], "the policy starts at the reference and leaves it"
+    assert lines[0]["ratio_max"] > 1.0001, "the second mini-batch is off the policy that sampled it"
+
+
+def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_path, finished):
+    assert not ray.is_initialized()
+    broken = tmp_path / "rows.jsonl"
+    broken.write_text('{"prompt": "1+1=", "answer": "2"}\n{"answer": "3"}\n')
+    config = make_config(make_hf_model, data, tmp_path / "run", tied=True)
+    cases = [
+        (replace(config, run_dir=finished[0].run_dir), "already holds a run"),
+        (replace(config, model=str(tmp_path / "none")), "does not exist"),
+        (replace(config, data=replace(data, train=str(broken))), 'line 2: field "prompt" is missing'),
+        (replace(config, data=replace(data, train="")), "set --data.train"),
+        (replace(config, actor=MegatronConfig(tp=4, ranks=4)), "tp=4 does not divide"),
+    ]
+    for wrong, message in cases:
+        with pytest.raises(ValueError, match=message):
+            Trainer(wrong, exact_match)
+    assert not ray.is_initialized() and not (tmp_path / "run").exists()
