@@ -37,7 +37,7 @@ class MegatronConfig:
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
     lr_decay_steps: int = 0
-    """Step at which min_lr is reached; unused when constant."""
+    """Optimizer step at which min_lr is reached; 0 takes the whole run."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""
     adam_beta1: float = 0.9
@@ -61,10 +61,9 @@ class MegatronConfig:
                 f"actor: {sizes} needs a multiple of {model_parallel} ranks, got {self.ranks}; "
                 "set --actor.ranks or lower --actor.tp, --actor.pp or --actor.cp"
             )
-        if self.lr_decay != "constant" and self.lr_decay_steps <= self.lr_warmup_steps:
+        if 0 < self.lr_decay_steps <= self.lr_warmup_steps:
             raise ValueError(
-                f"actor: lr_decay={self.lr_decay!r} needs lr_decay_steps above lr_warmup_steps={self.lr_warmup_steps}, "
-                f"got {self.lr_decay_steps}"
+                f"actor: lr_decay_steps={self.lr_decay_steps} must be above lr_warmup_steps={self.lr_warmup_steps}"
             )
 
     @property

@@ -44,9 +44,9 @@ class DemoConfig(RunConfig):
 DEFAULT = DemoConfig(
     run_dir="runs/demo_cpu",
     data=DataConfig(max_prompt_tokens=8),
-    actor=MegatronConfig(ranks=2, lr=3e-4, lr_warmup_steps=10, adam_beta2=0.99),
+    actor=MegatronConfig(ranks=2, lr=5e-4, min_lr=5e-5, lr_warmup_steps=10, lr_decay="linear", adam_beta2=0.99),
     rollout=VllmConfig(max_new_tokens=4, max_model_len=16, max_num_seqs=1024),
-    steps=320,
+    steps=400,
     prompts_per_step=256,
     samples_per_prompt=8,
     eval_every=40,
@@ -73,7 +73,8 @@ def warm_up(config: DemoConfig, model: str, output: str) -> None:
     """Supervised training of ``model`` into ``output``, on the same ranks and layout as the run."""
     tokenizer = load_tokenizer(model)
     rows = read_rows(config.data.train, tokenizer, config.data.max_prompt_tokens)
-    actor = replace(config.actor, lr=5e-3, lr_warmup_steps=50, adam_beta2=0.98, weight_decay=0.01)
+    settings = dict(lr=5e-3, lr_warmup_steps=50, lr_decay="constant", adam_beta2=0.98, weight_decay=0.01)
+    actor = replace(config.actor, **settings)
     batches = warm_up_batches(rows, tokenizer, config.warm_up_steps, config.seed)
     spec = ModelSpec.from_folder(model)
     losses = train_supervised(spec, actor, batches, output, platform=config.platform, seed=config.seed)

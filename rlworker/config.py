@@ -1,6 +1,6 @@
 """Settings of a run. Every value is checked before Ray, Megatron or vLLM starts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engines.config import MegatronConfig, VllmConfig
@@ -95,6 +95,11 @@ class RunConfig:
     @property
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def actor_of_run(self) -> MegatronConfig:
+        """The actor's settings with a decay over the whole run where no other length was asked for."""
+        return replace(self.actor, lr_decay_steps=self.actor.lr_decay_steps or self.steps * self.algorithm.mini_batches)
 
     @property
     def with_reference(self) -> bool:

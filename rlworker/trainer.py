@@ -76,7 +76,12 @@ class Trainer:
         state = self.folder.claim(config)
         start_ray(config.actors)
         group = partial(
-            StartingGroup, config.platform, self.model, config.actor, config.rollout.temperature, seed=config.seed
+            StartingGroup,
+            config.platform,
+            self.model,
+            config.actor_of_run,
+            config.rollout.temperature,
+            seed=config.seed,
         )
         rollouts = Rollouts(config.platform, self.model, config.rollout)
         actor = group(trainable=True)

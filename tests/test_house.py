@@ -29,7 +29,6 @@ def test_imports_run_down(path):
     package = path.relative_to(ROOT).parts[0]
     tops = {name.split(".")[0] for name in imports(path)}
     up = {top for top in tops if FLOORS.get(top, -1) > FLOORS[package]}
-    # The package's own guard against strangers of the same name is the one place that may look both ways.
     assert not up
     if package in ("hardware", "engines"):
         assert "ray" not in tops

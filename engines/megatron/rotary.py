@@ -2,8 +2,6 @@
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engines.models import ModelSpec
 
@@ -18,6 +16,10 @@ class Rotary:
             steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
             self.inverse_frequency = (1.0 / model.rope_theta**steps).to(device)
         else:
+            # Only where they are needed: importing transformers takes a second of every rank's start.
+            from transformers import AutoConfig
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             config = AutoConfig.from_pretrained(model.folder)
             self.inverse_frequency, self.scale = ROPE_INIT_FUNCTIONS[kind](config, device)
 

@@ -99,7 +99,7 @@ def test_megatron_compiles_while_it_is_imported():
 
 
 def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks):
-    """The RNG shim's meaning: a checkpointed region draws the same mask twice, tensor-parallel ranks draw different ones."""
+    """What the RNG shim is for: a checkpointed region draws the same mask twice, tensor-parallel ranks differ."""
 
     def draw(rank, world, address):
         start_process(rank)

@@ -43,7 +43,7 @@ def test_text_and_messages(tmp_path, tokenizer):
     ],
 )
 def test_a_broken_row_is_named(tmp_path, tokenizer, row, message):
-    with pytest.raises(ValueError, match="rows.jsonl") as error:
+    with pytest.raises(ValueError, match=r"rows\.jsonl") as error:
         read_rows(write(tmp_path, {"prompt": "1+1=", "answer": "2"}, row), tokenizer, 20)
     assert message in str(error.value)
 
