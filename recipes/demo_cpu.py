@@ -81,7 +81,7 @@ def warm_up(config: DemoConfig, model: str, output: str) -> None:
     print(f"warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 
-def summarise(config: DemoConfig, wall_seconds: float) -> dict:
+def summarise(config: DemoConfig, wall_seconds: float, warm_up_seconds: float) -> dict:
     """The run in a few numbers."""
     lines = read_metrics(Path(config.run_dir))
     heldout = [line["heldout"] for line in lines if "heldout" in line]
@@ -92,6 +92,7 @@ def summarise(config: DemoConfig, wall_seconds: float) -> dict:
         "heldout_after": heldout[-1],
         "steps": len(steps),
         "wall_seconds": wall_seconds,
+        "warm_up_seconds": warm_up_seconds,
         "logprob_diff_mean": max(line["logprob_diff_mean"] for line in steps),
         "logprob_diff_max": max(line["logprob_diff_max"] for line in steps),
         "seconds_per_step": float(np.median([line["time_step"] for line in steps])),
@@ -112,11 +113,12 @@ def main(config: DemoConfig) -> dict:
     start_ray(config.actors)
     if not warm.exists():
         warm_up(config, str(make_model(folder / "model_init", config.seed)), str(warm))
+    warm_up_seconds = time.perf_counter() - began
     config = replace(config, model=str(warm))
     advantage = shuffled_grpo if config.shuffle_rewards else grpo
     with Trainer(config, exact_match, advantage=advantage) as trainer:
         trainer.fit()
-    summary = summarise(config, time.perf_counter() - began)
+    summary = summarise(config, time.perf_counter() - began, warm_up_seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
     print(f"report: {write_report(folder)}")

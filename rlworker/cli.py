@@ -1,27 +1,26 @@
 """The ``rlworker`` command."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
+from tyro.conf import Positional
 
 
-@dataclass(frozen=True)
-class Report:
-    """Draw a run folder into report.html."""
+def report(run: Positional[Path]) -> None:
+    """Draw a run folder into its report.html.
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
+    Args:
+        run: Folder of the run.
+    """
+    from rlworker.report import write_report
+
+    print(write_report(run))
 
 
 def main() -> None:
     """Entry point."""
-    command = tyro.cli(Annotated[Report, tyro.conf.subcommand("report")])
     try:
-        from rlworker.report import write_report
-
-        print(write_report(command.run))
+        tyro.extras.subcommand_cli_from_dict({"report": report}, prog="rlworker", description="RL post-training.")
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -11,6 +11,8 @@ from rlworker.metrics import read_metrics
 
 _PHASES = ("time_rollout", "time_reward", "time_logprobs", "time_update", "time_sync")
 
+_PLOT = {"responsive": True, "displayModeBar": False}
+
 _CURVES = (
     ("Reward", {"reward": "sampled, training prompts", "heldout": "greedy, held-out prompts"}, "linear"),
     (
@@ -42,7 +44,7 @@ def write_report(folder: Path) -> Path:
     html = page.render(
         name=folder.name,
         summary=json.loads(summary.read_text()) if summary.is_file() else _summary(lines),
-        plots=[plot.to_html(full_html=False, include_plotlyjs=False) for plot in plots if plot],
+        plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
         phases=_phase_table(steps),
         first_step=steps[0]["time_wall"] if steps and steps[0]["step"] == 1 else None,
         samples=_samples(folder),
@@ -55,9 +57,10 @@ def write_report(folder: Path) -> Path:
 
 
 def _layout(figure: go.Figure, title: str, **options) -> go.Figure:
-    figure.update_layout(
-        title=title, template="plotly_white", height=340, margin=dict(l=60, r=20, t=50, b=40), **options
-    )
+    legend = dict(orientation="h", yanchor="bottom", y=1.0, xanchor="left", x=0)
+    margin = dict(l=60, r=20, t=70, b=40)
+    look = dict(template="plotly_white", height=340, margin=margin, legend=legend, title_y=0.97)
+    figure.update_layout(title=title, **look, **options)
     figure.update_xaxes(title="step")
     return figure
 
