@@ -35,8 +35,10 @@ from rlworker.trainer import Trainer
 class DemoConfig(RunConfig):
     """The demo: a RunConfig with a warm-up before it and a control beside it."""
 
-    warm_up_steps: int = 230
-    """Supervised steps of 256 questions each."""
+    warm_up_steps: int = 1000
+    """Most supervised steps, of 256 questions each."""
+    warm_up_loss: float = 0.45
+    """The warm-up ends at this loss (nats per token), when less than half of the answers are right."""
     shuffle_rewards: bool = False
     """Control: hand out the same rewards at random. The model must then not get better."""
 
@@ -77,7 +79,8 @@ def warm_up(config: DemoConfig, model: str, output: str) -> None:
     actor = replace(config.actor, **settings)
     batches = warm_up_batches(rows, tokenizer, config.warm_up_steps, config.seed)
     spec = ModelSpec.from_folder(model)
-    losses = train_supervised(spec, actor, batches, output, platform=config.platform, seed=config.seed)
+    options = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)
+    losses = train_supervised(spec, actor, batches, output, **options)
     print(f"warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 

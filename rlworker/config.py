@@ -99,7 +99,8 @@ class RunConfig:
     @property
     def actor_of_run(self) -> MegatronConfig:
         """The actor's settings with a decay over the whole run where no other length was asked for."""
-        return replace(self.actor, lr_decay_steps=self.actor.lr_decay_steps or self.steps * self.algorithm.mini_batches)
+        whole = max(self.steps * self.algorithm.mini_batches, self.actor.lr_warmup_steps + 1)
+        return replace(self.actor, lr_decay_steps=self.actor.lr_decay_steps or whole)
 
     @property
     def with_reference(self) -> bool:

@@ -1,6 +1,6 @@
 """Supervised training through the same engine and the same batch as RL."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from engines.batch import TrainBatch
@@ -11,9 +11,19 @@ from rlworker.losses import sft_loss
 
 
 def train_supervised(
-    model: ModelSpec, config: MegatronConfig, batches: Iterator[TrainBatch], output: str, *, platform: str, seed: int
+    model: ModelSpec,
+    config: MegatronConfig,
+    batches: Iterable[TrainBatch],
+    output: str,
+    *,
+    platform: str,
+    seed: int,
+    stop_below: float = 0.0,
 ) -> list[float]:
     """One optimizer step per batch, then the model is saved as a HuggingFace folder at ``output``.
+
+    Args:
+        stop_below: end early once the mean loss of the last ten steps is below this.
 
     Returns:
         mean loss per counted target of each step, in nats.
@@ -31,6 +41,8 @@ def train_supervised(
         tokens = float(batch.mask.sum())
         results = group.call_sharded("train_step", batch, sft_loss, tokens)
         losses.append(sum(result.metrics["loss"] for result in results) / tokens)
+        if len(losses) >= 10 and sum(losses[-10:]) / 10 < stop_below:
+            break
     group.call("save_hf", output, 4 * 2**30)
     group.stop()
     return losses
