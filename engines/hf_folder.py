@@ -1,6 +1,7 @@
 """A trained model as a HuggingFace folder: what transformers and vLLM load."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,10 +17,11 @@ _NOT_COPIED = ("*.safetensors", "*.bin", "*.index.json")
 def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, folder: str, shard_bytes: int) -> None:
     """Write weights in files of at most ``shard_bytes`` (a larger tensor gets its own), one in memory at a time.
 
-    The configuration and tokenizer are copied from the folder that the model was read from. A stream without weights
-    (ranks that export nothing) writes nothing.
+    The configuration and tokenizer are copied from the folder that the model was read from. The folder appears under its
+    name once it is whole. A stream without weights (ranks that export nothing) writes nothing.
     """
-    target, held, size, file_of = Path(folder), {}, 0, {}
+    target = Path(folder).with_name(f".{Path(folder).name}.partial")
+    held, size, file_of = {}, 0, {}
 
     def flush():
         name = f"model-{len(set(file_of.values())) + 1:05d}.safetensors"
@@ -31,7 +33,9 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
         if held and size + tensor.nbytes > shard_bytes:
             flush()
             size = 0
-        target.mkdir(parents=True, exist_ok=True)
+        if not held and not file_of:  # the first weight: clear what a killed save may have left
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
         held[name] = tensor.detach().cpu().clone().contiguous()
         size += tensor.nbytes
     if not held:
@@ -39,3 +43,4 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     flush()
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}, indent=2))
     shutil.copytree(model.folder, target, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
+    os.replace(target, folder)

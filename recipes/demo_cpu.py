@@ -112,10 +112,10 @@ def main(config: DemoConfig) -> dict:
     config = replace(
         config, data=replace(config.data, train=str(data / "train.jsonl"), heldout=str(data / "heldout.jsonl"))
     )
-    warm = folder / "model_warm"
+    warm = folder / f"model_warm_seed{config.seed}"
     start_ray(config.actors)
     if not warm.exists():
-        warm_up(config, str(make_model(folder / "model_init", config.seed)), str(warm))
+        warm_up(config, str(make_model(folder / f"model_init_seed{config.seed}", config.seed)), str(warm))
     warm_up_seconds = time.perf_counter() - began
     config = replace(config, model=str(warm))
     advantage = shuffled_grpo if config.shuffle_rewards else grpo

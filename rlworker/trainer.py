@@ -71,9 +71,8 @@ class Trainer:
         self.stop()
 
     def start(self) -> None:
-        """Claim the run folder and start every engine at the same time."""
+        """Start every engine at the same time, then claim the run folder."""
         config = self.config
-        state = self.folder.claim(config)
         start_ray(config.actors)
         group = partial(
             StartingGroup,
@@ -88,6 +87,7 @@ class Trainer:
         reference = group(trainable=False) if config.with_reference else None
         self.actor, self.rollouts = actor.ready(), rollouts.ready()
         self.reference = reference.ready() if reference else None
+        state = self.folder.claim(config)  # not before: a start that fails must not leave a folder that looks taken
         if state:
             self._restore(state)
         self.log = RunLog(self.folder.path, config.steps, self.steps_done)

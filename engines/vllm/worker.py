@@ -7,14 +7,17 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 
 class WeightSyncExtension:
     """Mixed into vLLM's worker class by ``worker_extension_cls``; uses only what every platform's worker has."""
 
     def begin_sync(self) -> None:
+        model = self.model_runner.get_model()
+        _forget_packed_experts(model)
         with self._loading():
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
 
     def take_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         """Load some weights under their HuggingFace names."""
@@ -46,3 +49,17 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """Make mixture-of-experts layers pack their weights again after the reload that follows.
+
+    On a CPU their kernel multiplies with weights packed at the first load, and a reload that finds a kernel leaves it
+    be: the experts would be read in the wrong order. Elsewhere the kernel is told the new weights and must stay.
+    """
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None

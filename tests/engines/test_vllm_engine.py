@@ -1,5 +1,7 @@
 """vLLM in its own Ray actor: logprobs against HuggingFace before and after weights are replaced in place."""
 
+import sys
+
 import pytest
 import ray
 import torch
@@ -12,6 +14,7 @@ from engines.weight_sync import pack_buckets
 from rlworker.group import start_ray
 from rlworker.worker import RolloutWorker
 
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 CONFIG = VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=64)
 PROMPTS = [[3, 4, 5], [7, 8, 9, 10], [6]]
 STOP = (2, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
@@ -160,3 +163,77 @@ def test_the_tied_head_workaround_is_still_needed(rollout):
     ray.get(actor.__ray_call__.remote(patch, False))
     send(actor, weights_of(model, tied), 13)
     assert stale > 1e-2 and worst(model, ray.get(actor.generate.remote(PROMPTS, sampling()))) <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def mixture(cluster, tmp_path_factory):
+    """A tiny mixture-of-experts model in vLLM, driven through the worker extension: no trainer has a table for it."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=99,
+        hidden_size=128,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+    folder = str(tmp_path_factory.mktemp("mixture"))
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu")
+    yield actor, folder
+    ray.kill(actor)
+
+
+def replace_experts(worker, folder, with_workaround):
+    """vLLM's logprobs of a prompt's tokens after new weights came in, and HuggingFace's for the same weights."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3MoeForCausalLM
+    from vllm import LLM, SamplingParams
+
+    import engines.vllm.worker as extension
+
+    if not hasattr(worker, "llm"):
+        worker.llm = LLM(
+            model=folder,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=64,
+            skip_tokenizer_init=True,
+            worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
+        )
+        worker.kept = extension._forget_packed_experts
+    extension._forget_packed_experts = worker.kept if with_workaround else lambda model: None
+    weights = load_file(f"{folder}/model.safetensors")
+    torch.manual_seed(int(with_workaround))
+    weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in weights.items()}
+    worker.llm.collective_rpc("begin_sync")
+    worker.llm.collective_rpc("take_weights", args=(list(weights.items()),))
+    worker.llm.collective_rpc("end_sync")
+    worker.llm.reset_prefix_cache()
+    ids = [5, 9, 30, 7, 61, 12]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = worker.llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    got = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:])]
+    save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        log_p = Qwen3MoeForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    want = log_p.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return float((torch.tensor(got) - want).abs().max())
+
+
+def test_experts_are_packed_anew(mixture):
+    """With the workaround the logprobs are right; without it they are not: when this fails, vLLM has mended it."""
+    actor, folder = mixture
+    assert ray.get(actor.__ray_call__.remote(replace_experts, folder, True)) <= 1e-5
+    assert ray.get(actor.__ray_call__.remote(replace_experts, folder, False)) > 1e-2
+    assert ray.get(actor.__ray_call__.remote(replace_experts, folder, True)) <= 1e-5
