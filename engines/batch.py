@@ -73,8 +73,12 @@ class TrainBatch:
         for name, kind in COLUMNS.items():
             column = getattr(self, name)
             wanted, unit = (len(self.lengths), "sequences") if kind == "sequence" else (tokens, "tokens")
-            if column is not None and len(column) != wanted:
+            if column is None:
+                continue
+            if len(column) != wanted:
                 raise ValueError(f"TrainBatch: {name} has {len(column)} entries, the batch has {wanted} {unit}")
+            if column.dim() > 1 and kind != "input":  # it would broadcast against the others to a square
+                raise ValueError(f"TrainBatch: {name} has shape {tuple(column.shape)}, expected [{wanted}]")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -143,12 +147,13 @@ class TrainBatch:
         """Runs of consecutive sequences of at most ``budget`` tokens each (one sequence may exceed it), in order.
 
         Args:
-            at_least: the fewest runs wanted (pipeline stages to keep busy); fewer where there are too few sequences.
+            at_least: lowers the budget to this part of the batch, so that pipeline stages have work; there may be fewer
+                runs where few sequences hold most of the tokens.
         """
         budget = min(budget, -(-self.num_tokens // at_least))
         bounds, tokens = [0], 0
         for i, length in enumerate(self.lengths):
-            if tokens and tokens + length > budget:
+            if tokens and length and tokens + length > budget:  # an empty sequence never stands alone
                 bounds.append(i)
                 tokens = 0
             tokens += length

@@ -37,7 +37,7 @@ class MegatronConfig:
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
     lr_decay_steps: int = 0
-    """Optimizer step at which min_lr is reached; 0 takes the whole run."""
+    """Optimizer step at which min_lr is reached; 0 takes the whole run (an RL run knows its length)."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""
     adam_beta1: float = 0.9
@@ -55,6 +55,13 @@ class MegatronConfig:
         for name in ("ranks", "tp", "pp", "cp", "micro_batch_tokens", "timeout_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"actor: {name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(
+                f"actor: min_lr must lie between 0 and lr={self.lr}, got {self.min_lr}; lower --actor.min-lr"
+            )
+        for name in ("lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"actor: {name} must not be negative, got {getattr(self, name)}")
         model_parallel = self.tp * self.pp * self.cp
         if self.ranks % model_parallel:
             raise ValueError(

@@ -44,7 +44,7 @@ class ModelSpec:
     Attributes:
         folder: the HuggingFace folder. model_type: its ``model_type``, a key of ``MODEL_TYPES``.
         windows: sliding window per layer (tokens seen including oneself), or ``(None,)``.
-        rope_theta, rope: base of the rotary embedding and the ``rope_parameters`` of the config.
+        rope_theta, rope: base of the rotary embedding and the config's ``rope_parameters``, ``rope_type`` among them.
         tied: the output layer is the transposed embedding.
     """
 
@@ -83,9 +83,9 @@ class ModelSpec:
                 f"{sorted(MODEL_TYPES)}; add one in engines/models.py"
             )
         _refuse_unsupported(config, path)
-        rope = config.get("rope_parameters") or {"rope_type": "default", **(config.get("rope_scaling") or {})}
+        rope = _rope(config)
         return cls(
-            folder=str(folder),
+            folder=str(Path(folder).absolute()),  # other processes may run elsewhere
             model_type=model_type,
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
@@ -95,7 +95,7 @@ class ModelSpec:
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             vocab=config["vocab_size"],
             norm_eps=config["rms_norm_eps"],
-            rope_theta=rope.get("rope_theta") or config.get("rope_theta", 10000.0),
+            rope_theta=rope["rope_theta"],
             rope=rope,
             tied=config.get("tie_word_embeddings", False),
             windows=_windows(config),
@@ -136,12 +136,23 @@ class ModelSpec:
         return tops | {f"model.layers.{i}.{name}" for i in range(self.layers) for name in parts}
 
 
+def _rope(config: dict) -> dict:
+    """The rotary settings in the form of today's configs; older ones say ``rope_scaling``, and in it ``type``."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    return rope
+
+
 def _windows(config: dict) -> tuple[int | None, ...]:
-    """Window of each layer, from ``layer_types`` where the config has sliding layers."""
-    window = config.get("sliding_window")
-    if not window or config.get("use_sliding_window") is False:
+    """Window of each layer. Configs without ``layer_types`` slide on the layers from ``max_window_layers`` up."""
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    if not window or not config.get("use_sliding_window"):
         return (None,)
-    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    first = config.get("max_window_layers", layers)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+    ]
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else (None,)
 
@@ -155,6 +166,6 @@ def _refuse_unsupported(config: dict, path: Path) -> None:
         raise ValueError(f"model: {path} has hidden_act {config['hidden_act']!r}, expected 'silu'")
     if config.get("attention_dropout"):
         raise ValueError(f"model: {path} has attention_dropout {config['attention_dropout']}; set it to 0")
-    kind = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type", "default")
+    kind = _rope(config)["rope_type"]
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ValueError(f"model: {path} has rope_type {kind!r}, expected default, linear, llama3 or yarn")

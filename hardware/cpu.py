@@ -49,6 +49,7 @@ class CpuPlatform:
     name = "cpu"
     dist_backend = "gloo"
     ray_options: ClassVar[dict] = {"num_cpus": 1}
+    rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
 
     def init_process(self, local_rank: int) -> torch.device:
         from hardware.megatron_shims import install
@@ -71,13 +72,13 @@ class CpuPlatform:
         return AttentionInputs("sbhd" if spec.kind == "bshd" else "thd", spec, rotary, plan)
 
     def train_env(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+        # Ray gives an actor as many threads as it has CPUs, one, unless the user says otherwise.
+        return {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
     def rollout_env(self) -> dict[str, str]:
         # TORCH_COMPILE_DISABLE: building inductor kernels costs 15 s at the first request and gains nothing here.
         # nobind: vLLM would otherwise pin its threads to cores that the trainers use.
         return {
-            "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

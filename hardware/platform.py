@@ -40,6 +40,8 @@ class Platform(Protocol):
     dist_backend: str
     ray_options: dict
     """Options of one Ray actor that holds one device."""
+    rollout_head_dims: tuple[int, ...]
+    """Attention head sizes that vLLM has kernels for here."""
 
     def init_process(self, local_rank: int) -> torch.device:
         """Bind this process to its device and prepare Megatron for it. Call before megatron is imported."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import ray
 import torch
 import tyro
 
@@ -42,6 +43,11 @@ class DemoConfig(RunConfig):
     shuffle_rewards: bool = False
     """Control: hand out the same rewards at random. The model must then not get better."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.warm_up_steps < 1:
+            raise ValueError(f"demo: warm_up_steps must be at least 1, got {self.warm_up_steps}")
+
 
 DEFAULT = DemoConfig(
     run_dir="runs/demo_cpu",
@@ -71,16 +77,15 @@ def warm_up_batches(rows: list[Row], tokenizer, steps: int, seed: int) -> Iterat
         yield TrainBatch.from_ids(sequences, [len(rows[i].prompt_ids) for i in chosen])
 
 
-def warm_up(config: DemoConfig, model: str, output: str) -> None:
-    """Supervised training of ``model`` into ``output``, on the same ranks and layout as the run."""
-    tokenizer = load_tokenizer(model)
+def warm_up(config: DemoConfig, output: str) -> None:
+    """Supervised training of the model into ``output``, on the same ranks and layout as the run."""
+    tokenizer = load_tokenizer(config.model)
     rows = read_rows(config.data.train, tokenizer, config.data.max_prompt_tokens)
-    settings = dict(lr=5e-3, lr_warmup_steps=50, lr_decay="constant", adam_beta2=0.98, weight_decay=0.01)
-    actor = replace(config.actor, **settings)
+    settings = dict(lr=5e-3, min_lr=0.0, lr_warmup_steps=50, lr_decay="constant", lr_decay_steps=0)
+    actor = replace(config.actor, **settings, adam_beta2=0.98, weight_decay=0.01)
     batches = warm_up_batches(rows, tokenizer, config.warm_up_steps, config.seed)
-    spec = ModelSpec.from_folder(model)
     options = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)
-    losses = train_supervised(spec, actor, batches, output, **options)
+    losses = train_supervised(ModelSpec.from_folder(config.model), actor, batches, output, **options)
     print(f"warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 
@@ -104,23 +109,37 @@ def summarise(config: DemoConfig, wall_seconds: float, warm_up_seconds: float) -
     } | {name: getattr(actor, name) for name in ("layout", "tp", "pp", "cp", "dp")}
 
 
-def main(config: DemoConfig) -> dict:
-    began = time.perf_counter()
+def prepare(config: DemoConfig) -> DemoConfig:
+    """Make the data and the model, which take no engine, and check everything against them."""
+    given = [
+        key for key, value in (("model", config.model), ("data", config.data.train or config.data.heldout)) if value
+    ]
+    if given:
+        raise ValueError(f"demo: --{given[0]} is made on the spot; for your own use recipes.grpo")
     folder = Path(config.run_dir)
     RunFolder(config.run_dir).check(config.resume)
     data = make_data(folder / "data")
-    config = replace(
-        config, data=replace(config.data, train=str(data / "train.jsonl"), heldout=str(data / "heldout.jsonl"))
-    )
+    files = dict(train=str(data / "train.jsonl"), heldout=str(data / "heldout.jsonl"))
+    model = make_model(folder / f"model_init_seed{config.seed}", config.seed)
+    config = replace(config, model=str(model), data=replace(config.data, **files))
+    config.check_model()
+    return config
+
+
+def main(config: DemoConfig) -> dict:
+    """Run the demo in ``config``, which ``prepare`` returned."""
+    began = time.perf_counter()
+    folder = Path(config.run_dir)
+    owns_ray = start_ray(config.actors)  # once for both parts
     warm = folder / f"model_warm_seed{config.seed}"
-    start_ray(config.actors)
     if not warm.exists():
-        warm_up(config, str(make_model(folder / f"model_init_seed{config.seed}", config.seed)), str(warm))
+        warm_up(config, str(warm))
     warm_up_seconds = time.perf_counter() - began
-    config = replace(config, model=str(warm))
     advantage = shuffled_grpo if config.shuffle_rewards else grpo
-    with Trainer(config, exact_match, advantage=advantage) as trainer:
+    with Trainer(replace(config, model=str(warm)), exact_match, advantage=advantage) as trainer:
         trainer.fit()
+    if owns_ray:
+        ray.shutdown()
     summary = summarise(config, time.perf_counter() - began, warm_up_seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
@@ -129,7 +148,9 @@ def main(config: DemoConfig) -> dict:
 
 
 if __name__ == "__main__":
+    config = tyro.cli(DemoConfig, default=DEFAULT, description=__doc__)
     try:
-        main(tyro.cli(DemoConfig, default=DEFAULT, description=__doc__))
+        config = prepare(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    main(config)

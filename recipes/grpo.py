@@ -22,13 +22,11 @@ def reward(text: str, row: Row) -> float:
     return float(bool(lines) and row.answer in lines[-1])
 
 
-def main(config: RunConfig) -> dict[str, float]:
-    with Trainer(config, reward, advantage=grpo) as trainer:
-        return trainer.fit()
-
-
 if __name__ == "__main__":
+    config = tyro.cli(RunConfig, description=__doc__)
     try:
-        main(tyro.cli(RunConfig, description=__doc__))
-    except ValueError as error:
+        run = Trainer(config, reward, advantage=grpo)
+    except ValueError as error:  # something in the settings, the model's folder or the data
         sys.exit(f"error: {error}")
+    with run as trainer:
+        trainer.fit()

@@ -12,32 +12,48 @@ _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
 
 
+_MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "save_every", "ignore_logprob_diff", "rollout.max_num_seqs"}
+_MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
+_MAY_CHANGE |= {"actor.timeout_s", "logprob_diff_mean", "logprob_diff_max"}
+"""Settings that a resumed run may change: how it is spread, how long it goes on and what it tells."""
+
+
 class RunFolder:
     """Everything one run writes: config.json, metrics.jsonl, rollouts/, checkpoints/step_N/, report.html."""
 
     def __init__(self, path: str):
-        self.path = Path(path)
+        self.given = path
+        self.path = Path(path).absolute()  # other processes may run elsewhere
 
     def check(self, resume: bool) -> None:
         """Raise ValueError where the folder cannot be used: it holds a run already, or there is none to resume."""
-        if not self.path.name:
-            raise ValueError("run_dir: no folder was given; set --run-dir")
+        if self.given in ("", "."):
+            raise ValueError("run_dir: no folder of its own was given; set --run-dir, such as --run-dir runs/mine")
         if resume and self.newest() is None:
             raise ValueError(f"run_dir: {str(self.path)!r} has no checkpoint to resume from; drop --resume")
         if not resume and (self.path / "config.json").exists():
-            raise ValueError(
-                f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir, or add --resume"
-            )
+            more = ", or add --resume" if self.newest() else " or remove it (it has no checkpoint to resume from)"
+            raise ValueError(f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir{more}")
+
+    def check_same(self, config: RunConfig) -> None:
+        """Raise ValueError, naming the keys, where a resumed run would not be the run that was started."""
+        before = _flatten(json.loads((self.path / "config.json").read_text()))
+        now = _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+        changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and k not in _MAY_CHANGE)
+        if changed:
+            was = ", ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed)
+            raise ValueError(f"run_dir: {str(self.path)!r} cannot be resumed with other settings: {was}")
 
     def claim(self, config: RunConfig) -> dict | None:
-        """Make the folder this run's own.
+        """Make the folder this run's own. Raises FileExistsError where another run took it since ``check``.
 
         Returns:
             when resuming, the newest checkpoint's state with its ``folder``; metrics of later steps are cut off.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if not config.resume:
-            _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
+            with open(self.path / "config.json", "x", encoding="utf-8") as file:
+                json.dump(dataclasses.asdict(config), file, indent=2)
             return None
         newest = self.newest()
         state = json.loads((newest / _COMPLETE).read_text())
@@ -62,8 +78,22 @@ class RunFolder:
         """Make a written checkpoint count, all at once."""
         _write(partial / _COMPLETE, json.dumps(state))
         final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+        older = partial.with_name(f".{final.name}.older")
+        shutil.rmtree(older, ignore_errors=True)
+        if final.exists():  # the same step saved again: the older one steps aside and goes once the new one stands
+            os.replace(final, older)
         os.replace(partial, final)
+        shutil.rmtree(older, ignore_errors=True)
         return final
+
+
+def _flatten(config: dict, prefix: str = "") -> dict:
+    """Nested settings by dotted name; a pass-through dict counts as one value."""
+    flat = {}
+    for key, value in config.items():
+        nested = isinstance(value, dict) and key not in ("megatron", "vllm")
+        flat |= _flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
 
 
 def _step_of(line: str) -> float:

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.hf_folder import SafetensorsFolder
 from engines.models import ModelSpec
+from hardware.platform import get_platform
 
 _LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}
 """dtype -> mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
@@ -21,6 +23,10 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """A longer prompt is an error that names its row."""
 
+    def __post_init__(self):
+        if self.max_prompt_tokens < 1:
+            raise ValueError(f"data: max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
@@ -34,6 +40,13 @@ class AlgorithmConfig:
     """Weight of the KL penalty to the starting model; above 0 a reference model runs too."""
     mini_batches: int = 1
     """Optimizer steps per rollout."""
+
+    def __post_init__(self):
+        if self.mini_batches < 1:
+            raise ValueError(f"algorithm: mini_batches must be at least 1, got {self.mini_batches}")
+        for name in ("clip_low", "clip_high", "kl_coef"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"algorithm: {name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,9 @@ class RunConfig:
         for name in ("steps", "prompts_per_step", "samples_per_prompt"):
             if getattr(self, name) < 1:
                 raise ValueError(f"config: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("eval_every", "save_every", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"config: {name} must not be negative, got {getattr(self, name)}")
         if self.samples_per_step < self.actor.dp * self.algorithm.mini_batches:
             raise ValueError(
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
@@ -123,8 +139,19 @@ class RunConfig:
         return self.actor.dtype == self.rollout.dtype == "float32"
 
     def check_model(self) -> ModelSpec:
-        """Read the model's config and check that both engines can hold it. Raises ValueError where they cannot."""
+        """Read the model's config and the names of its weights, and check that both engines can hold it.
+
+        Raises:
+            ValueError: they cannot.
+        """
         model = ModelSpec.from_folder(self.model)
         self.actor.check_model(model)
         self.rollout.check_model(model)
+        head_dims = get_platform(self.platform).rollout_head_dims
+        if model.head_dim not in head_dims:
+            raise ValueError(
+                f"rollout: vLLM on platform {self.platform!r} has no attention for the model's head_dim "
+                f"{model.head_dim}, expected one of {list(head_dims)}"
+            )
+        SafetensorsFolder(model.folder).check(model)
         return model

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jinja2 import TemplateError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,15 @@ def load_tokenizer(folder: str):
     """The tokenizer saved with a model.
 
     Raises:
-        ValueError: it has no end-of-sequence token, so that nothing would end an answer.
+        ValueError: there is none, or it has no end-of-sequence token, so that nothing would end an answer.
     """
     from transformers import AutoTokenizer  # here, because it takes seconds that --help should not
 
+    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers would make an empty tokenizer without a word
+        raise ValueError(
+            f"model: folder {folder!r} has no tokenizer (one of {', '.join(_TOKENIZER_FILES)}); save it there"
+        )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set one")
@@ -91,7 +99,10 @@ def _apply_template(messages, tokenizer, where: str) -> str:
         raise ValueError(f'{where}: field "prompt" must be text or a list of {{"role": text, "content": text}}')
     if not tokenizer.chat_template:
         raise ValueError(f'{where}: field "prompt" has messages, but the tokenizer has no chat template; give text')
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:  # templates refuse roles and orders that they do not know
+        raise ValueError(f'{where}: field "prompt": the chat template refuses these messages: {error}') from None
 
 
 def rows_of_step(rows: list[Row], count: int, step: int, seed: int) -> list[Row]:

@@ -11,27 +11,39 @@ from engines.models import ModelSpec
 from hardware.platform import get_platform
 from rlworker.worker import TrainWorker
 
+BUCKET_BYTES = 256 * 2**20
+"""Weights travel to the rollout engines in buckets of this size."""
+SHARD_BYTES = 4 * 2**30
+"""A saved HuggingFace model is cut into files of this size."""
 
-def start_ray(actors: int) -> None:
-    """Have Ray with room for ``actors``: the cluster that RAY_ADDRESS names, one that runs already, or a new one here.
 
-    A small machine may hold more actors than it has cores: they take turns.
+def start_ray(actors: int) -> bool:
+    """Have Ray with room for ``actors``: one that runs in this program, the cluster of RAY_ADDRESS, or a new one.
+
+    A new one belongs to this program alone. A small machine may hold more actors than it has cores: they take turns.
+
+    Returns:
+        whether Ray was started (or joined) here, and so is ours to leave.
 
     Raises:
-        RuntimeError: Ray runs already in this process and has too few CPUs for the actors.
+        RuntimeError: Ray has too few CPUs for the actors, which would wait for them for ever.
     """
-    quiet = dict(logging_level="ERROR", log_to_driver=False)
-    if ray.is_initialized():
-        have = ray.cluster_resources().get("CPU", 0)
-        if have < actors:
-            raise RuntimeError(f"ray: it was started with {have:.0f} CPUs, this run needs {actors}; start it with more")
-    elif os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-    else:
+    mine = not ray.is_initialized()
+    if mine:
         # Ray would otherwise warn at every start about devices that actors without one can see.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        cpus = max(actors, os.cpu_count() or 1)
-        ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=2**30, **quiet)
+        quiet = dict(logging_level="ERROR", log_to_driver=False)
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(**quiet)
+        else:
+            cpus = max(actors, os.cpu_count() or 1)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=2**30, **quiet)
+    have = ray.cluster_resources().get("CPU", 0)
+    if have < actors:
+        raise RuntimeError(
+            f"ray: this run needs {actors} CPUs for its actors and Ray has {have:.0f}; start it with more"
+        )
+    return mine
 
 
 class WorkerGroup:
@@ -67,10 +79,6 @@ class WorkerGroup:
         leaders = {p["dp_rank"]: r for p, r in zip(self.places, results, strict=True) if p["is_leader"]}
         return [leaders[rank] for rank in range(self.dp_size)]
 
-    def stop(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
-
 
 class StartingGroup:
     """A training engine on its way up; ``ready()`` waits for it. Several roles start at the same time this way."""
@@ -87,3 +95,8 @@ class StartingGroup:
 
     def ready(self) -> WorkerGroup:
         return WorkerGroup(self.actors, ray.get(self._places))
+
+    def stop(self) -> None:
+        """End the group's processes."""
+        for actor in self.actors:
+            ray.kill(actor)

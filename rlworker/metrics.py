@@ -73,6 +73,6 @@ class RunLog:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl."""
-    with open(folder / "metrics.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """The lines of a run's metrics.jsonl; the last one of a killed run may be cut short and is left out."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]

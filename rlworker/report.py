@@ -46,7 +46,7 @@ def write_report(folder: Path) -> Path:
         summary=json.loads(summary.read_text()) if summary.is_file() else _summary(lines),
         plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
         phases=_phase_table(steps),
-        first_step=steps[0]["time_wall"] if steps and steps[0]["step"] == 1 else None,
+        start=_start_table(lines),
         samples=_samples(folder),
         config=json.dumps(json.loads((folder / "config.json").read_text()), indent=2),
         plotlyjs=get_plotlyjs(),
@@ -104,6 +104,21 @@ def _phase_table(steps: list[dict]) -> list[tuple[str, float, float]]:
     rows = [(phase.removeprefix("time_"), sum(s.get(phase, 0.0) for s in steady)) for phase in _PHASES]
     rows.append(("other", total - sum(seconds for _, seconds in rows)))
     return [(name, seconds / len(steady), seconds / total) for name, seconds in rows]
+
+
+def _start_table(lines: list[dict]) -> list[tuple[str, float]]:
+    """What a run's start consists of, in seconds; empty for a run whose first lines are not there."""
+    if len(lines) < 2 or "time_start_ray" not in lines[0]:
+        return []
+    first, then = lines[0], lines[1]
+    rows = [(f"start {name}", first[f"time_start_{name}"]) for name in ("ray", "trainers", "rollouts")]
+    rows += [("evaluate", first.get("time_evaluate", 0.0)), ("first step", then["time_step"])]
+    before = then["time_wall"] - then.get("time_evaluate", 0.0) - sum(seconds for _, seconds in rows)
+    return [
+        ("program, data, and all that came before", before),
+        *rows,
+        ("from the start of the program", then["time_wall"]),
+    ]
 
 
 def _summary(lines: list[dict]) -> dict:

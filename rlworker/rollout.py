@@ -1,6 +1,7 @@
 """Rollouts: prompts to completions over the vLLM actors, and completions to a batch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import ray
@@ -28,12 +29,12 @@ class Rollouts:
         return self
 
     def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
-        """``[P][count]`` completions; each engine takes a run of consecutive prompts."""
+        """``[P][count]`` completions; each engine takes a run of consecutive prompts and draws from its own seed."""
         prompts = [row.prompt_ids for row in rows]
         bounds = [len(prompts) * i // len(self.actors) for i in range(len(self.actors) + 1)]
         calls = [
-            actor.generate.remote(prompts[a:b], sampling)
-            for actor, a, b in zip(self.actors, bounds, bounds[1:])
+            actor.generate.remote(prompts[a:b], replace(sampling, seed=sampling.seed + i))
+            for i, (actor, a, b) in enumerate(zip(self.actors, bounds, bounds[1:]))
             if b > a
         ]
         return [group for part in ray.get(calls) for group in part]

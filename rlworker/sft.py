@@ -6,7 +6,7 @@ from pathlib import Path
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.models import ModelSpec
-from rlworker.group import StartingGroup, start_ray
+from rlworker.group import SHARD_BYTES, StartingGroup, start_ray
 from rlworker.losses import sft_loss
 
 
@@ -35,14 +35,17 @@ def train_supervised(
         raise ValueError(f"sft: output folder {output!r} exists already; choose another or move it away")
     config.check_model(model)
     start_ray(config.ranks)
-    group = StartingGroup(platform, model, config, temperature=1.0, trainable=True, seed=seed).ready()
+    starting = StartingGroup(platform, model, config, temperature=1.0, trainable=True, seed=seed)
     losses = []
-    for batch in batches:
-        tokens = float(batch.mask.sum())
-        results = group.call_sharded("train_step", batch, sft_loss, tokens)
-        losses.append(sum(result.metrics["loss"] for result in results) / tokens)
-        if len(losses) >= 10 and sum(losses[-10:]) / 10 < stop_below:
-            break
-    group.call("save_hf", output, 4 * 2**30)
-    group.stop()
+    try:
+        group = starting.ready()
+        for batch in batches:
+            tokens = float(batch.mask.sum())
+            results = group.call_sharded("train_step", batch, sft_loss, tokens)
+            losses.append(sum(result.metrics["loss"] for result in results) / tokens)
+            if len(losses) >= 10 and sum(losses[-10:]) / 10 < stop_below:
+                break
+        group.call("save_hf", output, SHARD_BYTES)
+    finally:
+        starting.stop()
     return losses

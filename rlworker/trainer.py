@@ -13,19 +13,15 @@ from rlworker.advantages import AdvantageFn, grpo
 from rlworker.checkpoint import RunFolder
 from rlworker.config import RunConfig
 from rlworker.data import Row, load_tokenizer, read_rows, rows_of_step
-from rlworker.group import StartingGroup, start_ray
+from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup, start_ray
 from rlworker.losses import policy_loss
 from rlworker.metrics import RunLog, StepClock
 from rlworker.report import write_report
 from rlworker.rewards import RewardFn
 from rlworker.rollout import Rollouts, logprob_difference, to_batch
 
-BUCKET_BYTES = 256 * 2**20
-"""Weights travel in buckets of this size."""
-SHARD_BYTES = 4 * 2**30
-"""A saved HuggingFace model is cut into files of this size."""
 SAMPLES_KEPT = 8
-"""Samples of a step that are kept when it is evaluated."""
+"""Samples kept of a step that is evaluated."""
 
 
 class Trainer:
@@ -52,6 +48,8 @@ class Trainer:
         self.model = config.check_model()
         self.folder = RunFolder(config.run_dir)
         self.folder.check(config.resume)
+        if config.resume:
+            self.folder.check_same(config)
         self.tokenizer = load_tokenizer(config.model)
         read = partial(read_rows, tokenizer=self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
         self.rows = read(config.data.train)
@@ -60,11 +58,18 @@ class Trainer:
         clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, kl_coef=algorithm.kl_coef)
         self.loss = loss or partial(policy_loss, **clips)
         self.steps_done = self.version = 0
+        self.log: RunLog | None = None
+        self.starting: list[Rollouts | StartingGroup] = []
+        self.owns_ray = False
 
     # -- engines
 
     def __enter__(self) -> "Trainer":
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_) -> None:
@@ -72,8 +77,9 @@ class Trainer:
 
     def start(self) -> None:
         """Start every engine at the same time, then claim the run folder."""
-        config = self.config
-        start_ray(config.actors)
+        config, clock = self.config, StepClock()
+        with clock.phase("start_ray"):
+            self.owns_ray = start_ray(config.actors)
         group = partial(
             StartingGroup,
             config.platform,
@@ -83,20 +89,29 @@ class Trainer:
             seed=config.seed,
         )
         rollouts = Rollouts(config.platform, self.model, config.rollout)
-        actor = group(trainable=True)
-        reference = group(trainable=False) if config.with_reference else None
-        self.actor, self.rollouts = actor.ready(), rollouts.ready()
-        self.reference = reference.ready() if reference else None
+        self.starting = [rollouts, group(trainable=True)]
+        if config.with_reference:
+            self.starting.append(group(trainable=False))
+        with clock.phase("start_trainers"):
+            self.actor, *reference = [group.ready() for group in self.starting[1:]]
+        with clock.phase("start_rollouts"):  # what they need beyond the trainers, beside which they start
+            self.rollouts = rollouts.ready()
+        self.reference = reference[0] if reference else None
         state = self.folder.claim(config)  # not before: a start that fails must not leave a folder that looks taken
         if state:
             self._restore(state)
         self.log = RunLog(self.folder.path, config.steps, self.steps_done)
+        self.start_seconds = clock.seconds
 
     def stop(self) -> None:
-        """End the engines. What was written stays."""
-        if hasattr(self, "log"):
+        """End the engines, and Ray where it was started for them. What was written stays."""
+        if self.log:
             self.log.close()
-        ray.shutdown()
+        for engine in self.starting:
+            engine.stop()
+        if self.owns_ray:
+            ray.shutdown()
+        self.log, self.starting, self.owns_ray = None, [], False
 
     # -- the run
 
@@ -104,20 +119,24 @@ class Trainer:
         """Run to the last step, evaluating and saving on the way. Returns the metrics of the last step."""
         config, metrics = self.config, {}
         if self.steps_done == 0:
-            self.log.step(0, self.evaluate())
-        while self.steps_done < config.steps:
-            metrics = self.step()
-            last = self.steps_done == config.steps
-            if last or (config.eval_every and self.steps_done % config.eval_every == 0):
-                metrics |= self.evaluate()
-            self.log.step(self.steps_done, metrics)
-            if last or (config.save_every and self.steps_done % config.save_every == 0):
-                self.save()
-        write_report(self.folder.path)
+            self.log.step(0, self.evaluate() | self.start_seconds)
+        try:
+            while self.steps_done < config.steps:
+                metrics, samples = self.step()
+                last = self.steps_done == config.steps
+                if last or _is_due(self.steps_done, config.eval_every):
+                    metrics |= self.evaluate()
+                if self.steps_done == 1 or "heldout" in metrics:
+                    self.log.rollouts(self.steps_done, samples)
+                self.log.step(self.steps_done, metrics)
+                if last or _is_due(self.steps_done, config.save_every):
+                    self.save()
+        finally:  # a run that stops has a report too
+            self.log.note(f"report: {write_report(self.folder.path)}")
         return metrics
 
-    def step(self) -> dict[str, float]:
-        """One rollout and its update."""
+    def step(self) -> tuple[dict[str, float], list[dict]]:
+        """One rollout and its update: its metrics, and some of its samples."""
         config, clock = self.config, StepClock()
         rows = rows_of_step(self.rows, config.prompts_per_step, self.steps_done, config.seed)
         with clock.phase("rollout"):
@@ -133,9 +152,8 @@ class Trainer:
         with clock.phase("sync"):
             self.sync_weights()
         self.steps_done += 1
-        if self._is_shown():
-            self._keep_samples(rows, texts, rewards, completions)
-        return _rollout_metrics(completions, rewards, batch, clock.total()) | metrics
+        samples = _some_samples(rows, completions, texts, rewards)
+        return _rollout_metrics(completions, rewards, batch, clock.total()) | metrics, samples
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of greedy completions of the held-out rows; empty without such rows."""
@@ -154,10 +172,17 @@ class Trainer:
         return Sampling(count, rollout.temperature, rollout.max_new_tokens, seed, (self.tokenizer.eos_token_id,))
 
     def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[str], list[float]]:
-        """Text and reward of every completion, group by group."""
+        """Text and reward of every completion, group by group. A reward's own error says which answer it met."""
         pairs = [(row, sample) for row, group in zip(rows, completions, strict=True) for sample in group]
         texts = self.tokenizer.batch_decode([sample.token_ids for _, sample in pairs], skip_special_tokens=True)
-        return texts, [float(self.reward(text, row)) for text, (row, _) in zip(texts, pairs, strict=True)]
+        rewards = []
+        for text, (row, _) in zip(texts, pairs, strict=True):
+            try:
+                rewards.append(float(self.reward(text, row)))
+            except Exception as error:
+                error.add_note(f"reward: called with text {text!r} for prompt {row.prompt!r}, answer {row.answer!r}")
+                raise
+        return texts, rewards
 
     def _with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Logprobs of the rollout's weights and of the reference, where the update will not make them itself."""
@@ -170,21 +195,16 @@ class Trainer:
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         """The optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
         parts, logprobs = [], batch.old_logprobs
+        if logprobs is not None:  # known before anything is learned from them
+            self._check_difference(logprob_difference(batch, logprobs))
         for mini in batch.split(self.config.algorithm.mini_batches):
             tokens = float(mini.mask.sum())
             results = self.actor.call_sharded("train_step", mini, self.loss, tokens)
             parts.append(_step_metrics(results, tokens))
             if logprobs is None:
                 logprobs = _logprobs(results)
-        metrics = {
-            name: max(part[name] for part in parts)
-            if name.endswith("_max")
-            else sum(p[name] for p in parts) / len(parts)
-            for name in parts[0]
-        }
-        difference = logprob_difference(batch, logprobs)
-        self._check_difference(difference)
-        return metrics | difference
+                self._check_difference(logprob_difference(batch, logprobs))
+        return _mean_of_mini_batches(parts) | logprob_difference(batch, logprobs)
 
     def _check_difference(self, difference: dict[str, float]) -> None:
         limits = self.config.logprob_limits
@@ -205,20 +225,6 @@ class Trainer:
         self.version += 1
         self.actor.call("sync_weights", self.rollouts.actors, self.version, BUCKET_BYTES)
 
-    def _is_shown(self) -> bool:
-        every = self.config.eval_every
-        return self.steps_done in (1, self.config.steps) or bool(every and self.steps_done % every == 0)
-
-    def _keep_samples(self, rows: list[Row], texts: list[str], rewards: list[float], completions) -> None:
-        """The first completion of some prompts."""
-        group = self.config.samples_per_prompt
-        kept = [
-            {"prompt": row.prompt, "completion": texts[i * group], "answer": row.answer, "reward": rewards[i * group]}
-            | {"version": completions[i][0].version}
-            for i, row in enumerate(rows[:SAMPLES_KEPT])
-        ]
-        self.log.rollouts(self.steps_done, kept)
-
     # -- checkpoints
 
     def save(self) -> None:
@@ -233,6 +239,25 @@ class Trainer:
         self.steps_done, self.version = state["step"], state["version"] - 1
         self.actor.call("load", f"{state['folder']}/actor")
         self.sync_weights()
+
+
+def _is_due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _some_samples(rows: list[Row], completions, texts: list[str], rewards: list[float]) -> list[dict]:
+    """The first completion of the first prompts."""
+    size = len(completions[0])
+    return [
+        {"prompt": row.prompt, "completion": texts[i * size], "answer": row.answer, "reward": rewards[i * size]}
+        | {"version": completions[i][0].version}
+        for i, row in enumerate(rows[:SAMPLES_KEPT])
+    ]
+
+
+def _mean_of_mini_batches(parts: list[dict[str, float]]) -> dict[str, float]:
+    means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+    return means | {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
 
 
 def _logprobs(results: list) -> torch.Tensor:

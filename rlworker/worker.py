@@ -7,6 +7,7 @@ imports neither.
 import os
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.interfaces import RolloutEngine, TrainEngine
 from engines.models import ModelSpec
 
 
@@ -42,8 +43,10 @@ class TrainWorker:
         from engines.megatron.engine import MegatronEngine, init_distributed
 
         init_distributed(self.platform, config, self.rank, address, seed)
-        self.engine = MegatronEngine(model, config, self.platform, device, temperature=temperature, trainable=trainable)
-        return {"dp_rank": self.engine.dp_rank, "is_leader": self.engine.is_leader, "pid": os.getpid()}
+        self.engine: TrainEngine = MegatronEngine(
+            model, config, self.platform, device, temperature=temperature, trainable=trainable
+        )
+        return {"dp_rank": self.engine.dp_rank, "is_leader": self.engine.is_leader}
 
     def forward(self, batch):
         return self.engine.forward(batch)
@@ -51,18 +54,15 @@ class TrainWorker:
     def train_step(self, batch, loss_fn, denominator: float):
         return self.engine.train_step(batch, loss_fn, denominator)
 
-    def sync_weights(self, rollouts: list, version: int, bucket_bytes: int) -> int:
-        """Send the weights to every rollout actor, bucket by bucket; returns the bytes sent (0 on other ranks)."""
+    def sync_weights(self, rollouts: list, version: int, bucket_bytes: int) -> None:
+        """Send the weights to every rollout actor, bucket by bucket. Collective; the first leader sends."""
         import ray
 
         from engines.weight_sync import pack_buckets
 
-        sent = 0
         for bucket, last in pack_buckets(self.engine.export_weights(), bucket_bytes):
             reference = ray.put(bucket)
             ray.get([rollout.load_weights.remote(reference, version, last) for rollout in rollouts])
-            sent += bucket.data.nbytes
-        return sent
 
     def save(self, folder: str) -> None:
         self.engine.save(folder)
@@ -85,14 +85,13 @@ class RolloutWorker:
 
         os.environ.update(get_platform(platform).rollout_env() | {"HF_HUB_OFFLINE": "1"})
 
-    def start(self, model: ModelSpec, config: VllmConfig) -> dict:
+    def start(self, model: ModelSpec, config: VllmConfig) -> None:
         import warnings
 
         warnings.filterwarnings("ignore")
         from engines.vllm.engine import VllmEngine
 
-        self.engine = VllmEngine(model, config)
-        return {"pid": os.getpid()}
+        self.engine: RolloutEngine = VllmEngine(model, config)
 
     def generate(self, prompts, sampling):
         return self.engine.generate(prompts, sampling)

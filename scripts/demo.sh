@@ -7,13 +7,16 @@ bash scripts/setup.sh
 export HF_HUB_OFFLINE=1
 
 run=runs/demo_cpu
-if [ -e "$run/config.json" ]; then # an earlier run is kept under the next free number
-  n=1
-  while [ -e "$run.$n" ]; do n=$((n + 1)); done
-  mv "$run" "$run.$n"
-  echo "demo: the earlier run is now $run.$n"
-fi
+case " $* " in
+*" --resume "* | *" --run-dir"* | *" --help "* | *" -h "*) # the arguments say which folder, or none is needed
+  exec .venv/bin/python -W ignore -m recipes.demo_cpu "$@" ;;
+esac
+n=1 # an earlier run keeps its folder; this one takes the next free
+while [ -e "$run/config.json" ]; do
+  run=runs/demo_cpu.$n
+  n=$((n + 1))
+done
 .venv/bin/python -W ignore -m recipes.demo_cpu --run-dir "$run" "$@"
-if [ -n "${DISPLAY:-}${WAYLAND_DISPLAY:-}" ] || [ "$(uname)" = Darwin ]; then
+if [ -n "${DISPLAY:-}${WAYLAND_DISPLAY:-}" ]; then
   .venv/bin/python -m webbrowser "file://$PWD/$run/report.html" >/dev/null || true
 fi

@@ -21,7 +21,11 @@ if [ "$(cat .venv/.installed 2>/dev/null || true)" = "$stamp" ]; then
 fi
 
 echo "setup: installing the cpu profile into .venv"
-"$python" -m venv --clear .venv || fail "could not make .venv with $python; on Debian install python3-venv"
+if [ -e .venv ] && [ ! -e .venv/.rlworker ]; then
+  fail ".venv exists and was not made by this script; move it away (mv .venv .venv.mine) and run this again"
+fi
+mkdir -p .venv && touch .venv/.rlworker
+"$python" -m venv .venv || fail "could not make .venv with $python; on Debian install python3-venv"
 venv=.venv/bin/python
 if "$venv" -m pip install --quiet --disable-pip-version-check uv; then
   source=(--torch-backend cpu)

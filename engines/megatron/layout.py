@@ -17,15 +17,14 @@ class Layout:
 
     Worked example, ``Layout.build((3, 1), kind, tp=2)`` for the flat stream ``a b c | d``::
 
-        bshd  source [[0 1 2 0] [3 0 0 0]]   valid [[1 1 1 0] [1 0 0 0]]   position [[0 1 2 3] [0 1 2 3]]
-        thd   source [[0 1 2 0  3 0]]        valid [[1 1 1 0  1 0]]        position [[0 1 2 3  0 1]]
+        bshd  source [[0 1 2 0] [3 0 0 0]]   valid [[1 1 1 0] [1 0 0 0]]
+        thd   source [[0 1 2 0  3 0]]        valid [[1 1 1 0  1 0]]        cu_seqlens [0 4 6]
 
     Attributes:
         kind: ``"bshd"`` or ``"thd"``.
         lengths: real tokens of each sequence. padded: its slots over all context-parallel ranks.
         source: ``[b, s]`` long, each slot's token in the flat stream; 0 on padding.
         valid: ``[b, s]`` bool, a real token: the 2-D mask kept for unpadding, never handed to attention.
-        position: ``[b, s]`` long, place in its own sequence. segment: ``[b, s]`` long, which sequence; -1 on padding.
     """
 
     kind: LayoutKind
@@ -35,8 +34,6 @@ class Layout:
     cp_rank: int
     source: Tensor
     valid: Tensor
-    position: Tensor
-    segment: Tensor
 
     @classmethod
     def build(
@@ -67,15 +64,19 @@ class Layout:
         size = np.asarray(lengths, dtype=np.int64)
         valid = position < size[sequence]
         source = np.where(valid, (np.cumsum(size) - size)[sequence] + position, 0)
-        segment = np.where(valid, sequence, -1)
         rows = len(lengths) if kind == "bshd" else 1
-        columns = (torch.from_numpy(x.reshape(rows, -1)).to(device) for x in (source, valid, position, segment))
+        columns = (torch.from_numpy(x.reshape(rows, -1)).to(device) for x in (source, valid))
         return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, *columns)
 
     @property
     def num_valid(self) -> int:
         """Real tokens on this rank."""
         return len(self._slots)
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """``(segment, position)`` of every slot, both ``[b, s]``; the segment of a padding slot is -1."""
+        return self.mask_spec().places(self.cp_rank)
 
     @cached_property
     def cu_seqlens(self) -> Tensor | None:

@@ -24,7 +24,11 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerConfig:
-    """Megatron's configuration of the model, with the user's pass-through on top."""
+    """Megatron's configuration of the model, with the user's pass-through beside it.
+
+    Raises:
+        ValueError: the pass-through names a setting that the engine makes itself.
+    """
     dtype = getattr(torch, config.dtype)
     settings = dict(
         num_layers=model.layers,
@@ -66,7 +70,10 @@ def transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerC
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
-    return TransformerConfig(**settings | _RECOMPUTE[config.recompute] | config.megatron)
+    settings |= _RECOMPUTE[config.recompute]
+    if taken := sorted(settings.keys() & config.megatron.keys()):
+        raise ValueError(f"actor: --actor.megatron may not set {taken}: the engine depends on its own values")
+    return TransformerConfig(**settings | config.megatron)
 
 
 def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform) -> GPTModel:

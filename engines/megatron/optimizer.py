@@ -12,7 +12,12 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
 
     Args:
         module: the model wrapped in Megatron's DistributedDataParallel.
+
+    Raises:
+        ValueError: a decay is asked for without its length.
     """
+    if config.lr_decay != "constant" and not config.lr_decay_steps:
+        raise ValueError(f"actor: lr_decay={config.lr_decay!r} needs lr_decay_steps, got 0")
     settings = OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -39,5 +44,8 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A resumed run may have been asked to go on for longer: the checkpoint gives the step, the settings the rest.
+        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
     )
     return optimizer, schedule

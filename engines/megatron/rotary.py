@@ -10,7 +10,7 @@ class Rotary:
     """Frequencies of one model (arXiv:2104.09864), scaled as its config says (linear, llama3, yarn)."""
 
     def __init__(self, model: ModelSpec, device: torch.device):
-        kind = model.rope.get("rope_type", "default")
+        kind = model.rope["rope_type"]
         self.scale = 1.0
         if kind == "default":
             steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim

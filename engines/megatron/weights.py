@@ -2,45 +2,15 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
-from safetensors import safe_open
 from torch import Tensor
 
+from engines.hf_folder import SafetensorsFolder
 from engines.models import ModelSpec
-
-
-class SafetensorsFolder:
-    """Every tensor of a folder's safetensors files by name, read one at a time."""
-
-    def __init__(self, folder: str):
-        self.folder = folder
-        files = sorted(Path(folder).glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"model: {folder!r} has no *.safetensors file; weights are read from safetensors only")
-        self._file_of = {}
-        for path in files:
-            handle = safe_open(path, "pt")
-            self._file_of.update(dict.fromkeys(handle.keys(), handle))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
-
-    def check(self, model: ModelSpec) -> None:
-        """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights."""
-        wanted, have = model.all_hf_names(), set(self._file_of)
-        if model.tied:
-            have -= {"lm_head.weight"}
-        missing, extra = sorted(wanted - have), sorted(have - wanted)
-        if missing or extra:
-            raise ValueError(
-                f"model: weights in {self.folder!r} do not fit model_type {model.model_type!r}: "
-                f"missing {missing[:5]} ({len(missing)} in all), unexpected {extra[:5]} ({len(extra)} in all)"
-            )
 
 
 def _named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -35,7 +35,9 @@ class VllmEngine:
             # Prompts come as ids and leave as ids; text is the controller's business.
             skip_tokenizer_init=True,
         )
-        self.llm = LLM(**settings | config.vllm)
+        if taken := sorted(settings.keys() & config.vllm.keys()):
+            raise ValueError(f"rollout: --rollout.vllm may not set {taken}: the engine depends on its own values")
+        self.llm = LLM(**settings, **config.vllm)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         self.llm.collective_rpc("seed_sampler", args=(sampling.seed,))

@@ -30,6 +30,16 @@ def test_a_column_of_the_wrong_length_is_refused():
         make(rewards=torch.zeros(5))
 
 
+def test_a_column_that_would_broadcast_is_refused():
+    with pytest.raises(ValueError, match=r"advantages has shape \(5, 1\), expected \[5\]"):
+        make(advantages=torch.zeros(5, 1))
+
+
+def test_an_empty_sequence_never_stands_alone():
+    batch = TrainBatch.from_ids([[1] * 9, [2], [3] * 5, [4]], [1] * 4)
+    assert [part.lengths for part in batch.split_by_tokens(4)] == [(8, 0), (4, 0)]
+
+
 @pytest.mark.parametrize(("ids", "prompt"), [([], 1), ([1, 2], 0), ([1, 2], 3)])
 def test_impossible_prompts_are_refused(ids, prompt):
     with pytest.raises(ValueError, match="sequence 0"):

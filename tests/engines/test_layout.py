@@ -40,12 +40,13 @@ def test_random_layouts_against_a_loop(kind):
             layout = Layout.build(lengths, kind, tp=tp, cp=cp, cp_rank=rank)
             want = by_hand(lengths, kind, tp, cp, rank)
             assert layout.valid.tolist() == [[slot is not None for slot in row] for row in want]
-            assert layout.segment.tolist() == [[slot[2] if slot else -1 for slot in row] for row in want]
+            segment, position = layout.places
+            assert segment.tolist() == [[slot[2] if slot else -1 for slot in row] for row in want]
             packed = layout.pack(flat, fill=7.0)
             for b, row in enumerate(want):
                 for s, slot in enumerate(row):
                     assert torch.equal(packed[b, s], flat[slot[0]] if slot else torch.full((2, 3), 7.0))
-                    assert slot is None or layout.position[b, s] == slot[1]
+                    assert slot is None or position[b, s] == slot[1]
             assert layout.num_valid == sum(slot is not None for row in want for slot in row)
             assert layout.valid.shape[1] % tp == 0
             total += layout.unpack(packed)
@@ -55,7 +56,7 @@ def test_random_layouts_against_a_loop(kind):
 def test_the_documented_example():
     bshd, thd = (Layout.build((3, 1), kind, tp=2) for kind in ("bshd", "thd"))
     assert bshd.source.tolist() == [[0, 1, 2, 0], [3, 0, 0, 0]] and bshd.cu_seqlens is None
-    assert thd.source.tolist() == [[0, 1, 2, 0, 3, 0]] and thd.position.tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert thd.source.tolist() == [[0, 1, 2, 0, 3, 0]] and thd.places[1].tolist() == [[0, 1, 2, 3, 0, 1]]
     assert thd.cu_seqlens.tolist() == [0, 4, 6] and thd.cu_seqlens.dtype == torch.int32
 
 

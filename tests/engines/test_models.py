@@ -26,6 +26,19 @@ def test_windows_follow_layer_types(make_hf_model):
     assert ModelSpec.from_folder(make_hf_model("qwen2-window", False)).windows == (None, None, 4, 4)
 
 
+def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path):
+    """``rope_scaling`` with ``type``, and sliding windows without ``layer_types``."""
+    old = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    spec = ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **old))
+    assert (spec.rope["rope_type"], spec.rope["factor"], spec.rope_theta) == ("linear", 2.0, 500.0)
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3, "layer_types": None}
+    spec = ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **window))
+    assert spec.windows == (None, None, None, 4)
+    assert ModelSpec.from_folder(
+        edit_config(make_hf_model, tmp_path, **window | {"use_sliding_window": False})
+    ).windows == (None,)
+
+
 def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere' does not exist"):
         ModelSpec.from_folder(tmp_path / "nowhere")
@@ -41,6 +54,7 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type 'dynamic'"),
     ],
 )
 def test_what_the_engine_lacks_is_refused(make_hf_model, tmp_path, changes, message):

@@ -145,7 +145,7 @@ def test_the_tied_head_workaround_is_still_needed(rollout):
     """With the workaround taken out, logprobs after a sync are wrong: when this fails, vLLM has mended it."""
     actor, folder, tied = rollout
     if not tied:
-        return
+        pytest.skip("only a tied head is left behind")
 
     def patch(worker, remove: bool):
         import engines.vllm.worker as extension

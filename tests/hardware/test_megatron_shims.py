@@ -5,6 +5,17 @@ from engines_cases import build_engine, join_group, leave_groups, make_batch, st
 from ranks import free_address
 
 SINGLE = ("current_device", "factories", "tensor_types")
+NO_DEVICE = "Torch not compiled with CUDA enabled"
+SYMPTOMS = {
+    "current_device": NO_DEVICE,
+    "factories": NO_DEVICE,
+    "tensor_types": "torch.cuda.FloatTensor",
+    "synchronize": NO_DEVICE,
+    "tensor_cuda": NO_DEVICE,
+    "rng": NO_DEVICE,
+    "adam": "KeyError: 'step'",
+}
+"""What each shim keeps from happening."""
 
 
 def train_without(rank, world, address, folder, shim_name, settings):
@@ -42,18 +53,18 @@ def taken_back(shim):
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_step_fails_without(one_rank, make_hf_model, name):
     error = one_rank.run(train_without, free_address(), make_hf_model("qwen2", False), name, {})[0]
-    assert error, f"megatron no longer needs the shim {name!r}: remove it"
+    assert SYMPTOMS[name] in str(error), f"megatron no longer needs the shim {name!r}: remove it"
 
 
 @pytest.mark.parametrize("name", ["synchronize", "tensor_cuda"])
 def test_a_tied_pipeline_fails_without(two_ranks, make_hf_model, name):
     errors = two_ranks.run(train_without, free_address(), make_hf_model("qwen2", True), name, {"pp": 2})
-    assert all(errors), f"megatron no longer needs the shim {name!r}: remove it"
+    assert all(SYMPTOMS[name] in str(e) for e in errors), f"megatron no longer needs the shim {name!r}: remove it"
 
 
 def test_sequence_parallelism_fails_without_rng(two_ranks, make_hf_model):
     errors = two_ranks.run(train_without, free_address(), make_hf_model("qwen2", False), "rng", {"tp": 2})
-    assert all(errors), "megatron no longer needs the shim 'rng': remove it"
+    assert all(SYMPTOMS["rng"] in str(e) for e in errors), "megatron no longer needs the shim 'rng': remove it"
 
 
 def test_resuming_fails_without_adam(one_rank, make_hf_model, tmp_path):
@@ -76,7 +87,7 @@ def test_resuming_fails_without_adam(one_rank, make_hf_model, tmp_path):
         return None
 
     error = one_rank.run(save_and_load, free_address(), make_hf_model("qwen2", False), str(tmp_path))[0]
-    assert error, "torch's AdamW now resumes: remove the shim 'adam' and FusedAdam"
+    assert SYMPTOMS["adam"] in str(error), "torch's AdamW now resumes: remove the shim 'adam' and FusedAdam"
 
 
 def test_megatron_compiles_while_it_is_imported():

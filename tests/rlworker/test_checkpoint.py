@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from engines.config import MegatronConfig
 from rlworker.checkpoint import RunFolder
 from rlworker.config import RunConfig
 
@@ -21,13 +22,38 @@ def test_a_folder_with_a_run_is_refused(tmp_path):
     folder = RunFolder(str(tmp_path / "run"))
     folder.check(resume=False)
     folder.claim(RunConfig())
+    with pytest.raises(ValueError, match="already holds a run; choose another --run-dir or remove it"):
+        folder.check(resume=False)
+    save(folder, 1)
     with pytest.raises(ValueError, match="already holds a run; choose another --run-dir, or add --resume"):
         folder.check(resume=False)
+    with pytest.raises(FileExistsError):
+        folder.claim(RunConfig())
+
+
+def test_a_resumed_run_keeps_its_settings(tmp_path):
+    folder = RunFolder(str(tmp_path))
+    folder.claim(RunConfig(steps=10))
+    longer = RunConfig(steps=20, resume=True, actor=MegatronConfig(ranks=2, tp=2))
+    folder.check_same(longer)
+    with pytest.raises(ValueError, match=r"actor\.lr was 1e-06, is 0\.1, model was '', is 'other', seed was 0, is 1"):
+        folder.check_same(RunConfig(model="other", seed=1, actor=MegatronConfig(lr=0.1)))
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    folder = RunFolder(str(tmp_path))
+    save(folder, 5)
+    partial = folder.begin_checkpoint(5)
+    (partial / "weights").write_text("better")
+    final = folder.finish_checkpoint(partial, {"step": 5, "version": 6})
+    assert (final / "weights").read_text() == "better"
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_5"]
 
 
 def test_no_folder_and_nothing_to_resume(tmp_path):
-    with pytest.raises(ValueError, match="set --run-dir"):
-        RunFolder("").check(resume=False)
+    for none in ("", "."):
+        with pytest.raises(ValueError, match="set --run-dir"):
+            RunFolder(none).check(resume=False)
     with pytest.raises(ValueError, match="has no checkpoint to resume from"):
         RunFolder(str(tmp_path)).check(resume=True)
 
