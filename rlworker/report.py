@@ -114,11 +114,8 @@ def _start_table(lines: list[dict]) -> list[tuple[str, float]]:
     rows = [(f"start {name}", first[f"time_start_{name}"]) for name in ("ray", "trainers", "rollouts")]
     rows += [("evaluate", first.get("time_evaluate", 0.0)), ("first step", then["time_step"])]
     before = then["time_wall"] - then.get("time_evaluate", 0.0) - sum(seconds for _, seconds in rows)
-    return [
-        ("program, data, and all that came before", before),
-        *rows,
-        ("from the start of the program", then["time_wall"]),
-    ]
+    whole = ("from the start of the program", then["time_wall"])
+    return [("program, data, and all that came before", before), *rows, whole]
 
 
 def _summary(lines: list[dict]) -> dict:

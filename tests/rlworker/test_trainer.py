@@ -109,7 +109,7 @@ def test_the_run_folder_is_whole(finished):
     samples = [json.loads(line) for line in (folder / "rollouts" / "step_000004.jsonl").open()]
     assert samples and all(s["reward"] == digits_reward(s["completion"], None) for s in samples)
     report = (folder / "report.html").read_text()
-    assert "Where the time of a step goes" in report and samples[0]["prompt"] in report
+    assert "start rollouts" in report and "Of a step" in report and samples[0]["prompt"] in report
     assert report.count('class="plotly-graph-div"') == 6
 
 
