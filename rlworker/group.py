@@ -40,9 +40,9 @@ def start_ray(actors: int) -> bool:
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=2**30, **quiet)
     have = ray.cluster_resources().get("CPU", 0)
     if have < actors:
-        raise RuntimeError(
-            f"ray: this run needs {actors} CPUs for its actors and Ray has {have:.0f}; start it with more"
-        )
+        if mine:
+            ray.shutdown()
+        raise RuntimeError(f"ray: the run's actors need {actors} CPUs and Ray has {have:.0f}; start it with more")
     return mine
 
 

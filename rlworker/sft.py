@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import ray
+
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.models import ModelSpec
@@ -34,7 +36,7 @@ def train_supervised(
     if Path(output).exists():
         raise ValueError(f"sft: output folder {output!r} exists already; choose another or move it away")
     config.check_model(model)
-    start_ray(config.ranks)
+    owns_ray = start_ray(config.ranks)
     starting = StartingGroup(platform, model, config, temperature=1.0, trainable=True, seed=seed)
     losses = []
     try:
@@ -48,4 +50,6 @@ def train_supervised(
         group.call("save_hf", output, SHARD_BYTES)
     finally:
         starting.stop()
+        if owns_ray:
+            ray.shutdown()
     return losses
