@@ -24,6 +24,11 @@ QKV_BIAS_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 
+QK_NORM_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "self_attention.q_layernorm.weight": ("whole", ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm.weight",)),
+}
+
 TOP_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "embedding.word_embeddings.weight": ("vocabulary", ("model.embed_tokens.weight",)),
     "decoder.final_layernorm.weight": ("whole", ("model.norm.weight",)),
@@ -33,6 +38,7 @@ TOP_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 MODEL_TYPES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "llama": LAYER_NAMES,
     "qwen2": LAYER_NAMES | QKV_BIAS_NAMES,
+    "qwen3": LAYER_NAMES | QK_NORM_NAMES,
 }
 """HF model_type -> the name table of its layers."""
 
@@ -105,6 +111,10 @@ class ModelSpec:
     @property
     def qkv_bias(self) -> bool:
         return "self_attention.linear_qkv.bias" in MODEL_TYPES[self.model_type]
+
+    @property
+    def qk_norm(self) -> bool:
+        return "self_attention.q_layernorm.weight" in MODEL_TYPES[self.model_type]
 
     def hf_names(self, megatron_name: str) -> tuple[str, tuple[str, ...]]:
         """How a Megatron parameter is joined, and the HF tensors it is joined from.

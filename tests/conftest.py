@@ -8,13 +8,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from ranks import Ranks
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 torch.set_num_threads(1)
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 48}),  # not hidden / heads
     # Sliding windows on the upper half of the layers.
     "qwen2-window": (
         Qwen2Config,
@@ -79,6 +87,13 @@ def make_hf_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def one_rank():
     pool = Ranks(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    pool = Ranks(4)
     yield pool
     pool.close()
 

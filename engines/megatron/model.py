@@ -43,6 +43,7 @@ def transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerC
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=config.tp,

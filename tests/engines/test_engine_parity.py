@@ -82,7 +82,8 @@ def largest(got: torch.Tensor, want: torch.Tensor) -> float:
 
 ONE = [{}, {"micro_batch_tokens": 16}, {"recompute": "full"}, {"recompute": "core", "micro_batch_tokens": 16}]
 TWO = [{"tp": 2}, {}, {"pp": 2, "micro_batch_tokens": 16}, {"cp": 2}]
-MODELS = [("qwen2", True), ("qwen2", False), ("llama", False), ("llama", True)]
+FOUR = [{"tp": 2, "pp": 2, "micro_batch_tokens": 16}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2, "micro_batch_tokens": 16}]
+MODELS = [("qwen2", True), ("qwen2", False), ("llama", False), ("llama", True), ("qwen3", False), ("qwen3", True)]
 
 
 def name_of(settings: dict) -> str:
@@ -90,7 +91,7 @@ def name_of(settings: dict) -> str:
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
-@pytest.mark.parametrize(("family", "tied"), MODELS[:3])
+@pytest.mark.parametrize(("family", "tied"), [*MODELS[:3], ("qwen3", False)])
 @pytest.mark.parametrize("settings", ONE, ids=name_of)
 def test_one_rank(one_rank, make_hf_model, reference, capsys, family, tied, settings, layout):
     ranks = one_rank.run(run_case, free_address(), make_hf_model(family, tied), settings | {"layout": layout})
@@ -102,6 +103,14 @@ def test_one_rank(one_rank, make_hf_model, reference, capsys, family, tied, sett
 @pytest.mark.parametrize("settings", TWO, ids=["TP2", "DP2", "PP2", "CP2"])
 def test_two_ranks(two_ranks, make_hf_model, reference, capsys, family, tied, settings, layout):
     ranks = two_ranks.run(run_case, free_address(), make_hf_model(family, tied), settings | {"layout": layout})
+    check(ranks, reference(family, tied), capsys, f"{family} tied={tied} {name_of(settings)} {layout}")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize("settings", FOUR, ids=["TP2-PP2", "TP2-CP2", "PP2-CP2"])
+def test_four_ranks(four_ranks, make_hf_model, reference, capsys, family, tied, settings, layout):
+    ranks = four_ranks.run(run_case, free_address(), make_hf_model(family, tied), settings | {"layout": layout})
     check(ranks, reference(family, tied), capsys, f"{family} tied={tied} {name_of(settings)} {layout}")
 
 

@@ -49,7 +49,10 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, r"model_type 'mamba', which has no name table; expected one of \['llama', 'qwen2'\]"),
+        (
+            {"model_type": "mamba"},
+            r"model_type 'mamba', which has no name table; expected one of \['llama', 'qwen2', 'qwen3'\]",
+        ),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
