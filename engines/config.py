@@ -106,6 +106,8 @@ class VllmConfig:
     """Longest prompt and completion together."""
     max_num_seqs: int = 256
     """Sequences that decode at once."""
+    kv_cache_mb: int = 0
+    """Memory for keys and values; 0 leaves it to vLLM (1 GiB on a CPU)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
     vllm: PassThrough = field(default_factory=dict)
@@ -115,6 +117,8 @@ class VllmConfig:
         for name in ("engines", "max_new_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout: {name} must be at least 1, got {getattr(self, name)}")
+        if self.kv_cache_mb < 0:
+            raise ValueError(f"rollout: kv_cache_mb must not be negative, got {self.kv_cache_mb}")
         if self.temperature <= 0:
             raise ValueError(
                 f"rollout: temperature must be above 0, got {self.temperature}; a greedy policy has no gradient"

@@ -33,7 +33,7 @@ class TrainWorker:
     def start(
         self, address: str, model: ModelSpec, config: MegatronConfig, temperature: float, trainable: bool, seed: int
     ) -> dict:
-        """Join the other ranks and build the model; returns this rank's place."""
+        """Join the other ranks, build the model; returns this rank's place."""
         import logging
         import warnings
 

@@ -35,6 +35,8 @@ class VllmEngine:
             # Prompts come as ids and leave as ids; text is the controller's business.
             skip_tokenizer_init=True,
         )
+        if config.kv_cache_mb:
+            settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
         if taken := sorted(settings.keys() & config.vllm.keys()):
             raise ValueError(f"rollout: --rollout.vllm may not set {taken}: the engine depends on its own values")
         self.llm = LLM(**settings, **config.vllm)
