@@ -6,6 +6,7 @@ import pytest
 
 from engines.config import MegatronConfig, VllmConfig
 from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
+from rlworker.data import load_tokenizer
 
 
 def run_recipe(*arguments: str) -> subprocess.CompletedProcess:
@@ -70,3 +71,34 @@ def test_the_command_line_says_what_is_wrong(arguments, message):
     assert done.returncode != 0
     said = " ".join((done.stdout + done.stderr).replace("│", " ").split())  # tyro draws a box around its errors
     assert message in said and "Traceback" not in said
+
+
+def test_a_head_size_without_a_rollout_kernel_is_refused(make_hf_model):
+    rollout = VllmConfig(max_new_tokens=8, max_model_len=64)
+    config = RunConfig(model=make_hf_model("qwen3", False), data=DataConfig(max_prompt_tokens=8), rollout=rollout)
+    with pytest.raises(ValueError, match=r"has no attention for the model's head_dim 48, expected one of \[32, 64"):
+        config.check_model()
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AlgorithmConfig(mini_batches=0),
+        lambda: AlgorithmConfig(kl_coef=-0.1),
+        lambda: RunConfig(eval_every=-1),
+        lambda: RunConfig(seed=-1),
+        lambda: DataConfig(max_prompt_tokens=0),
+        lambda: MegatronConfig(lr=1e-5, min_lr=1e-4),
+        lambda: MegatronConfig(lr_warmup_steps=-1),
+        lambda: MegatronConfig(lr_warmup_steps=5, lr_decay_steps=5),
+        lambda: VllmConfig(kv_cache_mb=-1),
+    ],
+)
+def test_impossible_numbers_are_refused(make):
+    with pytest.raises(ValueError, match="must"):
+        make()
