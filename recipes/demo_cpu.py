@@ -1,7 +1,7 @@
 """A language model learns to add on a laptop CPU, with nothing stubbed: Ray, Megatron-core, vLLM.
 
-A tiny Qwen2 and its questions ("23+45=" -> "068") are made on the spot, warmed up on answers until it is right about
-half of the time, then trained by GRPO from the reward alone. Held-out questions are never trained on.
+A tiny Qwen2 and its questions ("23+45=" -> "068") are made on the spot, warmed up on answers until it is right in
+about four of ten, then trained by GRPO from the reward alone. Held-out questions are never trained on.
 """
 
 import json
