@@ -1,16 +1,20 @@
 """HuggingFace folders: weights read from one, and a trained model written as one."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from engines.models import ModelSpec
+
+if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch
+    from torch import Tensor
 
 _COPIED = (".json", ".jinja", ".model", ".txt")
 """Endings of the configuration and tokenizer files that a saved model takes along."""
@@ -52,6 +56,8 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     The configuration and tokenizer are copied from the folder that the model was read from. The folder appears under
     its name once it is whole. A stream without weights (ranks that export nothing) writes nothing.
     """
+    from safetensors.torch import save_file
+
     target = Path(folder).with_name(f".{Path(folder).name}.partial")
     held, size, file_of = {}, 0, {}
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from hardware.context_parallel import gather_keys_values
-from hardware.cpu import CpuPlan
+from hardware.cpu_plan import CpuPlan
 from hardware.platform import AttentionInputs
 
 

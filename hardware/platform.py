@@ -1,12 +1,15 @@
 """The one door through which hardware enters: a ``Platform`` per kind of machine."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # settings are checked against a platform before anything takes the time to import torch
+    import torch
+    from torch import Tensor
 
-from hardware.masks import MaskSpec
+    from hardware.masks import MaskSpec
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import ray
 import torch
 import tyro
 
@@ -24,7 +23,7 @@ from rlworker.advantages import grpo
 from rlworker.checkpoint import RunFolder
 from rlworker.config import DataConfig, RunConfig
 from rlworker.data import Row, load_tokenizer, read_rows
-from rlworker.group import start_ray
+from rlworker.cluster import ray_for
 from rlworker.metrics import read_metrics
 from rlworker.report import write_report
 from rlworker.rewards import exact_match
@@ -117,7 +116,7 @@ def prepare(config: DemoConfig) -> DemoConfig:
     if given:
         raise ValueError(f"demo: --{given[0]} is made on the spot; for your own use recipes.grpo")
     folder = Path(config.run_dir)
-    RunFolder(config.run_dir).check(config.resume)
+    RunFolder(config.run_dir).check(config)
     data = make_data(folder / "data")
     files = dict(train=str(data / "train.jsonl"), heldout=str(data / "heldout.jsonl"))
     model = make_model(folder / f"model_init_seed{config.seed}", config.seed)
@@ -130,16 +129,14 @@ def main(config: DemoConfig) -> dict:
     """Run the demo in ``config``, which ``prepare`` returned."""
     began = time.perf_counter()
     folder = Path(config.run_dir)
-    owns_ray = start_ray(config.actors)  # once for both parts
     warm = folder / f"model_warm_seed{config.seed}"
-    if not warm.exists():
-        warm_up(config, str(warm))
-    warm_up_seconds = time.perf_counter() - began
     advantage = shuffled_grpo if config.shuffle_rewards else grpo
-    with Trainer(replace(config, model=str(warm)), exact_match, advantage=advantage) as trainer:
-        trainer.fit()
-    if owns_ray:
-        ray.shutdown()
+    with ray_for(config.actors):  # once for both parts
+        if not warm.exists():
+            warm_up(config, str(warm))
+        warm_up_seconds = time.perf_counter() - began
+        with Trainer(replace(config, model=str(warm)), exact_match, advantage=advantage) as trainer:
+            trainer.fit()
     summary = summarise(config, time.perf_counter() - began, warm_up_seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))

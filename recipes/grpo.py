@@ -6,14 +6,11 @@ Copy this file to write your own recipe: the reward is any function ``reward(tex
 ``advantage(batch) -> [N]`` and the loss any ``loss(outputs, batch) -> (sum, metric sums)``.
 """
 
-import sys
-
 import tyro
 
-from rlworker.advantages import grpo
 from rlworker.config import RunConfig
 from rlworker.data import Row
-from rlworker.trainer import Trainer
+from rlworker.launch import launch
 
 
 def reward(text: str, row: Row) -> float:
@@ -23,10 +20,4 @@ def reward(text: str, row: Row) -> float:
 
 
 if __name__ == "__main__":
-    config = tyro.cli(RunConfig, description=__doc__)
-    try:
-        run = Trainer(config, reward, advantage=grpo)
-    except ValueError as error:  # something in the settings, the model's folder or the data
-        sys.exit(f"error: {error}")
-    with run as trainer:
-        trainer.fit()
+    launch(tyro.cli(RunConfig, description=__doc__), reward)

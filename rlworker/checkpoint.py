@@ -25,18 +25,23 @@ class RunFolder:
         self.given = path
         self.path = Path(path).absolute()  # other processes may run elsewhere
 
-    def check(self, resume: bool) -> None:
-        """Raise ValueError where the folder cannot be used: it holds a run already, or there is none to resume."""
+    def check(self, config: RunConfig) -> None:
+        """See whether the folder can hold the run.
+
+        Raises:
+            ValueError: it holds a run already, or has none to resume, or one of other settings (keys named).
+        """
         if self.given in ("", "."):
             raise ValueError("run_dir: no folder of its own was given; set --run-dir, such as --run-dir runs/mine")
-        if resume and self.newest() is None:
+        if config.resume and self.newest() is None:
             raise ValueError(f"run_dir: {str(self.path)!r} has no checkpoint to resume from; drop --resume")
-        if not resume and (self.path / "config.json").exists():
+        if config.resume:
+            self._check_same(config)
+        elif (self.path / "config.json").exists():
             more = ", or add --resume" if self.newest() else " or remove it (it has no checkpoint to resume from)"
             raise ValueError(f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir{more}")
 
-    def check_same(self, config: RunConfig) -> None:
-        """Raise ValueError, naming the keys, where a resumed run would not be the run that was started."""
+    def _check_same(self, config: RunConfig) -> None:
         before = _flatten(json.loads((self.path / "config.json").read_text()))
         now = _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
         changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and k not in _MAY_CHANGE)

@@ -17,35 +17,6 @@ SHARD_BYTES = 4 * 2**30
 """A saved HuggingFace model is cut into files of this size."""
 
 
-def start_ray(actors: int) -> bool:
-    """Have Ray with room for ``actors``: one that runs in this program, the cluster of RAY_ADDRESS, or a new one.
-
-    A new one belongs to this program alone. A small machine may hold more actors than it has cores: they take turns.
-
-    Returns:
-        whether Ray was started (or joined) here, and so is ours to leave.
-
-    Raises:
-        RuntimeError: Ray has too few CPUs for the actors, which would wait for them for ever.
-    """
-    mine = not ray.is_initialized()
-    if mine:
-        # Ray would otherwise warn at every start about devices that actors without one can see.
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        quiet = dict(logging_level="ERROR", log_to_driver=False)
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(**quiet)
-        else:
-            cpus = max(actors, os.cpu_count() or 1)
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=2**30, **quiet)
-    have = ray.cluster_resources().get("CPU", 0)
-    if have < actors:
-        if mine:
-            ray.shutdown()
-        raise RuntimeError(f"ray: the run's actors need {actors} CPUs and Ray has {have:.0f}; start it with more")
-    return mine
-
-
 class WorkerGroup:
     """All ranks of one engine.
 
@@ -89,6 +60,12 @@ class StartingGroup:
         options = get_platform(platform).ray_options
         actor = ray.remote(TrainWorker).options(**options)
         self.actors = [actor.remote(platform, rank) for rank in range(config.ranks)]
+        # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
+        # that vLLM needs, which takes longest and would otherwise wait for them.
+        at_once = max(1, (os.cpu_count() or 1) - 1)
+        prepared = [None] * at_once
+        for rank, worker in enumerate(self.actors):
+            prepared[rank % at_once] = worker.prepare.remote(prepared[rank % at_once])
         # The first rank's address is passed on as a reference, so that nobody waits for it here.
         address = self.actors[0].address.remote()
         self._places = [a.start.remote(address, model, config, temperature, trainable, seed) for a in self.actors]

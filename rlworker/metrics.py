@@ -67,7 +67,10 @@ class RunLog:
     def note(self, text: str) -> None:
         self._bar.write(text)
 
-    def close(self) -> None:
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_) -> None:
         self._bar.close()
         self._metrics.close()
 

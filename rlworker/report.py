@@ -108,14 +108,14 @@ def _phase_table(steps: list[dict]) -> list[tuple[str, float, float]]:
 
 def _start_table(lines: list[dict]) -> list[tuple[str, float]]:
     """What a run's start consists of, in seconds; empty for a run whose first lines are not there."""
-    if len(lines) < 2 or "time_start_ray" not in lines[0]:
+    if len(lines) < 2 or "time_start_trainers" not in lines[0]:
         return []
     first, then = lines[0], lines[1]
-    rows = [(f"start {name}", first[f"time_start_{name}"]) for name in ("ray", "trainers", "rollouts")]
+    rows = [(f"start {name}", first[f"time_start_{name}"]) for name in ("trainers", "rollouts")]
     rows += [("evaluate", first.get("time_evaluate", 0.0)), ("first step", then["time_step"])]
     before = then["time_wall"] - then.get("time_evaluate", 0.0) - sum(seconds for _, seconds in rows)
     whole = ("from the start of the program", then["time_wall"])
-    return [("program, data, and all that came before", before), *rows, whole]
+    return [("program, data, Ray, and all that came before", before), *rows, whole]
 
 
 def _summary(lines: list[dict]) -> dict:

@@ -1,14 +1,14 @@
 """Supervised training through the same engine and the same batch as RL."""
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-
-import ray
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.models import ModelSpec
-from rlworker.group import SHARD_BYTES, StartingGroup, start_ray
+from rlworker.cluster import ray_for
+from rlworker.group import SHARD_BYTES, StartingGroup
 from rlworker.losses import sft_loss
 
 
@@ -36,10 +36,10 @@ def train_supervised(
     if Path(output).exists():
         raise ValueError(f"sft: output folder {output!r} exists already; choose another or move it away")
     config.check_model(model)
-    owns_ray = start_ray(config.ranks)
-    starting = StartingGroup(platform, model, config, temperature=1.0, trainable=True, seed=seed)
     losses = []
-    try:
+    with ray_for(config.ranks), ExitStack() as running:
+        starting = StartingGroup(platform, model, config, temperature=1.0, trainable=True, seed=seed)
+        running.callback(starting.stop)
         group = starting.ready()
         for batch in batches:
             tokens = float(batch.mask.sum())
@@ -48,8 +48,4 @@ def train_supervised(
             if len(losses) >= 10 and sum(losses[-10:]) / 10 < stop_below:
                 break
         group.call("save_hf", output, SHARD_BYTES)
-    finally:
-        starting.stop()
-        if owns_ray:
-            ray.shutdown()
     return losses

@@ -1,19 +1,20 @@
 """The controller: one process that starts the engines and runs the steps."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-import ray
 import torch
 
 from engines.batch import Completion, TrainBatch
 from engines.interfaces import LossFn, Sampling, StepResult
 from rlworker.advantages import AdvantageFn, grpo
 from rlworker.checkpoint import RunFolder
+from rlworker.cluster import ray_for
 from rlworker.config import RunConfig
 from rlworker.data import Row, load_tokenizer, read_rows, rows_of_step
-from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup, start_ray
+from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup
 from rlworker.losses import policy_loss
 from rlworker.metrics import RunLog, StepClock
 from rlworker.report import write_report
@@ -47,9 +48,7 @@ class Trainer:
         self.config, self.reward, self.advantage = config, reward, advantage
         self.model = config.check_model()
         self.folder = RunFolder(config.run_dir)
-        self.folder.check(config.resume)
-        if config.resume:
-            self.folder.check_same(config)
+        self.folder.check(config)
         self.tokenizer = load_tokenizer(config.model)
         read = partial(read_rows, tokenizer=self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
         self.rows = read(config.data.train)
@@ -58,9 +57,7 @@ class Trainer:
         clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, kl_coef=algorithm.kl_coef)
         self.loss = loss or partial(policy_loss, **clips)
         self.steps_done = self.version = 0
-        self.log: RunLog | None = None
-        self.starting: list[Rollouts | StartingGroup] = []
-        self.owns_ray = False
+        self.running = ExitStack()
 
     # -- engines
 
@@ -78,40 +75,30 @@ class Trainer:
     def start(self) -> None:
         """Start every engine at the same time, then claim the run folder."""
         config, clock = self.config, StepClock()
-        with clock.phase("start_ray"):
-            self.owns_ray = start_ray(config.actors)
-        group = partial(
-            StartingGroup,
-            config.platform,
-            self.model,
-            config.actor_of_run,
-            config.rollout.temperature,
-            seed=config.seed,
-        )
-        rollouts = Rollouts(config.platform, self.model, config.rollout)
-        self.starting = [rollouts, group(trainable=True)]
-        if config.with_reference:
-            self.starting.append(group(trainable=False))
+        self.running.enter_context(ray_for(config.actors))
+        engine = (config.platform, self.model)
+        trainers = partial(StartingGroup, *engine, config.actor_of_run, config.rollout.temperature, seed=config.seed)
+        rollouts = self._start(Rollouts(*engine, config.rollout))  # first, because vLLM takes longest
+        actor = self._start(trainers(trainable=True))
+        reference = self._start(trainers(trainable=False)) if config.with_reference else None
         with clock.phase("start_trainers"):
-            self.actor, *reference = [group.ready() for group in self.starting[1:]]
+            self.actor = actor.ready()
+            self.reference = reference.ready() if reference else None
         with clock.phase("start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
-        self.reference = reference[0] if reference else None
         state = self.folder.claim(config)  # not before: a start that fails must not leave a folder that looks taken
         if state:
             self._restore(state)
-        self.log = RunLog(self.folder.path, config.steps, self.steps_done)
+        self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done))
         self.start_seconds = clock.seconds
 
     def stop(self) -> None:
         """End the engines, and Ray where it was started for them. What was written stays."""
-        if self.log:
-            self.log.close()
-        for engine in self.starting:
-            engine.stop()
-        if self.owns_ray:
-            ray.shutdown()
-        self.log, self.starting, self.owns_ray = None, [], False
+        self.running.close()
+
+    def _start(self, engine: Rollouts | StartingGroup) -> Rollouts | StartingGroup:
+        self.running.callback(engine.stop)
+        return engine
 
     # -- the run
 

@@ -4,11 +4,13 @@ Each sets its platform's environment before torch is imported and imports its en
 imports neither.
 """
 
+import gc
 import os
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.interfaces import RolloutEngine, TrainEngine
 from engines.models import ModelSpec
+from rlworker.cluster import no_collection
 
 
 class TrainWorker:
@@ -19,6 +21,12 @@ class TrainWorker:
 
         self.platform, self.rank = get_platform(platform), rank
         os.environ.update(self.platform.train_env() | {"HF_HUB_OFFLINE": "1"})
+
+    def prepare(self, after: None) -> None:
+        """Import what the engine needs. ``after`` is another rank's ``prepare``, which Ray waits for."""
+        with no_collection():
+            self.device = self.platform.init_process(self.rank)
+            import engines.megatron.engine  # noqa: F401
 
     def address(self) -> str:
         """``host:port`` at which this rank can gather the others."""
@@ -37,15 +45,15 @@ class TrainWorker:
         import logging
         import warnings
 
-        warnings.filterwarnings("ignore")
-        logging.disable(logging.WARNING)
-        device = self.platform.init_process(self.rank)
         from engines.megatron.engine import MegatronEngine, init_distributed
 
-        init_distributed(self.platform, config, self.rank, address, seed)
-        self.engine: TrainEngine = MegatronEngine(
-            model, config, self.platform, device, temperature=temperature, trainable=trainable
-        )
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.WARNING)
+        with no_collection():
+            init_distributed(self.platform, config, self.rank, address, seed)
+            self.engine: TrainEngine = MegatronEngine(
+                model, config, self.platform, self.device, temperature=temperature, trainable=trainable
+            )
         return {"dp_rank": self.engine.dp_rank, "is_leader": self.engine.is_leader}
 
     def forward(self, batch):
@@ -89,9 +97,11 @@ class RolloutWorker:
         import warnings
 
         warnings.filterwarnings("ignore")
-        from engines.vllm.engine import VllmEngine
+        with no_collection():
+            from engines.vllm.engine import VllmEngine
 
-        self.engine: RolloutEngine = VllmEngine(model, config)
+            gc.freeze()  # vLLM collects five times of its own while it starts
+            self.engine: RolloutEngine = VllmEngine(model, config)
 
     def generate(self, prompts, sampling):
         return self.engine.generate(prompts, sampling)

@@ -11,7 +11,7 @@ from engines.config import VllmConfig
 from engines.interfaces import Sampling
 from engines.models import ModelSpec
 from engines.weight_sync import pack_buckets
-from rlworker.group import start_ray
+from rlworker.cluster import ray_for
 from rlworker.worker import RolloutWorker
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -26,9 +26,8 @@ def sampling(count=4, temperature=1.0, seed=1, max_tokens=8):
 
 @pytest.fixture(scope="module")
 def cluster():
-    start_ray(4)
-    yield
-    ray.shutdown()
+    with ray_for(4):
+        yield
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

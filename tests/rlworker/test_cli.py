@@ -15,7 +15,7 @@ def test_report_draws_a_run_cut_short(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model": "m<script>"}))
     step = {"step": 1, "reward": 0.25, "time_step": 2.0, "time_rollout": 1.5, "time_update": 0.4, "time_wall": 21.5}
     start = {"step": 0, "heldout": 0.5, "time_evaluate": 1.0, "time_wall": 19.0}
-    start |= {"time_start_ray": 3.0, "time_start_trainers": 4.0, "time_start_rollouts": 8.5}
+    start |= {"time_start_trainers": 4.0, "time_start_rollouts": 8.5}
     lines = [json.dumps(start), json.dumps(step), '{"step": 2, "rew']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     done = run(str(tmp_path))
@@ -25,7 +25,7 @@ def test_report_draws_a_run_cut_short(tmp_path):
     assert "75.0 %" in body and "heldout_before" in body
     assert "<td>start rollouts</td><td>8.5 s</td>" in body
     assert "<td>from the start of the program</td><td>21.5 s</td>" in body
-    assert "all that came before</td><td>3.0 s</td>" in body, "what is left of 21.5 s"
+    assert "all that came before</td><td>6.0 s</td>" in body, "what is left of 21.5 s"
     assert "m&lt;script&gt;" in body, "what a run wrote is shown, not run"
 
 

@@ -1,0 +1,57 @@
+"""From settings to a trained model: what a recipe's ``__main__`` calls."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+from rlworker.checkpoint import RunFolder
+from rlworker.cluster import no_collection, ray_for
+from rlworker.config import RunConfig
+from rlworker.data import check_rows
+from rlworker.rewards import RewardFn
+
+
+def launch(config: RunConfig, reward: RewardFn, **parts: Any) -> dict[str, float]:
+    """Check everything, start everything and train to the last step. A mistake in the settings ends the program.
+
+    Ray takes seconds to start and so do the imports of torch and transformers, so they go side by side; what can be
+    checked without them is checked before either.
+
+    Args:
+        parts: further arguments of ``Trainer``: ``advantage`` and ``loss``.
+
+    Returns:
+        the metrics of the last step.
+    """
+    with ExitStack() as running:
+        try:
+            check_run(config)
+            with ThreadPoolExecutor(1) as beside:
+                trainer = beside.submit(_build_trainer, config, reward, parts)
+                # Ray's processes end with the thread that starts them, which is therefore this one.
+                running.enter_context(ray_for(config.actors))
+                trainer = trainer.result()
+        except ValueError as error:  # something in the settings, the model's folder or the data
+            sys.exit(f"error: {error}")
+        with trainer:
+            return trainer.fit()
+
+
+def check_run(config: RunConfig) -> None:
+    """Check what takes no time to check: the model's folder, the run folder and the fields of every row.
+
+    Raises:
+        ValueError: something is wrong with one of them.
+    """
+    config.check_model()
+    RunFolder(config.run_dir).check(config)
+    for path in filter(None, (config.data.train, config.data.heldout)):
+        check_rows(path)
+
+
+def _build_trainer(config: RunConfig, reward: RewardFn, parts: dict):
+    with no_collection():
+        from rlworker.trainer import Trainer
+
+        return Trainer(config, reward, **parts)
