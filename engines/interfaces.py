@@ -88,6 +88,9 @@ class TrainEngine(Protocol):
 class RolloutEngine(Protocol):
     """A model that samples."""
 
+    version: int
+    """Of its weights; those it started with are 0."""
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """``[P][count]`` completions."""
 

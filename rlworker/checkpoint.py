@@ -33,13 +33,15 @@ class RunFolder:
         """
         if self.given in ("", "."):
             raise ValueError("run_dir: no folder of its own was given; set --run-dir, such as --run-dir runs/mine")
-        if config.resume and self.newest() is None:
-            raise ValueError(f"run_dir: {str(self.path)!r} has no checkpoint to resume from; drop --resume")
+        claimed = (self.path / "config.json").exists()
+        if config.resume and not claimed:
+            raise ValueError(f"run_dir: {str(self.path)!r} holds no run to resume; drop --resume")
         if config.resume:
             self._check_same(config)
-        elif (self.path / "config.json").exists():
-            more = ", or add --resume" if self.newest() else " or remove it (it has no checkpoint to resume from)"
-            raise ValueError(f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir{more}")
+        elif claimed:
+            raise ValueError(
+                f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir, or add --resume"
+            )
 
     def _check_same(self, config: RunConfig) -> None:
         before = _flatten(json.loads((self.path / "config.json").read_text()))
@@ -53,19 +55,20 @@ class RunFolder:
         """Make the folder this run's own. Raises FileExistsError where another run took it since ``check``.
 
         Returns:
-            when resuming, the newest checkpoint's state with its ``folder``; metrics of later steps are cut off.
+            when resuming, the newest checkpoint's state with its ``folder``, or None where the run was cut short before
+            its first one and starts again; metrics of later steps are cut off.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if not config.resume:
-            with open(self.path / "config.json", "x", encoding="utf-8") as file:
-                json.dump(dataclasses.asdict(config), file, indent=2)
+            _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2), replace=False)
             return None
         newest = self.newest()
-        state = json.loads((newest / _COMPLETE).read_text())
+        state = json.loads((newest / _COMPLETE).read_text()) | {"folder": str(newest)} if newest else None
         metrics = self.path / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
-        _write(metrics, "".join(line + "\n" for line in lines if _step_of(line) <= state["step"]))
-        return state | {"folder": str(newest)}
+        kept = [line for line in lines if state and _step_of(line) <= state["step"]]
+        _write(metrics, "".join(line + "\n" for line in kept))
+        return state
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest step."""
@@ -109,11 +112,21 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-def _write(path: Path, text: str) -> None:
-    """Replace a file as a whole, and only once its contents are on disk."""
-    partial = path.with_name(f".{path.name}.partial")
+def _write(path: Path, text: str, replace: bool = True) -> None:
+    """Write a file as a whole, and only once its contents are on disk.
+
+    Raises:
+        FileExistsError: it exists and is not to be replaced.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    if replace:
+        os.replace(partial, path)
+        return
+    try:
+        os.link(partial, path)  # unlike a rename, this fails where the name is taken
+    finally:
+        partial.unlink()

@@ -1,11 +1,12 @@
-"""Starting a run's processes: Ray, and imports that take seconds."""
+"""A run's processes: how Ray starts, how imports go fast, and who it was when one of them fails."""
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 
 @contextmanager
@@ -42,8 +43,8 @@ def ray_for(actors: int) -> Iterator[None]:
 def no_collection() -> Iterator[None]:
     """No garbage collection while something heavy is imported and built.
 
-    A million objects come with torch, Megatron or vLLM and none of them goes, so that looking through them takes a fifth
-    of the time. They are left out of every later collection too.
+    A million objects come with torch, Megatron or vLLM and none of them goes, so that looking through them takes a
+    fifth of the time. They are left out of every later collection too.
     """
     gc.disable()
     try:
@@ -51,3 +52,37 @@ def no_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+class WorkerFailure(RuntimeError):
+    """A worker died or raised; the message says which one, where in the run, and what it said."""
+
+
+@contextmanager
+def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle]) -> Iterator[None]:
+    """Turn a failure of Ray's into a ``WorkerFailure`` that names the worker.
+
+    When one rank dies the others fail too, in the collective that it left, and may be heard of first; so every worker
+    is asked. The ones that hang in a collective do not answer, and need not.
+    """
+    try:
+        yield
+    except RayError as error:
+        dead = [name for name, actor in workers.items() if _is_dead(actor)]
+        if dead:
+            text = f"{where}: {', '.join(dead)} died (killed, out of memory or crashed; Ray's logs say more)"
+        elif isinstance(error, RayTaskError):
+            text = f"{where}: {error}"
+        else:
+            text = f"{where}: {type(error).__name__}: {error}"
+        raise WorkerFailure(f"{text}. What was saved is whole: go on from it with --resume") from error
+
+
+def _is_dead(actor: ray.actor.ActorHandle) -> bool:
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=2)
+    except RayActorError:
+        return True
+    except GetTimeoutError:
+        pass
+    return False

@@ -52,14 +52,26 @@ class WorkerGroup:
 
 
 class StartingGroup:
-    """A training engine on its way up; ``ready()`` waits for it. Several roles start at the same time this way."""
+    """A training engine on its way up; ``ready()`` waits for it. Several roles start at the same time this way.
+
+    Args:
+        role: what messages call it: "actor", "reference".
+    """
 
     def __init__(
-        self, platform: str, model: ModelSpec, config: MegatronConfig, temperature: float, trainable: bool, seed: int
+        self,
+        role: str,
+        platform: str,
+        model: ModelSpec,
+        config: MegatronConfig,
+        temperature: float,
+        trainable: bool,
+        seed: int,
     ):
+        self.role = role
         options = get_platform(platform).ray_options
         actor = ray.remote(TrainWorker).options(**options)
-        self.actors = [actor.remote(platform, rank) for rank in range(config.ranks)]
+        self.actors = [actor.remote(platform, role, rank) for rank in range(config.ranks)]
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.
         at_once = max(1, (os.cpu_count() or 1) - 1)
@@ -72,6 +84,10 @@ class StartingGroup:
 
     def ready(self) -> WorkerGroup:
         return WorkerGroup(self.actors, ray.get(self._places))
+
+    def workers(self) -> dict[str, ray.actor.ActorHandle]:
+        """Every rank by the name that a message gives it."""
+        return {f"{self.role} rank {rank}": actor for rank, actor in enumerate(self.actors)}
 
     def stop(self) -> None:
         """End the group's processes."""

@@ -6,14 +6,16 @@ from contextlib import ExitStack
 from typing import Any
 
 from rlworker.checkpoint import RunFolder
-from rlworker.cluster import no_collection, ray_for
+from rlworker.cluster import WorkerFailure, no_collection, ray_for
 from rlworker.config import RunConfig
 from rlworker.data import check_rows
 from rlworker.rewards import RewardFn
 
 
 def launch(config: RunConfig, reward: RewardFn, **parts: Any) -> dict[str, float]:
-    """Check everything, start everything and train to the last step. A mistake in the settings ends the program.
+    """Check everything, start everything and train to the last step.
+
+    A mistake in the settings or a worker that fails ends the program with a message.
 
     Ray takes seconds to start and so do the imports of torch and transformers, so they go side by side; what can be
     checked without them is checked before either.
@@ -34,8 +36,11 @@ def launch(config: RunConfig, reward: RewardFn, **parts: Any) -> dict[str, float
                 trainer = trainer.result()
         except ValueError as error:  # something in the settings, the model's folder or the data
             sys.exit(f"error: {error}")
-        with trainer:
-            return trainer.fit()
+        try:
+            with trainer:
+                return trainer.fit()
+        except WorkerFailure as failure:
+            sys.exit(f"error: {failure}")
 
 
 def check_run(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ class Rollouts:
 
     def __init__(self, platform: str, model: ModelSpec, config: VllmConfig):
         actor = ray.remote(RolloutWorker).options(**get_platform(platform).ray_options)
-        self.actors = [actor.remote(platform) for _ in range(config.engines)]
+        self.actors = [actor.remote(platform, index) for index in range(config.engines)]
         self._started = [a.start.remote(model, config) for a in self.actors]
 
     def ready(self) -> "Rollouts":
@@ -38,6 +38,14 @@ class Rollouts:
             if b > a
         ]
         return [group for part in ray.get(calls) for group in part]
+
+    def versions(self) -> list[int]:
+        """The version of each engine's weights."""
+        return ray.get([actor.version.remote() for actor in self.actors])
+
+    def workers(self) -> dict[str, ray.actor.ActorHandle]:
+        """Every engine by the name that a message gives it."""
+        return {f"rollout engine {i}": actor for i, actor in enumerate(self.actors)}
 
     def stop(self) -> None:
         for actor in self.actors:

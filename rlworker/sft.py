@@ -38,7 +38,7 @@ def train_supervised(
     config.check_model(model)
     losses = []
     with ray_for(config.ranks), ExitStack() as running:
-        starting = StartingGroup(platform, model, config, temperature=1.0, trainable=True, seed=seed)
+        starting = StartingGroup("actor", platform, model, config, temperature=1.0, trainable=True, seed=seed)
         running.callback(starting.stop)
         group = starting.ready()
         for batch in batches:

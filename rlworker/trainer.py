@@ -1,7 +1,7 @@
 """The controller: one process that starts the engines and runs the steps."""
 
-import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from engines.batch import Completion, TrainBatch
 from engines.interfaces import LossFn, Sampling, StepResult
 from rlworker.advantages import AdvantageFn, grpo
 from rlworker.checkpoint import RunFolder
-from rlworker.cluster import ray_for
+from rlworker.cluster import naming_failures, ray_for
 from rlworker.config import RunConfig
 from rlworker.data import Row, load_tokenizer, read_rows, rows_of_step
 from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup
@@ -21,6 +21,8 @@ from rlworker.report import write_report
 from rlworker.rewards import RewardFn
 from rlworker.rollout import Rollouts, logprob_difference, to_batch
 
+CANARY_TOKENS = 4
+"""Tokens that each rollout engine samples after a weight sync, to be compared with the actor's logprobs of them."""
 SAMPLES_KEPT = 8
 """Samples kept of a step that is evaluated."""
 
@@ -57,7 +59,8 @@ class Trainer:
         clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, kl_coef=algorithm.kl_coef)
         self.loss = loss or partial(policy_loss, **clips)
         self.steps_done = self.version = 0
-        self.running = ExitStack()
+        self.running, self.engines = ExitStack(), []
+        self.log: RunLog | None = None
 
     # -- engines
 
@@ -76,28 +79,41 @@ class Trainer:
         """Start every engine at the same time, then claim the run folder."""
         config, clock = self.config, StepClock()
         self.running.enter_context(ray_for(config.actors))
-        engine = (config.platform, self.model)
-        trainers = partial(StartingGroup, *engine, config.actor_of_run, config.rollout.temperature, seed=config.seed)
-        rollouts = self._start(Rollouts(*engine, config.rollout))  # first, because vLLM takes longest
-        actor = self._start(trainers(trainable=True))
-        reference = self._start(trainers(trainable=False)) if config.with_reference else None
-        with clock.phase("start_trainers"):
+        rollouts = self._start(Rollouts(config.platform, self.model, config.rollout))  # first: vLLM takes longest
+        actor = self._start(self._trainers("actor", trainable=True))
+        reference = self._start(self._trainers("reference", trainable=False)) if config.with_reference else None
+        with self._phase(clock, "start_trainers"):
             self.actor = actor.ready()
             self.reference = reference.ready() if reference else None
-        with clock.phase("start_rollouts"):  # what they need beyond the trainers, beside which they start
+        with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
         state = self.folder.claim(config)  # not before: a start that fails must not leave a folder that looks taken
         if state:
-            self._restore(state)
+            with self._phase(clock, "restore"):
+                self._restore(state)
         self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done))
         self.start_seconds = clock.seconds
+
+    def _trainers(self, role: str, trainable: bool) -> StartingGroup:
+        config = self.config
+        settings = (config.actor_of_run, config.rollout.temperature, trainable, config.seed)
+        return StartingGroup(role, config.platform, self.model, *settings)
 
     def stop(self) -> None:
         """End the engines, and Ray where it was started for them. What was written stays."""
         self.running.close()
 
+    @contextmanager
+    def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
+        """A phase on the clock, in which a worker that fails is named."""
+        workers = {name: actor for engine in self.engines for name, actor in engine.workers().items()}
+        where = f"step {self.steps_done + 1}, phase {name}" if self.log else f"phase {name}"
+        with clock.phase(name), naming_failures(where, workers):
+            yield
+
     def _start(self, engine: Rollouts | StartingGroup) -> Rollouts | StartingGroup:
         self.running.callback(engine.stop)
+        self.engines.append(engine)
         return engine
 
     # -- the run
@@ -126,18 +142,21 @@ class Trainer:
         """One rollout and its update: its metrics, and some of its samples."""
         config, clock = self.config, StepClock()
         rows = rows_of_step(self.rows, config.prompts_per_step, self.steps_done, config.seed)
-        with clock.phase("rollout"):
+        with self._phase(clock, "rollout"):
             completions = self.rollouts.generate(rows, self._sampling(config.samples_per_prompt))
-        with clock.phase("reward"):
+            self._check_versions(completions)
+        with self._phase(clock, "reward"):
             texts, rewards = self._score(rows, completions)
             batch = to_batch(rows, completions, rewards)
-        with clock.phase("logprobs"):
+        with self._phase(clock, "logprobs"):
             batch = self._with_logprobs(batch)
         batch = replace(batch, advantages=self.advantage(batch))
-        with clock.phase("update"):
+        with self._phase(clock, "update"):
             metrics = self._update(batch)
-        with clock.phase("sync"):
+        with self._phase(clock, "sync"):
             self.sync_weights()
+        with self._phase(clock, "canary"):
+            self.check_canary()
         self.steps_done += 1
         samples = _some_samples(rows, completions, texts, rewards)
         return _rollout_metrics(completions, rewards, batch, clock.total()) | metrics, samples
@@ -146,10 +165,11 @@ class Trainer:
         """Mean reward of greedy completions of the held-out rows; empty without such rows."""
         if not self.heldout:
             return {}
-        started = time.perf_counter()
-        completions = self.rollouts.generate(self.heldout, replace(self._sampling(1), temperature=0.0))
-        _, rewards = self._score(self.heldout, completions)
-        return {"heldout": sum(rewards) / len(rewards), "time_evaluate": time.perf_counter() - started}
+        clock = StepClock()
+        with self._phase(clock, "evaluate"):
+            completions = self.rollouts.generate(self.heldout, replace(self._sampling(1), temperature=0.0))
+            _, rewards = self._score(self.heldout, completions)
+        return {"heldout": sum(rewards) / len(rewards)} | clock.seconds
 
     # -- parts of a step
 
@@ -171,6 +191,10 @@ class Trainer:
                 raise
         return texts, rewards
 
+    def _check_versions(self, completions: list[list[Completion]]) -> None:
+        if (versions := {sample.version for group in completions for sample in group}) != {self.version}:
+            raise RuntimeError(f"rollout: samples of weights {sorted(versions)}, expected version {self.version} alone")
+
     def _with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Logprobs of the rollout's weights and of the reference, where the update will not make them itself."""
         if self.config.algorithm.mini_batches > 1:
@@ -183,23 +207,23 @@ class Trainer:
         """The optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
         parts, logprobs = [], batch.old_logprobs
         if logprobs is not None:  # known before anything is learned from them
-            self._check_difference(logprob_difference(batch, logprobs))
+            self._check_difference(f"step {self.steps_done + 1}", logprob_difference(batch, logprobs))
         for mini in batch.split(self.config.algorithm.mini_batches):
             tokens = float(mini.mask.sum())
             results = self.actor.call_sharded("train_step", mini, self.loss, tokens)
             parts.append(_step_metrics(results, tokens))
             if logprobs is None:
                 logprobs = _logprobs(results)
-                self._check_difference(logprob_difference(batch, logprobs))
+                self._check_difference(f"step {self.steps_done + 1}", logprob_difference(batch, logprobs))
         return _mean_of_mini_batches(parts) | logprob_difference(batch, logprobs)
 
-    def _check_difference(self, difference: dict[str, float]) -> None:
+    def _check_difference(self, where: str, difference: dict[str, float]) -> None:
         limits = self.config.logprob_limits
         found = difference["logprob_diff_mean"], difference["logprob_diff_max"]
         if all(f <= limit for f, limit in zip(found, limits)):
             return
         text = (
-            f"step {self.steps_done + 1}: rollout and trainer disagree on the logprobs of the same tokens: mean "
+            f"{where}: rollout and trainer disagree on the logprobs of the same tokens: mean "
             f"{found[0]:.1e}, max {found[1]:.1e}, limits {limits[0]:.1e} and {limits[1]:.1e}. Weights did not arrive "
             "whole, or the engines compute different models"
         )
@@ -211,11 +235,25 @@ class Trainer:
         """Send the actor's weights to every rollout engine, as the next version."""
         self.version += 1
         self.actor.call("sync_weights", self.rollouts.actors, self.version, BUCKET_BYTES)
+        if (versions := self.rollouts.versions()) != [self.version] * len(versions):
+            raise RuntimeError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
+
+    def check_canary(self) -> None:
+        """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
+        rows = self.rows[:1] * (len(self.rollouts.actors) * self.actor.dp_size)
+        sampling = replace(self._sampling(1), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens))
+        batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows))
+        logprobs = _logprobs(self.actor.call_sharded("forward", batch))
+        self._check_difference(f"after sync {self.version}", logprob_difference(batch, logprobs))
 
     # -- checkpoints
 
     def save(self) -> None:
         """Write a checkpoint: the trainer's state and the model as a HuggingFace folder (``hf``)."""
+        with self._phase(StepClock(), "save"):
+            self._save()
+
+    def _save(self) -> None:
         partial_folder = self.folder.begin_checkpoint(self.steps_done)
         (partial_folder / "actor").mkdir()
         self.actor.call("save", str(partial_folder / "actor"))
@@ -226,6 +264,7 @@ class Trainer:
         self.steps_done, self.version = state["step"], state["version"] - 1
         self.actor.call("load", f"{state['folder']}/actor")
         self.sync_weights()
+        self.check_canary()
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -16,11 +16,14 @@ from rlworker.cluster import no_collection
 class TrainWorker:
     """One rank of a training engine."""
 
-    def __init__(self, platform: str, rank: int):
+    def __init__(self, platform: str, role: str, rank: int):
         from hardware.platform import get_platform
 
-        self.platform, self.rank = get_platform(platform), rank
+        self.platform, self.role, self.rank = get_platform(platform), role, rank
         os.environ.update(self.platform.train_env() | {"HF_HUB_OFFLINE": "1"})
+
+    def __repr__(self) -> str:  # Ray's messages say it
+        return f"{self.role} rank {self.rank}"
 
     def prepare(self, after: None) -> None:
         """Import what the engine needs. ``after`` is another rank's ``prepare``, which Ray waits for."""
@@ -88,10 +91,14 @@ class TrainWorker:
 class RolloutWorker:
     """One vLLM engine."""
 
-    def __init__(self, platform: str):
+    def __init__(self, platform: str, index: int):
         from hardware.platform import get_platform
 
+        self.index = index
         os.environ.update(get_platform(platform).rollout_env() | {"HF_HUB_OFFLINE": "1"})
+
+    def __repr__(self) -> str:
+        return f"rollout engine {self.index}"
 
     def start(self, model: ModelSpec, config: VllmConfig) -> None:
         import warnings
@@ -105,6 +112,9 @@ class RolloutWorker:
 
     def generate(self, prompts, sampling):
         return self.engine.generate(prompts, sampling)
+
+    def version(self) -> int:
+        return self.engine.version
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
         self.engine.load_weights(bucket, version, last)

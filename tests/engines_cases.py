@@ -1,7 +1,8 @@
 """What the ranks of the Megatron tests run: built here so that every process imports the same functions."""
 
-LENGTHS = (13, 2, 5, 30, 9, 6, 21, 3)
-"""Ids per sequence: one sequence with a single input, none of equal length, the longest in the middle."""
+LENGTHS = (13, 2, 5, 30, 1, 9, 6, 21, 4)
+"""Ids per sequence: one with a single input and one with none, no two alike, and an odd count of inputs at the end, so
+that alignment pads after the last one too."""
 
 
 def start_process(rank: int):
@@ -64,7 +65,7 @@ def make_batch(seed: int = 1, vocab: int = 99):
 
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
-    batch = TrainBatch.from_ids(sequences, [min(1 + i % 3, len(s) - 1) for i, s in enumerate(sequences)])
+    batch = TrainBatch.from_ids(sequences, [max(1, min(1 + i % 3, len(s) - 1)) for i, s in enumerate(sequences)])
     advantages = torch.randn(batch.num_tokens, generator=generator)
     return TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": advantages})
 

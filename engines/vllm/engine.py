@@ -69,8 +69,11 @@ class VllmEngine:
         """Take one bucket; ``last`` finishes the update, empties the prefix cache and makes the weights ``version``.
 
         Raises:
-            ValueError: the bucket is damaged, or the buckets together are not exactly the model's weights.
+            ValueError: the bucket is damaged or not newer than what is here, or the buckets together are not exactly
+                the model's weights.
         """
+        if version <= self.version:
+            raise ValueError(f"weight sync: version {version} was sent to an engine that has version {self.version}")
         weights = bucket.tensors()
         if not self._names:
             self.llm.collective_rpc("begin_sync")

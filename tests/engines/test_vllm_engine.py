@@ -34,7 +34,7 @@ def cluster():
 def rollout(request, cluster, make_hf_model):
     """An engine, its model's folder and whether it is tied."""
     folder = make_hf_model("qwen2", request.param)
-    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu")
+    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu", 0)
     ray.get(actor.start.remote(ModelSpec.from_folder(folder), CONFIG))
     yield actor, folder, request.param
     ray.kill(actor)
@@ -188,7 +188,7 @@ def mixture(cluster, tmp_path_factory):
     )
     folder = str(tmp_path_factory.mktemp("mixture"))
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu")
+    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu", 0)
     yield actor, folder
     ray.kill(actor)
 

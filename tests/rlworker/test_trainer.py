@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -16,6 +18,7 @@ from rlworker.metrics import read_metrics
 from rlworker.rewards import exact_match
 from rlworker.trainer import Trainer
 
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 MEAN_LIMIT, MAX_LIMIT = 1e-5, 1e-3
 
 
@@ -69,12 +72,61 @@ def finished(make_hf_model, data, tmp_path_factory):
         trainer.config = replace(config, logprob_diff_mean=1e-12, ignore_logprob_diff=True)
         trainer.step()
         trainer.config = config
-        trainer.sync_weights = lambda: None
+        trainer.sync_weights, trainer.check_canary = lambda: None, lambda: None
         trainer.step()
         with pytest.raises(RuntimeError) as error:
             trainer.step()
-        faults["stale"] = str(error.value)
+        faults["unsent"] = str(error.value)
+        del trainer.sync_weights, trainer.check_canary
+        for fault in ("none", "stale", "dropped", "swapped"):
+            faults[fault] = sync_with(trainer, fault)
     return config, faults
+
+
+def sync_with(trainer, fault: str) -> str:
+    """Sync in buckets of 100 kB, of which the rollout engine makes something wrong. Returns what was said."""
+    (engine,) = trainer.rollouts.actors
+    ray.get(engine.__ray_call__.remote(plant, fault, trainer.model))
+    group = trainer.actor
+    trainer.actor = SimpleNamespace(
+        dp_size=group.dp_size,
+        call_sharded=group.call_sharded,
+        call=lambda method, *args: group.call(method, *args[:-1], 100_000),
+    )
+    try:
+        trainer.sync_weights()
+        trainer.check_canary()
+    except (RuntimeError, ray.exceptions.RayTaskError) as error:
+        return str(error)
+    finally:
+        trainer.actor = group
+        ray.get(engine.__ray_call__.remote(lambda worker: worker.engine.__dict__.pop("load_weights") and None))
+    return ""
+
+
+def plant(worker, fault: str, model) -> None:
+    """Let a rollout worker's engine lose something of every sync: this runs in its process."""
+    from engines.hf_folder import SafetensorsFolder
+    from engines.weight_sync import pack_buckets
+
+    right, seen = worker.engine.load_weights, []
+    names = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
+    other = dict(zip(names, names[::-1]))
+
+    def load(bucket, version: int, last: bool) -> None:
+        weights = list(bucket.tensors())
+        seen.append(version)
+        if fault == "dropped" and len(seen) == 2:
+            return
+        if fault == "stale":  # the values that the run began with
+            start = SafetensorsFolder(model.folder)
+            weights = [(name, start[name] if name == names[0] else tensor) for name, tensor in weights]
+        if fault == "swapped":
+            weights = [(other.get(name, name), tensor) for name, tensor in weights]
+        for again, _ in pack_buckets(iter(weights), 2**30):
+            right(again, version, last)
+
+    worker.engine.load_weights = load
 
 
 def test_rollout_and_trainer_agree_at_every_step(finished, capsys):
@@ -98,8 +150,17 @@ def test_past_the_limit_the_run_stops_and_says_why(finished):
     assert "limits 1.0e-12 and" in finished[1]["limit"] and "--logprob-diff-mean" in finished[1]["limit"]
 
 
-def test_weights_that_did_not_arrive_stop_the_run(finished):
-    assert "Weights did not arrive whole" in finished[1]["stale"]
+def test_weights_that_were_not_sent_stop_the_run_at_the_next_step(finished):
+    assert "Weights did not arrive whole" in finished[1]["unsent"]
+
+
+def test_a_damaged_sync_stops_the_run_at_once(finished):
+    """A stale tensor, a bucket that got lost and two names that changed places."""
+    faults = finished[1]
+    assert faults["none"] == "", "buckets of this size arrive"
+    assert "after sync" in faults["stale"] and "Weights did not arrive whole" in faults["stale"]
+    assert "came without ['model." in faults["dropped"]
+    assert "after sync" in faults["swapped"] and "Weights did not arrive whole" in faults["swapped"]
 
 
 def test_the_run_folder_is_whole(finished):

@@ -1,0 +1,153 @@
+"""What one GRPO step costs, on the real engines and against a single process that does the same work.
+
+    python scripts/bench_step.py [--ranks 1] [--rollouts 1] [--steps 12]
+
+Work: a Qwen2 of 1.4 million parameters, 32 prompts x 8 samples, 16 new tokens, one update. Measured from the second
+step on, medians: wall seconds by phase, and CPU seconds of the driver, the trainers and the rollout engine (Ray's own
+daemons apart). The comparison generates with transformers and updates with plain torch, in one process and in this
+run, so that the ratio means something on a machine of any speed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+SIZES = dict(vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4)
+PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 32, 8, 16, 16
+
+
+def make_inputs(folder: Path) -> None:
+    """A random model, a tokenizer that knows its words, and prompts of 16 tokens."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(**SIZES, num_key_value_heads=4, tie_word_embeddings=True, max_position_embeddings=128)
+    model = Qwen2ForCausalLM(config)
+    print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters")
+    model.save_pretrained(folder / "model")
+    vocab = {"<eos>": 0} | {f"w{i}": i for i in range(1, SIZES["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder / "model")
+    words = torch.randint(1, SIZES["vocab_size"], (256, PROMPT_TOKENS)).tolist()
+    rows = ({"prompt": " ".join(f"w{i}" for i in row), "answer": "w1"} for row in words)
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def reward(text: str, row) -> float:
+    return len(set(text.split())) / NEW_TOKENS
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(t.user + t.system for t in times)
+
+
+def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[str, float]:
+    """Medians of a step of the real thing."""
+    import ray
+
+    from engines.config import MegatronConfig, VllmConfig
+    from rlworker.config import DataConfig, RunConfig
+    from rlworker.trainer import Trainer
+
+    config = RunConfig(
+        model=str(folder / "model"),
+        run_dir=str(folder / "run"),
+        data=DataConfig(str(folder / "train.jsonl"), max_prompt_tokens=PROMPT_TOKENS),
+        actor=MegatronConfig(ranks=ranks, lr=1e-4),
+        rollout=VllmConfig(
+            engines=rollouts, max_new_tokens=NEW_TOKENS, max_model_len=64, max_num_seqs=256, kv_cache_mb=512
+        ),
+        steps=steps,
+        prompts_per_step=PROMPTS,
+        samples_per_prompt=SAMPLES,
+    )
+    measured = []
+    with Trainer(config, reward) as trainer:
+        workers = {name: actor for engine in trainer.engines for name, actor in engine.workers().items()}
+        pids = {name: ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for name, actor in workers.items()}
+        roles = {"driver": [os.getpid()]}
+        for name, pid in pids.items():
+            roles.setdefault("rollout" if name.startswith("rollout") else "trainers", []).append(pid)
+        for _ in range(steps):
+            before = {role: cpu_seconds(members) for role, members in roles.items()}
+            metrics, _ = trainer.step()
+            cpu = {f"cpu {role}": cpu_seconds(members) - before[role] for role, members in roles.items()}
+            wall = {k.replace("time_", "wall "): v for k, v in metrics.items() if k.startswith("time_")}
+            measured.append(wall | cpu | {"cpu step": sum(cpu.values())})
+    return {name: statistics.median(m[name] for m in measured[1:]) for name in measured[0]}
+
+
+def bench_single_process(folder: Path, steps: int, threads: int) -> dict[str, float]:
+    """Medians of a step of the same work in one process: transformers' generate, one forward and backward, AdamW."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").open()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    measured = []
+    for step in range(steps):
+        chosen = [rows[(step * PROMPTS + i) % len(rows)]["prompt"] for i in range(PROMPTS)]
+        prompts = torch.tensor(tokenizer(chosen)["input_ids"]).repeat_interleave(SAMPLES, 0)
+        start, cpu = time.perf_counter(), time.process_time()
+        with torch.no_grad():
+            seen = torch.ones_like(prompts)
+            ids = model.generate(
+                prompts, attention_mask=seen, do_sample=True, max_new_tokens=NEW_TOKENS, pad_token_id=0
+            )
+        generated = time.perf_counter()
+        texts = tokenizer.batch_decode(ids[:, PROMPT_TOKENS:])
+        rewards = torch.tensor([reward(text, None) for text in texts]).view(PROMPTS, SAMPLES)
+        advantage = (rewards - rewards.mean(1, keepdim=True)).flatten()
+        logits = model(ids).logits[:, PROMPT_TOKENS - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, PROMPT_TOKENS:, None])[..., 0]
+        loss = -(torch.exp(logprobs - logprobs.detach()) * advantage[:, None]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        end = time.perf_counter()
+        measured.append(
+            {"wall rollout": generated - start, "wall update": end - generated, "wall step": end - start}
+            | {"cpu step": time.process_time() - cpu}
+        )
+    return {name: statistics.median(m[name] for m in measured[1:]) for name in measured[0]}
+
+
+def show(title: str, numbers: dict[str, float]) -> None:
+    print(f"{title:28s}" + "  ".join(f"{name} {value * 1000:.0f}" for name, value in numbers.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("ranks", 1), ("rollouts", 1), ("steps", 12)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_inputs(folder)
+        print("milliseconds of a step, medians:")
+        ours = bench_worker(folder, options.ranks, options.rollouts, options.steps)
+        show("rlworker", ours)
+        for threads in (1, 2):
+            single = bench_single_process(folder, options.steps, threads)
+            show(f"one process, {threads} thread(s)", single)
+            ratios = (f"{kind} {ours[f'{kind} step'] / single[f'{kind} step']:.2f}" for kind in ("wall", "cpu"))
+            print(f"{'':28s}ours over it: {', '.join(ratios)}")
+
+
+if __name__ == "__main__":
+    main()

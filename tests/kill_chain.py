@@ -1,0 +1,218 @@
+"""Runs that are killed and resumed: a chain of them must end where a run that nobody killed ends.
+
+    python tests/kill_chain.py --kills 24 --seed 1
+
+Each link of the chain is a program of its own with a real Ray, trainers and vLLM. It is told whom to kill (the driver,
+a trainer rank or the rollout engine), in which step and phase, and how many milliseconds into it.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+from safetensors import safe_open
+
+from engines.config import MegatronConfig, VllmConfig
+from rlworker.config import DataConfig, RunConfig
+
+VICTIMS = ("driver", "actor rank 0", "actor rank 1", "rollout engine 0")
+PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
+"""Phase -> its length in milliseconds, roughly."""
+SURVIVORS_END_S = 60
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""They hold no part of a run. Where Ray was killed with its driver they try for a minute to report it, then end."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    victim: str
+    step: int
+    phase: str
+    delay_ms: float
+
+
+def config_of(folder: Path, run: str, steps: int) -> RunConfig:
+    """A run of ``steps`` steps on the model and data in ``folder``, saved after every other one."""
+    return RunConfig(
+        model=str(folder / "model"),
+        run_dir=str(folder / run),
+        data=DataConfig(str(folder / "data" / "train.jsonl"), max_prompt_tokens=8),
+        actor=MegatronConfig(ranks=2, lr=3e-3),
+        rollout=VllmConfig(max_new_tokens=4, max_model_len=16, max_num_seqs=64, kv_cache_mb=64),
+        steps=steps,
+        prompts_per_step=8,
+        samples_per_prompt=4,
+        save_every=2,
+    )
+
+
+def reward(text, row) -> float:
+    return sum(c.isdigit() for c in text) / 4
+
+
+def run_link(config: RunConfig, kill: Kill | None, pids: Path) -> None:
+    """One program of the chain, killed as told."""
+    import ray
+
+    from rlworker.trainer import Trainer
+
+    class Killed(Trainer):
+        def start(self):
+            super().start()
+            workers = {name: actor for engine in self.engines for name, actor in engine.workers().items()}
+            self.pids = {
+                name: ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for name, actor in workers.items()
+            }
+            self.pids["driver"] = os.getpid()
+            children = [p.pid for p in psutil.Process().children(recursive=True) if p.name() not in RAY_AGENTS]
+            pids.write_text(json.dumps(children))
+
+        def strike(self):
+            pids.with_name("struck").write_text(str(time.time()))
+            os.kill(self.pids[kill.victim], signal.SIGKILL)
+
+        @contextmanager
+        def _phase(self, clock, name):
+            done = self.steps_done if name == "save" else self.steps_done + 1
+            if kill and self.log and (name, done) == (kill.phase, kill.step):
+                threading.Timer(kill.delay_ms / 1000, self.strike).start()
+            with super()._phase(clock, name):
+                yield
+
+    with Killed(config, reward) as trainer:
+        trainer.fit()
+
+
+def start_link(config: RunConfig, kill: Kill | None, pids: Path) -> tuple[int, str]:
+    """Run a link in a program of its own. Returns its exit code and what it said."""
+    told = json.dumps(
+        {
+            "folder": str(Path(config.run_dir).parent),
+            "run": Path(config.run_dir).name,
+            "steps": config.steps,
+            "resume": config.resume,
+            "kill": asdict(kill) if kill else None,
+            "pids": str(pids),
+        }
+    )
+    command = [sys.executable, "-W", "ignore", __file__, "--link", told]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=os.environ | {"PYTHONPATH": os.getcwd()}
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def seconds_until_gone(pids: list[int], since: float) -> float:
+    """How long after ``since`` (wall clock) the last of these processes was there."""
+    while time.time() - since < SURVIVORS_END_S and any(_is_alive(p) for p in pids):
+        time.sleep(0.1)
+    return time.time() - since
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def check_folder(run: Path) -> None:
+    """Everything that a killed run left can be read; the last line of its metrics may be cut short."""
+    json.loads((run / "config.json").read_text())
+    for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]:
+        json.loads(line)
+    for checkpoint in (run / "checkpoints").glob("step_*"):
+        assert json.loads((checkpoint / "trainer.json").read_text())["step"] == int(checkpoint.name[5:])
+        weights(checkpoint)
+
+
+def weights(checkpoint: Path) -> dict:
+    tensors = {}
+    for path in (checkpoint / "hf").glob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert tensors, f"{checkpoint} has no weights"
+    return tensors
+
+
+def metrics(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in x.items() if not k.startswith("time") and k != "tokens_per_second"} for x in lines]
+
+
+def check_kill(kill: Kill, said: str, code: int) -> None:
+    """The program ended, and named the worker that was killed, the phase and the step."""
+    assert code != 0, "the run went on without its victim"
+    if kill.victim != "driver":
+        found = re.search(r"step (\d+), phase (\w+): (.*) died", said)
+        assert found, said[-3000:]
+        assert kill.victim in found[3], f"{kill}: blamed {found[3]}"
+        # A kill that comes late in a phase is met in the next one.
+        assert int(found[1]) in (kill.step, kill.step + 1), f"{kill}: {found[0]}"
+
+
+def run_chain(folder: Path, kills: list[Kill], steps: int) -> dict[str, float]:
+    """Run to the end once unkilled and once through every kill. Returns the longest time that survivors took to end.
+
+    Raises:
+        AssertionError: something was corrupt, survived too long, went unnamed, or the ends differ.
+    """
+    whole, killed = config_of(folder, "whole", steps), config_of(folder, "killed", steps)
+    code, said = start_link(whole, None, folder / "pids")
+    assert code == 0, said
+    longest = 0.0
+    for kill in kills:
+        resume = (folder / "killed" / "config.json").exists()
+        code, said = start_link(replace(killed, resume=resume), kill, folder / "pids")
+        check_kill(kill, said, code)
+        took = seconds_until_gone(json.loads((folder / "pids").read_text()), float((folder / "struck").read_text()))
+        longest = max(longest, took)
+        assert took < SURVIVORS_END_S, f"{kill}: processes were left"
+        check_folder(folder / "killed")
+        print(kill, f"exit {code}, all gone after {took:.1f} s", flush=True)
+    code, said = start_link(replace(killed, resume=True), None, folder / "pids")
+    assert code == 0, said
+    assert metrics(folder / "killed") == metrics(folder / "whole")
+    ends = [weights(folder / run / "checkpoints" / f"step_{steps}") for run in ("whole", "killed")]
+    assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
+    return {"kills": len(kills), "longest_seconds": longest}
+
+
+def draw_kills(count: int, seed: int, steps: int) -> list[Kill]:
+    """Kills in ascending steps, so that every link of the chain gets as far as its own."""
+    draw = random.Random(seed)
+    kills = []
+    for i in range(count):
+        step = 1 + i * (steps - 1) // count
+        phase = draw.choice([p for p in PHASES if p != "save" or step % 2 == 0])
+        kills.append(Kill(draw.choice(VICTIMS), step, phase, draw.uniform(0, PHASES[phase])))
+    return kills
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--link":
+        told = json.loads(sys.argv[2])
+        config = replace(config_of(Path(told["folder"]), told["run"], told["steps"]), resume=told["resume"])
+        run_link(config, Kill(**told["kill"]) if told["kill"] else None, Path(told["pids"]))
+    else:
+        import tempfile
+
+        from recipes.addition import make_data, make_model
+
+        options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+        count, seed = int(options.get("--kills", 24)), int(options.get("--seed", 0))
+        with tempfile.TemporaryDirectory() as folder:
+            make_data(Path(folder) / "data")
+            make_model(Path(folder) / "model", seed=0)
+            steps = count + 2
+            print(run_chain(Path(folder), draw_kills(count, seed, steps), steps))
