@@ -1,11 +1,196 @@
 """Settings of the engines, checked when they are built and before anything heavy starts."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import ast
+import difflib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from engines.models import ModelSpec
+if TYPE_CHECKING:
+    from engines.models import ModelSpec
 
 PassThrough = dict[str, int | float | bool | str]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+VLLM_OWN = _names(
+    "model dtype max_model_len max_num_seqs enforce_eager logprobs_mode worker_extension_cls disable_log_stats "
+    "skip_tokenizer_init kv_cache_memory_bytes"
+)
+"""Arguments of vLLM's LLM that the engine sets itself."""
+
+VLLM_REFUSED = _names(
+    # what tokens are drawn from, and what their logprobs are
+    "generation_config override_generation_config max_logprobs logits_processors watermark_config diffusion_config "
+    "speculative_config spec_method spec_model spec_tokens runner convert pooler_config "
+    # another model than the folder's, or other weights
+    "hf_overrides hf_config_path config_format model_class_overrides model_weights load_format ignore_patterns "
+    "quantization quantization_config enable_lora disable_sliding_window "
+    # vLLM's LLM refuses it: what is split over engines here is the prompts
+    "data_parallel_size"
+)
+"""Arguments of vLLM's LLM that would make it sample otherwise than by softmax(logits / temperature) of the trained
+model, or report another logprob than its logarithm."""
+
+MEGATRON_OWN = _names(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+    "layernorm_epsilon activation_func gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm attention_dropout "
+    "hidden_dropout tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
+    "params_dtype pipeline_dtype bf16 init_method output_layer_init_method variable_seq_lengths "
+    "moe_token_dispatcher_type batch_p2p_comm calculate_per_token_loss finalize_model_grads_func "
+    "bias_activation_fusion bias_dropout_fusion masked_softmax_fusion gradient_accumulation_fusion apply_rope_fusion "
+    "persist_layer_norm recompute_granularity recompute_modules recompute_method recompute_num_layers"
+)
+"""Fields of Megatron's TransformerConfig that the engine sets itself."""
+
+MEGATRON_REFUSED = _names(
+    # another model than the folder's
+    "num_moe_experts mtp_num_layers multi_latent_attention experimental_attention_variant linear_attention_freq "
+    "window_size softmax_scale softmax_type qk_l2_norm qk_clip attention_output_gate layernorm_zero_centered_gamma "
+    "apply_residual_connection_post_layernorm apply_query_key_layer_scaling activation_func_clamp_value "
+    "glu_linear_offset heterogeneous_block_specs is_hybrid_model fp16 fp8 fp4 "
+    # layers where weights are not looked for, and parameters without the marks that initialising leaves
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split virtual_pipeline_model_parallel_size "
+    "expert_model_parallel_size perform_initialization init_model_with_meta_device"
+)
+"""Fields of Megatron's TransformerConfig that would build another model, or one that the engine cannot load."""
+
+MEGATRON_SOURCES = (
+    ("core/transformer/transformer_config.py", "TransformerConfig"),
+    ("core/model_parallel_config.py", "ModelParallelConfig"),
+)
+"""Where the fields of TransformerConfig stand."""
+
+_VLLM_BATCHED_TOKENS = 8192
+"""Tokens in one forward pass where nothing else is said (0.32, get_batch_defaults; twice as many on large machines)."""
+
+LARGEST = sys.float_info.max
+"""What is above it is no finite number."""
+
+
+def fits(kind: Any, value: Any) -> bool:
+    """Whether a value is what an annotation says. True and False are no numbers here, and NaN is none either."""
+    if kind is Any:
+        return True
+    origin, of = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(one, value) for one in of)
+    if origin is Literal:
+        return value in of
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(fits(of[0], item) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(of[0], k) and fits(of[1], v) for k, v in value.items())
+    if kind in (int, float):
+        types = int if kind is int else (int, float)
+        return isinstance(value, types) and not isinstance(value, bool) and value == value
+    return isinstance(value, origin or kind)
+
+
+def spell(kind: Any) -> str:
+    """An annotation in words, for messages."""
+    origin, of = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(spell(one) for one in of)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, of))}"
+    if origin in (list, tuple):
+        return f"a list ({spell(of[0])})"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+    return words.get(kind, getattr(origin or kind, "__name__", str(kind)))
+
+
+def option(section: str, name: str) -> str:
+    """The command line's word for a setting."""
+    return f"--{'' if section == 'config' else section + '.'}{name.replace('_', '-')}"
+
+
+def check_types(section: str, config: Any) -> None:
+    """Raise ValueError unless every field holds what its annotation says: a recipe in Python may pass anything."""
+    kinds = get_type_hints(type(config))
+    for name in (f.name for f in fields(config)):
+        if not fits(kinds[name], value := getattr(config, name)):
+            raise ValueError(
+                f"{section}: {name} must be {spell(kinds[name])}, got {value!r}; change {option(section, name)}"
+            )
+
+
+def check_numbers(section: str, config: Any, rule: str, holds: Callable[[float], bool], *names: str) -> None:
+    """Raise ValueError unless ``holds(value)`` of every named field, where it is set; ``rule`` says it in words."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and not holds(value):
+            raise ValueError(f"{section}: {name} must be {rule}, got {value}; change {option(section, name)}")
+
+
+@cache
+def installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, Any] | None:
+    """Name -> type of the fields of dataclasses, read from an installed package's source, which is not imported.
+
+    Args:
+        sources: file within the package and name of the class in it.
+
+    Returns:
+        None where the package or a class is not there. A type that is not made of plain ones is Any.
+    """
+    spec = find_spec(package)
+    found: dict[str, Any] = {}
+    for file, name in sources:
+        paths = [Path(folder) / file for folder in (spec and spec.submodule_search_locations) or ()]
+        texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
+        classes = [n for text in texts for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
+        if not classes:
+            return None
+        lines = [
+            line for line in classes[0].body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        ]
+        found |= {line.target.id: _type_of(line.annotation) for line in lines if not line.target.id.startswith("_")}
+    return found
+
+
+def _type_of(annotation: ast.expr) -> Any:
+    """The type that an annotation in a source names."""
+    match annotation:
+        case ast.Name(id=name):
+            return {"int": int, "float": float, "bool": bool, "str": str}.get(name, Any)
+        case ast.Constant(value=None):
+            return NoneType
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _type_of(left) | _type_of(right)
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return _type_of(inner) | None
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            return Literal[ast.literal_eval(inner)]
+    return Any
+
+
+def check_pass_through(
+    where: str, given: PassThrough, own: frozenset[str], refused: frozenset[str], known: dict[str, Any] | None
+) -> None:
+    """Raise ValueError for a name that the engine cannot pass on, or a value that cannot be meant.
+
+    Args:
+        known: what ``installed_fields`` found.
+    """
+    if taken := sorted(given.keys() & own):
+        raise ValueError(f"{where} may not set {taken}: the engine depends on its own values; drop them")
+    if taken := sorted(given.keys() & refused):
+        raise ValueError(f"{where} may not set {taken}: the engine or its counterpart would not follow; drop them")
+    for name in given if known is not None else ():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else "drop it"
+            raise ValueError(f"{where} has {name!r}, which is not there to be set; {hint}")
+        if not fits(known[name], given[name]):
+            raise ValueError(f"{where} has {name} {given[name]!r}, expected {spell(known[name])}")
 
 
 @dataclass(frozen=True)
@@ -51,34 +236,38 @@ class MegatronConfig:
     """Further fields of Megatron's TransformerConfig."""
 
     def __post_init__(self):
-        sizes = f"tp={self.tp} x pp={self.pp} x cp={self.cp}"
-        for name in ("ranks", "tp", "pp", "cp", "micro_batch_tokens", "timeout_s"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"actor: {name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(
-                f"actor: min_lr must lie between 0 and lr={self.lr}, got {self.min_lr}; lower --actor.min-lr"
-            )
-        for name in ("lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"actor: {name} must not be negative, got {getattr(self, name)}")
+        check_types("actor", self)
+        check = partial(check_numbers, "actor", self)
+        check("at least 1", lambda x: x >= 1, "ranks", "tp", "pp", "cp", "micro_batch_tokens")
+        check("from 1 to 1000000000 seconds", lambda x: 1 <= x <= 10**9, "timeout_s")
+        check("0 or more", lambda x: x >= 0, "lr_warmup_steps", "lr_decay_steps")
+        check("finite and not negative", lambda x: 0 <= x <= LARGEST, "lr", "min_lr", "weight_decay", "clip_grad")
+        check("at least 0 and below 1", lambda x: 0 <= x < 1, "adam_beta1", "adam_beta2")
+        check("above 0 and finite", lambda x: 0 < x <= LARGEST, "adam_eps")
+        if self.min_lr > self.lr:
+            raise ValueError(f"actor: min_lr must be at most lr={self.lr}, got {self.min_lr}; lower --actor.min-lr")
         model_parallel = self.tp * self.pp * self.cp
         if self.ranks % model_parallel:
             raise ValueError(
-                f"actor: {sizes} needs a multiple of {model_parallel} ranks, got {self.ranks}; "
-                "set --actor.ranks or lower --actor.tp, --actor.pp or --actor.cp"
+                f"actor: tp={self.tp} x pp={self.pp} x cp={self.cp} needs a multiple of {model_parallel} ranks, got "
+                f"{self.ranks}; set --actor.ranks or lower --actor.tp, --actor.pp or --actor.cp"
             )
         if 0 < self.lr_decay_steps <= self.lr_warmup_steps:
             raise ValueError(
-                f"actor: lr_decay_steps={self.lr_decay_steps} must be above lr_warmup_steps={self.lr_warmup_steps}"
+                f"actor: lr_decay_steps={self.lr_decay_steps} must be above lr_warmup_steps={self.lr_warmup_steps}; "
+                "raise --actor.lr-decay-steps"
             )
+        if self.megatron:
+            known = installed_fields("megatron", *MEGATRON_SOURCES)
+            check_pass_through("actor: --actor.megatron", self.megatron, MEGATRON_OWN, MEGATRON_REFUSED, known)
 
     @property
     def dp(self) -> int:
         return self.ranks // (self.tp * self.pp * self.cp)
 
-    def check_model(self, model: ModelSpec) -> None:
+    def check_model(self, model: "ModelSpec") -> None:
         """Raise ValueError where the model cannot be cut as asked."""
+        # Megatron can also share a key-value head among ranks; no test of ours runs that. The hidden size is not cut.
         for name, value in (
             ("attention heads", model.heads),
             ("key-value heads", model.kv_heads),
@@ -114,25 +303,37 @@ class VllmConfig:
     """Further arguments of vLLM's LLM."""
 
     def __post_init__(self):
-        for name in ("engines", "max_new_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout: {name} must be at least 1, got {getattr(self, name)}")
-        if self.kv_cache_mb < 0:
-            raise ValueError(f"rollout: kv_cache_mb must not be negative, got {self.kv_cache_mb}")
-        if self.temperature <= 0:
-            raise ValueError(
-                f"rollout: temperature must be above 0, got {self.temperature}; a greedy policy has no gradient"
-            )
+        check_types("rollout", self)
+        check = partial(check_numbers, "rollout", self)
+        check("at least 1", lambda x: x >= 1, "engines", "max_new_tokens", "max_model_len", "max_num_seqs")
+        check("0 or more", lambda x: x >= 0, "kv_cache_mb")
+        # Below it vLLM samples at 0.01 (0.32, sampling_params), or greedily.
+        rule = "above 0 (a greedy policy has no gradient), finite and at least 0.01, which is vLLM's least"
+        check(rule, lambda x: 0.01 <= x <= LARGEST, "temperature")
         if self.max_new_tokens >= self.max_model_len:
             raise ValueError(
                 f"rollout: max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
                 f"max_model_len={self.max_model_len}; raise --rollout.max-model-len"
             )
+        if self.vllm:
+            known = installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
+            check_pass_through("rollout: --rollout.vllm", self.vllm, VLLM_OWN, VLLM_REFUSED, known)
+        batched = self.vllm.get("max_num_batched_tokens", _VLLM_BATCHED_TOKENS)
+        if isinstance(batched, int) and self.max_num_seqs > batched:
+            raise ValueError(
+                f"rollout: max_num_seqs={self.max_num_seqs} is above vLLM's max_num_batched_tokens={batched}; lower "
+                "--rollout.max-num-seqs or set --rollout.vllm max_num_batched_tokens"
+            )
 
-    def check_model(self, model: ModelSpec) -> None:
-        """Raise ValueError where vLLM would refuse the model."""
+    def check_model(self, model: "ModelSpec") -> None:
+        """Raise ValueError where vLLM would refuse the model, or compute another one."""
         if self.max_model_len > model.max_positions:
             raise ValueError(
                 f"rollout: max_model_len={self.max_model_len} is above the model's {model.max_positions} positions; "
                 "lower --rollout.max-model-len"
+            )
+        if len(set(model.windows)) > 1:
+            raise ValueError(
+                f"rollout: the model has a sliding_window on some layers and none on others, which vLLM does not do "
+                f"for {model.model_type}; set max_window_layers in its config.json to 0 or use_sliding_window to false"
             )

@@ -9,35 +9,62 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import safe_open
-
-from engines.models import ModelSpec
+from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch
     from torch import Tensor
 
+    from engines.models import ModelSpec
+
 _COPIED = (".json", ".jinja", ".model", ".txt")
 """Endings of the configuration and tokenizer files that a saved model takes along."""
 
+_INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file of a model's folder. Raises ValueError where it cannot be read or holds no object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"model: {path} cannot be read: {error}; save the model again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"model: {path} must hold a JSON object, got {type(found).__name__}; save the model again")
+    return found
+
 
 class SafetensorsFolder:
-    """Every tensor of a folder's safetensors files by name, read one at a time."""
+    """Every tensor of a folder's safetensors files by name, read one at a time.
+
+    Raises:
+        ValueError: there is no such file, one is damaged, two hold the same tensor, or the index names other files.
+    """
 
     def __init__(self, folder: str):
         self.folder = folder
-        files = sorted(Path(folder).glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"model: {folder!r} has no *.safetensors file; weights are read from safetensors only")
-        self._file_of = {}
-        for path in files:
-            handle = safe_open(path, "pt")
-            self._file_of.update(dict.fromkeys(handle.keys(), handle))
+        self._file_of: dict[str, Path] = {}
+        self._open = {}
+        self._headers = {}
+        for path in _weight_files(Path(folder)):
+            try:
+                # Without torch, which a header does not need and which takes seconds to import.
+                self._headers[path] = safe_open(path, "np")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"model: {path} is damaged: {error}; copy or save it again") from None
+            for name in self._headers[path].keys():  # noqa: SIM118 (it is no dict)
+                if name in self._file_of:
+                    raise ValueError(f"model: {path} and {self._file_of[name]} both hold {name!r}; move one file away")
+                self._file_of[name] = path
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
+        path = self._file_of[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, "pt")
+        return self._open[path].get_tensor(name)
 
     def check(self, model: ModelSpec) -> None:
-        """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights."""
+        """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights in their shapes."""
         # Old Llama checkpoints carry the rotary frequencies, which every model computes for itself.
         wanted, have = model.all_hf_names(), {n for n in self._file_of if not n.endswith("rotary_emb.inv_freq")}
         if model.tied:
@@ -48,6 +75,40 @@ class SafetensorsFolder:
                 f"model: weights in {self.folder!r} do not fit model_type {model.model_type!r}: "
                 f"missing {missing[:5]} ({len(missing)} in all), unexpected {extra[:5]} ({len(extra)} in all)"
             )
+        for name in sorted(wanted | (self._file_of.keys() & {"lm_head.weight"})):
+            part = self._headers[self._file_of[name]].get_slice(name)
+            shape, expected = tuple(part.get_shape()), model.hf_shape(name)
+            if shape != expected:
+                raise ValueError(
+                    f"model: {name} in {self._file_of[name]} has shape {shape}, expected {expected} from config.json; "
+                    "correct the config or save the weights again"
+                )
+            if part.get_dtype() not in _FLOATS:
+                raise ValueError(
+                    f"model: {name} in {self._file_of[name]} has type {part.get_dtype()}, expected one of "
+                    f"{', '.join(_FLOATS)}: quantized weights cannot be trained"
+                )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, all of which its index names if it has one."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model: {str(folder)!r} has no *.safetensors file; weights are read from safetensors only")
+    index = folder / _INDEX
+    if not index.is_file():
+        return files
+    named = read_object(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError(f"model: {index} has no weight_map of tensors to files; remove it or save the model again")
+    missing = sorted(set(named.values()) - {path.name for path in files})
+    unnamed = sorted({path.name for path in files} - set(named.values()))
+    if missing or unnamed:
+        raise ValueError(
+            f"model: {index} does not fit the folder: it names {missing[:5]} ({len(missing)} in all), which are not "
+            f"there, and leaves out {unnamed[:5]} ({len(unnamed)} in all); copy or move them, or save the model again"
+        )
+    return files
 
 
 def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, folder: str, shard_bytes: int) -> None:
@@ -79,7 +140,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     if not held:
         return
     flush()
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}, indent=2))
+    (target / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}, indent=2))
     for path in Path(model.folder).iterdir():
         if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
             shutil.copy(path, target)

@@ -37,7 +37,8 @@ class StepResult:
     Attributes:
         metrics: metric sums over this rank's shard.
         logprobs: ``[N]`` float32 of this rank's shard, from the weights before the step.
-        grad_norm: global L2 norm of the gradient before clipping. lr: the learning rate that was used.
+        grad_norm: global L2 norm of the gradient before clipping; NaN where the gradient was not finite on some rank
+            and the step was refused: the weights are as they were. lr: the learning rate that was used.
     """
 
     metrics: dict[str, float]

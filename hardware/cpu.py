@@ -6,7 +6,6 @@ This module is read to check settings, so it imports torch and Megatron only whe
 import os
 from typing import ClassVar
 
-
 # Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
 
@@ -18,6 +17,13 @@ class CpuPlatform:
     dist_backend = "gloo"
     ray_options: ClassVar[dict] = {"num_cpus": 1}
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
+    rollout_block_tokens = 128  # vllm 0.32, platforms/cpu
+
+    @property
+    def rollout_kv_cache_mb(self) -> int:
+        if not (gib := os.environ.get("VLLM_CPU_KVCACHE_SPACE") or "1").isdecimal():
+            raise ValueError(f"platform: VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB, got {gib!r}")
+        return int(gib) * 1024
 
     def init_process(self, local_rank: int):
         import torch
@@ -47,7 +53,7 @@ class CpuPlatform:
         # nobind: vLLM would otherwise pin its threads to cores that the trainers use.
         return _MEMORY | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+            "VLLM_CPU_KVCACHE_SPACE": str(self.rollout_kv_cache_mb // 1024),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
             "VLLM_NO_USAGE_STATS": "1",

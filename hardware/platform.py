@@ -45,6 +45,10 @@ class Platform(Protocol):
     """Options of one Ray actor that holds one device."""
     rollout_head_dims: tuple[int, ...]
     """Attention head sizes that vLLM has kernels for here."""
+    rollout_block_tokens: int
+    """Tokens whose keys and values vLLM keeps together."""
+    rollout_kv_cache_mb: int
+    """Memory for keys and values where the settings leave it open."""
 
     def init_process(self, local_rank: int) -> torch.device:
         """Bind this process to its device and prepare Megatron for it. Call before megatron is imported."""

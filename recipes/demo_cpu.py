@@ -21,13 +21,14 @@ from engines.models import ModelSpec
 from recipes.addition import make_data, make_model
 from rlworker.advantages import grpo
 from rlworker.checkpoint import RunFolder
+from rlworker.cluster import ray_for
 from rlworker.config import DataConfig, RunConfig
 from rlworker.data import Row, load_tokenizer, read_rows
-from rlworker.cluster import ray_for
 from rlworker.metrics import read_metrics
 from rlworker.report import write_report
 from rlworker.rewards import exact_match
 from rlworker.sft import train_supervised
+from rlworker.trackers import check_trackers
 from rlworker.trainer import Trainer
 
 
@@ -79,7 +80,7 @@ def warm_up_batches(rows: list[Row], tokenizer, steps: int, seed: int) -> Iterat
 def warm_up(config: DemoConfig, output: str) -> None:
     """Supervised training of the model into ``output``, on the same ranks and layout as the run."""
     tokenizer = load_tokenizer(config.model)
-    rows = read_rows(config.data.train, tokenizer, config.data.max_prompt_tokens)
+    rows = read_rows(config.data.train, tokenizer, config.data).rows
     settings = dict(lr=5e-3, min_lr=0.0, lr_warmup_steps=50, lr_decay="constant", lr_decay_steps=0)
     actor = replace(config.actor, **settings, adam_beta2=0.98, weight_decay=0.01)
     batches = warm_up_batches(rows, tokenizer, config.warm_up_steps, config.seed)
@@ -117,6 +118,7 @@ def prepare(config: DemoConfig) -> DemoConfig:
         raise ValueError(f"demo: --{given[0]} is made on the spot; for your own use recipes.grpo")
     folder = Path(config.run_dir)
     RunFolder(config.run_dir).check(config)
+    check_trackers(config.trackers)
     data = make_data(folder / "data")
     files = dict(train=str(data / "train.jsonl"), heldout=str(data / "heldout.jsonl"))
     model = make_model(folder / f"model_init_seed{config.seed}", config.seed)

@@ -12,9 +12,10 @@ _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
 
 
-_MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "save_every", "ignore_logprob_diff", "rollout.max_num_seqs"}
+_MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "save_every", "ignore_logprob_diff", "trackers"}
 _MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
-_MAY_CHANGE |= {"actor.timeout_s", "logprob_diff_mean", "logprob_diff_max"}
+_MAY_CHANGE |= {"rollout.max_num_seqs", "actor.timeout_s", "logprob_diff_mean", "logprob_diff_max", "reward.workers"}
+_MAY_CHANGE |= {"reward.time_limit_s"}
 """Settings that a resumed run may change: how it is spread, how long it goes on and what it tells."""
 
 
@@ -44,8 +45,11 @@ class RunFolder:
             )
 
     def _check_same(self, config: RunConfig) -> None:
-        before = _flatten(json.loads((self.path / "config.json").read_text()))
-        now = _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+        stored = json.loads((self.path / "config.json").read_text())
+        # A setting that did not exist yet when the run was started had what is now its default.
+        before = _flatten(dataclasses.asdict(type(config)())) | _flatten(stored)
+        now = _flatten(dataclasses.asdict(config))
+        before, now = (json.loads(json.dumps(settings)) for settings in (before, now))
         changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and k not in _MAY_CHANGE)
         if changed:
             was = ", ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed)

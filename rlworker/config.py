@@ -1,12 +1,14 @@
 """Settings of a run. Every value is checked before Ray, Megatron or vLLM starts."""
 
+import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import LARGEST, MegatronConfig, VllmConfig, check_numbers, check_types
 from engines.hf_folder import SafetensorsFolder
 from engines.models import ModelSpec
-from hardware.platform import get_platform
+from hardware.platform import Platform, get_platform
 
 _LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}
 """dtype -> mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
@@ -17,15 +19,25 @@ class DataConfig:
     """Rows to learn from."""
 
     train: str = ""
-    """JSONL file: each row has a "prompt" (text or chat messages) and an "answer"."""
+    """A JSONL or .parquet file, a folder of Dataset.save_to_disk (FOLDER:SPLIT for a DatasetDict's), or a data set of
+    the HuggingFace hub (hf:OWNER/NAME:SPLIT, hf:OWNER/NAME/CONFIG:SPLIT)."""
     heldout: str = ""
-    """JSONL file of the same form, never trained on; empty evaluates nothing."""
+    """Rows of the same form, never trained on; empty evaluates nothing."""
+    prompt_field: str = "prompt"
+    """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]."""
+    answer_field: str = "answer"
+    """Field of a row that holds the answer: text, given to the reward function."""
     max_prompt_tokens: int = 1024
-    """A longer prompt is an error that names its row."""
+    """A longer prompt is an error that names its row, or is skipped with skip_long_prompts."""
+    skip_long_prompts: bool = False
+    """Leave rows out whose prompt is longer than max_prompt_tokens."""
 
     def __post_init__(self):
-        if self.max_prompt_tokens < 1:
-            raise ValueError(f"data: max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        check_types("data", self)
+        check_numbers("data", self, "at least 1", lambda x: x >= 1, "max_prompt_tokens")
+        for name in ("prompt_field", "answer_field"):
+            if not getattr(self, name):
+                raise ValueError(f"data: {name} must not be empty; set it to the name of a field of your rows")
 
 
 @dataclass(frozen=True)
@@ -42,11 +54,31 @@ class AlgorithmConfig:
     """Optimizer steps per rollout."""
 
     def __post_init__(self):
-        if self.mini_batches < 1:
-            raise ValueError(f"algorithm: mini_batches must be at least 1, got {self.mini_batches}")
-        for name in ("clip_low", "clip_high", "kl_coef"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"algorithm: {name} must not be negative, got {getattr(self, name)}")
+        check_types("algorithm", self)
+        check = partial(check_numbers, "algorithm", self)
+        check("at least 1", lambda x: x >= 1, "mini_batches")
+        check("0 or more", lambda x: x >= 0, "clip_low", "clip_high")
+        check("finite and not negative", lambda x: 0 <= x <= LARGEST, "kl_coef")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Where the reward function runs, and what becomes of a text that it fails on."""
+
+    workers: int = 1
+    """Processes that call it, all on the controller's machine."""
+    time_limit_s: float = 10.0
+    """Seconds that one call may take; one that takes longer is ended and counts as failed."""
+    default: float = 0.0
+    """Reward of a text whose call failed: no end in time, an error, no finite number, a process that died."""
+
+    def __post_init__(self):
+        if self.workers < 1:
+            raise ValueError(f"reward: workers must be at least 1, got {self.workers}")
+        if not 0 < self.time_limit_s < math.inf:
+            raise ValueError(f"reward: time_limit_s must be above 0 and finite, got {self.time_limit_s}")
+        if not math.isfinite(self.default):
+            raise ValueError(f"reward: default must be a finite number, got {self.default}")
 
 
 @dataclass(frozen=True)
@@ -61,6 +93,7 @@ class RunConfig:
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     rollout: VllmConfig = field(default_factory=VllmConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     platform: Literal["cpu"] = "cpu"
     """Kind of machine the engines run on."""
     steps: int = 100
@@ -83,18 +116,20 @@ class RunConfig:
     """Largest single difference; None takes 5e-3 (float32) or no limit (bfloat16)."""
     ignore_logprob_diff: bool = False
     """Go on, with a warning at each step, where rollout and trainer disagree."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go beside metrics.jsonl: run_dir/tensorboard, run_dir/wandb (offline unless WANDB_MODE is set)."""
 
     def __post_init__(self):
-        for name in ("steps", "prompts_per_step", "samples_per_prompt"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"config: {name} must be at least 1, got {getattr(self, name)}")
-        for name in ("eval_every", "save_every", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"config: {name} must not be negative, got {getattr(self, name)}")
+        check_types("config", self)
+        check = partial(check_numbers, "config", self)
+        check("at least 1", lambda x: x >= 1, "steps", "prompts_per_step", "samples_per_prompt")
+        check("0 or more", lambda x: x >= 0, "eval_every", "save_every", "logprob_diff_mean", "logprob_diff_max")
+        # Generators of 64 bits are seeded with a million times it and the step.
+        check("from 0 to 4294967295", lambda x: 0 <= x < 2**32, "seed")
         if self.samples_per_step < self.actor.dp * self.algorithm.mini_batches:
             raise ValueError(
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
-                f"{self.algorithm.mini_batches} mini-batches on {self.actor.dp} data-parallel ranks; raise one of them"
+                f"mini_batches={self.algorithm.mini_batches} on {self.actor.dp} data-parallel ranks; raise one of them"
             )
         if self.prompts_per_step < self.rollout.engines:
             raise ValueError(
@@ -139,7 +174,7 @@ class RunConfig:
         return self.actor.dtype == self.rollout.dtype == "float32"
 
     def check_model(self) -> ModelSpec:
-        """Read the model's config and the names of its weights, and check that both engines can hold it.
+        """Read the model's config and the names and shapes of its weights, and check that both engines can hold it.
 
         Raises:
             ValueError: they cannot.
@@ -147,11 +182,26 @@ class RunConfig:
         model = ModelSpec.from_folder(self.model)
         self.actor.check_model(model)
         self.rollout.check_model(model)
-        head_dims = get_platform(self.platform).rollout_head_dims
-        if model.head_dim not in head_dims:
+        platform = get_platform(self.platform)
+        if model.head_dim not in platform.rollout_head_dims:
             raise ValueError(
                 f"rollout: vLLM on platform {self.platform!r} has no attention for the model's head_dim "
-                f"{model.head_dim}, expected one of {list(head_dims)}"
+                f"{model.head_dim}, expected one of {list(platform.rollout_head_dims)}"
             )
+        self._check_cache(model, platform)
         SafetensorsFolder(model.folder).check(model)
         return model
+
+    def _check_cache(self, model: ModelSpec, platform: Platform) -> None:
+        """Raise ValueError where the longest sequence does not fit into the rollout's memory for keys and values."""
+        rollout, block = self.rollout, platform.rollout_block_tokens
+        if rollout.vllm or model.windows != (None,):
+            return  # a pass-through or a window may change what a token takes
+        token = 2 * model.layers * model.kv_heads * model.head_dim * (4 if rollout.dtype == "float32" else 2)
+        blocks = math.ceil(rollout.max_model_len / block) + 1  # vLLM keeps one for itself
+        need, have = math.ceil(blocks * block * token / 2**20), rollout.kv_cache_mb or platform.rollout_kv_cache_mb
+        if need > have:
+            raise ValueError(
+                f"rollout: kv_cache_mb={rollout.kv_cache_mb} gives {have} MB to keys and values, expected at least "
+                f"{need} for one sequence of max_model_len={rollout.max_model_len}; raise --rollout.kv-cache-mb"
+            )

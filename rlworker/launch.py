@@ -10,6 +10,7 @@ from rlworker.cluster import WorkerFailure, no_collection, ray_for
 from rlworker.config import RunConfig
 from rlworker.data import check_rows
 from rlworker.rewards import RewardFn
+from rlworker.trackers import check_trackers
 
 
 def launch(config: RunConfig, reward: RewardFn, **parts: Any) -> dict[str, float]:
@@ -51,8 +52,10 @@ def check_run(config: RunConfig) -> None:
     """
     config.check_model()
     RunFolder(config.run_dir).check(config)
-    for path in filter(None, (config.data.train, config.data.heldout)):
-        check_rows(path)
+    check_trackers(config.trackers)
+    check_rows(config.data.train, config.data)
+    if config.data.heldout:
+        check_rows(config.data.heldout, config.data)
 
 
 def _build_trainer(config: RunConfig, reward: RewardFn, parts: dict):

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, sampled rollouts, a progress bar and one line per step."""
+"""What a run tells: metrics.jsonl, trackers, sampled rollouts, a progress bar and one line per step."""
 
 import json
 import time
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 from tqdm import tqdm
+
+from rlworker.trackers import Trackers
 
 _LINE = (
     ("reward", "reward", "6.3f"),
@@ -40,20 +42,27 @@ class StepClock:
 
 
 class RunLog:
-    """Writes one JSON line per step and shows the run on the terminal."""
+    """Writes one JSON line per step, passes it on to the trackers and shows the run on the terminal.
 
-    def __init__(self, folder: Path, steps: int, first_step: int):
+    Args:
+        steps: of the whole run. first_step: steps done so far.
+        trackers: open ones; they are closed with this.
+    """
+
+    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers):
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")
         self._rollouts = folder / "rollouts"
         self._rollouts.mkdir(exist_ok=True)
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
         self._steps = steps
+        self._trackers = trackers
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record step ``step`` (steps done so far), with the seconds since this process started (``time_wall``)."""
-        wall = time.time() - psutil.Process().create_time()
-        self._metrics.write(json.dumps({"step": step} | metrics | {"time_wall": wall}) + "\n")
+        metrics = metrics | {"time_wall": time.time() - psutil.Process().create_time()}
+        self._metrics.write(json.dumps({"step": step} | metrics) + "\n")
         self._metrics.flush()
+        self._trackers.step(step, metrics)
         fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in _LINE)
         self._bar.write(f"step {step:4d}/{self._steps}  " + "  ".join(fields))
         self._bar.n = step
@@ -73,6 +82,7 @@ class RunLog:
     def __exit__(self, *_) -> None:
         self._bar.close()
         self._metrics.close()
+        self._trackers.close()
 
 
 def read_metrics(folder: Path) -> list[dict]:

@@ -1,8 +1,9 @@
 """The controller: one process that starts the engines and runs the steps."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -13,13 +14,16 @@ from rlworker.advantages import AdvantageFn, grpo
 from rlworker.checkpoint import RunFolder
 from rlworker.cluster import naming_failures, ray_for
 from rlworker.config import RunConfig
-from rlworker.data import Row, load_tokenizer, read_rows, rows_of_step
+from rlworker.data import Row, Rows, load_tokenizer, read_rows, rows_of_step
 from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup
 from rlworker.losses import policy_loss
 from rlworker.metrics import RunLog, StepClock
+from rlworker.refused import save_refused
 from rlworker.report import write_report
-from rlworker.rewards import RewardFn
+from rlworker.reward_pool import RewardPool, Scores, pickled
+from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.rollout import Rollouts, logprob_difference, to_batch
+from rlworker.trackers import Trackers, check_trackers
 
 CANARY_TOKENS = 4
 """Tokens that each rollout engine samples after a weight sync, to be compared with the actor's logprobs of them."""
@@ -34,7 +38,7 @@ class Trainer:
     runs to the last step. Use it as a context manager, so that the engines end with it.
 
     Args:
-        reward: ``reward(text, row) -> float``.
+        reward: ``reward(text, row) -> float``, or marked with ``batch_reward``.
         advantage: ``advantage(batch) -> [N]``. loss: what an update minimises; None takes the clipped policy loss with
             the coefficients of ``config.algorithm``.
     """
@@ -42,19 +46,23 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        reward: RewardFn,
+        reward: RewardFn | BatchRewardFn,
         *,
         advantage: AdvantageFn = grpo,
         loss: LossFn | None = None,
     ):
         self.config, self.reward, self.advantage = config, reward, advantage
+        pickled(reward)  # one that cannot be sent to the processes that call it is refused here
         self.model = config.check_model()
         self.folder = RunFolder(config.run_dir)
         self.folder.check(config)
+        check_trackers(config.trackers)
         self.tokenizer = load_tokenizer(config.model)
-        read = partial(read_rows, tokenizer=self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
-        self.rows = read(config.data.train)
-        self.heldout = read(config.data.heldout) if config.data.heldout else []
+        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data)
+        train = read(config.data.train)
+        heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
+        self.rows, self.heldout = train.rows, heldout.rows
+        self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         algorithm = config.algorithm
         clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, kl_coef=algorithm.kl_coef)
         self.loss = loss or partial(policy_loss, **clips)
@@ -82,6 +90,7 @@ class Trainer:
         rollouts = self._start(Rollouts(config.platform, self.model, config.rollout))  # first: vLLM takes longest
         actor = self._start(self._trainers("actor", trainable=True))
         reference = self._start(self._trainers("reference", trainable=False)) if config.with_reference else None
+        self.rewards = self._start(RewardPool(self.reward, config.reward))  # last: it is soon there
         with self._phase(clock, "start_trainers"):
             self.actor = actor.ready()
             self.reference = reference.ready() if reference else None
@@ -91,7 +100,11 @@ class Trainer:
         if state:
             with self._phase(clock, "restore"):
                 self._restore(state)
-        self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done))
+        trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
+        self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done, trackers))
+        if any(self.skipped.values()):
+            counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in self.skipped.items())
+            self.log.note(f"data: skipped prompts longer than {config.data.max_prompt_tokens} tokens: {counts}")
         self.start_seconds = clock.seconds
 
     def _trainers(self, role: str, trainable: bool) -> StartingGroup:
@@ -111,7 +124,7 @@ class Trainer:
         with clock.phase(name), naming_failures(where, workers):
             yield
 
-    def _start(self, engine: Rollouts | StartingGroup) -> Rollouts | StartingGroup:
+    def _start(self, engine: Rollouts | StartingGroup | RewardPool) -> Rollouts | StartingGroup | RewardPool:
         self.running.callback(engine.stop)
         self.engines.append(engine)
         return engine
@@ -122,7 +135,7 @@ class Trainer:
         """Run to the last step, evaluating and saving on the way. Returns the metrics of the last step."""
         config, metrics = self.config, {}
         if self.steps_done == 0:
-            self.log.step(0, self.evaluate() | self.start_seconds)
+            self.log.step(0, self.evaluate() | self.start_seconds | self.skipped)
         try:
             while self.steps_done < config.steps:
                 metrics, samples = self.step()
@@ -146,8 +159,8 @@ class Trainer:
             completions = self.rollouts.generate(rows, self._sampling(config.samples_per_prompt))
             self._check_versions(completions)
         with self._phase(clock, "reward"):
-            texts, rewards = self._score(rows, completions)
-            batch = to_batch(rows, completions, rewards)
+            texts, scores = self._score(rows, completions)
+            batch = to_batch(rows, completions, scores.values)
         with self._phase(clock, "logprobs"):
             batch = self._with_logprobs(batch)
         batch = replace(batch, advantages=self.advantage(batch))
@@ -158,8 +171,9 @@ class Trainer:
         with self._phase(clock, "canary"):
             self.check_canary()
         self.steps_done += 1
-        samples = _some_samples(rows, completions, texts, rewards)
-        return _rollout_metrics(completions, rewards, batch, clock.total()) | metrics, samples
+        samples = _some_samples(rows, completions, texts, scores.values)
+        metrics |= scores.counts("reward")
+        return _rollout_metrics(completions, scores.values, batch, clock.total()) | metrics, samples
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of greedy completions of the held-out rows; empty without such rows."""
@@ -168,8 +182,9 @@ class Trainer:
         clock = StepClock()
         with self._phase(clock, "evaluate"):
             completions = self.rollouts.generate(self.heldout, replace(self._sampling(1), temperature=0.0))
-            _, rewards = self._score(self.heldout, completions)
-        return {"heldout": sum(rewards) / len(rewards)} | clock.seconds
+            _, scores = self._score(self.heldout, completions)
+        mean = sum(scores.values) / len(scores.values)
+        return {"heldout": mean} | scores.counts("heldout") | clock.seconds
 
     # -- parts of a step
 
@@ -178,18 +193,14 @@ class Trainer:
         seed = self.config.seed * 1_000_003 + self.steps_done
         return Sampling(count, rollout.temperature, rollout.max_new_tokens, seed, (self.tokenizer.eos_token_id,))
 
-    def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[str], list[float]]:
-        """Text and reward of every completion, group by group. A reward's own error says which answer it met."""
+    def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[str], Scores]:
+        """Text and reward of every completion, group by group."""
         pairs = [(row, sample) for row, group in zip(rows, completions, strict=True) for sample in group]
         texts = self.tokenizer.batch_decode([sample.token_ids for _, sample in pairs], skip_special_tokens=True)
-        rewards = []
-        for text, (row, _) in zip(texts, pairs, strict=True):
-            try:
-                rewards.append(float(self.reward(text, row)))
-            except Exception as error:
-                error.add_note(f"reward: called with text {text!r} for prompt {row.prompt!r}, answer {row.answer!r}")
-                raise
-        return texts, rewards
+        scores = self.rewards.score(texts, [row for row, _ in pairs])
+        if scores.failures:
+            self.log.note(f"WARNING after {self.steps_done} steps: {scores.summary()}")
+        return texts, scores
 
     def _check_versions(self, completions: list[list[Completion]]) -> None:
         if (versions := {sample.version for group in completions for sample in group}) != {self.version}:
@@ -212,10 +223,21 @@ class Trainer:
             tokens = float(mini.mask.sum())
             results = self.actor.call_sharded("train_step", mini, self.loss, tokens)
             parts.append(_step_metrics(results, tokens))
+            if not math.isfinite(parts[-1]["grad_norm"]):
+                self._refuse(mini, _logprobs(results))
             if logprobs is None:
                 logprobs = _logprobs(results)
                 self._check_difference(f"step {self.steps_done + 1}", logprob_difference(batch, logprobs))
         return _mean_of_mini_batches(parts) | logprob_difference(batch, logprobs)
+
+    def _refuse(self, batch: TrainBatch, logprobs: torch.Tensor) -> None:
+        path = self.folder.path / "refused" / f"step_{self.steps_done + 1:06d}.jsonl"
+        count = save_refused(path, batch, logprobs, self.tokenizer)
+        raise RuntimeError(
+            f"step {self.steps_done + 1}: the gradient is not finite, so the step was not taken. "
+            f"{count} of {len(batch)} rows may be why: see {path}. If their numbers are finite, lower --actor.lr or "
+            "--actor.clip-grad; if not, mend what made them (reward, advantage, loss)"
+        )
 
     def _check_difference(self, where: str, difference: dict[str, float]) -> None:
         limits = self.config.logprob_limits

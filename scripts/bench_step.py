@@ -18,32 +18,36 @@ from pathlib import Path
 
 import psutil
 
-SIZES = dict(vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4)
-PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 32, 8, 16, 16
+SIZES = dict(hidden_size=160, intermediate_size=480, num_hidden_layers=4, num_attention_heads=5)
+PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 32, 8, 16, 6
 
 
 def make_inputs(folder: Path) -> None:
-    """A random model, a tokenizer that knows its words, and prompts of 16 tokens."""
+    """A random model that knows characters, and two-digit additions as prompts."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from recipes.addition import make_data, make_tokenizer
 
     torch.manual_seed(0)
-    config = Qwen2Config(**SIZES, num_key_value_heads=4, tie_word_embeddings=True, max_position_embeddings=128)
+    config = Qwen2Config(
+        **SIZES,
+        vocab_size=128,
+        num_key_value_heads=5,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
     model = Qwen2ForCausalLM(config)
     print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters")
     model.save_pretrained(folder / "model")
-    vocab = {"<eos>": 0} | {f"w{i}": i for i in range(1, SIZES["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder / "model")
-    words = torch.randint(1, SIZES["vocab_size"], (256, PROMPT_TOKENS)).tolist()
-    rows = ({"prompt": " ".join(f"w{i}" for i in row), "answer": "w1"} for row in words)
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_tokenizer().save_pretrained(folder / "model")
+    make_data(folder)
 
 
 def reward(text: str, row) -> float:
-    return len(set(text.split())) / NEW_TOKENS
+    return len(set(text)) / NEW_TOKENS
 
 
 def cpu_seconds(pids: list[int]) -> float:
@@ -90,11 +94,13 @@ def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[st
 def bench_single_process(folder: Path, steps: int, threads: int) -> dict[str, float]:
     """Medians of a step of the same work in one process: transformers' generate, one forward and backward, AdamW."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    from rlworker.data import load_tokenizer
 
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = load_tokenizer(str(folder / "model"))
     rows = [json.loads(line) for line in (folder / "train.jsonl").open()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     measured = []
@@ -108,7 +114,7 @@ def bench_single_process(folder: Path, steps: int, threads: int) -> dict[str, fl
                 prompts, attention_mask=seen, do_sample=True, max_new_tokens=NEW_TOKENS, pad_token_id=0
             )
         generated = time.perf_counter()
-        texts = tokenizer.batch_decode(ids[:, PROMPT_TOKENS:])
+        texts = tokenizer.batch_decode(ids[:, PROMPT_TOKENS:], skip_special_tokens=True)
         rewards = torch.tensor([reward(text, None) for text in texts]).view(PROMPTS, SAMPLES)
         advantage = (rewards - rewards.mean(1, keepdim=True)).flatten()
         logits = model(ids).logits[:, PROMPT_TOKENS - 1 : -1]

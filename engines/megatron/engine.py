@@ -106,12 +106,22 @@ class MegatronEngine:
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         metrics = self._run(batch, loss_of, forward_only=False)
-        # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
-        self.schedule.step(increment=1)
+        grad_norm = float("nan")
+        if self._gradients_are_finite():
+            # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
+            self.schedule.step(increment=1)
+            _, grad_norm, _ = self.optimizer.step()
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        _, grad_norm, _ = self.optimizer.step()
         logprobs = _join(parts).logprobs if self.is_leader else torch.empty(0)
         return StepResult(_reduce(metrics), logprobs, float(grad_norm), lr)
+
+    def _gradients_are_finite(self) -> bool:
+        """The same answer on every rank: one that steps while another does not would never be found again."""
+        buffers = [*self.module.buffers, *self.module.expert_parallel_buffers]
+        ends = [torch.stack(buffer.grad_data.aminmax()) for buffer in buffers]  # a NaN comes through
+        finite = torch.cat(ends).isfinite().all().int()
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite)
 
     def _run(self, batch: TrainBatch, loss_of, forward_only: bool) -> list[dict]:
         """Every micro-batch through Megatron's schedule; the metrics of each, on the last stage."""

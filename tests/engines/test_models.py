@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +13,14 @@ def edit_config(make_hf_model, tmp_path, **changes) -> str:
     return str(tmp_path)
 
 
-def test_names_are_those_of_the_saved_model(make_hf_model):
+def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
     from safetensors import safe_open
 
-    for family, tied in (("qwen2", True), ("qwen2", False), ("llama", False)):
-        folder = make_hf_model(family, tied)
-        with safe_open(f"{folder}/model.safetensors", "pt") as file:
-            assert ModelSpec.from_folder(folder).all_hf_names() == set(file.keys())
+    for family, tied in (("qwen2", True), ("qwen2", False), ("llama", False), ("qwen3", False)):
+        spec = ModelSpec.from_folder(make_hf_model(family, tied))
+        with safe_open(f"{spec.folder}/model.safetensors", "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        assert {name: spec.hf_shape(name) for name in spec.all_hf_names()} == shapes
 
 
 def test_windows_follow_layer_types(make_hf_model):
@@ -37,6 +39,48 @@ def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path):
     assert ModelSpec.from_folder(
         edit_config(make_hf_model, tmp_path, **window | {"use_sliding_window": False})
     ).windows == (None,)
+    both = old | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+    assert ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **both)).rope["rope_type"] == "linear"
+
+
+PUBLISHED = {  # as they stand on the hub, further keys of no matter aside
+    "Qwen2.5-0.5B": """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+        "use_cache": true, "use_mrope": false, "use_sliding_window": false, "vocab_size": 151936}""",
+    "Qwen3-0.6B": """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+        "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+        "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+        "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_sliding_window": false, "vocab_size": 151936}""",
+    "Llama-3.2-1B": """{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072,
+        "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0,
+        "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+        "use_cache": true, "vocab_size": 128256}""",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_taken(tmp_path, name):
+    (tmp_path / "config.json").write_text(PUBLISHED[name])
+    spec = ModelSpec.from_folder(tmp_path)
+    sizes = {"Qwen2.5-0.5B": (14, 2, 64), "Qwen3-0.6B": (16, 8, 128), "Llama-3.2-1B": (32, 8, 64)}
+    assert (spec.heads, spec.kv_heads, spec.head_dim) == sizes[name] and spec.windows == (None,)
+    VllmConfig().check_model(spec)
+    MegatronConfig(tp=2, ranks=2).check_model(spec)
+
+
+def test_the_smallest_length_of_a_config_holds(make_hf_model, tmp_path):
+    """vLLM looks at more keys than max_position_embeddings."""
+    assert ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, max_sequence_length=64)).max_positions == 64
+    assert ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, model_max_length=512)).max_positions == 256
 
 
 def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
@@ -56,6 +100,50 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"num_attention_heads": 6}, "num_attention_heads 6, which do not divide its hidden_size 128"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3, which does not divide its 4 heads"),
+        (
+            {"head_dim": 64},
+            "head_dim 64, expected hidden_size / num_attention_heads = 32: vLLM knows no other for qwen2",
+        ),
+        ({"hidden_size": "128"}, "hidden_size '128', expected a whole number"),
+        ({"vocab_size": 0}, "vocab_size 0, expected at least 1"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps '1e-6', expected a number"),
+        ({"rms_norm_eps": 1.5}, "rms_norm_eps 1.5, expected between 0 and 1"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no', expected true or false"),
+        (
+            {"eos_token_id": ["a"]},
+            r"eos_token_id \['a'\], expected a whole number or a list \(a whole number\) or null",
+        ),
+        ({"dtype": "float8"}, "dtype 'float8', expected one of 'float32', 'bfloat16', 'float16', 'float64' or null"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            r"architectures \['LlamaForCausalLM'\], expected \['Qwen2ForCausalLM'\]",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "sets quantization_config, which the engine does not build"),
+        ({"is_causal": False}, "is_causal False, expected True"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types, expected one for each of its 4 layers"),
+        ({"layer_types": []}, "0 layer_types, expected one for each of its 4 layers"),
+        (
+            {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+            "layer_types with 'sliding_attention', but no window: set use_sliding_window and sliding_window",
+        ),
+        (
+            {"layer_types": ["linear_attention"] * 4},
+            r"layer_types \['linear_attention'.*expected a list \(one of 'full_att",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"rope_type 'linear' without \['factor'\]"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor 'two', expected a number above 0"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta 0, expected a number above 0"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "type": "yarn"}},
+            "rope_type 'linear' and 'yarn', expected one of",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            "rotary settings of their own for 'full_attention'",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, expected 1"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type 'dynamic'"),
     ],
@@ -63,6 +151,49 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
 def test_what_the_engine_lacks_is_refused(make_hf_model, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"sliding_window": 8}, "sets sliding_window, which the engine does not build"),
+        ("llama", {"qkv_bias": True}, "sets qkv_bias, which the engine does not build"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale 0.5, expected 1"),
+        (
+            "llama",
+            {"hidden_size": 130, "head_dim": 32},
+            "num_attention_heads 4, which do not divide its hidden_size 130",
+        ),
+        ("qwen3", {"head_dim": None}, "head_dim null, expected a whole number"),
+        ("qwen3", {"head_dim": 33}, "head_dim 33, expected an even number"),
+    ],
+)
+def test_what_a_family_lacks_is_refused(make_hf_model, tmp_path, family, changes, message):
+    config = json.loads(Path(make_hf_model(family, False), "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": "qwen2"', r"config\.json cannot be read: Expecting ',' delimiter: line 1 column 23"),
+        ("", r"config\.json cannot be read: Expecting value"),
+        ("[1]", r"config\.json must hold a JSON object, got list"),
+        ("[" * 100_000, r"config\.json cannot be read: maximum recursion depth"),
+        ('{"model_type": []}', r"model_type \[\], which has no name table"),
+        (
+            json.dumps({"model_type": "qwen3", "vocab_size": 9, "num_hidden_layers": 1, "hidden_size": 8}),
+            r"lacks the keys \['intermediate_size', 'num_attention_heads', .*, 'num_key_value_heads', 'head_dim'\]",
+        ),
+    ],
+    ids=["cut", "empty", "list", "deep", "type", "keys"],
+)
+def test_an_unreadable_config_is_refused(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_folder(tmp_path)
 
 
 def test_wrong_ranks_are_refused():
@@ -86,6 +217,12 @@ def test_sizes_that_do_not_fit_the_model_are_refused(make_hf_model, settings, me
 def test_rollout_limits_are_checked(make_hf_model):
     with pytest.raises(ValueError, match="max_model_len=512 is above the model's 256 positions"):
         VllmConfig(max_model_len=512).check_model(ModelSpec.from_folder(make_hf_model("qwen2", False)))
+    with pytest.raises(
+        ValueError, match="a sliding_window on some layers and none on others, which vLLM does not do for"
+    ):
+        VllmConfig(max_model_len=256, max_new_tokens=8).check_model(
+            ModelSpec.from_folder(make_hf_model("qwen2-window", False))
+        )
     with pytest.raises(ValueError, match="temperature must be above 0"):
         VllmConfig(temperature=0.0)
     with pytest.raises(ValueError, match="leaves no room for a prompt"):

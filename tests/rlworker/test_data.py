@@ -1,9 +1,21 @@
 import json
+import re
+import subprocess
+import sys
 
+import datasets
+import numpy as np
+import pyarrow as pa
 import pytest
+from datasets import Array2D, Dataset, DatasetDict, Features, Image, Json, List, Value
+from pyarrow import parquet
 
 from recipes.addition import is_heldout, make_data, make_tokenizer
-from rlworker.data import read_rows, rows_of_step
+from rlworker.config import DataConfig
+from rlworker.data import check_rows, read_rows, rows_of_step
+
+DATA = DataConfig(max_prompt_tokens=20)
+ROW = {"prompt": "1+1=", "answer": "2"}
 
 
 @pytest.fixture
@@ -17,42 +29,261 @@ def write(tmp_path, *rows) -> str:
     return str(path)
 
 
+def write_parquet(tmp_path, *rows) -> str:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+def save(tmp_path, *rows) -> str:
+    Dataset.from_list(list(rows)).save_to_disk(tmp_path / "saved")
+    return str(tmp_path / "saved")
+
+
+def message_of(call, *arguments) -> str:
+    with pytest.raises(ValueError) as error:
+        call(*arguments)
+    return str(error.value)
+
+
 def test_text_and_messages(tmp_path, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
     messages = [{"role": "u", "content": "1+1"}]
     path = write(tmp_path, {"prompt": "1+1=", "answer": "2", "level": 3}, "", {"prompt": messages, "answer": "2"})
-    text, chat = read_rows(path, tokenizer, 20)
+    text, chat = read_rows(path, tokenizer, DATA).rows
     assert (text.prompt, text.answer, text.source["level"]) == ("1+1=", "2", 3)
     assert tokenizer.decode(list(text.prompt_ids)) == "1+1=" and len(text.prompt_ids) == 4
     assert chat.prompt == "u:1+1;a:"
 
 
+@pytest.mark.parametrize("form", [write, write_parquet, save])
+def test_every_form_gives_the_same_rows(tmp_path, tokenizer, form):
+    """More rows than one batch of a table has, under other names, with messages and a value of every plain kind."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
+    sources = [
+        {
+            "question": [{"role": "u", "content": f"{i}+1"}],
+            "solution": str(i + 1),
+            "level": i,
+            "weight": i / 8,
+            "tags": [{"name": "x", "on": i % 2 == 0}, {"name": "y", "on": None}],
+        }
+        for i in range(1203)
+    ]
+    data = DataConfig(prompt_field="question", answer_field="solution", max_prompt_tokens=20)
+    path = form(tmp_path, *sources)
+    check_rows(path, data)
+    rows, skipped = (read := read_rows(path, tokenizer, data)).rows, read.skipped
+    assert [row.source for row in rows] == sources and skipped == 0
+    assert [row.prompt for row in rows] == [f"u:{i}+1;a:" for i in range(1203)]
+    assert [row.answer for row in rows] == [str(i + 1) for i in range(1203)]
+    assert {type(v) for v in rows[1202].source.values()} == {list, str, int, float}
+    assert type(rows[1202].source["tags"][0]["on"]) is bool
+
+
+def test_a_data_set_gives_plain_values(tmp_path, tokenizer):
+    """Whatever form its owner chose to read it in, and undecoded where a column holds pictures."""
+    picture = {"bytes": b"no picture at all", "path": None}
+    columns = {"prompt": Value("string"), "answer": Value("string"), "grid": Array2D((2, 2), "float32")}
+    columns |= {"tools": List(Json()), "image": Image(), "more": List(Image())}
+    row = ROW | {"grid": [[1.0, 2.0], [3.0, 4.0]], "tools": [{"a": 1}, {"b": "x"}], "image": picture, "more": [picture]}
+    dataset = Dataset.from_list([row], features=Features(columns))
+    dataset.set_format("numpy", columns=["prompt"])
+    dataset.save_to_disk(tmp_path / "saved")
+    (read,) = read_rows(str(tmp_path / "saved"), tokenizer, DATA).rows
+    assert read.source == row and (read.prompt, read.answer) == ("1+1=", "2")
+    assert type(read.prompt) is str and type(read.source["grid"][1][0]) is float
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"answer": "2"}, 'line 2: field "prompt" is missing or empty'),
+        ({"answer": "2"}, 'line 2: field "prompt" is missing or empty, the row has answer; it must be text or'),
         ({"prompt": "", "answer": "2"}, 'line 2: field "prompt" is missing or empty'),
-        ({"prompt": "1+1="}, 'line 2: field "answer" must be text, got NoneType'),
+        ({"prompt": [], "answer": "2"}, 'line 2: field "prompt" is missing or empty'),
+        ({"prompt": "1+1="}, 'line 2: field "answer" must be text, got NoneType, the row has prompt; make it text or'),
         ({"prompt": "1+1=", "answer": 2}, 'line 2: field "answer" must be text, got int'),
-        ({"prompt": "1" * 30, "answer": "2"}, 'line 2: field "prompt" has 30 tokens, expected 1 to 20'),
-        ({"prompt": 7, "answer": "2"}, 'line 2: field "prompt" must be text or a list'),
-        ({"prompt": [{"role": "u"}], "answer": "2"}, 'line 2: field "prompt" must be text or a list'),
-        ({"prompt": [{"role": "u", "content": "x"}], "answer": "2"}, "has no chat template"),
-        ("{broken", "line 2: not JSON"),
+        ({"prompt": 7, "answer": "2"}, 'line 2: field "prompt" must be text or a list of {"role": text'),
+        ({"prompt": [{"role": "u"}], "answer": "2"}, "\"content\": text}, got [{'role': 'u'}]"),
+        ({"prompt": [{"role": "u", "content": ["x"]}], "answer": "2"}, 'line 2: field "prompt" must be text or a list'),
+        ({"prompt": ["1+1="], "answer": "2"}, "got ['1+1=']"),
+        ({"prompt": "1\ud800", "answer": "2"}, 'line 2: field "prompt" is no valid Unicode text'),
+        ({"prompt": [{"role": "u", "content": "\udfff"}], "answer": "2"}, 'line 2: field "prompt" is no valid Unicode'),
+        ({"prompt": "1", "answer": "\ud800"}, 'line 2: field "answer" is no valid Unicode text'),
+        ("{broken", "line 2: not JSON: Expecting property name"),
+        ('{"prompt": ' + "9" * 5000 + "}", "line 2: not JSON: Exceeds the limit"),
         ("[1]", "line 2: expected an object, got list"),
+        ('"text"', "line 2: expected an object, got str"),
     ],
 )
-def test_a_broken_row_is_named(tmp_path, tokenizer, row, message):
-    with pytest.raises(ValueError, match=r"rows\.jsonl") as error:
-        read_rows(write(tmp_path, {"prompt": "1+1=", "answer": "2"}, row), tokenizer, 20)
-    assert message in str(error.value)
+def test_a_broken_row_is_named_without_a_tokenizer(tmp_path, row, message):
+    said = message_of(check_rows, write(tmp_path, ROW, row), DATA)
+    assert said.startswith("data: ") and "rows.jsonl, line 2: " in said and message in said
 
 
-def test_no_file_and_no_rows(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="does not exist"):
-        read_rows(str(tmp_path / "none.jsonl"), tokenizer, 20)
-    with pytest.raises(ValueError, match="has no rows"):
-        read_rows(write(tmp_path, ""), tokenizer, 20)
+def test_messages_need_a_template(tmp_path, tokenizer):
+    path = write(tmp_path, ROW, {"prompt": [{"role": "u", "content": "x"}], "answer": "2"})
+    said = message_of(read_rows, path, tokenizer, DATA)
+    assert 'line 2: field "prompt" has messages, but the tokenizer has no chat template' in said
+    tokenizer.chat_template = "{{ raise_exception('no role ' + messages[0].role) }}"
+    said = message_of(read_rows, path, tokenizer, DATA)
+    assert 'line 2: field "prompt": the chat template refuses these messages: no role u' in said
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(json.dumps(ROW).encode() + b'\n{"prompt": "caf\xe9", "answer": "2"}\n')
+    assert re.search(
+        r"rows\.jsonl, line 2: not UTF-8: .* position 15.*save the file as UTF-8",
+        message_of(check_rows, str(path), DATA),
+    )
+
+
+@pytest.mark.parametrize("form", [write_parquet, save])
+def test_a_broken_row_of_a_table_is_named(tmp_path, form):
+    said = message_of(check_rows, form(tmp_path, *[ROW] * 1100, {"prompt": None, "answer": "2"}), DATA)
+    assert f"{tmp_path}/" in said and 'row 1100 (from 0): field "prompt" is missing or empty' in said
+
+
+@pytest.mark.parametrize("form", [write_parquet, save])
+def test_a_missing_column_is_named_beside_those_there(tmp_path, form):
+    path = form(tmp_path, {"question": "1+1=", "answer": "2"})
+    assert f'{path}: no column "prompt", there are question, answer; name one with --data.prompt-field' in message_of(
+        check_rows, path, DATA
+    )
+    said = message_of(check_rows, path, DataConfig(prompt_field="question", answer_field="solution"))
+    assert 'no column "solution", there are question, answer; name one with --data.answer-field' in said
+    check_rows(path, DataConfig(prompt_field="question"))
+
+
+def test_a_parquet_file_that_cannot_be_read(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_text(json.dumps(ROW))
+    assert re.search(
+        r"rows\.parquet: cannot be read as a parquet file: .*magic bytes", message_of(check_rows, str(path), DATA)
+    )
+    broken = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(np.array([0, 1], "i4")), pa.py_buffer(b"\xe9")])
+    parquet.write_table(pa.table({"prompt": broken, "answer": ["2"]}), path)
+    assert re.search(
+        r"rows\.parquet: cannot be read as a parquet file: .*UTF8", message_of(check_rows, str(path), DATA)
+    )
+
+
+def test_long_prompts_are_an_error_or_skipped_and_counted(tmp_path, tokenizer):
+    path = write(tmp_path, ROW, {"prompt": "1" * 30, "answer": "2"}, {"prompt": "1" * 21, "answer": "3"}, ROW)
+    said = message_of(read_rows, path, tokenizer, DATA)
+    assert 'line 2: field "prompt" has 30 tokens, expected 1 to 20' in said and "--data.skip-long-prompts" in said
+    read = read_rows(path, tokenizer, DataConfig(max_prompt_tokens=20, skip_long_prompts=True))
+    assert [row.source for row in read.rows] == [ROW, ROW] and read.skipped == 2
+    read = read_rows(path, tokenizer, DataConfig(max_prompt_tokens=21, skip_long_prompts=True))
+    assert [row.answer for row in read.rows] == ["2", "3", "2"] and read.skipped == 1
+    said = message_of(read_rows, path, tokenizer, DataConfig(max_prompt_tokens=3, skip_long_prompts=True))
+    assert "rows.jsonl: all 4 prompts are longer than 3 tokens, the shortest has 4; raise --data.max-prompt" in said
+
+
+def test_a_prompt_without_tokens_is_an_error_even_where_long_ones_are_skipped(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ '' }}"
+    path = write(tmp_path, {"prompt": [{"role": "u", "content": "x"}], "answer": "2"})
+    said = message_of(read_rows, path, tokenizer, DataConfig(max_prompt_tokens=20, skip_long_prompts=True))
+    assert 'line 1: field "prompt" has 0 tokens, expected 1 to 20' in said
+
+
+def test_no_file_and_no_rows(tmp_path):
+    assert "none.jsonl' does not exist; set --data.train" in message_of(check_rows, str(tmp_path / "none.jsonl"), DATA)
+    assert "none.parquet' does not exist" in message_of(check_rows, str(tmp_path / "none.parquet"), DATA)
+    assert "none:train' does not exist" in message_of(check_rows, str(tmp_path / "none:train"), DATA)
+    assert "no rows were given; set --data.train" in message_of(check_rows, "", DATA)
+    assert "rows.jsonl has no rows" in message_of(check_rows, write(tmp_path, "", " "), DATA)
+    empty = pa.table({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())})
+    parquet.write_table(empty, tmp_path / "rows.parquet")
+    assert "rows.parquet has no rows" in message_of(check_rows, str(tmp_path / "rows.parquet"), DATA)
+
+
+def test_a_saved_dict_takes_a_split(tmp_path, tokenizer):
+    splits = {"train": Dataset.from_list([ROW]), "test": Dataset.from_list([{"prompt": "2+2=", "answer": "4"}])}
+    folder = tmp_path / "a:b"  # what exists is meant as a whole
+    DatasetDict(splits).save_to_disk(folder)
+    assert [row.prompt for row in read_rows(f"{folder}:train", tokenizer, DATA).rows] == ["1+1="]
+    assert [row.answer for row in read_rows(f"{folder}:test", tokenizer, DATA).rows] == ["4"]
+    said = message_of(check_rows, str(folder), DATA)
+    assert f"no split was given, there are train, test; choose one, such as {folder}:train" in said
+    said = message_of(check_rows, f"{folder}:dev", DATA)
+    assert f"{folder}:dev: no split 'dev', there are train, test; choose one" in said
+
+
+def test_a_saved_data_set_has_no_splits(tmp_path):
+    assert "saved has no splits; give the folder alone" in message_of(check_rows, save(tmp_path, ROW) + ":train", DATA)
+    (tmp_path / "saved" / "data-00000-of-00001.arrow").write_bytes(b"ARROW, but not really")
+    said = message_of(check_rows, str(tmp_path / "saved"), DATA)
+    assert "saved: cannot be loaded as a folder of datasets.save_to_disk: ArrowInvalid: " in said
+    said = message_of(check_rows, str(tmp_path), DATA)
+    assert f"{tmp_path}: cannot be loaded as a folder of datasets.save_to_disk: FileNotFoundError: Directory" in said
+
+
+def test_a_named_data_set(tmp_path, tokenizer, monkeypatch):
+    """A folder ``owner/name`` is what the library takes in place of the hub's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    for name, answers in (("easy", "123"), ("hard", "4"), ("easy_test", "56")):
+        rows = [json.dumps({"question": f"{a}+0=", "answer": a}) + "\n" for a in answers]
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+    splits = "[{split: train, path: easy.jsonl}, {split: test, path: easy_test.jsonl}]"
+    configs = (
+        f"[{{config_name: easy, default: true, data_files: {splits}}}, {{config_name: hard, data_files: hard.jsonl}}]"
+    )
+    (folder / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    data = DataConfig(prompt_field="question")
+    answers = {
+        name: [row.answer for row in read_rows(f"hf:owner/{name}", tokenizer, data).rows]
+        for name in ("name:train", "name:test", "name/easy:train[:2]", "name/hard:train")
+    }
+    assert answers == {
+        "name:train": ["1", "2", "3"],
+        "name:test": ["5", "6"],
+        "name/easy:train[:2]": ["1", "2"],
+        "name/hard:train": ["4"],
+    }
+    said = message_of(check_rows, "hf:owner/name:dev", data)
+    assert "data: hf:owner/name:dev: cannot be loaded as hf:OWNER/NAME:SPLIT" in said and "Unknown split" in said
+    said = message_of(check_rows, "hf:owner/name/none:train", data)
+    assert "BuilderConfig 'none' not found. Available: ['easy', 'hard']" in said
+    assert "hf:owner/none:train: cannot be loaded as" in message_of(check_rows, "hf:owner/none:train", data)
+    assert 'hf:owner/name:test: no column "prompt", there are question, answer' in message_of(
+        check_rows, "hf:owner/name:test", DATA
+    )
+
+
+@pytest.mark.parametrize(
+    "path", ["hf:owner/name", "hf:owner/name:", "hf:name:train", "hf:a/b/c/d:train", "hf:a//c:train"]
+)
+def test_a_name_of_another_form_is_refused(path):
+    said = message_of(check_rows, path, DATA)
+    assert said == (
+        f"data: {path}: expected hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT, such as hf:openai/gsm8k/main:train"
+    )
+
+
+def test_fields_must_have_names():
+    assert "prompt_field must not be empty" in message_of(lambda: DataConfig(prompt_field=""))
+    assert "answer_field must not be empty" in message_of(lambda: DataConfig(answer_field=""))
+
+
+def test_checking_rows_imports_nothing_heavy(tmp_path):
+    code = f"""
+import sys
+from rlworker.config import DataConfig
+from rlworker.data import check_rows
+check_rows({write(tmp_path, ROW)!r}, DataConfig())
+heavy = ("torch", "transformers", "datasets", "pyarrow")
+print([m for m in heavy if m in sys.modules])
+check_rows({write_parquet(tmp_path, ROW)!r}, DataConfig())
+check_rows({save(tmp_path, ROW)!r}, DataConfig())
+print([m for m in heavy if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "['datasets', 'pyarrow']"]
 
 
 def test_steps_walk_whole_epochs_in_new_orders():

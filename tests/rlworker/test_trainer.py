@@ -1,6 +1,7 @@
 """The whole loop on real engines: Ray, Megatron ranks and vLLM."""
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -9,11 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 from transformers import AutoModelForCausalLM
 
 from engines.config import MegatronConfig, VllmConfig
 from recipes.addition import make_data, make_tokenizer
+from rlworker.advantages import grpo
 from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
+from rlworker.data import rows_of_step
 from rlworker.metrics import read_metrics
 from rlworker.rewards import exact_match
 from rlworker.trainer import Trainer
@@ -78,6 +82,11 @@ def finished(make_hf_model, data, tmp_path_factory):
             trainer.step()
         faults["unsent"] = str(error.value)
         del trainer.sync_weights, trainer.check_canary
+        trainer.advantage = lambda batch: torch.where(batch.per_token(batch.group) == 3, float("nan"), grpo(batch))
+        with pytest.raises(RuntimeError) as error:
+            trainer.step()
+        faults["nan"] = str(error.value)
+        trainer.advantage = grpo
         for fault in ("none", "stale", "dropped", "swapped"):
             faults[fault] = sync_with(trainer, fault)
     return config, faults
@@ -152,6 +161,18 @@ def test_past_the_limit_the_run_stops_and_says_why(finished):
 
 def test_weights_that_were_not_sent_stop_the_run_at_the_next_step(finished):
     assert "Weights did not arrive whole" in finished[1]["unsent"]
+
+
+def test_a_step_that_is_not_finite_is_refused_and_its_rows_are_kept(finished):
+    """Prompt 3 of 8 was given NaN advantages: its four samples are named, and nothing was learned from them."""
+    config, faults = finished
+    assert "the gradient is not finite, so the step was not taken. 4 of 32 rows" in faults["nan"]
+    (path,) = (Path(config.run_dir) / "refused").iterdir()
+    rows = [json.loads(line) for line in path.open()]
+    assert [row["row"] for row in rows] == [12, 13, 14, 15]
+    assert all(row["not_finite"] == ["advantages"] and row["advantages"][0] == "nan" for row in rows)
+    assert all("=" in row["text"] for row in rows) and len({row["text"][:9] for row in rows}) == 1
+    assert faults["none"] == "", "the weights are still those that a sync can compare"
 
 
 def test_a_damaged_sync_stops_the_run_at_once(finished):
@@ -241,14 +262,28 @@ def test_llama_over_other_sizes_and_two_rollout_engines(make_hf_model, data, tmp
     assert {c.version for c in (*first, *second)} == {2}, "every engine has the newest weights"
 
 
-def test_a_failing_reward_says_what_it_met_and_frees_the_engines(make_hf_model, data, tmp_path):
+def test_a_run_outlives_its_rewards_failures(make_hf_model, data, tmp_path, capsys):
     def fragile(text, row):
-        raise KeyError("level")
+        if row.answer.endswith("7"):
+            raise KeyError("level")
+        if row.answer.endswith("3"):
+            os._exit(1)
+        return digits_reward(text, row)
 
-    config = make_config(make_hf_model, data, tmp_path / "run", tied=True)
-    with pytest.raises(KeyError) as error, Trainer(config, fragile) as trainer:
+    config = make_config(make_hf_model, data, tmp_path / "run", tied=True, steps=2)
+    with Trainer(config, fragile) as trainer:
         trainer.fit()
-    assert "reward: called with text" in error.value.__notes__[0] and not ray.is_initialized()
+        answers = [row.answer for row in trainer.heldout]
+        taken = rows_of_step(trainer.rows, 8, 0, config.seed)
+    assert not ray.is_initialized()
+    start, first, last = read_metrics(tmp_path / "run")
+    sevens, threes = (sum(answer.endswith(digit) for answer in answers) for digit in "73")
+    assert start["heldout_raised"] == sevens > 0 and start["heldout_died"] == threes > 0
+    assert start["heldout_failures"] == sevens + threes and last["step"] == 2
+    sevens, threes = (4 * sum(row.answer.endswith(digit) for row in taken) for digit in "73")
+    assert first["reward_failures"] == sevens + threes > 0
+    assert (first.get("reward_raised", 0), first.get("reward_died", 0)) == (sevens, threes)
+    assert "WARNING after 0 steps: " in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_path, finished):

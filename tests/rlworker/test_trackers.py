@@ -1,0 +1,207 @@
+"""What trackers wrote is read back from their files."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlworker.config import RunConfig
+from rlworker.metrics import RunLog, read_metrics
+from rlworker.trackers import Trackers, check_trackers
+
+WANDB_RUN = """
+import json, os, sys
+from pathlib import Path
+import psutil
+from rlworker.metrics import RunLog
+from rlworker.trackers import Trackers, check_trackers
+
+folder, first_step, steps = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+check_trackers(["wandb"])
+assert "wandb" not in sys.modules
+trackers = Trackers(["wandb"], folder, first_step, {"actor": {"lr": 5e-4}, "trackers": ("wandb",)})
+with RunLog(folder, 9, first_step, trackers) as log:
+    for number, metrics in steps:
+        log.step(number, metrics)
+        if metrics.get("kill"):
+            for child in psutil.Process().children():
+                child.kill()
+                child.wait()
+"""
+
+
+def wandb_run(folder: Path, first_step: int, *steps: tuple[int, dict]) -> subprocess.CompletedProcess:
+    """A process of its own that logs steps to wandb, which keeps all its files in ``folder``'s parent."""
+    folder.mkdir(exist_ok=True)
+    places = {f"WANDB_{name}_DIR": str(folder.parent / name) for name in ("CACHE", "CONFIG", "DATA")}
+    unset = {"WANDB_MODE", "WANDB_PROJECT", "WANDB_NAME"}
+    environment = {k: v for k, v in os.environ.items() if k not in unset} | places | {"WANDB_ERROR_REPORTING": "false"}
+    command = [sys.executable, "-W", "ignore", "-c", WANDB_RUN, str(folder), str(first_step), json.dumps(steps)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def wandb_records(file: Path) -> list:
+    """The records of a .wandb file, which is a log of LevelDB's form after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts, records = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # a block's end, too short for a record's header
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last of several parts
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def wandb_history(file: Path) -> list[dict]:
+    lines = [r.history.item for r in wandb_records(file) if r.WhichOneof("record_type") == "history"]
+    return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items} for items in lines]
+
+
+def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_the_numbers_of_every_step(tmp_path):
+    trackers = Trackers(["tensorboard"], tmp_path, 0, {})
+    with RunLog(tmp_path, 2, 0, trackers) as log:
+        log.step(0, {"heldout": 0.25, "time_start_trainers": 4.0})
+        log.step(1, {"reward": 0.5, "version": 0, "time_step": 2.0, "logprob_diff_mean": 0.125})
+        log.step(2, {"reward": 0.75, "version": 1, "time_step": 1.5, "logprob_diff_mean": float("nan")})
+    trackers.step(3, {"reward": 1.0})  # closed with the log, so that nothing takes it
+    scalars = tensorboard_scalars(tmp_path)
+    wall = scalars.pop("time/wall")
+    difference = scalars.pop("logprob_diff_mean")
+    assert scalars == {
+        "heldout": [(0, 0.25)],
+        "time/start_trainers": [(0, 4.0)],
+        "reward": [(1, 0.5), (2, 0.75)],
+        "version": [(1, 0.0), (2, 1.0)],
+        "time/step": [(1, 2.0), (2, 1.5)],
+    }
+    assert difference[0] == (1, 0.125) and difference[1][1] != difference[1][1]
+    lines = read_metrics(tmp_path)
+    assert [step for step, _ in wall] == [0, 1, 2]
+    assert [value for _, value in wall] == pytest.approx([line["time_wall"] for line in lines], rel=1e-6)
+    assert lines[1]["time_step"] == 2.0, "metrics.jsonl keeps its names"
+
+
+@pytest.mark.parametrize("resumed_at", [2, 0])
+def test_tensorboard_goes_on_after_the_checkpoint(tmp_path, resumed_at):
+    """Steps that were done beyond the checkpoint are done again, and what they first wrote is not shown."""
+    with RunLog(tmp_path, 4, 0, Trackers(["tensorboard"], tmp_path, 0, {})) as log:
+        for step in range(4):
+            log.step(step, {"reward": step / 8})
+    with RunLog(tmp_path, 4, resumed_at, Trackers(["tensorboard"], tmp_path, resumed_at, {})) as log:
+        for step in range(resumed_at + 1 if resumed_at else 0, 5):
+            log.step(step, {"reward": step / 4})
+    want = [(s, s / 8 if resumed_at and s <= resumed_at else s / 4) for s in range(5)]
+    assert tensorboard_scalars(tmp_path)["reward"] == want
+
+
+def test_wandb_has_the_numbers_and_a_resumed_run_goes_on(tmp_path):
+    folder = tmp_path / "mine"
+    done = wandb_run(folder, 0, (0, {"heldout": 0.25}), (1, {"reward": 0.5, "time_step": 2.0}), (2, {"reward": 0.75}))
+    assert done.returncode == 0, done.stderr
+    (first,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    done = wandb_run(folder, 1, (2, {"reward": 0.75}), (3, {"reward": 1.0}))
+    assert done.returncode == 0, done.stderr
+    (second,) = set((folder / "wandb").glob("offline-run-*/*.wandb")) - {first}
+
+    history = [wandb_history(file) for file in (first, second)]
+    assert [line["_step"] for line in history[0]] == [0, 1, 2] and [line["_step"] for line in history[1]] == [2, 3]
+    assert history[0][0]["heldout"] == 0.25 and "reward" not in history[0][0]
+    assert (history[0][1]["reward"], history[0][1]["time/step"], history[0][2]["reward"]) == (0.5, 2.0, 0.75)
+    assert [line["reward"] for line in history[1]] == [0.75, 1.0]
+    walls = [line["time/wall"] for lines in history for line in lines]
+    assert walls == pytest.approx([line["time_wall"] for line in read_metrics(folder)])
+
+    runs = [next(r.run for r in wandb_records(f) if r.WhichOneof("record_type") == "run") for f in (first, second)]
+    assert {run.run_id for run in runs} == {(folder / "wandb" / "run_id").read_text()}
+    assert {(run.project, run.display_name) for run in runs} == {("rlworker", "mine")}
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert config["actor"] == {"lr": 5e-4} and config["trackers"] == ["wandb"]
+
+
+def test_a_wandb_that_dies_is_dropped_and_the_run_goes_on(tmp_path):
+    folder = tmp_path / "mine"
+    steps = [(1, {"reward": 0.5, "kill": 1}), (2, {"reward": 0.75}), (3, {"reward": 1.0})]
+    done = wandb_run(folder, 0, *steps)
+    assert done.returncode == 0, done.stderr
+    notes = [line for line in done.stdout.splitlines() if "WARNING" in line]
+    assert len(notes) == 1 and "WARNING tracker wandb failed and is dropped, metrics.jsonl goes on: " in notes[0]
+    assert done.stdout.index("step    1/9") < done.stdout.index("WARNING") < done.stdout.index("step    2/9")
+    assert [line["reward"] for line in read_metrics(folder)] == [0.5, 0.75, 1.0]
+
+
+def test_a_tensorboard_whose_folder_goes_is_dropped_and_the_run_goes_on(tmp_path, capsys):
+    with RunLog(tmp_path, 4, 0, Trackers(["tensorboard"], tmp_path, 0, {})) as log:
+        log.step(1, {"reward": 0.5})
+        shutil.rmtree(tmp_path / "tensorboard")
+        for step in (2, 3, 4):
+            log.step(step, {"reward": step / 4})
+    said = capsys.readouterr().out
+    assert (
+        said.count("WARNING tracker tensorboard failed and is dropped, metrics.jsonl goes on: FileNotFoundError") == 1
+    )
+    assert [line["reward"] for line in read_metrics(tmp_path)] == [0.5, 0.5, 0.75, 1.0]
+
+
+def test_a_tracker_that_cannot_start_is_dropped_and_others_go_on(tmp_path, capsys):
+    (tmp_path / "wandb").write_text("a file where its folder should be")
+    with RunLog(tmp_path, 1, 0, Trackers(["wandb", "tensorboard"], tmp_path, 0, {})) as log:
+        log.step(1, {"reward": 0.5})
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == 1 and "WARNING tracker wandb failed and is dropped" in said
+    assert tensorboard_scalars(tmp_path)["reward"] == [(1, 0.5)]
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    check_trackers(["tensorboard", "wandb"])
+    for name in ("tensorboard", "wandb"):
+        (tmp_path / name).mkdir()  # such as a run's own folder beside the program, which is no library
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    check_trackers([])
+    for name in ("tensorboard", "wandb"):
+        with pytest.raises(ValueError) as error:
+            check_trackers([name])
+        assert str(error.value) == (
+            f"trackers: {name} is not installed; install it (pip install {name}) or leave it out of --trackers"
+        )
+
+
+def test_without_trackers_neither_library_is_imported(tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+from rlworker.metrics import RunLog
+from rlworker.trackers import Trackers, check_trackers
+check_trackers(["tensorboard", "wandb"])
+with RunLog(Path({str(tmp_path)!r}), 1, 0, Trackers([], Path({str(tmp_path)!r}), 0, {{}})) as log:
+    log.step(1, {{"reward": 0.5}})
+print([m for m in ("torch", "tensorboard", "wandb") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "rollouts"}
+
+
+def test_trackers_are_named_on_the_command_line():
+    import tyro
+
+    assert tyro.cli(RunConfig, args=["--trackers", "tensorboard", "wandb"]).trackers == ("tensorboard", "wandb")
+    assert tyro.cli(RunConfig, args=[]).trackers == ()
