@@ -1,20 +1,11 @@
 """Settings of the engines, checked when they are built and before anything heavy starts."""
 
-import ast
-import difflib
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import cache, partial
-from importlib.util import find_spec
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
-if TYPE_CHECKING:
-    from engines.models import ModelSpec
-
-PassThrough = dict[str, int | float | bool | str]
+from engines.checks import LARGEST, PassThrough, check_numbers, check_pass_through, check_types, installed_fields
+from engines.models import ModelSpec
 
 
 def _names(text: str) -> frozenset[str]:
@@ -72,125 +63,6 @@ MEGATRON_SOURCES = (
 
 _VLLM_BATCHED_TOKENS = 8192
 """Tokens in one forward pass where nothing else is said (0.32, get_batch_defaults; twice as many on large machines)."""
-
-LARGEST = sys.float_info.max
-"""What is above it is no finite number."""
-
-
-def fits(kind: Any, value: Any) -> bool:
-    """Whether a value is what an annotation says. True and False are no numbers here, and NaN is none either."""
-    if kind is Any:
-        return True
-    origin, of = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return any(fits(one, value) for one in of)
-    if origin is Literal:
-        return value in of
-    if origin in (list, tuple):
-        return isinstance(value, origin) and all(fits(of[0], item) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(of[0], k) and fits(of[1], v) for k, v in value.items())
-    if kind in (int, float):
-        types = int if kind is int else (int, float)
-        return isinstance(value, types) and not isinstance(value, bool) and value == value
-    return isinstance(value, origin or kind)
-
-
-def spell(kind: Any) -> str:
-    """An annotation in words, for messages."""
-    origin, of = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return " or ".join(spell(one) for one in of)
-    if origin is Literal:
-        return f"one of {', '.join(map(repr, of))}"
-    if origin in (list, tuple):
-        return f"a list ({spell(of[0])})"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-    return words.get(kind, getattr(origin or kind, "__name__", str(kind)))
-
-
-def option(section: str, name: str) -> str:
-    """The command line's word for a setting."""
-    return f"--{'' if section == 'config' else section + '.'}{name.replace('_', '-')}"
-
-
-def check_types(section: str, config: Any) -> None:
-    """Raise ValueError unless every field holds what its annotation says: a recipe in Python may pass anything."""
-    kinds = get_type_hints(type(config))
-    for name in (f.name for f in fields(config)):
-        if not fits(kinds[name], value := getattr(config, name)):
-            raise ValueError(
-                f"{section}: {name} must be {spell(kinds[name])}, got {value!r}; change {option(section, name)}"
-            )
-
-
-def check_numbers(section: str, config: Any, rule: str, holds: Callable[[float], bool], *names: str) -> None:
-    """Raise ValueError unless ``holds(value)`` of every named field, where it is set; ``rule`` says it in words."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and not holds(value):
-            raise ValueError(f"{section}: {name} must be {rule}, got {value}; change {option(section, name)}")
-
-
-@cache
-def installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, Any] | None:
-    """Name -> type of the fields of dataclasses, read from an installed package's source, which is not imported.
-
-    Args:
-        sources: file within the package and name of the class in it.
-
-    Returns:
-        None where the package or a class is not there. A type that is not made of plain ones is Any.
-    """
-    spec = find_spec(package)
-    found: dict[str, Any] = {}
-    for file, name in sources:
-        paths = [Path(folder) / file for folder in (spec and spec.submodule_search_locations) or ()]
-        texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
-        classes = [n for text in texts for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
-        if not classes:
-            return None
-        lines = [
-            line for line in classes[0].body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-        ]
-        found |= {line.target.id: _type_of(line.annotation) for line in lines if not line.target.id.startswith("_")}
-    return found
-
-
-def _type_of(annotation: ast.expr) -> Any:
-    """The type that an annotation in a source names."""
-    match annotation:
-        case ast.Name(id=name):
-            return {"int": int, "float": float, "bool": bool, "str": str}.get(name, Any)
-        case ast.Constant(value=None):
-            return NoneType
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _type_of(left) | _type_of(right)
-        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return _type_of(inner) | None
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            return Literal[ast.literal_eval(inner)]
-    return Any
-
-
-def check_pass_through(
-    where: str, given: PassThrough, own: frozenset[str], refused: frozenset[str], known: dict[str, Any] | None
-) -> None:
-    """Raise ValueError for a name that the engine cannot pass on, or a value that cannot be meant.
-
-    Args:
-        known: what ``installed_fields`` found.
-    """
-    if taken := sorted(given.keys() & own):
-        raise ValueError(f"{where} may not set {taken}: the engine depends on its own values; drop them")
-    if taken := sorted(given.keys() & refused):
-        raise ValueError(f"{where} may not set {taken}: the engine or its counterpart would not follow; drop them")
-    for name in given if known is not None else ():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else "drop it"
-            raise ValueError(f"{where} has {name!r}, which is not there to be set; {hint}")
-        if not fits(known[name], given[name]):
-            raise ValueError(f"{where} has {name} {given[name]!r}, expected {spell(known[name])}")
 
 
 @dataclass(frozen=True)
@@ -265,7 +137,7 @@ class MegatronConfig:
     def dp(self) -> int:
         return self.ranks // (self.tp * self.pp * self.cp)
 
-    def check_model(self, model: "ModelSpec") -> None:
+    def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError where the model cannot be cut as asked."""
         # Megatron can also share a key-value head among ranks; no test of ours runs that. The hidden size is not cut.
         for name, value in (
@@ -325,7 +197,7 @@ class VllmConfig:
                 "--rollout.max-num-seqs or set --rollout.vllm max_num_batched_tokens"
             )
 
-    def check_model(self, model: "ModelSpec") -> None:
+    def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError where vLLM would refuse the model, or compute another one."""
         if self.max_model_len > model.max_positions:
             raise ValueError(

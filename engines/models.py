@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engines.config import fits, spell
+from engines.checks import fits, spell
 from engines.hf_folder import read_object
 
 LAYER_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from engines.config import LARGEST, MegatronConfig, VllmConfig, check_numbers, check_types
+from engines.checks import LARGEST, check_numbers, check_types
+from engines.config import MegatronConfig, VllmConfig
 from engines.hf_folder import SafetensorsFolder
 from engines.models import ModelSpec
 from hardware.platform import Platform, get_platform

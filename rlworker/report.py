@@ -121,7 +121,9 @@ def _start_table(lines: list[dict]) -> list[tuple[str, float]]:
 def _summary(lines: list[dict]) -> dict:
     heldout = [line["heldout"] for line in lines if "heldout" in line]
     ends = {"heldout_before": heldout[0], "heldout_after": heldout[-1]} if heldout else {}
-    return ends | {"steps": lines[-1]["step"] if lines else 0}
+    names = ("skipped_train", "skipped_heldout", "reward_failures")
+    counts = {name: count for name in names if (count := sum(line.get(name, 0) for line in lines))}
+    return ends | {"steps": lines[-1]["step"] if lines else 0} | counts
 
 
 def _samples(folder: Path) -> list[tuple[int, list[dict]]]:

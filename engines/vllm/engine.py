@@ -37,8 +37,6 @@ class VllmEngine:
         )
         if config.kv_cache_mb:
             settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
-        if taken := sorted(settings.keys() & config.vllm.keys()):
-            raise ValueError(f"rollout: --rollout.vllm may not set {taken}: the engine depends on its own values")
         self.llm = LLM(**settings, **config.vllm)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.checks import installed_fields
 from engines.config import (
     MEGATRON_OWN,
     MEGATRON_REFUSED,
@@ -16,7 +17,6 @@ from engines.config import (
     VLLM_REFUSED,
     MegatronConfig,
     VllmConfig,
-    installed_fields,
 )
 from hardware.platform import get_platform
 from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
