@@ -34,6 +34,8 @@ class RunFolder:
         """
         if self.given in ("", "."):
             raise ValueError("run_dir: no folder of its own was given; set --run-dir, such as --run-dir runs/mine")
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"run_dir: {str(self.path)!r} is not a folder; choose another --run-dir")
         claimed = (self.path / "config.json").exists()
         if config.resume and not claimed:
             raise ValueError(f"run_dir: {str(self.path)!r} holds no run to resume; drop --resume")
@@ -45,7 +47,10 @@ class RunFolder:
             )
 
     def _check_same(self, config: RunConfig) -> None:
-        stored = json.loads((self.path / "config.json").read_text())
+        try:
+            stored = json.loads((self.path / "config.json").read_text())
+        except ValueError as error:
+            raise ValueError(f"run_dir: the config.json in {str(self.path)!r} cannot be read: {error}") from None
         # A setting that did not exist yet when the run was started had what is now its default.
         before = _flatten(dataclasses.asdict(type(config)())) | _flatten(stored)
         now = _flatten(dataclasses.asdict(config))

@@ -74,12 +74,11 @@ class RewardConfig:
     """Reward of a text whose call failed: no end in time, an error, no finite number, a process that died."""
 
     def __post_init__(self):
-        if self.workers < 1:
-            raise ValueError(f"reward: workers must be at least 1, got {self.workers}")
-        if not 0 < self.time_limit_s < math.inf:
-            raise ValueError(f"reward: time_limit_s must be above 0 and finite, got {self.time_limit_s}")
-        if not math.isfinite(self.default):
-            raise ValueError(f"reward: default must be a finite number, got {self.default}")
+        check_types("reward", self)
+        check = partial(check_numbers, "reward", self)
+        check("at least 1", lambda x: x >= 1, "workers")
+        check("above 0 and finite", lambda x: 0 < x <= LARGEST, "time_limit_s")
+        check("a finite number", math.isfinite, "default")
 
 
 @dataclass(frozen=True)

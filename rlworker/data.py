@@ -53,7 +53,8 @@ def load_tokenizer(folder: str):
     """The tokenizer saved with a model.
 
     Raises:
-        ValueError: there is none, or it has no end-of-sequence token, so that nothing would end an answer.
+        ValueError: there is none that can be read, or it has no end-of-sequence token, so that nothing would end an
+            answer.
     """
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would make an empty tokenizer without a word
@@ -65,7 +66,10 @@ def load_tokenizer(folder: str):
         from transformers import PreTrainedTokenizerFast as Tokenizer
     else:
         from transformers import AutoTokenizer as Tokenizer
-    tokenizer = Tokenizer.from_pretrained(folder)
+    try:
+        tokenizer = Tokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise ValueError(f"model: the tokenizer in {folder!r} cannot be read ({error}); save it there again") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set one")
     return tokenizer

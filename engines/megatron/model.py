@@ -72,8 +72,6 @@ def transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerC
         persist_layer_norm=False,
     )
     settings |= _RECOMPUTE[config.recompute]
-    if taken := sorted(settings.keys() & config.megatron.keys()):
-        raise ValueError(f"actor: --actor.megatron may not set {taken}: the engine depends on its own values")
     return TransformerConfig(**settings | config.megatron)
 
 

@@ -1,5 +1,6 @@
 """The rollout engine: vLLM in this process, with weights replaced in place."""
 
+import os
 from collections.abc import Sequence
 
 from vllm import LLM, SamplingParams
@@ -37,6 +38,7 @@ class VllmEngine:
         )
         if config.kv_cache_mb:
             settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
+            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
         self.llm = LLM(**settings, **config.vllm)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
@@ -49,6 +51,7 @@ class VllmEngine:
             logprobs=None if greedy else 0,
             flat_logprobs=not greedy,
             stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # vLLM would stop at the end tokens of generation_config.json too
             detokenize=False,
         )
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

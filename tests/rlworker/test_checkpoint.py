@@ -51,6 +51,10 @@ def test_no_folder_and_nothing_to_resume(tmp_path):
     for none in ("", "."):
         with pytest.raises(ValueError, match="set --run-dir"):
             RunFolder(none).check(RunConfig())
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match="is not a folder; choose another --run-dir"):
+        RunFolder(str(file)).check(RunConfig())
     with pytest.raises(ValueError, match="holds no run to resume"):
         RunFolder(str(tmp_path)).check(RunConfig(resume=True))
 
