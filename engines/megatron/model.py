@@ -24,11 +24,7 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerConfig:
-    """Megatron's configuration of the model, with the user's pass-through beside it.
-
-    Raises:
-        ValueError: the pass-through names a setting that the engine makes itself.
-    """
+    """Megatron's configuration of the model, with the user's pass-through beside it."""
     dtype = getattr(torch, config.dtype)
     settings = dict(
         num_layers=model.layers,

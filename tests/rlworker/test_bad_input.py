@@ -110,14 +110,8 @@ TOO_LARGE |= {"adam_beta2": 1, "min_lr": 1, "engines": 5, "max_new_tokens": 32, 
 TOO_LARGE |= {"max_num_seqs": 8193, "mini_batches": 5, "max_prompt_tokens": 25}
 """The least of the numbers that are."""
 MAY_BE_INFINITE = ("clip_low", "clip_high", "logprob_diff_mean", "logprob_diff_max")
-TYPED = (
-    "config",
-    "data",
-    "actor",
-    "rollout",
-    "algorithm",
-    "reward",
-)  # the sections that check the types of their fields
+TYPED = ("config", "data", "actor", "rollout", "algorithm", "reward")
+"""The sections that check the types of their fields."""
 
 
 def wrong_type(kind: Any) -> st.SearchStrategy:

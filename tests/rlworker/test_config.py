@@ -97,6 +97,9 @@ def test_a_head_size_without_a_rollout_kernel_is_refused(make_hf_model):
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no tokenizer"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
 
 
 INF, NAN = float("inf"), float("nan")
