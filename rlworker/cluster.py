@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
+
+_ANSWER_S = 3.0
+"""How long workers have to say that they live."""
 
 
 @contextmanager
@@ -68,21 +71,22 @@ def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle]) ->
     try:
         yield
     except RayError as error:
-        dead = [name for name, actor in workers.items() if _is_dead(actor)]
-        if dead:
-            text = f"{where}: {', '.join(dead)} died (killed, out of memory or crashed; Ray's logs say more)"
-        elif isinstance(error, RayTaskError):
-            text = f"{where}: {error}"
-        else:
-            text = f"{where}: {type(error).__name__}: {error}"
+        dead = _dead(workers)
+        died = f"{', '.join(dead)} died (killed, out of memory or crashed; Ray's logs say more)"
+        text = f"{where}: {died if dead else error}"
         raise WorkerFailure(f"{text}. What was saved is whole: go on from it with --resume") from error
 
 
-def _is_dead(actor: ray.actor.ActorHandle) -> bool:
-    try:
-        ray.get(actor.__ray_ready__.remote(), timeout=2)
-    except RayActorError:
-        return True
-    except GetTimeoutError:
-        pass
-    return False
+def _dead(workers: Mapping[str, ray.actor.ActorHandle]) -> list[str]:
+    """Names of the workers whose process has ended."""
+    asked = {actor.__ray_ready__.remote(): name for name, actor in workers.items()}
+    if not asked:
+        return []
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+    dead = []
+    for reference in answered:
+        try:
+            ray.get(reference)
+        except RayActorError:
+            dead.append(asked[reference])
+    return sorted(dead)
