@@ -28,13 +28,13 @@ class Worker:
 def test_who_failed_is_named_among_workers_that_hang():
     with ray_for(3):
         workers = {f"actor rank {i}": ray.remote(Worker).options(num_cpus=1).remote() for i in range(3)}
-        with pytest.raises(WorkerFailure, match=r"(?s)^step 2, phase update: .*repr=actor rank 1.*KeyError: 'level'"):
-            with naming_failures("step 2, phase update", workers):
-                ray.get(workers["actor rank 1"].fail.remote())
-        with pytest.raises(WorkerFailure, match=r"^step 3, phase sync: actor rank 0 died .*--resume$"):
-            with naming_failures("step 3, phase sync", workers):
-                ray.get([workers["actor rank 2"].hang.remote(), workers["actor rank 0"].die.remote()])
-        with pytest.raises(RuntimeError, match="needs? 40 CPUs"), ray_for(40):
+        named = r"(?s)^step 2, phase update: .*repr=actor rank 1.*KeyError: 'level'"
+        with pytest.raises(WorkerFailure, match=named), naming_failures("step 2, phase update", workers):
+            ray.get(workers["actor rank 1"].fail.remote())
+        died = r"^step 3, phase sync: actor rank 0 died .*--resume$"
+        with pytest.raises(WorkerFailure, match=died), naming_failures("step 3, phase sync", workers):
+            ray.get([workers["actor rank 2"].hang.remote(), workers["actor rank 0"].die.remote()])
+        with pytest.raises(RuntimeError, match="need 40 CPUs"), ray_for(40):
             pass
         assert ray.is_initialized(), "whoever found Ray there leaves it there"
     assert not ray.is_initialized()
