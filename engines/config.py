@@ -61,8 +61,8 @@ MEGATRON_SOURCES = (
 )
 """Where the fields of TransformerConfig stand."""
 
-_VLLM_BATCHED_TOKENS = 8192
-"""Tokens in one forward pass where nothing else is said (0.32, get_batch_defaults; twice as many on large machines)."""
+_VLLM_BATCHED_TOKENS = 4096
+"""Tokens in one forward pass on a CPU where nothing else is said (0.32, engine/arg_utils.py)."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rlworker.checkpoint import RunFolder
 from rlworker.cluster import ray_for
 from rlworker.config import DataConfig, RunConfig
 from rlworker.data import Row, load_tokenizer, read_rows
+from rlworker.errors import RunError
 from rlworker.metrics import read_metrics
 from rlworker.report import write_report
 from rlworker.rewards import exact_match
@@ -109,6 +110,11 @@ def summarise(config: DemoConfig, wall_seconds: float, warm_up_seconds: float) -
     } | {name: getattr(actor, name) for name in ("layout", "tp", "pp", "cp", "dp")}
 
 
+def warm_model(config: DemoConfig) -> Path:
+    """Where the warmed-up model is, which GRPO starts from."""
+    return Path(config.run_dir) / f"model_warm_seed{config.seed}"
+
+
 def prepare(config: DemoConfig) -> DemoConfig:
     """Make the data and the model, which take no engine, and check everything against them."""
     given = [
@@ -117,12 +123,13 @@ def prepare(config: DemoConfig) -> DemoConfig:
     if given:
         raise ValueError(f"demo: --{given[0]} is made on the spot; for your own use recipes.grpo")
     folder = Path(config.run_dir)
-    RunFolder(config.run_dir).check(config)
+    files = {name: str(folder / "data" / f"{name}.jsonl") for name in ("train", "heldout")}
+    config = replace(config, data=replace(config.data, **files))
+    RunFolder(config.run_dir).check(replace(config, model=str(warm_model(config))))
     check_trackers(config.trackers)
-    data = make_data(folder / "data")
-    files = dict(train=str(data / "train.jsonl"), heldout=str(data / "heldout.jsonl"))
+    make_data(folder / "data")
     model = make_model(folder / f"model_init_seed{config.seed}", config.seed)
-    config = replace(config, model=str(model), data=replace(config.data, **files))
+    config = replace(config, model=str(model))
     config.check_model()
     return config
 
@@ -131,7 +138,7 @@ def main(config: DemoConfig) -> dict:
     """Run the demo in ``config``, which ``prepare`` returned."""
     began = time.perf_counter()
     folder = Path(config.run_dir)
-    warm = folder / f"model_warm_seed{config.seed}"
+    warm = warm_model(config)
     advantage = shuffled_grpo if config.shuffle_rewards else grpo
     with ray_for(config.actors):  # once for both parts
         if not warm.exists():
@@ -152,4 +159,7 @@ if __name__ == "__main__":
         config = prepare(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    main(config)
+    try:
+        main(config)
+    except RunError as error:
+        sys.exit(f"error: {error}")

@@ -71,6 +71,7 @@ class RunFolder:
         if not config.resume:
             _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2), replace=False)
             return None
+        self._clear_leftovers()
         newest = self.newest()
         state = json.loads((newest / _COMPLETE).read_text()) | {"folder": str(newest)} if newest else None
         metrics = self.path / "metrics.jsonl"
@@ -78,6 +79,13 @@ class RunFolder:
         kept = [line for line in lines if state and _step_of(line) <= state["step"]]
         _write(metrics, "".join(line + "\n" for line in kept))
         return state
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a killed run was in the middle of writing."""
+        for folder in self.path.glob("checkpoints/.step_*.partial"):
+            shutil.rmtree(folder)
+        for file in self.path.glob(".*.partial"):
+            file.unlink()
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest step."""

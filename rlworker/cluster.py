@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from rlworker.errors import RunError
+
 _ANSWER_S = 3.0
 """How long workers have to say that they live."""
 
@@ -20,7 +22,7 @@ def ray_for(actors: int) -> Iterator[None]:
     What was started (or joined) here is left at the end.
 
     Raises:
-        RuntimeError: Ray has too few CPUs for the actors, which would wait for them for ever.
+        RunError: Ray has too few CPUs for the actors, which would wait for them for ever.
     """
     mine = not ray.is_initialized()
     if mine:
@@ -35,7 +37,7 @@ def ray_for(actors: int) -> Iterator[None]:
     try:
         have = ray.cluster_resources().get("CPU", 0)
         if have < actors:
-            raise RuntimeError(f"ray: the run's actors need {actors} CPUs and Ray has {have:.0f}; start it with more")
+            raise RunError(f"ray: the run's actors need {actors} CPUs and Ray has {have:.0f}; start it with more")
         yield
     finally:
         if mine:
@@ -57,12 +59,12 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-class WorkerFailure(RuntimeError):
+class WorkerFailure(RunError):
     """A worker died or raised; the message says which one, where in the run, and what it said."""
 
 
 @contextmanager
-def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle]) -> Iterator[None]:
+def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle], advice: str = "") -> Iterator[None]:
     """Turn a failure of Ray's into a ``WorkerFailure`` that names the worker.
 
     When one rank dies the others fail too, in the collective that it left, and may be heard of first; so every worker
@@ -73,8 +75,7 @@ def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle]) ->
     except RayError as error:
         dead = _dead(workers)
         died = f"{', '.join(dead)} died (killed, out of memory or crashed; Ray's logs say more)"
-        text = f"{where}: {died if dead else error}"
-        raise WorkerFailure(f"{text}. What was saved is whole: go on from it with --resume") from error
+        raise WorkerFailure(f"{where}: {died if dead else error}{advice}") from error
 
 
 def _dead(workers: Mapping[str, ray.actor.ActorHandle]) -> list[str]:

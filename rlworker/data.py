@@ -75,6 +75,18 @@ def load_tokenizer(folder: str):
     return tokenizer
 
 
+def check_vocabulary(rows: list["Row"], tokenizer, vocab: int) -> None:
+    """Raise ValueError where the tokenizer knows tokens, used here, that the model of ``vocab`` tokens does not."""
+    if tokenizer.eos_token_id >= vocab:
+        raise ValueError(f"model: the tokenizer's eos token is {tokenizer.eos_token_id}, the model has {vocab} tokens")
+    for row in rows:
+        if max(row.prompt_ids) >= vocab:
+            raise ValueError(
+                f"data: prompt {row.prompt[:80]!r} has token {max(row.prompt_ids)}, the model has {vocab} tokens; take "
+                "the tokenizer that belongs to the model"
+            )
+
+
 def check_rows(path: str, data: DataConfig) -> None:
     """Look at every row's fields, which takes no tokenizer.
 

@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from rlworker.checkpoint import RunFolder
-from rlworker.cluster import WorkerFailure, no_collection, ray_for
+from rlworker.cluster import no_collection, ray_for
 from rlworker.config import RunConfig
 from rlworker.data import check_rows
+from rlworker.errors import RunError
 from rlworker.rewards import RewardFn
 from rlworker.trackers import check_trackers
 
@@ -31,17 +32,20 @@ def launch(config: RunConfig, reward: RewardFn, **parts: Any) -> dict[str, float
         try:
             check_run(config)
             with ThreadPoolExecutor(1) as beside:
-                trainer = beside.submit(_build_trainer, config, reward, parts)
+                building = beside.submit(_build_trainer, config, reward, parts)
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(ray_for(config.actors))
-                trainer = trainer.result()
-        except ValueError as error:  # something in the settings, the model's folder or the data
+                trainer = building.result()
+        except (
+            ValueError,
+            RunError,
+        ) as error:  # settings, folders, data or cluster
             sys.exit(f"error: {error}")
         try:
             with trainer:
                 return trainer.fit()
-        except WorkerFailure as failure:
-            sys.exit(f"error: {failure}")
+        except RunError as error:
+            sys.exit(f"error: {error}")
 
 
 def check_run(config: RunConfig) -> None:

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlworker.config import RewardConfig
 from rlworker.data import Row
+from rlworker.errors import RunError
 from rlworker.reward_worker import Outcome, RewardWorker, call_bounds, failures_file
 from rlworker.rewards import BatchRewardFn, RewardFn
 
@@ -138,7 +139,7 @@ class RewardPool:
         A batch reward is called with runs of texts that have one and the same row.
 
         Raises:
-            RuntimeError: the workers do not start.
+            RunError: the workers do not start.
         """
         places: dict[int, int] = {}
         index = [places.setdefault(id(row), len(places)) for row in rows]
@@ -190,7 +191,7 @@ class RewardPool:
         if not lost:
             return []
         if self._failed_starts == _STARTS:
-            raise RuntimeError(f"reward: its process does not start, {_STARTS} times in a row. {lost}")
+            raise RunError(f"reward: its process does not start, {_STARTS} times in a row. {lost}")
         self.actors[part.slot] = self._worker.remote(*self._arguments)
         left = at
         # The call it was at is to blame, unless it never came to one, or came to another after it had seemed to hang.

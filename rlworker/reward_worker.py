@@ -153,5 +153,7 @@ def _describe(error: BaseException) -> str:
 
 def _where(frames: list[tuple[FrameType, int]]) -> str:
     """The line of the reward function, and the innermost one where it is another."""
+    if not frames:  # no Python code of its own
+        return "in the reward function"
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in (frames[0], frames[-1])]
     return "at " + " > ".join(dict.fromkeys(places))

@@ -14,7 +14,8 @@ from rlworker.advantages import AdvantageFn, grpo
 from rlworker.checkpoint import RunFolder
 from rlworker.cluster import naming_failures, ray_for
 from rlworker.config import RunConfig
-from rlworker.data import Row, Rows, load_tokenizer, read_rows, rows_of_step
+from rlworker.data import Row, Rows, check_vocabulary, load_tokenizer, read_rows, rows_of_step
+from rlworker.errors import RunError
 from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup
 from rlworker.losses import policy_loss
 from rlworker.metrics import RunLog, StepClock
@@ -27,6 +28,8 @@ from rlworker.trackers import Trackers, check_trackers
 
 CANARY_TOKENS = 4
 """Tokens that each rollout engine samples after a weight sync, to be compared with the actor's logprobs of them."""
+_BETWEEN_STEPS = ("evaluate", "save", "restore")
+"""Phases that belong to the last step that was done rather than to the one that runs."""
 SAMPLES_KEPT = 8
 """Samples kept of a step that is evaluated."""
 
@@ -62,6 +65,7 @@ class Trainer:
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
         self.rows, self.heldout = train.rows, heldout.rows
+        check_vocabulary([*self.rows, *self.heldout], self.tokenizer, self.model.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         algorithm = config.algorithm
         clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, kl_coef=algorithm.kl_coef)
@@ -97,14 +101,15 @@ class Trainer:
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
         state = self.folder.claim(config)  # not before: a start that fails must not leave a folder that looks taken
-        if state:
-            with self._phase(clock, "restore"):
-                self._restore(state)
+        self.steps_done = state["step"] if state else 0
         trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
         self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done, trackers))
         if any(self.skipped.values()):
             counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in self.skipped.items())
             self.log.note(f"data: skipped prompts longer than {config.data.max_prompt_tokens} tokens: {counts}")
+        if state:
+            with self._phase(clock, "restore"):
+                self._restore(state)
         self.start_seconds = clock.seconds
 
     def _trainers(self, role: str, trainable: bool) -> StartingGroup:
@@ -120,8 +125,10 @@ class Trainer:
     def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
         """A phase on the clock, in which a worker that fails is named."""
         workers = {name: actor for engine in self.engines for name, actor in engine.workers().items()}
-        where = f"step {self.steps_done + 1}, phase {name}" if self.log else f"phase {name}"
-        with clock.phase(name), naming_failures(where, workers):
+        step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
+        where = f"step {step}, phase {name}" if self.log else f"phase {name}"
+        advice = ". What was saved is whole: go on from it with --resume" if self.log else ""
+        with clock.phase(name), naming_failures(where, workers, advice):
             yield
 
     def _start(self, engine: Rollouts | StartingGroup | RewardPool) -> Rollouts | StartingGroup | RewardPool:
@@ -204,7 +211,7 @@ class Trainer:
 
     def _check_versions(self, completions: list[list[Completion]]) -> None:
         if (versions := {sample.version for group in completions for sample in group}) != {self.version}:
-            raise RuntimeError(f"rollout: samples of weights {sorted(versions)}, expected version {self.version} alone")
+            raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {self.version} alone")
 
     def _with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Logprobs of the rollout's weights and of the reference, where the update will not make them itself."""
@@ -223,7 +230,7 @@ class Trainer:
             tokens = float(mini.mask.sum())
             results = self.actor.call_sharded("train_step", mini, self.loss, tokens)
             parts.append(_step_metrics(results, tokens))
-            if not math.isfinite(parts[-1]["grad_norm"]):
+            if math.isnan(parts[-1]["grad_norm"]):  # the engine did not step
                 self._refuse(mini, _logprobs(results))
             if logprobs is None:
                 logprobs = _logprobs(results)
@@ -233,7 +240,7 @@ class Trainer:
     def _refuse(self, batch: TrainBatch, logprobs: torch.Tensor) -> None:
         path = self.folder.path / "refused" / f"step_{self.steps_done + 1:06d}.jsonl"
         count = save_refused(path, batch, logprobs, self.tokenizer)
-        raise RuntimeError(
+        raise RunError(
             f"step {self.steps_done + 1}: the gradient is not finite, so the step was not taken. "
             f"{count} of {len(batch)} rows may be why: see {path}. If their numbers are finite, lower --actor.lr or "
             "--actor.clip-grad; if not, mend what made them (reward, advantage, loss)"
@@ -250,7 +257,7 @@ class Trainer:
             "whole, or the engines compute different models"
         )
         if not self.config.ignore_logprob_diff:
-            raise RuntimeError(f"{text}; to go on all the same raise --logprob-diff-mean or set --ignore-logprob-diff")
+            raise RunError(f"{text}; to go on all the same raise --logprob-diff-mean or set --ignore-logprob-diff")
         self.log.note(f"WARNING {text}")
 
     def sync_weights(self) -> None:
@@ -258,7 +265,7 @@ class Trainer:
         self.version += 1
         self.actor.call("sync_weights", self.rollouts.actors, self.version, BUCKET_BYTES)
         if (versions := self.rollouts.versions()) != [self.version] * len(versions):
-            raise RuntimeError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
+            raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
 
     def check_canary(self) -> None:
         """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
@@ -283,7 +290,7 @@ class Trainer:
         self.folder.finish_checkpoint(partial_folder, {"step": self.steps_done, "version": self.version})
 
     def _restore(self, state: dict) -> None:
-        self.steps_done, self.version = state["step"], state["version"] - 1
+        self.version = state["version"] - 1  # the sync makes it the version that the run had
         self.actor.call("load", f"{state['folder']}/actor")
         self.sync_weights()
         self.check_canary()

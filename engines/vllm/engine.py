@@ -42,6 +42,8 @@ class VllmEngine:
         self.llm = LLM(**settings, **config.vllm)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        # What was asked before may not decide which tokens share a forward pass: a resumed run was not asked the same.
+        self._empty_prefix_cache()
         self.llm.collective_rpc("seed_sampler", args=(sampling.seed,))
         greedy = sampling.temperature == 0
         params = SamplingParams(
@@ -66,6 +68,10 @@ class VllmEngine:
             raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
         return Completion(tokens, logprobs, sample.finish_reason == "stop", self.version)
 
+    def _empty_prefix_cache(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("rollout: the prefix cache could not be emptied; are requests still running?")
+
     def load_weights(self, bucket: WeightBucket, version: int, last: bool) -> None:
         """Take one bucket; ``last`` finishes the update, empties the prefix cache and makes the weights ``version``.
 
@@ -89,7 +95,5 @@ class VllmEngine:
             )
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         self.llm.collective_rpc("end_sync")
-        # Keys and values cached under the old weights would be served as if they were new.
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("rollout: the prefix cache could not be emptied; are requests still running?")
+        self._empty_prefix_cache()  # its keys and values come from the old weights
         self.version = version

@@ -57,9 +57,12 @@ def weights_of(model, tied):
     return [(n, t) for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")]
 
 
-def send(actor, weights, version, bucket_bytes=2**30):
+def send(actor, weights, bucket_bytes=2**30) -> int:
+    """Send weights as the next version, which is returned."""
+    version = ray.get(actor.version.remote()) + 1
     for bucket, last in pack_buckets(iter(weights), bucket_bytes):
         ray.get(actor.load_weights.remote(bucket, version, last))
+    return version
 
 
 def changed(folder):
@@ -75,11 +78,11 @@ def changed(folder):
 def test_logprobs_are_those_of_the_sampling_distribution(rollout, temperature):
     actor, folder, tied = rollout
     model = AutoModelForCausalLM.from_pretrained(folder)
-    send(actor, weights_of(model, tied), 0)
+    version = send(actor, weights_of(model, tied))
     completions = ray.get(actor.generate.remote(PROMPTS, sampling(temperature=temperature)))
     assert worst(model, completions, temperature) <= 1e-5
     samples = [sample for group in completions for sample in group]
-    assert all(sample.version == 0 for sample in samples)
+    assert all(sample.version == version for sample in samples)
     for sample in samples:
         ended = sample.token_ids[-1] in STOP
         assert sample.finished == ended and (ended or len(sample.token_ids) == 8)
@@ -96,7 +99,7 @@ def test_a_seed_repeats(rollout):
 def test_greedy_is_the_argmax(rollout):
     actor, folder, tied = rollout
     model = AutoModelForCausalLM.from_pretrained(folder)
-    send(actor, weights_of(model, tied), 0)
+    send(actor, weights_of(model, tied))
     ((sample,),) = ray.get(actor.generate.remote([PROMPTS[0]], sampling(count=1, temperature=0.0)))
     ids = list(PROMPTS[0])
     for token in sample.token_ids:
@@ -110,10 +113,10 @@ def test_new_weights_arrive_whole(rollout, bucket_bytes):
     """The output layer of a tied model included, which a plain reload on a CPU leaves behind."""
     actor, folder, tied = rollout
     model = changed(folder)
-    send(actor, weights_of(model, tied), 5, bucket_bytes)
+    version = send(actor, weights_of(model, tied), bucket_bytes)
     completions = ray.get(actor.generate.remote(PROMPTS, sampling(seed=4)))
     assert worst(model, completions) <= 1e-5
-    assert {sample.version for group in completions for sample in group} == {5}
+    assert {sample.version for group in completions for sample in group} == {version}
     old = AutoModelForCausalLM.from_pretrained(folder)
     assert worst(old, completions) > 0.1, "the test can tell old weights from new"
 
@@ -122,19 +125,22 @@ def test_a_cached_prompt_is_computed_anew_after_a_sync(rollout):
     actor, folder, tied = rollout
     prompt = [[3 + i % 90 for i in range(230)]]  # longer than a cache block of 128 tokens
     old, new = AutoModelForCausalLM.from_pretrained(folder), changed(folder)
-    for model, version in ((old, 6), (new, 7)):
-        send(actor, weights_of(model, tied), version)
-        for _ in range(2):  # the second call is served from the prefix cache
-            completions = ray.get(actor.generate.remote(prompt, sampling(count=2)))
-            assert worst(model, completions, prompts=prompt) <= 1e-5
+    for model in (old, new):
+        send(actor, weights_of(model, tied))
+        first, again = (ray.get(actor.generate.remote(prompt, sampling(count=2))) for _ in range(2))
+        assert worst(model, first, prompts=prompt) <= 1e-5
+        assert first == again, "bit for bit: a call does not depend on what the one before it left in the cache"
 
 
 def test_a_dropped_tensor_and_an_unknown_one_are_refused(rollout):
     actor, folder, tied = rollout
     weights = weights_of(AutoModelForCausalLM.from_pretrained(folder), tied)
-    with pytest.raises(ValueError, match=f"version 9 came without .*{weights[-1][0]}"):
-        send(actor, weights[:-1], 9)
-    send(actor, weights, 10)
+    with pytest.raises(ValueError, match=r"version \d+ came without .*" + weights[-1][0]):
+        send(actor, weights[:-1])
+    version = send(actor, weights)
+    (bucket, last), *_ = pack_buckets(iter(weights), 2**30)
+    with pytest.raises(ValueError, match=f"version {version} was sent to an engine that has version {version}"):
+        ray.get(actor.load_weights.remote(bucket, version, last))
     assert (
         worst(AutoModelForCausalLM.from_pretrained(folder), ray.get(actor.generate.remote(PROMPTS, sampling()))) <= 1e-5
     )
@@ -156,11 +162,11 @@ def test_the_tied_head_workaround_is_still_needed(rollout):
 
     model = changed(folder)
     ray.get(actor.__ray_call__.remote(patch, True))
-    send(actor, weights_of(AutoModelForCausalLM.from_pretrained(folder), tied), 11)
-    send(actor, weights_of(model, tied), 12)
+    send(actor, weights_of(AutoModelForCausalLM.from_pretrained(folder), tied))
+    send(actor, weights_of(model, tied))
     stale = worst(model, ray.get(actor.generate.remote(PROMPTS, sampling())))
     ray.get(actor.__ray_call__.remote(patch, False))
-    send(actor, weights_of(model, tied), 13)
+    send(actor, weights_of(model, tied))
     assert stale > 1e-2 and worst(model, ray.get(actor.generate.remote(PROMPTS, sampling()))) <= 1e-5
 
 

@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engines.batch import TrainBatch
-from recipes.demo_cpu import DEFAULT, shuffled_grpo
+from engines.config import MegatronConfig, VllmConfig
+from recipes.demo_cpu import DEFAULT, DemoConfig, prepare, shuffled_grpo
 from rlworker.advantages import grpo
+from rlworker.config import AlgorithmConfig, RewardConfig
 
 SUMMARY = {"heldout_before", "heldout_after", "steps", "wall_seconds", "logprob_diff_mean", "logprob_diff_max"}
 SHORT = ["--steps", "2", "--warm-up-steps", "3", "--prompts-per-step", "16", "--eval-every", "1"]
@@ -32,6 +35,18 @@ def test_it_runs_and_sums_itself_up(tmp_path, options):
     assert summary["shuffle_rewards"] == ("--shuffle-rewards" in options)
     assert 0 < summary["logprob_diff_mean"] <= 1e-5
     assert (run / "report.html").stat().st_size > 10**6
+    if tp == 2:  # the finished run is one that could be gone on with, under its own settings alone
+        config = DemoConfig(**json_config(run / "config.json") | {"model": "", "resume": True, "data": DEFAULT.data})
+        assert prepare(config).data.train == str(run / "data" / "train.jsonl")
+        with pytest.raises(ValueError, match=r"cannot be resumed with other settings: actor\.lr was"):
+            prepare(replace(config, actor=replace(config.actor, lr=1.0)))
+
+
+def json_config(path) -> dict:
+    """The fields of a run's stored configuration that the demo's command line can set, as dataclasses."""
+    stored = json.loads(path.read_text())
+    kinds = {"actor": MegatronConfig, "rollout": VllmConfig, "algorithm": AlgorithmConfig, "reward": RewardConfig}
+    return stored | {name: kind(**stored[name]) for name, kind in kinds.items()} | {"trackers": ()}
 
 
 def test_the_control_hands_out_the_same_rewards_in_another_order():

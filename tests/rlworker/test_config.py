@@ -145,7 +145,7 @@ INF, NAN = float("inf"), float("nan")
         (VllmConfig, "kv_cache_mb", -1, "rollout: kv_cache_mb must be 0 or more, got -1"),
         (VllmConfig, "temperature", 0.009, "rollout: temperature must be above 0 .*at least 0.01.*, got 0.009"),
         (VllmConfig, "temperature", INF, "rollout: temperature must be above 0 .*finite.*, got inf"),
-        (VllmConfig, "max_num_seqs", 8193, "rollout: max_num_seqs=8193 is above vLLM's max_num_batched_tokens=8192"),
+        (VllmConfig, "max_num_seqs", 4097, "rollout: max_num_seqs=4097 is above vLLM's max_num_batched_tokens=4096"),
     ],
 )
 def test_impossible_values_are_refused(section, name, value, message):

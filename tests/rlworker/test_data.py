@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -12,7 +13,7 @@ from pyarrow import parquet
 
 from recipes.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config import DataConfig
-from rlworker.data import check_rows, read_rows, rows_of_step
+from rlworker.data import Row, check_rows, check_vocabulary, read_rows, rows_of_step
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -273,6 +274,7 @@ def test_fields_must_have_names():
 def test_checking_rows_imports_nothing_heavy(tmp_path):
     code = f"""
 import sys
+from types import SimpleNamespace
 from rlworker.config import DataConfig
 from rlworker.data import check_rows
 check_rows({write(tmp_path, ROW)!r}, DataConfig())
@@ -304,3 +306,13 @@ def test_heldout_additions_are_apart_and_without_pattern(tmp_path):
     assert all(sum(map(int, row["prompt"][:-1].split("+"))) == int(row["answer"]) for row in heldout)
     ends = [sum(is_heldout(a, b) for a in range(100) for b in range(100) if (a + b) % 10 == end) for end in range(10)]
     assert min(ends) > 60, "every last digit is held out about as often"
+
+
+def test_tokens_that_the_model_does_not_have_are_named():
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    rows = [Row("ab", (5, 9), "x", {}), Row("cd", (5, 10), "x", {})]
+    check_vocabulary(rows, tokenizer, vocab=11)
+    with pytest.raises(ValueError, match="prompt 'cd' has token 10, the model has 10 tokens"):
+        check_vocabulary(rows, tokenizer, vocab=10)
+    with pytest.raises(ValueError, match="eos token is 2, the model has 2 tokens"):
+        check_vocabulary([], tokenizer, vocab=2)

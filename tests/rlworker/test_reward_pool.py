@@ -118,7 +118,10 @@ def make_row(how: str | None, calls="/dev/null") -> Row:
 
 def is_gone(pid: int) -> bool:
     for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.1)
     return False
