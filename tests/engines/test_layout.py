@@ -63,7 +63,7 @@ def test_the_documented_example():
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_gradients_pass_through_pack_and_unpack(kind, cp):
-    lengths = (5, 1, 3)
+    lengths = (5, 0, 1, 3)
     flat = torch.randn(9, 2, requires_grad=True)
     weight = torch.randn(9, 2)
     layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r) for r in range(cp)]

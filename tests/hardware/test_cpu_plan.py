@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from engines_cases import start_process
 
-LENGTHS = [(5, 1, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38)]
+LENGTHS = [(5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38)]
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
