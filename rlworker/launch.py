@@ -10,11 +10,11 @@ from rlworker.cluster import no_collection, ray_for
 from rlworker.config import RunConfig
 from rlworker.data import check_rows
 from rlworker.errors import RunError
-from rlworker.rewards import RewardFn
+from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.trackers import check_trackers
 
 
-def launch(config: RunConfig, reward: RewardFn, **parts: Any) -> dict[str, float]:
+def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) -> dict[str, float]:
     """Check everything, start everything and train to the last step.
 
     A mistake in the settings or a worker that fails ends the program with a message.
@@ -36,10 +36,7 @@ def launch(config: RunConfig, reward: RewardFn, **parts: Any) -> dict[str, float
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(ray_for(config.actors))
                 trainer = building.result()
-        except (
-            ValueError,
-            RunError,
-        ) as error:  # settings, folders, data or cluster
+        except (ValueError, RunError) as error:
             sys.exit(f"error: {error}")
         try:
             with trainer:
@@ -62,7 +59,7 @@ def check_run(config: RunConfig) -> None:
         check_rows(config.data.heldout, config.data)
 
 
-def _build_trainer(config: RunConfig, reward: RewardFn, parts: dict):
+def _build_trainer(config: RunConfig, reward: RewardFn | BatchRewardFn, parts: dict):
     with no_collection():
         from rlworker.trainer import Trainer
 
