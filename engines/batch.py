@@ -47,6 +47,7 @@ class TrainBatch:
     Attributes:
         lengths: inputs per sequence; a sequence of L ids has L - 1.
         inputs, positions: ``[N]`` long, what goes in and its place in its own sequence.
+        image_block: ``[N]`` long, which image of its sequence an input belongs to, -1 for text.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
         rewards, group, versions: ``[B]``: reward, number of the prompt, version of the weights that sampled it.
@@ -60,6 +61,7 @@ class TrainBatch:
     positions: Tensor = _column("input")
     targets: Tensor = _column("target")
     mask: Tensor = _column("target")
+    image_block: Tensor | None = _column("input")
     rollout_logprobs: Tensor | None = _column("target")
     old_logprobs: Tensor | None = _column("target")
     ref_logprobs: Tensor | None = _column("target")

@@ -6,6 +6,8 @@ from typing import Literal
 
 from engines.checks import LARGEST, PassThrough, check_numbers, check_pass_through, check_types, installed_fields
 from engines.models import ModelSpec
+from hardware.capabilities import check_override
+from hardware.rules import slot_unit
 
 
 def _names(text: str) -> frozenset[str]:
@@ -79,6 +81,12 @@ class MegatronConfig:
     """Context-parallel size."""
     layout: Literal["thd", "bshd"] = "thd"
     """thd lays sequences end to end, bshd one a row."""
+    multiple: int = 1
+    """Each sequence is padded to a multiple of this, beside what tp and cp need (16 for FP8, 32 for MXFP8)."""
+    slots: int = 0
+    """Every micro-batch has exactly this many slots (thd: in all; bshd: in each row); 0 takes as many as needed."""
+    attention_override: tuple[str, ...] = ()
+    """Cells of the capability table that are refused and used all the same, such as te_causal/bshd/cp/window."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; the optimizer keeps fp32 masters."""
     micro_batch_tokens: int = 16384
@@ -110,9 +118,9 @@ class MegatronConfig:
     def __post_init__(self):
         check_types("actor", self)
         check = partial(check_numbers, "actor", self)
-        check("at least 1", lambda x: x >= 1, "ranks", "tp", "pp", "cp", "micro_batch_tokens")
+        check("at least 1", lambda x: x >= 1, "ranks", "tp", "pp", "cp", "micro_batch_tokens", "multiple")
         check("from 1 to 1000000000 seconds", lambda x: 1 <= x <= 10**9, "timeout_s")
-        check("0 or more", lambda x: x >= 0, "lr_warmup_steps", "lr_decay_steps")
+        check("0 or more", lambda x: x >= 0, "lr_warmup_steps", "lr_decay_steps", "slots")
         check("finite and not negative", lambda x: 0 <= x <= LARGEST, "lr", "min_lr", "weight_decay", "clip_grad")
         check("at least 0 and below 1", lambda x: 0 <= x < 1, "adam_beta1", "adam_beta2")
         check("above 0 and finite", lambda x: 0 < x <= LARGEST, "adam_eps")
@@ -124,6 +132,12 @@ class MegatronConfig:
                 f"actor: tp={self.tp} x pp={self.pp} x cp={self.cp} needs a multiple of {model_parallel} ranks, got "
                 f"{self.ranks}; set --actor.ranks or lower --actor.tp, --actor.pp or --actor.cp"
             )
+        if self.slots % (unit := slot_unit(self.tp, self.cp, self.multiple)):
+            raise ValueError(
+                f"actor: slots={self.slots} must be a multiple of {unit}, which tp={self.tp}, cp={self.cp} and "
+                f"multiple={self.multiple} cut it into; set --actor.slots {-(-self.slots // unit) * unit}"
+            )
+        check_override(self.attention_override)
         if 0 < self.lr_decay_steps <= self.lr_warmup_steps:
             raise ValueError(
                 f"actor: lr_decay_steps={self.lr_decay_steps} must be above lr_warmup_steps={self.lr_warmup_steps}; "
@@ -204,7 +218,7 @@ class VllmConfig:
                 f"rollout: max_model_len={self.max_model_len} is above the model's {model.max_positions} positions; "
                 "lower --rollout.max-model-len"
             )
-        if len(set(model.windows)) > 1:
+        if len(set(model.rules)) > 1:
             raise ValueError(
                 f"rollout: the model has a sliding_window on some layers and none on others, which vLLM does not do "
                 f"for {model.model_type}; set max_window_layers in its config.json to 0 or use_sliding_window to false"

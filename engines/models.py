@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from engines.checks import fits, spell
 from engines.hf_folder import read_object
+from hardware.rules import CAUSAL, Rule
 
 LAYER_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
@@ -126,7 +127,7 @@ class ModelSpec:
 
     Attributes:
         folder: the HuggingFace folder. model_type: its ``model_type``, a key of ``MODEL_TYPES``.
-        windows: sliding window per layer (tokens seen including oneself), or ``(None,)``.
+        rules: attention rule per layer, or one for every layer.
         rope_theta, rope: base of the rotary embedding and the config's ``rope_parameters``, ``rope_type`` among them.
         tied: the output layer is the transposed embedding.
     """
@@ -144,7 +145,7 @@ class ModelSpec:
     rope_theta: float
     rope: dict
     tied: bool
-    windows: tuple[int | None, ...]
+    rules: tuple[Rule, ...]
     max_positions: int
 
     @classmethod
@@ -188,7 +189,7 @@ class ModelSpec:
             rope_theta=rope["rope_theta"],
             rope=rope,
             tied=config.get("tie_word_embeddings", False),
-            windows=_windows(config, path),
+            rules=_rules(config, path),
             max_positions=min(config[key] for key in _LENGTHS if config.get(key) is not None),
         )
 
@@ -299,8 +300,8 @@ def _rope(config: dict, path: Path) -> dict:
     return rope
 
 
-def _windows(config: dict, path: Path) -> tuple[int | None, ...]:
-    """Window of each layer. Configs without ``layer_types`` slide on the layers from ``max_window_layers`` up."""
+def _rules(config: dict, path: Path) -> tuple[Rule, ...]:
+    """Rule of each layer. Configs without ``layer_types`` slide on the layers from ``max_window_layers`` up."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     if kinds is not None and len(kinds) != layers:
@@ -311,11 +312,11 @@ def _windows(config: dict, path: Path) -> tuple[int | None, ...]:
             "sliding_window, or 'full_attention'"
         )
     if not window:
-        return (None,)
+        return (CAUSAL,)
     first = config.get("max_window_layers", 28)  # what transformers takes
     kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return windows if any(windows) else (None,)
+    rules = tuple(Rule(window=window) if kind == "sliding_attention" else CAUSAL for kind in kinds)
+    return rules if set(rules) != {CAUSAL} else (CAUSAL,)
 
 
 def _refuse_unsupported(config: dict, path: Path) -> None:

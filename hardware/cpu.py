@@ -6,6 +6,8 @@ This module is read to check settings, so it imports torch and Megatron only whe
 import os
 from typing import ClassVar
 
+from hardware.capabilities import find_backend
+
 # Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
 
@@ -16,6 +18,7 @@ class CpuPlatform:
     name = "cpu"
     dist_backend = "gloo"
     ray_options: ClassVar[dict] = {"num_cpus": 1}
+    attention_backends = ("torch_sdpa",)
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
     rollout_block_tokens = 128  # vllm 0.32, platforms/cpu
 
@@ -39,9 +42,11 @@ class CpuPlatform:
 
         return layer_spec(config)
 
-    def attention_inputs(self, spec, rotary):
+    def attention_inputs(self, spec, rotary, override=()):
         from hardware.cpu_plan import attention_inputs
 
+        for rule in set(spec.rules):
+            find_backend(self.attention_backends, spec.kind, spec.cp, rule, override)
         return attention_inputs(spec, rotary)
 
     def train_env(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from hardware.context_parallel import gather_keys_values
 from hardware.cpu_plan import CpuPlan
 from hardware.platform import AttentionInputs
+from hardware.rules import Rule
 
 
 class RMSNorm(torch.nn.Module):
@@ -80,20 +81,20 @@ class CoreAttention(MegatronModule):
                 "state the rule in the MaskSpec"
             )
         inputs = packed_seq_params
-        window = inputs.spec.window(self.layer_number)
+        rule = inputs.spec.rule(self.layer_number)
         query, key = rotate(query, inputs.rotary), rotate(key, inputs.rotary)
         if self.cp_group.size() > 1:
             key, value = gather_keys_values(key, value, self.cp_group)
         attend = self._attend_bshd if inputs.qkv_format == "sbhd" else self._attend_thd
-        return attend(query, key, value, inputs.plan, window)
+        return attend(query, key, value, inputs.plan, rule)
 
-    def _attend_bshd(self, query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, window) -> Tensor:
+    def _attend_bshd(self, query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule) -> Tensor:
         if plan.key_index is not None:
             key, value = (x.index_select(0, plan.key_index) for x in (key, value))
-        out = self._sdpa(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), plan.groups[0].masks[window])
+        out = self._sdpa(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), plan.groups[0].masks[rule])
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend_thd(self, query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, window) -> Tensor:
+    def _attend_thd(self, query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule) -> Tensor:
         if plan.query_index is not None:
             query = query.index_select(0, plan.query_index)
             key, value = (x.index_select(0, plan.key_index) for x in (key, value))
@@ -104,7 +105,7 @@ class CoreAttention(MegatronModule):
             plan.groups, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
         ):
             rows = (x.unflatten(0, (group.rows, -1)).transpose(1, 2) for x in (q, k, v))  # [rows, h, len, d]
-            outs.append(self._sdpa(*rows, group.masks[window]).transpose(1, 2).flatten(0, 1).flatten(1))
+            outs.append(self._sdpa(*rows, group.masks[rule]).transpose(1, 2).flatten(0, 1).flatten(1))
         out = torch.cat(outs)
         return out if plan.slot_row is None else out.index_select(0, plan.slot_row)
 

@@ -1,6 +1,6 @@
 """How the CPU attends: one SDPA call per group of sequences of like length, never a mask over a whole pack."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -8,20 +8,21 @@ from torch import Tensor
 
 from hardware.masks import MaskSpec, slot_places, zigzag_positions
 from hardware.platform import AttentionInputs
+from hardware.rules import CAUSAL, Rule
 
 
 @dataclass(frozen=True)
 class Group:
     """Sequences that one SDPA call attends: ``rows`` sequences of ``queries`` slots, each seeing ``keys`` slots.
 
-    ``masks`` maps a window to the ``[rows or 1, 1, queries, keys]`` bool mask (True = may see); None in its place means
+    ``masks`` maps a rule to the ``[rows or 1, 1, queries, keys]`` bool mask (True = may see); None in its place means
     that the kernel's own causal rule says the same.
     """
 
     rows: int
     queries: int
     keys: int
-    masks: dict[int | None, Tensor | None]
+    masks: dict[Rule, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class CpuPlan:
         query_index: ``[sum(rows * queries)]`` slots in group order, or None where slots already lie so.
         key_index: ``[sum(rows * keys)]`` into the keys gathered over context-parallel ranks (bshd: ``[s * cp]``, the
             order of positions), or None.
-        slot_row: ``[s]`` where each slot's output lies in group order, or None.
+        slot_row: ``[s]`` where each slot's output lies in group order, or None. Slots of a sequence without tokens
+            are in no group and share the first row.
     """
 
     groups: tuple[Group, ...]
@@ -42,7 +44,7 @@ class CpuPlan:
 
 
 def attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
-    """``CpuPlatform.attention_inputs``."""
+    """``CpuPlatform.attention_inputs``, for rules that the capability table lets through."""
     plan = _plan_bshd(spec) if spec.kind == "bshd" else _plan_thd(spec)
     if spec.kind == "bshd":
         rotary = tuple(x.transpose(0, 1).unsqueeze(2) for x in rotary)  # [b, s, d] -> [s, b, 1, d]
@@ -51,23 +53,47 @@ def attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> Attention
     return AttentionInputs("sbhd" if spec.kind == "bshd" else "thd", spec, rotary, plan)
 
 
-def _masks(spec: MaskSpec, query_position: np.ndarray, keys: int, is_prefix: bool) -> dict[int | None, Tensor | None]:
-    """A mask per distinct window for queries ``[rows or 1, q]`` against keys at positions ``0..keys-1``.
+def _group(spec: MaskSpec, members: np.ndarray, keys: int) -> Group:
+    """The group of these sequences, each of ``keys`` slots over all context-parallel ranks."""
+    query = zigzag_positions(keys, spec.cp, spec.cp_rank)
+    return Group(
+        len(members), len(query), keys, {rule: _mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
+    )
 
-    Right padding needs no bit of its own: it lies after every real token of its sequence, so the causal rule hides it.
+
+def _mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.ndarray, keys: int) -> Tensor | None:
+    """What a rule lets queries at positions ``query`` see of keys at positions ``0..keys-1``, for each sequence.
+
+    Right padding needs no bit of its own where the rule is causal: it lies after every real token of its sequence.
     """
-    distance = torch.from_numpy(query_position[:, None, :, None] - np.arange(keys))  # [rows or 1, 1, q, k]
-    masks: dict[int | None, Tensor | None] = {}
-    for window in set(spec.windows):
-        wide = window is None or window >= keys
-        masks[window] = None if wide and is_prefix else (distance >= 0) & (distance < (keys if wide else window))
-    return masks
+    key = np.arange(keys)
+    image, prefix = np.full((1, 1, 1, 1), -1), np.zeros((1, 1, 1, 1), np.int64)
+    if rule.images:
+        image = spec.images_at(members[:, None], key)[:, None, None, :]  # [rows, 1, 1, k]
+    if rule.prefix:
+        prefix = np.asarray(spec.prefixes)[members, None, None, None]
+    # What changes nothing here is left out, so that a group without pictures takes the kernel's own causal rule.
+    rule = replace(
+        rule,
+        window=None if rule.window is None or rule.window >= keys else rule.window,
+        chunk=None if rule.chunk is None or rule.chunk >= keys else rule.chunk,
+        images=bool((image >= 0).any()),
+        prefix=bool((prefix > 1).any()),
+    )
+    if rule == CAUSAL and spec.cp == 1:
+        return None
+    own = image[..., query].swapaxes(2, 3) if rule.images else image  # [rows, 1, q, 1]
+    query = query[:, None]
+    see = rule.allows(query - key, (own == image) & (own >= 0), (query < prefix) & (key < prefix), query, key)
+    if not rule.causal:
+        lengths = np.asarray(spec.lengths)[members, None, None, None]
+        see = see & (key < np.maximum(lengths, 1))  # a row without any key would be 0 / 0
+    return torch.from_numpy(see if see.ndim == 4 else see[None, None])
 
 
 def _plan_bshd(spec: MaskSpec) -> CpuPlan:
-    rows, length = len(spec.padded), spec.padded[0]
-    position = zigzag_positions(length, spec.cp, spec.cp_rank)
-    group = Group(rows, len(position), length, _masks(spec, position[None], length, spec.cp == 1))
+    length = spec.padded[0]
+    group = _group(spec, np.arange(len(spec.padded)), length)
     if spec.cp == 1:
         return CpuPlan((group,))
     order = np.argsort(np.concatenate([zigzag_positions(length, spec.cp, rank) for rank in range(spec.cp)]))
@@ -87,20 +113,20 @@ def _plan_thd(spec: MaskSpec) -> CpuPlan:
     local = padded // spec.cp
     start = np.cumsum(local) - local
     slots = int(local.sum())
-    buckets = np.asarray([_bucket(int(n), spec) for n in spec.padded])
+    # A sequence without tokens is all padding, and may be long: the rest of a pack of a fixed size.
+    buckets = np.asarray([_bucket(n, spec) if length else 0 for n, length in zip(spec.padded, spec.lengths)])
     groups, query_index, key_index, slot_row, base = [], [], [], np.zeros(slots, np.int64), 0
     for keys in sorted(set(buckets.tolist()) - {0}):
         members = np.flatnonzero(buckets == keys)
         width = keys // spec.cp
-        # A sequence shorter than its bucket repeats its last slot; the causal rule keeps the copies out of sight.
+        # A sequence shorter than its bucket repeats its last slot; its masks keep the copies out of sight.
         within = np.minimum(np.arange(width), local[members, None] - 1)
         queries = start[members, None] + within
         own = np.arange(width) < local[members, None]
         slot_row[queries[own]] = base + np.arange(own.size).reshape(own.shape)[own]
         query_index.append(queries.ravel())
         key_index.append(_key_slots(spec, start[members], keys, slots).ravel() if spec.cp > 1 else queries.ravel())
-        position = zigzag_positions(keys, spec.cp, spec.cp_rank)[None]
-        groups.append(Group(len(members), width, keys, _masks(spec, position, keys, spec.cp == 1)))
+        groups.append(_group(spec, members, keys))
         base += own.size
     flat = np.concatenate(query_index)
     if spec.cp == 1 and np.array_equal(flat, np.arange(slots)):

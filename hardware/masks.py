@@ -5,11 +5,14 @@ A ``MaskSpec`` names a rule and decides nothing: a platform lowers it to what it
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hardware.rules import CAUSAL, Rule
 
 LayoutKind = Literal["bshd", "thd"]
 
@@ -49,17 +52,20 @@ def slot_places(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndar
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """The attention rule of one micro-batch, as one context-parallel rank must apply it.
+    """The attention rules of one micro-batch, as one context-parallel rank must apply them.
 
     Attributes:
         kind: ``"bshd"`` (one row per sequence) or ``"thd"`` (all sequences end to end in one row).
         lengths: real tokens of each sequence.
         padded: slots of each sequence over all context-parallel ranks; all equal for bshd.
         cp, cp_rank: context-parallel size and this rank's place in it (zigzag order).
-        windows: sliding window per layer, counting the tokens seen *including oneself*; ``None`` sees the whole past.
-            A tuple of one holds for every layer.
+        rules: one per layer, or one for every layer.
+        image_block: ``[sum(lengths)]`` integers, the number of the image that a token belongs to, -1 for none. The same
+            number in two sequences means two images.
+        prefixes: tokens of each sequence's prefix.
 
-    Every rule is causal and stays within its own sequence.
+    Raises:
+        ValueError: the parts contradict each other, or a rule asks for images or prefixes that were not given.
     """
 
     kind: LayoutKind
@@ -67,7 +73,9 @@ class MaskSpec:
     padded: tuple[int, ...]
     cp: int = 1
     cp_rank: int = 0
-    windows: tuple[int | None, ...] = (None,)
+    rules: tuple[Rule, ...] = (CAUSAL,)
+    image_block: np.ndarray | None = None
+    prefixes: tuple[int, ...] | None = None
 
     def __post_init__(self):
         if len(self.lengths) != len(self.padded):
@@ -78,13 +86,20 @@ class MaskSpec:
             raise ValueError(f"MaskSpec: bshd rows must be padded to one length, got {sorted(set(self.padded))}")
         if self.cp > 1 and any(p % (2 * self.cp) for p in self.padded):
             raise ValueError(f"MaskSpec: padded lengths must be multiples of 2*cp = {2 * self.cp}, got {self.padded}")
-        bad = [w for w in self.windows if w is not None and w < 1]
-        if bad or not self.windows:
-            raise ValueError(f"MaskSpec: a window counts the token itself and so is at least 1, got {self.windows}")
+        if not self.rules:
+            raise ValueError("MaskSpec: rules must name at least one rule")
+        if self.image_block is None and any(rule.images for rule in self.rules):
+            raise ValueError("MaskSpec: a rule sees images both ways, but image_block does not say where they are")
+        if self.image_block is not None and len(self.image_block) != sum(self.lengths):
+            raise ValueError(f"MaskSpec: image_block has {len(self.image_block)} entries for {sum(self.lengths)} tokens")
+        if self.prefixes is None and any(rule.prefix for rule in self.rules):
+            raise ValueError("MaskSpec: a rule sees the prefix both ways, but prefixes does not say how long it is")
+        if self.prefixes is not None and len(self.prefixes) != len(self.lengths):
+            raise ValueError(f"MaskSpec: {len(self.prefixes)} prefixes for {len(self.lengths)} sequences")
 
-    def window(self, layer_number: int) -> int | None:
-        """Window of a layer; ``layer_number`` counts from 1 over the whole model, as Megatron's does."""
-        return self.windows[0] if len(self.windows) == 1 else self.windows[layer_number - 1]
+    def rule(self, layer_number: int) -> Rule:
+        """Rule of a layer; ``layer_number`` counts from 1 over the whole model, as Megatron's does."""
+        return self.rules[0] if len(self.rules) == 1 else self.rules[layer_number - 1]
 
     def places(self, cp_rank: int) -> tuple[Tensor, Tensor]:
         """``(segment, position)`` of a rank's slots, both ``[b, s]``; the segment of a padding slot is -1."""
@@ -93,16 +108,57 @@ class MaskSpec:
         rows = len(self.padded) if self.kind == "bshd" else 1
         return tuple(torch.from_numpy(x.reshape(rows, -1)) for x in (segment, position))
 
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        lengths = np.asarray(self.lengths, dtype=np.int64)
+        return np.cumsum(lengths) - lengths
+
+    def images_at(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Image of each place, -1 for text and past the end of a sequence. The arrays broadcast."""
+        inside = position < np.asarray(self.lengths, dtype=np.int64)[sequence]
+        if self.image_block is None or not len(self.image_block):
+            return np.full(inside.shape, -1)
+        return np.where(inside, self.image_block[np.where(inside, self._starts[sequence] + position, 0)], -1)
+
     def visible(self, layer_number: int = 1) -> Tensor:
         """The dense oracle ``[b, s, cp * s]``: True where this rank's query slot may see a key slot.
 
         Keys are in rank order, as a gather over the context-parallel group delivers them. A padding slot sees nothing
-        and is seen by nobody. Quadratic in the micro-batch: for tests and probes, never for training.
+        and is seen by nobody. Quadratic in the micro-batch: for tests and probes, never for training. True keeps; for
+        a backend that reads it otherwise see ``blocked_where_true`` and ``added_to_scores``.
         """
-        segment, position = self.places(self.cp_rank)
-        keys = [self.places(rank) for rank in range(self.cp)]
-        key_segment, key_position = (torch.cat([k[i] for k in keys], dim=1) for i in range(2))
-        distance = position[:, :, None] - key_position[:, None, :]
-        see = (segment[:, :, None] == key_segment[:, None, :]) & (segment[:, :, None] >= 0) & (distance >= 0)
-        window = self.window(layer_number)
-        return see if window is None else see & (distance < window)
+        rule = self.rule(layer_number)
+        ranks = [[x.numpy() for x in self.places(rank)] for rank in range(self.cp)]
+        (segment, query), (key_segment, key) = ranks[self.cp_rank], (np.concatenate(x, axis=1) for x in zip(*ranks))
+        image, key_image = self.images_at(segment, query), self.images_at(key_segment, key)
+        prefix = np.zeros(len(self.lengths), np.int64) if self.prefixes is None else np.asarray(self.prefixes)
+        inside, key_inside = query < prefix[segment], key < prefix[key_segment]
+        query, key = query[:, :, None], key[:, None, :]
+        see = rule.allows(
+            query - key,
+            (image[:, :, None] == key_image[:, None, :]) & (image[:, :, None] >= 0),
+            inside[:, :, None] & key_inside[:, None, :],
+            query,
+            key,
+        )
+        same = (segment[:, :, None] == key_segment[:, None, :]) & (segment[:, :, None] >= 0)
+        return torch.from_numpy(see & same)
+
+
+def blocked_where_true(visible: Tensor) -> Tensor:
+    """A mask of ours, where True keeps, for a backend where True *blocks*.
+
+    TransformerEngine (since its pull request 818), Megatron's local attention and ``npu_fusion_attention`` read it so.
+    A row that sees nothing, which only padding has, is opened to every key: those backends would otherwise divide by
+    zero, or average over the row in silence.
+    """
+    return ~(visible | ~visible.any(-1, keepdim=True))
+
+
+def added_to_scores(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of ours, where True keeps, for a backend that *adds* it to the scores: 0 where visible, else the least.
+
+    HuggingFace's eager attention and TransformerEngine's ``post_scale_bias`` read it so. The least finite number and
+    not -inf, so that a row that sees nothing gives numbers.
+    """
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)

@@ -43,6 +43,8 @@ class Platform(Protocol):
     dist_backend: str
     ray_options: dict
     """Options of one Ray actor that holds one device."""
+    attention_backends: tuple[str, ...]
+    """Backends of the capability table that it has, the one to be preferred first."""
     rollout_head_dims: tuple[int, ...]
     """Attention head sizes that vLLM has kernels for here."""
     rollout_block_tokens: int
@@ -56,14 +58,17 @@ class Platform(Protocol):
     def layer_spec(self, config) -> Any:
         """Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
 
-    def attention_inputs(self, spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
+    def attention_inputs(
+        self, spec: MaskSpec, rotary: tuple[Tensor, Tensor], override: tuple[str, ...] = ()
+    ) -> AttentionInputs:
         """Lower a rule to what this platform's core attention honours.
 
         Args:
             rotary: ``(cos, sin)`` of this rank's slots, ``[b, s, d]`` each.
+            override: refused cells of the capability table that are used all the same.
 
         Raises:
-            ValueError: the platform has no way to honour the rule.
+            ValueError: the capability table says that no backend of the platform honours a rule.
         """
 
     def train_env(self) -> dict[str, str]:

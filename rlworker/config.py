@@ -9,7 +9,9 @@ from engines.checks import LARGEST, check_numbers, check_types
 from engines.config import MegatronConfig, VllmConfig
 from engines.hf_folder import SafetensorsFolder
 from engines.models import ModelSpec
+from hardware.capabilities import find_backend
 from hardware.platform import Platform, get_platform
+from hardware.rules import CAUSAL
 
 _LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}
 """dtype -> mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
@@ -183,6 +185,9 @@ class RunConfig:
         self.actor.check_model(model)
         self.rollout.check_model(model)
         platform = get_platform(self.platform)
+        for rule in set(model.rules):
+            actor = self.actor
+            find_backend(platform.attention_backends, actor.layout, actor.cp, rule, actor.attention_override)
         if model.head_dim not in platform.rollout_head_dims:
             raise ValueError(
                 f"rollout: vLLM on platform {self.platform!r} has no attention for the model's head_dim "
@@ -195,7 +200,7 @@ class RunConfig:
     def _check_cache(self, model: ModelSpec, platform: Platform) -> None:
         """Raise ValueError where the longest sequence does not fit into the rollout's memory for keys and values."""
         rollout, block = self.rollout, platform.rollout_block_tokens
-        if rollout.vllm or model.windows != (None,):
+        if rollout.vllm or model.rules != (CAUSAL,):
             return  # a pass-through or a window may change what a token takes
         token = 2 * model.layers * model.kv_heads * model.head_dim * (4 if rollout.dtype == "float32" else 2)
         blocks = math.ceil(rollout.max_model_len / block) + 1  # vLLM keeps one for itself

@@ -145,12 +145,14 @@ class MegatronEngine:
 
     def _layout(self, lengths: tuple[int, ...]) -> Layout:
         cp_rank = mpu.get_context_parallel_rank()
-        sizes = dict(tp=self.config.tp, cp=self.config.cp, cp_rank=cp_rank)
-        return Layout.build(lengths, self.config.layout, **sizes, device=self.device)
+        config = self.config
+        sizes = dict(tp=config.tp, cp=config.cp, cp_rank=cp_rank, multiple=config.multiple, slots=config.slots)
+        return Layout.build(lengths, config.layout, **sizes, device=self.device)
 
     def _forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
         rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)
-        inputs = self.platform.attention_inputs(layout.mask_spec(self.model.windows), rotary)
+        spec = layout.mask_spec(self.model.rules, micro.image_block)
+        inputs = self.platform.attention_inputs(spec, rotary, self.config.attention_override)
         return module(layout.pack(micro.inputs), None, inputs.attention_mask, packed_seq_params=inputs)
 
     def _outputs(self, logits: Tensor, micro: TrainBatch, layout: Layout) -> TokenOutputs:

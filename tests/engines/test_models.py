@@ -5,6 +5,7 @@ import pytest
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
+from hardware.rules import CAUSAL, Rule
 
 
 def edit_config(make_hf_model, tmp_path, **changes) -> str:
@@ -23,9 +24,9 @@ def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
         assert {name: spec.hf_shape(name) for name in spec.all_hf_names()} == shapes
 
 
-def test_windows_follow_layer_types(make_hf_model):
-    assert ModelSpec.from_folder(make_hf_model("qwen2", False)).windows == (None,)
-    assert ModelSpec.from_folder(make_hf_model("qwen2-window", False)).windows == (None, None, 4, 4)
+def test_rules_follow_layer_types(make_hf_model):
+    assert ModelSpec.from_folder(make_hf_model("qwen2", False)).rules == (CAUSAL,)
+    assert ModelSpec.from_folder(make_hf_model("qwen2-window", False)).rules == (CAUSAL, CAUSAL, Rule(window=4), Rule(window=4))
 
 
 def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path):
@@ -35,10 +36,10 @@ def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path):
     assert (spec.rope["rope_type"], spec.rope["factor"], spec.rope_theta) == ("linear", 2.0, 500.0)
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3, "layer_types": None}
     spec = ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **window))
-    assert spec.windows == (None, None, None, 4)
+    assert spec.rules == (CAUSAL, CAUSAL, CAUSAL, Rule(window=4))
     assert ModelSpec.from_folder(
         edit_config(make_hf_model, tmp_path, **window | {"use_sliding_window": False})
-    ).windows == (None,)
+    ).rules == (CAUSAL,)
     both = old | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
     assert ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **both)).rope["rope_type"] == "linear"
 
@@ -72,7 +73,7 @@ def test_published_configs_are_taken(tmp_path, name):
     (tmp_path / "config.json").write_text(PUBLISHED[name])
     spec = ModelSpec.from_folder(tmp_path)
     sizes = {"Qwen2.5-0.5B": (14, 2, 64), "Qwen3-0.6B": (16, 8, 128), "Llama-3.2-1B": (32, 8, 64)}
-    assert (spec.heads, spec.kv_heads, spec.head_dim) == sizes[name] and spec.windows == (None,)
+    assert (spec.heads, spec.kv_heads, spec.head_dim) == sizes[name] and spec.rules == (CAUSAL,)
     VllmConfig().check_model(spec)
     MegatronConfig(tp=2, ranks=2).check_model(spec)
 

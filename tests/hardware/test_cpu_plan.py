@@ -1,12 +1,37 @@
 """The CPU lowering of a mask rule against dense attention under the oracle, through the real core attention."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from engines_cases import start_process
 
+from hardware.rules import CAUSAL, Rule
+
 LENGTHS = [(5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38)]
 HEADS, KV_HEADS, DIM = 4, 2, 8
+RULES = (
+    CAUSAL,
+    Rule(causal=False),
+    Rule(window=3),
+    Rule(chunk=4),
+    Rule(images=True),
+    Rule(prefix=True),
+    Rule(window=3, images=True),
+    Rule(window=5, chunk=8, images=True, prefix=True),
+)
+
+
+def image_blocks(lengths):
+    """An image of two or three tokens in the middle of every sequence that has the room, and another at its end."""
+    blocks = []
+    for n in lengths:
+        own = [-1] * n
+        own[1:3] = [0] * len(own[1:3])
+        own[-3:] = [1] * len(own[-3:]) if n > 6 else own[-3:]
+        blocks += own
+    return torch.tensor(blocks)
 
 
 def dense_attention(query, key, value, see):
@@ -17,7 +42,7 @@ def dense_attention(query, key, value, see):
     return torch.einsum("bhqk,bkhd->bqhd", weight, value).flatten(2)
 
 
-def attend_all_ranks(rank, world, lengths, kind, cp, windows, layer):
+def attend_all_ranks(rank, world, lengths, kind, cp, rules, layer, slots):
     """Outputs and gradients of every context-parallel rank in one process: the gather is done by hand."""
     start_process(rank)
     from types import SimpleNamespace
@@ -29,14 +54,16 @@ def attend_all_ranks(rank, world, lengths, kind, cp, windows, layer):
     from hardware.cpu import CpuPlatform
 
     torch.manual_seed(0)
-    layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r) for r in range(cp)]
+    layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r, slots=slots) for r in range(cp)]
     tokens = sum(lengths)
     flats = [torch.randn(tokens, h, DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)]
     config = TransformerConfig(num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS)
     packed = [[layout.pack(x) for x in flats] for layout in layouts]  # [rank][q, k, v] of [b, s, h, d]
     outputs, references = torch.zeros(tokens, HEADS * DIM), torch.zeros(tokens, HEADS * DIM)
     for r, layout in enumerate(layouts):
-        spec = layout.mask_spec(windows)
+        prefixes = tuple(min(2 + i, n) for i, n in enumerate(layout.lengths))
+        spec = layout.mask_spec(image_block=image_blocks(lengths))
+        spec = dataclasses.replace(spec, rules=rules, prefixes=prefixes)
         no_turn = torch.ones(*layout.source.shape, DIM), torch.zeros(*layout.source.shape, DIM)
         inputs = CpuPlatform().attention_inputs(spec, no_turn)
         form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
@@ -57,12 +84,20 @@ def attend_all_ranks(rank, world, lengths, kind, cp, windows, layer):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("windows", "layer"), [((None,), 1), ((3,), 1), ((None, 4), 2)], ids=["causal", "w3", "layer2"]
-)
-def test_attention_is_what_the_oracle_allows(one_rank, lengths, kind, cp, windows, layer):
-    differences = one_rank.run(attend_all_ranks, lengths, kind, cp, windows, layer)[0]
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_attention_is_what_the_oracle_allows(one_rank, lengths, kind, cp, rule):
+    differences = one_rank.run(attend_all_ranks, lengths, kind, cp, (rule,), 1, 0)[0]
     assert max(differences) <= 5e-6, differences
+
+
+@pytest.mark.parametrize("kind", ["bshd", "thd"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_each_layer_has_its_rule_and_a_pack_may_be_of_a_fixed_size(one_rank, kind, cp):
+    rules = (CAUSAL, Rule(window=4), Rule(images=True))
+    for layer in (1, 2, 3):
+        for slots in (0, 64):
+            differences = one_rank.run(attend_all_ranks, LENGTHS[0], kind, cp, rules, layer, slots)[0]
+            assert max(differences) <= 5e-6, (layer, slots, differences)
 
 
 def test_no_mask_is_as_large_as_the_pack():
@@ -73,7 +108,7 @@ def test_no_mask_is_as_large_as_the_pack():
     lengths = tuple(range(10, 60)) * 4
     layout = Layout.build(lengths, "thd", cp=2)
     turn = torch.zeros(*layout.source.shape, DIM), torch.zeros(*layout.source.shape, DIM)
-    plan = CpuPlatform().attention_inputs(layout.mask_spec((8,)), turn).plan
+    plan = CpuPlatform().attention_inputs(layout.mask_spec((Rule(window=8),)), turn).plan
     largest = max(mask.numel() for group in plan.groups for mask in group.masks.values())
     assert largest <= 60 * 60 and sum(lengths) ** 2 > 100 * largest
 

@@ -1,7 +1,9 @@
+import numpy as np
 import pytest
 import torch
 
 from hardware.masks import MaskSpec, slot_places, zigzag_positions
+from hardware.rules import CAUSAL, Rule
 
 
 def test_zigzag_pairs_a_low_chunk_with_a_high_one():
@@ -22,7 +24,7 @@ def test_oracle_says_what_the_rule_says_in_words(kind, cp):
     lengths, window = (3, 5, 1), 2
     padded = (8, 8, 8) if kind == "bshd" else (4, 8, 4)
     for rank in range(cp):
-        spec = MaskSpec(kind, lengths, padded, cp, rank, windows=(None, window))
+        spec = MaskSpec(kind, lengths, padded, cp, rank, rules=(CAUSAL, Rule(window=window)))
         segment, position = spec.places(rank)
         keys = [spec.places(r) for r in range(cp)]
         key_segment, key_position = (torch.cat([k[i] for k in keys], 1) for i in range(2))
@@ -37,7 +39,7 @@ def test_oracle_says_what_the_rule_says_in_words(kind, cp):
 
 
 def test_window_counts_the_token_itself():
-    see = MaskSpec("thd", (5,), (5,), windows=(2,)).visible()[0]
+    see = MaskSpec("thd", (5,), (5,), rules=(Rule(window=2),)).visible()[0]
     assert see.sum(1).tolist() == [1, 2, 2, 2, 2]
 
 
@@ -48,7 +50,11 @@ def test_window_counts_the_token_itself():
         (dict(kind="thd", lengths=(5,), padded=(4,)), "longer than its padded length"),
         (dict(kind="bshd", lengths=(3, 2), padded=(4, 2)), "padded to one length"),
         (dict(kind="thd", lengths=(3,), padded=(6,), cp=2), "multiples of 2\\*cp = 4"),
-        (dict(kind="thd", lengths=(3,), padded=(3,), windows=(0,)), "at least 1"),
+        (dict(kind="thd", lengths=(3,), padded=(3,), rules=()), "at least one rule"),
+        (dict(kind="thd", lengths=(3,), padded=(3,), rules=(Rule(images=True),)), "does not say where they are"),
+        (dict(kind="thd", lengths=(3,), padded=(3,), image_block=np.zeros(2, int)), "2 entries for 3 tokens"),
+        (dict(kind="thd", lengths=(3,), padded=(3,), rules=(Rule(prefix=True),)), "does not say how long"),
+        (dict(kind="thd", lengths=(3,), padded=(3,), prefixes=(1, 2)), "2 prefixes for 1 sequences"),
     ],
 )
 def test_impossible_specs_are_refused(arguments, message):

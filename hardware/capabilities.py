@@ -1,0 +1,286 @@
+"""What every attention backend does with a rule: honours it, and how it is said, or refuses it, and what works instead.
+
+``attention_inputs`` of every platform reads this table and nothing else, so a rule that a kernel would ignore or misread
+never gets to it. Facts are from the backends' sources and documentation, as named at each; where ``evidence`` says
+"executed" a test runs the backend and compares it with the oracle. docs/masks.md is this page for users.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from hardware.rules import RULES, Rule
+
+Evidence = Literal["executed", "emulated", "untested"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One backend and one rule, in one layout, with or without context parallelism.
+
+    Attributes:
+        honoured: the backend computes the rule when told as ``text`` says; else ``text`` says why it does not.
+        nearest: where refused, what comes nearest.
+        composes: the rule is told by a mask of any form, so that it may be asked together with others told so.
+        evidence: how far this was proven here.
+    """
+
+    honoured: bool
+    text: str
+    nearest: str = ""
+    composes: bool = False
+    evidence: Evidence = "untested"
+
+
+Place = tuple[str, str, bool, str]
+"""(backend, layout kind, context-parallel, rule)"""
+
+
+def _all(cell: Cell, rules: Iterable[str] = RULES) -> dict[str, Cell]:
+    return dict.fromkeys(rules, cell)
+
+
+def _no(why: str, nearest: str, evidence: Evidence = "untested") -> Cell:
+    return Cell(False, why, nearest, evidence=evidence)
+
+
+def _mask(how: str, evidence: Evidence = "untested") -> Cell:
+    return Cell(True, how, composes=True, evidence=evidence)
+
+
+def _said(how: str, evidence: Evidence = "untested") -> Cell:
+    return Cell(True, how, evidence=evidence)
+
+
+_UNPROVEN = "not shown to be right under context parallelism"
+_CP_CALLS = "keys gathered over the ranks, then two calls, low and high chunks, each bottom-right against its own prefix"
+
+Rows = dict[tuple[str, bool], dict[str, Cell]]
+
+
+def _rows(bshd: dict, thd: dict, bshd_cp: dict, thd_cp: dict) -> Rows:
+    return {("bshd", False): bshd, ("thd", False): thd, ("bshd", True): bshd_cp, ("thd", True): thd_cp}
+
+
+def _torch_sdpa() -> Rows:
+    """torch 2.13. ``is_causal`` is top-left; a bool mask keeps where True; mask and is_causal together differ by kernel."""
+    rows = _all(_mask("bool mask for each sequence of a group, True keeps", "executed"))
+    causal = {"causal": _mask("is_causal over right-padded rows, no mask", "executed")}
+    groups = {"causal": _mask("one call for each group of sequences of like length, is_causal", "executed")}
+    gathered = _all(_mask("keys gathered over the ranks, bool mask for each group, True keeps", "executed"))
+    return _rows(rows | causal, rows | groups, gathered, gathered)
+
+
+def _packed_kernel(says: str) -> Rows:
+    """torch 2.13 ``varlen_attn`` and flash-attn 2 varlen: int32 cu_seqlens, fp16 and bf16, an accelerator."""
+    no_mask = _no(f"{says} takes lengths and a window, and no mask", "flex_attention, or bshd with torch_sdpa")
+    thd = _all(no_mask) | {
+        "full": _said("cu_seqlens, window (-1, -1)"),
+        "causal": _said("cu_seqlens, window (-1, 0)"),
+        "window": _said("cu_seqlens, window (tokens_before(w), 0)"),
+    }
+    cp = _all(_no(_UNPROVEN, "torch_sdpa")) | {"causal": _said(_CP_CALLS)}
+    only_thd = _all(_no(f"{says} takes packed sequences alone", "thd"))
+    return _rows(only_thd, thd, only_thd, cp)
+
+
+def _flex_attention() -> Rows:
+    """torch 2.13. Runs forward on a CPU and raises in backward there."""
+    rule = _all(_mask("BlockMask of the rule over segments and positions"))
+    forward = _all(_mask("BlockMask of the rule over segments and positions", "executed"))
+    return _rows(forward, forward, rule, rule)
+
+
+_TE_THD = _no("TransformerEngine raises for this mask type in thd", "te_padding_causal, te_padding")
+_TE_IGNORED = _no("the mask would be ignored (Megatron-LM issue 2357)", "te_arbitrary, or flex_attention")
+_TE_DENSE = "TransformerEngine's unfused kernel is the only one that reads a dense mask, and it takes bshd without CP"
+
+
+def _te_no_mask() -> Rows:
+    """TransformerEngine ``no_mask``: full attention, whatever mask it is given."""
+    pads = _no("no_mask is full attention over padding too, and ignores a mask", "te_padding")
+    bshd = _all(_no("no_mask is full attention, and ignores a mask", "te_causal, or te_arbitrary")) | {"full": pads}
+    return _rows(bshd, _all(_TE_THD), bshd, _all(_TE_THD))
+
+
+def _te_causal() -> Rows:
+    """TransformerEngine ``causal``: attention_mask is never read; right padding is never seen by a real token."""
+    full = {"full": _no("causal never sees the future", "te_padding")}
+    causal = {"causal": _said("mask None")}
+    window = {"window": _said("mask None, window_size (tokens_before(w), 0)")}
+    cp = {"causal": _said("mask None, its own ring over zigzag chunks"), "window": _no(_UNPROVEN, "te_causal without CP")}
+    refused = _all(_TE_IGNORED) | full
+    return _rows(refused | causal | window, _all(_TE_THD), refused | cp, _all(_TE_THD))
+
+
+def _te_padding() -> Rows:
+    """TransformerEngine ``padding``: both ways within a sequence."""
+    refused = _all(_no("padding sees both ways within a sequence", "te_padding_causal, or te_arbitrary"))
+    bshd = refused | {"full": _said("[b, 1, 1, s] mask, True blocks")}
+    thd = refused | {"full": _said("int32 cu_seqlens, and cu_seqlens_padded beside them")}
+    cp = refused | {"full": _said("cu_seqlens and cu_seqlens_padded, zigzag within each sequence")}
+    return _rows(bshd, thd, _all(_no("no kernel for bshd with padding under CP", "thd")), cp)
+
+
+def _te_padding_causal() -> Rows:
+    """TransformerEngine ``padding_causal``. Equal padded and real cu_seqlens would make padding real tokens."""
+    refused = _all(_TE_IGNORED) | {"full": _no("padding_causal never sees the future", "te_padding")}
+    bshd = refused | {
+        "causal": _said("[b, 1, 1, s] mask, True blocks"),
+        "window": _said("[b, 1, 1, s] mask, True blocks, window_size (tokens_before(w), 0)"),
+    }
+    thd = refused | {
+        "causal": _said("mask None, int32 cu_seqlens, and cu_seqlens_padded beside them"),
+        "window": _said("mask None, cu_seqlens and cu_seqlens_padded, window_size (tokens_before(w), 0)"),
+    }
+    cp = refused | {
+        "causal": _said("cu_seqlens and cu_seqlens_padded, its own ring, zigzag within each sequence"),
+        "window": _no(_UNPROVEN, "te_padding_causal without CP"),
+    }
+    return _rows(bshd, thd, _all(_no("no kernel for bshd with padding under CP", "thd, or te_causal")), cp)
+
+
+def _te_bottom_right(padding: bool) -> Rows:
+    """TransformerEngine ``*_bottom_right``: the last query sees the last key. Raises with its own cp_group."""
+    refused = _all(_TE_IGNORED) | {"full": _no("never sees the future", "te_padding")}
+    lengths = "cu_seqlens and cu_seqlens_padded" if padding else "mask None"
+    alone = refused | {
+        "causal": _said(f"{lengths}; the same as top-left where queries are as many as keys"),
+        "window": _said(f"{lengths}, window_size (tokens_before(w), 0)"),
+    }
+    cp = refused | {"causal": _said(f"{_CP_CALLS}; without its cp_group"), "window": _no(_UNPROVEN, "no CP")}
+    thd, thd_cp = (alone, cp) if padding else (_all(_TE_THD), _all(_TE_THD))
+    return _rows(alone, thd, cp, thd_cp)
+
+
+def _te_dense(how: str) -> Rows:
+    """TransformerEngine ``arbitrary`` and ``post_scale_bias``: a dense mask, for one kernel of quadratic memory."""
+    refused = _all(_no(_TE_DENSE, "te_padding_causal, or flex_attention"))
+    return _rows(_all(_mask(how)), refused, refused, refused)
+
+
+def _megatron_local() -> Rows:
+    """megatron-core 0.16.1 ``DotProductAttention``: a mask replaces causal, a window replaces the mask."""
+    dense = _all(_mask("[b, 1, s, s] mask, True blocks, attn_mask_type arbitrary", "executed"))
+    bshd = dense | {"causal": _mask("mask None, attn_mask_type causal", "executed")}
+    packed = _all(_no("packed_seq_params raises", "torch_sdpa", "executed"))
+    cp = _all(_no("its constructor raises for context_parallel_size above 1", "torch_sdpa", "executed"))
+    return _rows(bshd, packed, cp, cp)
+
+
+_NPU_MODES = {
+    "images": "npu_mode1 in bshd",
+    "prefix": "npu_mode1 in bshd",
+    "chunk": "npu_mode1",
+    "window": "npu_mode4",
+    "causal": "npu_mode2",
+    "full": "npu_mode1",
+}
+"""Rule -> the sparse mode of ``npu_fusion_attention`` that honours it."""
+
+
+def _npu(mode: int) -> Rows:
+    """``npu_fusion_attention`` (op-plugin documentation). True blocks; mask None is full attention in every mode."""
+
+    def row(cp: bool, cells: dict[str, Cell]) -> dict[str, Cell]:
+        other = {rule: _no(f"sparse_mode {mode} does not compute it", _NPU_MODES[rule]) for rule in RULES}
+        if cp:
+            other |= {rule: _no(_UNPROVEN, "npu_mode3 for causal rules, or no CP") for rule in RULES}
+        return other | cells
+
+    triangle = "2048 x 2048 upper triangle, True blocks; mask None would be full attention"
+    lengths = "; cumulative lengths as a list of ints"
+    if mode in (0, 1):
+        dense = "[b, 1, s, s] mask, True blocks"
+        bshd = _all(_mask(dense))
+        if mode == 0:
+            bshd |= _all(_no("sparse_mode 0 may skip blocks that the mask keeps", "npu_mode1"), ("images", "prefix"))
+        shared = _all(_mask("[max s, max s] mask for all sequences, True blocks" + lengths), ("causal", "window", "chunk"))
+        shared["full"] = _said("mask None" + lengths)
+        each = _no("a pack has one mask for all of its sequences", "npu_mode1 in bshd")
+        return _rows(row(False, bshd), row(False, shared | _all(each, ("images", "prefix"))), row(True, {}), row(True, {}))
+    if mode in (2, 3):
+        bshd = {"causal": _said(triangle)}
+        thd = {"causal": _said(triangle + lengths)}
+        cp = {"causal": _said(f"{_CP_CALLS}; {triangle}")} if mode == 3 else {}
+        return _rows(row(False, bshd), row(False, thd), row(True, cp), row(True, cp))
+    if mode == 4:
+        band = triangle + ", pre_tockens tokens_before(w), next_tockens 0"
+        return _rows(
+            row(False, {"window": _said(band)}), row(False, {"window": _said(band + lengths)}), row(True, {}), row(True, {})
+        )
+    if mode in (5, 6):
+        mask = "[b, 1, s, s] mask" if mode == 5 else "3072 x 2048 compressed mask"
+        prefix = {"prefix": _said(f"{mask}, True blocks, and the prefix of each sequence")}
+        never = {"prefix": _no("not shown to be right in TND", "npu_mode1 in bshd")}
+        return _rows(row(False, prefix), row(False, never), row(True, {}), row(True, {}))
+    return _rows(row(False, {}), row(False, {}), row(True, {}), row(True, {}))
+
+
+_BACKENDS: dict[str, Rows] = {
+    "torch_sdpa": _torch_sdpa(),
+    "torch_varlen": _packed_kernel("varlen_attn"),
+    "flash_varlen": _packed_kernel("flash-attention's varlen kernel"),
+    "flex_attention": _flex_attention(),
+    "te_no_mask": _te_no_mask(),
+    "te_causal": _te_causal(),
+    "te_padding": _te_padding(),
+    "te_padding_causal": _te_padding_causal(),
+    "te_causal_bottom_right": _te_bottom_right(padding=False),
+    "te_padding_causal_bottom_right": _te_bottom_right(padding=True),
+    "te_arbitrary": _te_dense("[b, 1, s, s] mask, True blocks"),
+    "te_post_scale_bias": _te_dense("[b, 1, s, s] added to the scores"),
+    "megatron_local": _megatron_local(),
+    **{f"npu_mode{mode}": _npu(mode) for mode in range(9)},
+}
+
+TABLE: dict[Place, Cell] = {
+    (backend, kind, cp, rule): cell
+    for backend, rows in _BACKENDS.items()
+    for (kind, cp), cells in rows.items()
+    for rule, cell in cells.items()
+}
+"""Every backend, layout and rule, with and without context parallelism."""
+
+
+def place_name(place: Place) -> str:
+    """``backend/kind/cp or no-cp/rule``, as an override names it."""
+    backend, kind, cp, rule = place
+    return f"{backend}/{kind}/{'cp' if cp else 'no-cp'}/{rule}"
+
+
+PLACES: dict[str, Place] = {place_name(place): place for place in TABLE}
+
+
+def find_backend(
+    backends: Iterable[str], kind: str, cp: int, rule: Rule, override: Iterable[str] = ()
+) -> tuple[str, tuple[Cell, ...]]:
+    """The first of ``backends`` that honours every part of a rule, with the cells that say how.
+
+    Args:
+        override: names of refused cells (``place_name``) that count as honoured.
+
+    Raises:
+        ValueError: none does; the message has each one's reason and what works instead.
+    """
+    refusals = []
+    for backend in backends:
+        cells = {part: TABLE[backend, kind, cp > 1, part] for part in rule.parts}
+        names = {part: place_name((backend, kind, cp > 1, part)) for part in rule.parts}
+        refused = [part for part, cell in cells.items() if not cell.honoured and names[part] not in override]
+        alone = [part for part, cell in cells.items() if cell.honoured and not cell.composes]
+        if not refused and (len(cells) == 1 or not alone):
+            return backend, tuple(cells.values())
+        refusals += [f"{names[part]} is refused: {cells[part].text}; nearest: {cells[part].nearest}" for part in refused]
+        if not refused:
+            refusals.append(f"{backend} honours {' and '.join(alone)} each alone, and not together")
+    raise ValueError(f"attention: no backend honours the rule {rule} in {kind} with cp={cp}: " + ". ".join(refusals))
+
+
+def check_override(override: Iterable[str]) -> None:
+    """Raise ValueError where an override names no cell, or one that is honoured anyway."""
+    for name in override:
+        if name not in PLACES:
+            raise ValueError(f"attention: {name!r} names no cell of the capability table; a name is like {next(iter(PLACES))!r}")
+        if TABLE[PLACES[name]].honoured:
+            raise ValueError(f"attention: {name!r} is honoured and needs no override; leave it out")
