@@ -1,7 +1,7 @@
-"""What every attention backend does with a rule: honours it, and how it is said, or refuses it, and what works instead.
+"""What every attention backend does with a rule: honours it, told how, or refuses it, and what works instead.
 
-``attention_inputs`` of every platform reads this table and nothing else, so a rule that a kernel would ignore or misread
-never gets to it. Facts are from the backends' sources and documentation, as named at each; where ``evidence`` says
+``attention_inputs`` of every platform reads this table and nothing else, so that a rule which a kernel would ignore or
+misread never gets to it. Facts are from the backends' sources and documentation, as named at each; where ``evidence`` says
 "executed" a test runs the backend and compares it with the oracle. docs/masks.md is this page for users.
 """
 
@@ -44,6 +44,10 @@ def _no(why: str, nearest: str, evidence: Evidence = "untested") -> Cell:
     return Cell(False, why, nearest, evidence=evidence)
 
 
+def _each(why: str, nearest: dict[str, str]) -> dict[str, Cell]:
+    return {rule: _no(why, name) for rule, name in nearest.items()}
+
+
 def _mask(how: str, evidence: Evidence = "untested") -> Cell:
     return Cell(True, how, composes=True, evidence=evidence)
 
@@ -53,7 +57,9 @@ def _said(how: str, evidence: Evidence = "untested") -> Cell:
 
 
 _UNPROVEN = "not shown to be right under context parallelism"
-_CP_CALLS = "keys gathered over the ranks, then two calls, low and high chunks, each bottom-right against its own prefix"
+_CP_CALLS = (
+    "keys gathered over the ranks, then two calls, low and high chunks, each bottom-right against its own prefix"
+)
 
 Rows = dict[tuple[str, bool], dict[str, Cell]]
 
@@ -63,7 +69,7 @@ def _rows(bshd: dict, thd: dict, bshd_cp: dict, thd_cp: dict) -> Rows:
 
 
 def _torch_sdpa() -> Rows:
-    """torch 2.13. ``is_causal`` is top-left; a bool mask keeps where True; mask and is_causal together differ by kernel."""
+    """torch 2.13. ``is_causal`` is top-left; a bool mask keeps where True; both together differ from kernel to kernel."""
     rows = _all(_mask("bool mask for each sequence of a group, True keeps", "executed"))
     causal = {"causal": _mask("is_causal over right-padded rows, no mask", "executed")}
     groups = {"causal": _mask("one call for each group of sequences of like length, is_causal", "executed")}
@@ -91,7 +97,13 @@ def _flex_attention() -> Rows:
     return _rows(forward, forward, rule, rule)
 
 
-_TE_THD = _no("TransformerEngine raises for this mask type in thd", "te_padding_causal, te_padding")
+_TE_PACKED = dict.fromkeys(RULES, "flex_attention") | {
+    "causal": "te_padding_causal",
+    "window": "te_padding_causal",
+    "full": "te_padding",
+}
+_TE_THD = _each("TransformerEngine raises for this mask type in thd", _TE_PACKED)
+_TE_ROWS_CP = _each("no kernel for bshd with padding under CP", _TE_PACKED | {"causal": "te_causal"})
 _TE_IGNORED = _no("the mask would be ignored (Megatron-LM issue 2357)", "te_arbitrary, or flex_attention")
 _TE_DENSE = "TransformerEngine's unfused kernel is the only one that reads a dense mask, and it takes bshd without CP"
 
@@ -100,7 +112,7 @@ def _te_no_mask() -> Rows:
     """TransformerEngine ``no_mask``: full attention, whatever mask it is given."""
     pads = _no("no_mask is full attention over padding too, and ignores a mask", "te_padding")
     bshd = _all(_no("no_mask is full attention, and ignores a mask", "te_causal, or te_arbitrary")) | {"full": pads}
-    return _rows(bshd, _all(_TE_THD), bshd, _all(_TE_THD))
+    return _rows(bshd, _TE_THD, bshd, _TE_THD)
 
 
 def _te_causal() -> Rows:
@@ -108,9 +120,12 @@ def _te_causal() -> Rows:
     full = {"full": _no("causal never sees the future", "te_padding")}
     causal = {"causal": _said("mask None")}
     window = {"window": _said("mask None, window_size (tokens_before(w), 0)")}
-    cp = {"causal": _said("mask None, its own ring over zigzag chunks"), "window": _no(_UNPROVEN, "te_causal without CP")}
+    cp = {
+        "causal": _said("mask None, its own ring over zigzag chunks"),
+        "window": _no(_UNPROVEN, "te_causal without CP"),
+    }
     refused = _all(_TE_IGNORED) | full
-    return _rows(refused | causal | window, _all(_TE_THD), refused | cp, _all(_TE_THD))
+    return _rows(refused | causal | window, _TE_THD, refused | cp, _TE_THD)
 
 
 def _te_padding() -> Rows:
@@ -119,7 +134,7 @@ def _te_padding() -> Rows:
     bshd = refused | {"full": _said("[b, 1, 1, s] mask, True blocks")}
     thd = refused | {"full": _said("int32 cu_seqlens, and cu_seqlens_padded beside them")}
     cp = refused | {"full": _said("cu_seqlens and cu_seqlens_padded, zigzag within each sequence")}
-    return _rows(bshd, thd, _all(_no("no kernel for bshd with padding under CP", "thd")), cp)
+    return _rows(bshd, thd, _TE_ROWS_CP, cp)
 
 
 def _te_padding_causal() -> Rows:
@@ -137,7 +152,7 @@ def _te_padding_causal() -> Rows:
         "causal": _said("cu_seqlens and cu_seqlens_padded, its own ring, zigzag within each sequence"),
         "window": _no(_UNPROVEN, "te_padding_causal without CP"),
     }
-    return _rows(bshd, thd, _all(_no("no kernel for bshd with padding under CP", "thd, or te_causal")), cp)
+    return _rows(bshd, thd, _TE_ROWS_CP, cp)
 
 
 def _te_bottom_right(padding: bool) -> Rows:
@@ -149,7 +164,7 @@ def _te_bottom_right(padding: bool) -> Rows:
         "window": _said(f"{lengths}, window_size (tokens_before(w), 0)"),
     }
     cp = refused | {"causal": _said(f"{_CP_CALLS}; without its cp_group"), "window": _no(_UNPROVEN, "no CP")}
-    thd, thd_cp = (alone, cp) if padding else (_all(_TE_THD), _all(_TE_THD))
+    thd, thd_cp = (alone, cp) if padding else (_TE_THD, _TE_THD)
     return _rows(alone, thd, cp, thd_cp)
 
 
@@ -185,7 +200,8 @@ def _npu(mode: int) -> Rows:
     def row(cp: bool, cells: dict[str, Cell]) -> dict[str, Cell]:
         other = {rule: _no(f"sparse_mode {mode} does not compute it", _NPU_MODES[rule]) for rule in RULES}
         if cp:
-            other |= {rule: _no(_UNPROVEN, "npu_mode3 for causal rules, or no CP") for rule in RULES}
+            other = _each(_UNPROVEN, {rule: f"{mode} without CP" for rule, mode in _NPU_MODES.items()})
+            other["causal"] = _no(_UNPROVEN, "npu_mode3")
         return other | cells
 
     triangle = "2048 x 2048 upper triangle, True blocks; mask None would be full attention"
@@ -195,10 +211,14 @@ def _npu(mode: int) -> Rows:
         bshd = _all(_mask(dense))
         if mode == 0:
             bshd |= _all(_no("sparse_mode 0 may skip blocks that the mask keeps", "npu_mode1"), ("images", "prefix"))
-        shared = _all(_mask("[max s, max s] mask for all sequences, True blocks" + lengths), ("causal", "window", "chunk"))
+        shared = _all(
+            _mask("[max s, max s] mask for all sequences, True blocks" + lengths), ("causal", "window", "chunk")
+        )
         shared["full"] = _said("mask None" + lengths)
         each = _no("a pack has one mask for all of its sequences", "npu_mode1 in bshd")
-        return _rows(row(False, bshd), row(False, shared | _all(each, ("images", "prefix"))), row(True, {}), row(True, {}))
+        return _rows(
+            row(False, bshd), row(False, shared | _all(each, ("images", "prefix"))), row(True, {}), row(True, {})
+        )
     if mode in (2, 3):
         bshd = {"causal": _said(triangle)}
         thd = {"causal": _said(triangle + lengths)}
@@ -207,7 +227,10 @@ def _npu(mode: int) -> Rows:
     if mode == 4:
         band = triangle + ", pre_tockens tokens_before(w), next_tockens 0"
         return _rows(
-            row(False, {"window": _said(band)}), row(False, {"window": _said(band + lengths)}), row(True, {}), row(True, {})
+            row(False, {"window": _said(band)}),
+            row(False, {"window": _said(band + lengths)}),
+            row(True, {}),
+            row(True, {}),
         )
     if mode in (5, 6):
         mask = "[b, 1, s, s] mask" if mode == 5 else "3072 x 2048 compressed mask"
@@ -271,7 +294,9 @@ def find_backend(
         alone = [part for part, cell in cells.items() if cell.honoured and not cell.composes]
         if not refused and (len(cells) == 1 or not alone):
             return backend, tuple(cells.values())
-        refusals += [f"{names[part]} is refused: {cells[part].text}; nearest: {cells[part].nearest}" for part in refused]
+        refusals += [
+            f"{names[part]} is refused: {cells[part].text}; nearest: {cells[part].nearest}" for part in refused
+        ]
         if not refused:
             refusals.append(f"{backend} honours {' and '.join(alone)} each alone, and not together")
     raise ValueError(f"attention: no backend honours the rule {rule} in {kind} with cp={cp}: " + ". ".join(refusals))
@@ -281,6 +306,8 @@ def check_override(override: Iterable[str]) -> None:
     """Raise ValueError where an override names no cell, or one that is honoured anyway."""
     for name in override:
         if name not in PLACES:
-            raise ValueError(f"attention: {name!r} names no cell of the capability table; a name is like {next(iter(PLACES))!r}")
+            raise ValueError(
+                f"attention: {name!r} names no cell of the capability table; a name is like {next(iter(PLACES))!r}"
+            )
         if TABLE[PLACES[name]].honoured:
             raise ValueError(f"attention: {name!r} is honoured and needs no override; leave it out")

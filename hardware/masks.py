@@ -91,7 +91,9 @@ class MaskSpec:
         if self.image_block is None and any(rule.images for rule in self.rules):
             raise ValueError("MaskSpec: a rule sees images both ways, but image_block does not say where they are")
         if self.image_block is not None and len(self.image_block) != sum(self.lengths):
-            raise ValueError(f"MaskSpec: image_block has {len(self.image_block)} entries for {sum(self.lengths)} tokens")
+            raise ValueError(
+                f"MaskSpec: image_block has {len(self.image_block)} entries for {sum(self.lengths)} tokens"
+            )
         if self.prefixes is None and any(rule.prefix for rule in self.rules):
             raise ValueError("MaskSpec: a rule sees the prefix both ways, but prefixes does not say how long it is")
         if self.prefixes is not None and len(self.prefixes) != len(self.lengths):

@@ -1,4 +1,4 @@
-"""Where each token of a micro-batch sits on this rank: one index map, one gather in, one scatter out."""
+"""Where each token of a micro-batch sits on this rank: one index map, one scatter in, one gather out."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hardware.context_parallel import sum_over_ranks
-from hardware.masks import LayoutKind, MaskSpec, slot_places
+from hardware.masks import LayoutKind, MaskSpec
 from hardware.rules import CAUSAL, Rule, slot_unit
 
 
@@ -16,17 +16,18 @@ from hardware.rules import CAUSAL, Rule, slot_unit
 class Layout:
     """The plan of one micro-batch on one context-parallel rank, built once and used for every column.
 
-    Worked example, ``Layout.build((3, 1), kind, tp=2)`` for the flat stream ``a b c | d``::
+    Worked example, ``Layout.build((3, 1), kind, tp=2)`` for the flat stream ``a b c | d`` (``.`` is padding)::
 
-        bshd  source [[0 1 2 0] [3 0 0 0]]   valid [[1 1 1 0] [1 0 0 0]]
-        thd   source [[0 1 2 0  3 0]]        valid [[1 1 1 0  1 0]]
+        bshd  [[a b c .] [d . . .]]   slots [0 1 2 4]   valid [[1 1 1 0] [1 0 0 0]]
+        thd   [[a b c .  d .]]        slots [0 1 2 4]   valid [[1 1 1 0  1 0]]
 
     Attributes:
         kind: ``"bshd"`` or ``"thd"``.
         lengths: real tokens of each sequence. padded: its slots over all context-parallel ranks. A thd layout of a
             fixed size has one sequence more, without a token, that holds what is left of it.
-        source: ``[b, s]`` long, each slot's token in the flat stream; 0 on padding.
-        valid: ``[b, s]`` bool, a real token: the 2-D mask kept for unpadding, never handed to attention.
+        shape: ``(b, s)`` of this rank's part.
+        slots: ``[n]`` long, the flattened slots that hold real tokens, in the order of the stream.
+        tokens: ``[n]`` long, the token that each of them holds; None where they are all N of the stream.
     """
 
     kind: LayoutKind
@@ -34,8 +35,9 @@ class Layout:
     padded: tuple[int, ...]
     cp: int
     cp_rank: int
-    source: Tensor
-    valid: Tensor
+    shape: tuple[int, int]
+    slots: Tensor
+    tokens: Tensor | None
 
     @classmethod
     def build(
@@ -71,39 +73,29 @@ class Layout:
             padded[:] = padded.max()
         if slots:
             lengths, padded = _fill(tuple(lengths), padded, kind, slots, unit)
-        sequence, position = slot_places(tuple(padded.tolist()), cp, cp_rank)
-        size = np.asarray(lengths, dtype=np.int64)
-        valid = position < size[sequence]
-        source = np.where(valid, (np.cumsum(size) - size)[sequence] + position, 0)
+        held, tokens = _held_slots(np.asarray(lengths, dtype=np.int64), padded, cp, cp_rank)
         rows = len(lengths) if kind == "bshd" else 1
-        columns = (torch.from_numpy(x.reshape(rows, -1)).to(device) for x in (source, valid))
-        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, *columns)
+        shape = rows, int(padded.sum()) // cp // rows
+        indices = (None if x is None else torch.from_numpy(x).to(device) for x in (held, tokens))
+        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, *indices)
 
     @property
     def num_valid(self) -> int:
         """Real tokens on this rank."""
-        return len(self._slots)
+        return len(self.slots)
 
     @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """``(segment, position)`` of every slot, both ``[b, s]``; the segment of a padding slot is -1."""
-        return self.mask_spec().places(self.cp_rank)
-
-    @cached_property
-    def _slots(self) -> Tensor:
-        """Flattened slots that hold real tokens, in the order of the flat stream within this rank."""
-        return self.valid.flatten().nonzero()[:, 0]
-
-    @cached_property
-    def _tokens(self) -> Tensor:
-        """The token of each of those slots."""
-        return self.source.flatten()[self._slots]
+    def valid(self) -> Tensor:
+        """``[b, s]`` bool, a real token: the 2-D mask that unpadding goes by, never handed to attention."""
+        mask = torch.zeros(self.shape, dtype=torch.bool, device=self.slots.device)
+        mask.view(-1)[self.slots] = True
+        return mask
 
     def pack(self, flat: Tensor, fill: float = 0) -> Tensor:
         """``[N, ...] -> [b, s, ...]``: each slot's token, ``fill`` on padding."""
-        local = flat[self.source]
-        pad = ~self.valid.view(*self.valid.shape, *[1] * (flat.dim() - 1))
-        return local.masked_fill(pad, fill)
+        tokens = flat if self.tokens is None else flat.index_select(0, self.tokens)
+        local = flat.new_full((self.shape[0] * self.shape[1], *flat.shape[1:]), fill)
+        return local.index_copy_(0, self.slots, tokens).unflatten(0, self.shape)
 
     def unpack(self, local: Tensor, group=None) -> Tensor:
         """``[b, s, ...] -> [N, ...]``: every real slot back to its place in the flat stream.
@@ -112,10 +104,10 @@ class Layout:
             group: context-parallel group to sum over, after which each rank holds every token; the backward hands each
                 rank the gradient of its own slots. Without it the tokens of other ranks are zero.
         """
-        tokens = local.flatten(0, 1).index_select(0, self._slots)
-        if self.cp == 1:
-            return tokens  # slots lie in the order of the stream
-        flat = local.new_zeros(sum(self.lengths), *local.shape[2:]).index_copy(0, self._tokens, tokens)
+        tokens = local.flatten(0, 1).index_select(0, self.slots)
+        if self.tokens is None:
+            return tokens
+        flat = local.new_zeros(sum(self.lengths), *local.shape[2:]).index_copy(0, self.tokens, tokens)
         return flat if group is None else sum_over_ranks(flat, group)
 
     def mask_spec(self, rules: tuple[Rule, ...] = (CAUSAL,), image_block: Tensor | None = None) -> MaskSpec:
@@ -126,6 +118,22 @@ class Layout:
         """
         blocks = None if image_block is None else image_block.cpu().numpy()
         return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, rules, blocks)
+
+
+def _held_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """``(slots, tokens)`` of a rank: sequences lie end to end, each as the two of its ``2 * cp`` chunks that are the
+    rank's (``hardware.masks.zigzag_positions``)."""
+    local = padded // cp
+    position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    slots = np.repeat(np.cumsum(local) - local, lengths)
+    if cp == 1:
+        return slots + position, None
+    size = np.repeat(padded // (2 * cp), lengths)
+    chunk = position // size
+    tokens = np.flatnonzero((chunk == cp_rank) | (chunk == 2 * cp - 1 - cp_rank))
+    slots, position, size, chunk = (x[tokens] for x in (slots, position, size, chunk))
+    skipped = np.where(chunk == cp_rank, cp_rank, 2 * cp - 2 - cp_rank)  # chunks of other ranks before this one
+    return slots + position - skipped * size, tokens
 
 
 def _fill(lengths: tuple[int, ...], padded: np.ndarray, kind: LayoutKind, slots: int, unit: int):

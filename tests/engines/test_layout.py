@@ -54,7 +54,7 @@ def check_case(case: dict, trailing: tuple[int, ...]) -> None:
         layout = Layout.build(**case, cp_rank=rank)
         want = by_hand(**case, rank=rank)
         assert layout.valid.tolist() == [[slot is not None for slot in row] for row in want]
-        segment, position = layout.places
+        segment, position = layout.mask_spec().places(rank)
         assert segment.tolist() == [[slot[2] if slot else -1 for slot in row] for row in want]
         # A pad's position is never read; a real slot's is its place in its own sequence.
         assert (position * layout.valid).tolist() == [[slot[1] if slot else 0 for slot in row] for row in want]
@@ -98,8 +98,9 @@ def test_slots_that_cannot_be_are_refused():
 
 def test_the_documented_example():
     bshd, thd = (Layout.build((3, 1), kind, tp=2) for kind in ("bshd", "thd"))
-    assert bshd.source.tolist() == [[0, 1, 2, 0], [3, 0, 0, 0]]
-    assert thd.source.tolist() == [[0, 1, 2, 0, 3, 0]] and thd.places[1].tolist() == [[0, 1, 2, 3, 0, 1]]
+    flat = torch.tensor([1, 2, 3, 4])
+    assert bshd.pack(flat).tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]] and bshd.slots.tolist() == [0, 1, 2, 4]
+    assert thd.pack(flat).tolist() == [[1, 2, 3, 0, 4, 0]] and thd.slots.tolist() == [0, 1, 2, 4]
     assert thd.padded == (4, 2)
 
 

@@ -26,7 +26,12 @@ def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
 
 def test_rules_follow_layer_types(make_hf_model):
     assert ModelSpec.from_folder(make_hf_model("qwen2", False)).rules == (CAUSAL,)
-    assert ModelSpec.from_folder(make_hf_model("qwen2-window", False)).rules == (CAUSAL, CAUSAL, Rule(window=4), Rule(window=4))
+    assert ModelSpec.from_folder(make_hf_model("qwen2-window", False)).rules == (
+        CAUSAL,
+        CAUSAL,
+        Rule(window=4),
+        Rule(window=4),
+    )
 
 
 def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path):

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from dense_attention import DIM, HEADS, KV_HEADS, dense_attention, image_blocks
 from engines_cases import start_process
 
 from hardware.rules import CAUSAL, Rule
 
 LENGTHS = [(5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38)]
-HEADS, KV_HEADS, DIM = 4, 2, 8
 RULES = (
     CAUSAL,
     Rule(causal=False),
@@ -21,25 +21,6 @@ RULES = (
     Rule(window=3, images=True),
     Rule(window=5, chunk=8, images=True, prefix=True),
 )
-
-
-def image_blocks(lengths):
-    """An image of two or three tokens in the middle of every sequence that has the room, and another at its end."""
-    blocks = []
-    for n in lengths:
-        own = [-1] * n
-        own[1:3] = [0] * len(own[1:3])
-        own[-3:] = [1] * len(own[-3:]) if n > 6 else own[-3:]
-        blocks += own
-    return torch.tensor(blocks)
-
-
-def dense_attention(query, key, value, see):
-    """``[b, s, h, d]`` by the book: softmax over what is visible. Rows that see nothing give zero."""
-    key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=2) for x in (key, value))
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / DIM**0.5
-    weight = scores.masked_fill(~see[:, None], float("-inf")).softmax(-1).nan_to_num()
-    return torch.einsum("bhqk,bkhd->bqhd", weight, value).flatten(2)
 
 
 def attend_all_ranks(rank, world, lengths, kind, cp, rules, layer, slots):
@@ -64,7 +45,7 @@ def attend_all_ranks(rank, world, lengths, kind, cp, rules, layer, slots):
         prefixes = tuple(min(2 + i, n) for i, n in enumerate(layout.lengths))
         spec = layout.mask_spec(image_block=image_blocks(lengths))
         spec = dataclasses.replace(spec, rules=rules, prefixes=prefixes)
-        no_turn = torch.ones(*layout.source.shape, DIM), torch.zeros(*layout.source.shape, DIM)
+        no_turn = torch.ones(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
         inputs = CpuPlatform().attention_inputs(spec, no_turn)
         form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
         gathered = [torch.cat([form(p[i]) for p in packed]) for i in (1, 2)]
@@ -107,7 +88,7 @@ def test_no_mask_is_as_large_as_the_pack():
 
     lengths = tuple(range(10, 60)) * 4
     layout = Layout.build(lengths, "thd", cp=2)
-    turn = torch.zeros(*layout.source.shape, DIM), torch.zeros(*layout.source.shape, DIM)
+    turn = torch.zeros(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
     plan = CpuPlatform().attention_inputs(layout.mask_spec((Rule(window=8),)), turn).plan
     largest = max(mask.numel() for group in plan.groups for mask in group.masks.values())
     assert largest <= 60 * 60 and sum(lengths) ** 2 > 100 * largest

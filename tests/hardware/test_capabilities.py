@@ -1,0 +1,213 @@
+"""The capability table: complete, read by whoever lowers a rule, and true of every backend that runs here."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv, image_blocks
+from engines_cases import start_process
+
+from engines.megatron.layout import Layout
+from hardware import capabilities
+from hardware.capabilities import PLACES, TABLE, check_override, find_backend, place_name
+from hardware.cpu import CpuPlatform
+from hardware.masks import MaskSpec, blocked_where_true
+from hardware.rules import CAUSAL, RULES, Rule
+
+RULE_OF = {
+    "full": Rule(causal=False),
+    "causal": CAUSAL,
+    "window": Rule(window=3),
+    "chunk": Rule(chunk=4),
+    "images": Rule(images=True),
+    "prefix": Rule(prefix=True),
+}
+LENGTHS = (5, 1, 0, 12)
+PLACES_OF = list(itertools.product(("bshd", "thd"), (False, True)))
+EXECUTED = (
+    # test_cpu_plan.py runs every rule through the platform's core attention, in both layouts, with CP 1, 2 and 4.
+    {("torch_sdpa", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
+    | {("flex_attention", kind, False, rule) for kind in ("bshd", "thd") for rule in RULES}
+    | {("megatron_local", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
+)
+"""What this file and test_cpu_plan.py run."""
+
+
+def spec_of(kind: str, rule: Rule) -> MaskSpec:
+    spec = Layout.build(LENGTHS, kind, multiple=4).mask_spec(image_block=image_blocks(LENGTHS))
+    return dataclasses.replace(spec, rules=(rule,), prefixes=(2, 1, 0, 5))
+
+
+def test_the_table_is_complete():
+    backends = {backend for backend, *_ in TABLE}
+    assert set(TABLE) == {(b, k, c, r) for b in backends for (k, c) in PLACES_OF for r in RULES}
+    assert len(backends) == 22 and len(PLACES) == len(TABLE) == 528
+    for place, cell in TABLE.items():
+        assert cell.text, place
+        assert bool(cell.nearest) != cell.honoured, f"{place}: what is refused names what works, and nothing else does"
+
+
+def test_what_is_called_executed_is_what_tests_execute():
+    assert {place for place, cell in TABLE.items() if cell.evidence == "executed"} == EXECUTED
+
+
+def test_what_a_refusal_points_to_is_honoured():
+    """Where a refusal names backends of the table as nearest, one of them honours the rule in that layout or bshd."""
+    names = {backend for backend, *_ in TABLE}
+    for (_, kind, cp, rule), cell in TABLE.items():
+        named = [word for word in cell.nearest.replace(",", " ").split() if word in names]
+        places = [(b, k, c, rule) for b in named for k in (kind, "bshd", "thd") for c in (cp, False)]
+        assert not named or any(TABLE[place].honoured for place in places), (kind, cp, rule, cell)
+
+
+# -- the backends themselves
+
+
+def run_flex(spec, query, key, value):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    see = spec.visible()
+    mask = create_block_mask(lambda b, h, q, k: see[b, q, k], see.shape[0], None, *see.shape[1:], device="cpu")
+    rows = (x.transpose(1, 2) for x in (query, key, value))
+    return flex_attention(*rows, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ["bshd", "thd"])
+@pytest.mark.parametrize("rule", RULES)
+def test_flex_attention_honours_every_rule(kind, rule):
+    spec = spec_of(kind, RULE_OF[rule])
+    query, key, value = (x.detach() for x in draw_qkv(*spec.visible().shape[:2]))
+    got, want = run_flex(spec, query, key, value), dense_attention(query, key, value, spec.visible())
+    valid = spec.places(0)[0] >= 0
+    assert TABLE["flex_attention", kind, False, rule].honoured and torch.allclose(got[valid], want[valid], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_has_no_backward_on_a_cpu():
+    spec = spec_of("bshd", CAUSAL)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        run_flex(spec, *draw_qkv(*spec.visible().shape[:2])).sum().backward()
+
+
+def test_varlen_attention_does_not_run_on_a_cpu():
+    from torch.nn.attention.varlen import varlen_attn
+
+    query = torch.zeros(4, HEADS, DIM, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        varlen_attn(query, query, query, bounds, bounds, 4, 4)
+
+
+def megatron_local(rank, world, rule, dense):
+    """Difference of Megatron's own attention from the oracle, on real rows of bshd."""
+    start_process(rank)
+    from megatron.core import parallel_state as mpu
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    sizes = dict(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=KV_HEADS)
+    config = TransformerConfig(**sizes, masked_softmax_fusion=False, attention_dropout=0.0)
+    spec = spec_of("bshd", rule)
+    see = spec.visible()
+    query, key, value = draw_qkv(*see.shape[:2])
+    kind, mask = (AttnMaskType.arbitrary, blocked_where_true(see)[:, None]) if dense else (AttnMaskType.causal, None)
+    group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    core = DotProductAttention(config, 1, kind, "self", pg_collection=group)
+    alone = mpu._GLOBAL_MEMORY_BUFFER is None
+    if alone:
+        mpu._set_global_memory_buffer()
+    core.attention_dropout = torch.nn.Identity()
+    core.config.sequence_parallel = True  # dropout would ask for a random state that only a parallel group sets up
+    fused_softmax.get_default_causal_mask = lambda n: (
+        torch.ones(n, n).triu(1).bool()
+    )  # theirs is made with device="cuda"
+    out = core(*(x.transpose(0, 1) for x in (query, key, value)), mask).transpose(0, 1)
+    if alone:
+        mpu.destroy_global_memory_buffer()
+    valid = spec.places(0)[0] >= 0
+    return float((out - dense_attention(query, key, value, see))[valid].abs().max())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_megatron_local_honours_every_rule_in_bshd(one_rank, rule):
+    assert TABLE["megatron_local", "bshd", False, rule].honoured
+    assert one_rank.run(megatron_local, RULE_OF[rule], rule != "causal")[0] <= 1e-6
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if r != "causal"])
+def test_megatron_local_told_causal_is_another_rule(one_rank, rule):
+    assert one_rank.run(megatron_local, RULE_OF[rule], False)[0] > 1e-2
+
+
+def test_megatron_local_refuses_packs_and_context_parallelism(one_rank):
+    def call(rank, world):
+        start_process(rank)
+        from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        said = []
+        for cp, packed in ((1, PackedSeqParams(qkv_format="thd")), (2, None)):
+            config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, context_parallel_size=cp)
+            group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+            try:
+                core = DotProductAttention(config, 1, None, "self", pg_collection=group)
+                x = torch.zeros(4, 1, 4, 8)
+                core(x, x, x, None, packed_seq_params=packed)
+            except AssertionError as error:
+                said.append(str(error))
+        return said
+
+    packed, context_parallel = one_rank.run(call)[0]
+    assert (
+        "Packed sequence is not supported" in packed and "Context parallelism is only supported by" in context_parallel
+    )
+
+
+# -- who reads it
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["bshd", "thd"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_flipped_cell_is_refused_by_the_platform(monkeypatch, rule, kind, cp):
+    place = ("torch_sdpa", kind, cp > 1, rule)
+    spec = Layout.build(LENGTHS, kind, cp=cp).mask_spec(image_block=image_blocks(LENGTHS))
+    spec = dataclasses.replace(spec, rules=(RULE_OF[rule],), prefixes=(2, 1, 0, 5))
+    rotary = tuple(torch.zeros(*spec.places(0)[0].shape, DIM) for _ in range(2))
+    CpuPlatform().attention_inputs(spec, rotary)
+    refused = dataclasses.replace(TABLE[place], honoured=False, text="it was flipped", nearest="another")
+    monkeypatch.setitem(capabilities.TABLE, place, refused)
+    with pytest.raises(ValueError, match=f"{place_name(place)} is refused: it was flipped; nearest: another"):
+        CpuPlatform().attention_inputs(spec, rotary)
+    CpuPlatform().attention_inputs(spec, rotary, override=(place_name(place),))
+
+
+def test_the_first_backend_that_honours_a_rule_is_taken():
+    backends = ("te_causal", "te_padding_causal", "flex_attention")
+    assert find_backend(backends, "bshd", 1, CAUSAL)[0] == "te_causal"
+    assert find_backend(backends, "thd", 1, Rule(window=4))[0] == "te_padding_causal"
+    assert find_backend(backends, "thd", 1, Rule(images=True))[0] == "flex_attention"
+
+
+def test_rules_told_by_different_means_do_not_add_up():
+    """TransformerEngine takes a window or lengths, and no mask that would say both an image and a window."""
+    both = Rule(window=4, images=True)
+    assert find_backend(("torch_sdpa",), "thd", 1, both)[0] == "torch_sdpa"
+    with pytest.raises(ValueError, match=r"rule window\(4\)\+images in bshd .*te_causal/bshd/no-cp/images is refused"):
+        find_backend(("te_causal",), "bshd", 1, both)
+    with pytest.raises(ValueError, match="honours window each alone, and not together"):
+        find_backend(("te_causal",), "bshd", 1, both, override=("te_causal/bshd/no-cp/images",))
+
+
+def test_an_override_must_name_a_refused_cell():
+    check_override(("te_causal/bshd/cp/window",))
+    with pytest.raises(ValueError, match="'te_causal/window' names no cell"):
+        check_override(("te_causal/window",))
+    with pytest.raises(ValueError, match="is honoured and needs no override"):
+        check_override(("torch_sdpa/thd/no-cp/causal",))
