@@ -89,14 +89,14 @@ def logits_of(engine, batch):
 
     def forward_step(micro_batches, module):
         micro = next(micro_batches)
-        layout = engine._layout(micro.lengths)
+        layout = engine.layout(micro.lengths)
 
         def keep(logits):
             whole = gather_from_tensor_model_parallel_region(logits)
             parts.append(layout.unpack(whole, mpu.get_context_parallel_group())[:, : engine.model.vocab])
             return logits.sum(), torch.tensor(0), {}
 
-        return engine._forward_micro_batch(module, micro, layout), keep
+        return engine.forward_micro_batch(module, micro, layout), keep
 
     micro_batches = batch.split_by_tokens(engine.config.micro_batch_tokens, at_least=engine.config.pp)
     engine.module.eval()

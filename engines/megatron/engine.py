@@ -62,6 +62,7 @@ class MegatronEngine:
     ):
         self.model, self.config, self.platform, self.device = model, config, platform, device
         self.temperature = temperature
+        self.pad_id = 0  # any id will do: nothing sees it
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.is_leader = (
             mpu.get_tensor_model_parallel_rank() == 0
@@ -88,10 +89,22 @@ class MegatronEngine:
 
         self.module.eval()
         with torch.no_grad():
-            self._run(batch, keep, forward_only=True)
+            self.run(batch, keep, forward_only=True)
         return _join(parts) if self.is_leader else None
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> StepResult:
+        metrics, parts = self.backward(batch, loss_fn, denominator)
+        grad_norm = float("nan")
+        if self._gradients_are_finite():
+            # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
+            self.schedule.step(increment=1)
+            _, grad_norm, _ = self.optimizer.step()
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        logprobs = _join(parts).logprobs if self.is_leader else torch.empty(0)
+        return StepResult(_reduce(metrics), logprobs, float(grad_norm), lr)
+
+    def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[TokenOutputs]]:
+        """Gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
         step_tokens = self._sum_over_replicas(batch.num_tokens)
         parts: list[TokenOutputs] = []
 
@@ -105,15 +118,7 @@ class MegatronEngine:
         self.module.train()
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        metrics = self._run(batch, loss_of, forward_only=False)
-        grad_norm = float("nan")
-        if self._gradients_are_finite():
-            # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
-            self.schedule.step(increment=1)
-            _, grad_norm, _ = self.optimizer.step()
-        lr = max(group["lr"] for group in self.optimizer.param_groups)
-        logprobs = _join(parts).logprobs if self.is_leader else torch.empty(0)
-        return StepResult(_reduce(metrics), logprobs, float(grad_norm), lr)
+        return self.run(batch, loss_of, forward_only=False), parts
 
     def _gradients_are_finite(self) -> bool:
         """The same answer on every rank: one that steps while another does not would never be found again."""
@@ -123,15 +128,15 @@ class MegatronEngine:
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite)
 
-    def _run(self, batch: TrainBatch, loss_of, forward_only: bool) -> list[dict]:
+    def run(self, batch: TrainBatch, loss_of, forward_only: bool) -> list[dict]:
         """Every micro-batch through Megatron's schedule; the metrics of each, on the last stage."""
         micro_batches = batch.split_by_tokens(self.config.micro_batch_tokens, at_least=self.config.pp)
 
         def forward_step(micro_batches: Iterator[TrainBatch], module):
             micro = next(micro_batches).to(self.device)
-            layout = self._layout(micro.lengths)
-            output = self._forward_micro_batch(module, micro, layout)
-            return output, lambda logits: loss_of(self._outputs(logits, micro, layout), layout, micro)
+            layout = self.layout(micro.lengths)
+            output = self.forward_micro_batch(module, micro, layout)
+            return output, lambda logits: loss_of(self.outputs(logits, micro, layout), layout, micro)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -143,19 +148,20 @@ class MegatronEngine:
             forward_only=forward_only,
         )
 
-    def _layout(self, lengths: tuple[int, ...]) -> Layout:
+    def layout(self, lengths: tuple[int, ...]) -> Layout:
         cp_rank = mpu.get_context_parallel_rank()
         config = self.config
         sizes = dict(tp=config.tp, cp=config.cp, cp_rank=cp_rank, multiple=config.multiple, slots=config.slots)
         return Layout.build(lengths, config.layout, **sizes, device=self.device)
 
-    def _forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
+    def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
         rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)
         spec = layout.mask_spec(self.model.rules, micro.image_block)
         inputs = self.platform.attention_inputs(spec, rotary, self.config.attention_override)
-        return module(layout.pack(micro.inputs), None, inputs.attention_mask, packed_seq_params=inputs)
+        ids = layout.pack(micro.inputs, fill=self.pad_id)
+        return module(ids, None, inputs.attention_mask, packed_seq_params=inputs)
 
-    def _outputs(self, logits: Tensor, micro: TrainBatch, layout: Layout) -> TokenOutputs:
+    def outputs(self, logits: Tensor, micro: TrainBatch, layout: Layout) -> TokenOutputs:
         """Logits ``[b, s, v / tp]`` of this rank's slots -> outputs ``[N]`` of the whole micro-batch, on every rank."""
         group = mpu.get_tensor_model_parallel_group()
         target = layout.pack(micro.targets)

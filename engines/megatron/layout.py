@@ -110,14 +110,22 @@ class Layout:
         flat = local.new_zeros(sum(self.lengths), *local.shape[2:]).index_copy(0, self.tokens, tokens)
         return flat if group is None else sum_over_ranks(flat, group)
 
-    def mask_spec(self, rules: tuple[Rule, ...] = (CAUSAL,), image_block: Tensor | None = None) -> MaskSpec:
+    def mask_spec(
+        self,
+        rules: tuple[Rule, ...] = (CAUSAL,),
+        image_block: Tensor | None = None,
+        prefixes: tuple[int, ...] | None = None,
+    ) -> MaskSpec:
         """The attention rules of this micro-batch, one per layer or one for all.
 
         Args:
             image_block: ``[N]``, the image of its sequence that each token belongs to, -1 for text.
+            prefixes: tokens of each sequence's prefix.
         """
+        if prefixes is not None:
+            prefixes = prefixes + (0,) * (len(self.lengths) - len(prefixes))  # what fills a fixed size has none
         blocks = None if image_block is None else image_block.cpu().numpy()
-        return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, rules, blocks)
+        return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, rules, blocks, prefixes)
 
 
 def _held_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray | None]:

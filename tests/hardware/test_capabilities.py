@@ -36,8 +36,7 @@ EXECUTED = (
 
 
 def spec_of(kind: str, rule: Rule) -> MaskSpec:
-    spec = Layout.build(LENGTHS, kind, multiple=4).mask_spec(image_block=image_blocks(LENGTHS))
-    return dataclasses.replace(spec, rules=(rule,), prefixes=(2, 1, 0, 5))
+    return Layout.build(LENGTHS, kind, multiple=4).mask_spec((rule,), image_blocks(LENGTHS), (2, 1, 0, 5))
 
 
 def test_the_table_is_complete():
@@ -177,8 +176,7 @@ def test_megatron_local_refuses_packs_and_context_parallelism(one_rank):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_flipped_cell_is_refused_by_the_platform(monkeypatch, rule, kind, cp):
     place = ("torch_sdpa", kind, cp > 1, rule)
-    spec = Layout.build(LENGTHS, kind, cp=cp).mask_spec(image_block=image_blocks(LENGTHS))
-    spec = dataclasses.replace(spec, rules=(RULE_OF[rule],), prefixes=(2, 1, 0, 5))
+    spec = Layout.build(LENGTHS, kind, cp=cp).mask_spec((RULE_OF[rule],), image_blocks(LENGTHS), (2, 1, 0, 5))
     rotary = tuple(torch.zeros(*spec.places(0)[0].shape, DIM) for _ in range(2))
     CpuPlatform().attention_inputs(spec, rotary)
     refused = dataclasses.replace(TABLE[place], honoured=False, text="it was flipped", nearest="another")

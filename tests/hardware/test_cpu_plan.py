@@ -1,7 +1,5 @@
 """The CPU lowering of a mask rule against dense attention under the oracle, through the real core attention."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,9 +40,8 @@ def attend_all_ranks(rank, world, lengths, kind, cp, rules, layer, slots):
     packed = [[layout.pack(x) for x in flats] for layout in layouts]  # [rank][q, k, v] of [b, s, h, d]
     outputs, references = torch.zeros(tokens, HEADS * DIM), torch.zeros(tokens, HEADS * DIM)
     for r, layout in enumerate(layouts):
-        prefixes = tuple(min(2 + i, n) for i, n in enumerate(layout.lengths))
-        spec = layout.mask_spec(image_block=image_blocks(lengths))
-        spec = dataclasses.replace(spec, rules=rules, prefixes=prefixes)
+        prefixes = tuple(min(2 + i, n) for i, n in enumerate(lengths))
+        spec = layout.mask_spec(rules, image_blocks(lengths), prefixes)
         no_turn = torch.ones(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
         inputs = CpuPlatform().attention_inputs(spec, no_turn)
         form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])

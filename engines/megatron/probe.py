@@ -1,0 +1,282 @@
+"""What a rank can show of itself: who influences whom, what each layer computes, its gradients.
+
+Every function is collective over the ranks of an engine. They go through the engine's own layout, attention inputs and
+schedule, so that what they show is what training does. The probes look for influence by changing inputs and comparing
+outputs bit by bit: what a mask hides is multiplied by an exact zero.
+"""
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from engines.batch import TrainBatch
+from engines.interfaces import LossFn, TokenOutputs
+from engines.megatron.engine import MegatronEngine
+from engines.megatron.weights import export_weights
+from hardware.masks import MaskSpec
+from hardware.rules import Rule
+
+_LOUD = 64.0
+"""Keys and values are changed by this much, so that one among thousands of tokens is heard in bf16 too."""
+
+
+@dataclass(frozen=True)
+class ProbeCase:
+    """Sequences to probe with.
+
+    Attributes:
+        lengths: tokens of each sequence. columns: tokens of the stream whose influence is looked for.
+        image_block: ``[N]`` as ``TrainBatch`` has it. prefixes: tokens of each sequence's prefix.
+    """
+
+    lengths: tuple[int, ...]
+    columns: tuple[int, ...]
+    image_block: tuple[int, ...]
+    prefixes: tuple[int, ...]
+
+    def visible(self, rule: Rule) -> np.ndarray:
+        """``[N, N]`` bool, the oracle: may token i see token j?"""
+        return _spec(self, rule).visible()[0].numpy()
+
+    def repeated(self) -> "ProbeCase":
+        """One copy of the sequences for each column, all in one pack."""
+        count = len(self.columns)
+        return ProbeCase(self.lengths * count, self.columns, self.image_block * count, self.prefixes * count)
+
+
+@dataclass(frozen=True)
+class Influence:
+    """Where influence is not what the rule says.
+
+    Attributes:
+        layer: number of the layer, from 1; 0 for the model as a whole.
+        leaks: kind of leak -> pairs of tokens. missing: pairs that should see each other and do not.
+        example: the first of them, in words.
+    """
+
+    layer: int
+    leaks: dict[str, int]
+    missing: int
+    example: str
+
+
+def _spec(case: ProbeCase, rule: Rule) -> MaskSpec:
+    blocks = np.asarray(case.image_block)
+    return MaskSpec("thd", case.lengths, case.lengths, rules=(rule,), image_block=blocks, prefixes=case.prefixes)
+
+
+# -- one layer's attention
+
+
+def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase) -> list[Influence]:
+    """What each layer's core attention on this rank lets through beyond a rule, or not at all; empty when it is right.
+
+    One forward pass of copies of the sequences side by side, in each of which another token's key and value are
+    changed, is compared with one of unchanged copies; a third has other numbers on its padding.
+    """
+    many = case.repeated()
+    see = case.visible(rule)
+    found = []
+    for layer in engine.module.module.decoder.layers:
+        attend = _attention(engine, layer, kind, rule, many)
+        tokens = sum(case.lengths)
+        changed = torch.arange(len(case.columns)) * tokens + torch.tensor(case.columns)
+        heard = _changes(attend(), attend(changed), len(case.columns))
+        pads = int(_changes(attend(), attend(padding=_LOUD), 1).sum())
+        if pads or (heard != see[:, list(case.columns)].T).any():
+            found.append(_explain(engine, layer, kind, rule, case, pads))
+    return found
+
+
+def _attention(engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase):
+    """``attend(changed=(), padding=0) -> [N, ...]``: the layer's core attention over random queries and keys."""
+    with _settings(engine, layout=kind):
+        layout = engine.layout(case.lengths)
+    spec = layout.mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
+    rotary = engine.rotary(layout.pack(_positions(case.lengths).to(engine.device)), engine.transformer.params_dtype)
+    inputs = engine.platform.attention_inputs(spec, rotary, engine.config.attention_override)
+    tp, model = engine.config.tp, engine.model
+    core, group = layer.self_attention.core_attention, mpu.get_context_parallel_group()
+
+    @torch.no_grad()
+    def attend(changed=(), padding: float = 0.0) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        local = []
+        for heads in (model.heads // tp, model.kv_heads // tp, model.kv_heads // tp):
+            flat = torch.randn(sum(case.lengths), heads, model.head_dim, generator=generator)
+            if local:  # the query of a token moves nothing but its own row
+                flat[torch.as_tensor(changed, dtype=torch.long)] += _LOUD
+            packed = layout.pack(flat.to(engine.device, engine.transformer.params_dtype), fill=padding)
+            local.append(packed.transpose(0, 1) if kind == "bshd" else packed[0])
+        out = core(*local, inputs.attention_mask, attn_mask_type=None, packed_seq_params=inputs)
+        return layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None], group)
+
+    return attend
+
+
+def _explain(engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase, pads: int) -> Influence:
+    """The same again, one token at a time in a single copy, so that every leak has a source."""
+    attend = _attention(engine, layer, kind, rule, case)
+    before = attend()
+    heard = np.concatenate([_changes(before, attend((j,)), 1) for j in range(sum(case.lengths))])
+    return _compare(layer.layer_number, heard.T, case.visible(rule), case, pads)
+
+
+# -- the whole model
+
+
+def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], case: ProbeCase) -> list[Influence]:
+    """What the whole model lets through from token to token, against the rules of its layers one after another."""
+    reach = np.eye(sum(case.lengths), dtype=np.float32)
+    for layer in range(engine.model.layers):
+        rule = rules[0] if len(rules) == 1 else rules[layer]
+        reach = ((case.visible(rule) | np.eye(len(reach), dtype=bool)).astype(np.float32) @ reach > 0).astype(
+            np.float32
+        )
+    many, columns = case.repeated(), list(case.columns)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, engine.model.vocab - 1, (sum(case.lengths),), generator=generator).repeat(len(columns))
+    changed = ids.clone()
+    changed[torch.arange(len(columns)) * sum(case.lengths) + torch.tensor(columns)] += 1
+    before = _entropies(engine, kind, many, ids)
+    after = _entropies(engine, kind, many, changed)
+    with _pad_id(engine, engine.model.vocab - 1):
+        padded = _entropies(engine, kind, many, ids)
+    if before is None:
+        return []
+    heard = _changes(before, after, len(columns)).T  # [N, columns]
+    pads = int(_changes(before, padded, 1).sum())
+    influence = _compare(0, heard, reach[:, columns] > 0, case, pads, columns)
+    return [influence] if influence.leaks or influence.missing else []
+
+
+def _entropies(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor) -> Tensor | None:
+    """Entropy at every token: a number of the whole row of logits, whatever the target is."""
+    batch = TrainBatch(
+        case.lengths,
+        ids,
+        _positions(case.lengths),
+        torch.zeros_like(ids),
+        torch.ones(len(ids), dtype=torch.bool),
+        torch.tensor(case.image_block),
+    )
+    with _settings(engine, layout=kind, micro_batch_tokens=10**9):
+        outputs = engine.forward(batch)
+    return None if outputs is None else outputs.entropy[:, None]
+
+
+# -- numbers to compare
+
+
+def outputs_of(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
+    """The engine's outputs in a layout; on the leader."""
+    with _settings(engine, layout=kind):
+        return engine.forward(batch)
+
+
+def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
+    """Layer number -> ``[N, hidden]``, what each layer of this rank's stage gives out; micro-batches end to end."""
+    layouts, states = [], {}
+    build = engine.layout
+
+    def layout(lengths):
+        layouts.append(build(lengths))
+        return layouts[-1]
+
+    def keep(layer, _, output):
+        hidden = output[0] if isinstance(output, tuple) else output  # [s / tp, b, h]
+        if engine.transformer.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        flat = layouts[-1].unpack(hidden.transpose(0, 1), mpu.get_context_parallel_group())
+        states.setdefault(layer.layer_number, []).append(flat.float().cpu())
+
+    hooks = [layer.register_forward_hook(keep) for layer in engine.module.module.decoder.layers]
+    engine.layout = layout
+    try:
+        outputs_of(engine, kind, batch)
+    finally:
+        del engine.layout
+        for hook in hooks:
+            hook.remove()
+    return {number: torch.cat(parts) for number, parts in states.items()}
+
+
+def gradients_of(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: LossFn, denominator: float) -> dict:
+    """HF name -> the whole gradient of ``sum(loss) / denominator``, on every rank of the first replica."""
+    with _settings(engine, layout=kind):
+        engine.backward(batch, loss, denominator)
+    # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    for buffer in engine.module.buffers:
+        for bucket in buffer.buckets:
+            parts = bucket.grad_data.chunk(group.size())
+            whole = [torch.empty_like(part) for part in parts]
+            dist.all_gather(whole, parts[group.rank()].clone(), group=group)
+            bucket.grad_data.copy_(torch.cat(whole))
+    exported = export_weights(engine.module.module, engine.model, lambda p: p.main_grad)
+    return {name: tensor.clone().cpu() for name, tensor in exported}
+
+
+# -- parts
+
+
+@contextlib.contextmanager
+def _settings(engine: MegatronEngine, **changes):
+    """The engine with other settings for a while."""
+    kept, engine.config = engine.config, replace(engine.config, **changes)
+    try:
+        yield
+    finally:
+        engine.config = kept
+
+
+@contextlib.contextmanager
+def _pad_id(engine: MegatronEngine, pad_id: int):
+    kept, engine.pad_id = engine.pad_id, pad_id
+    try:
+        yield
+    finally:
+        engine.pad_id = kept
+
+
+def _positions(lengths: tuple[int, ...]) -> Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])
+
+
+def _changes(before: Tensor, after: Tensor, copies: int) -> np.ndarray:
+    """``[copies, N / copies]`` bool: did anything change at a token? NaN is a change."""
+    same = (before == after).flatten(1).all(1)
+    return ~same.cpu().numpy().reshape(copies, -1)
+
+
+def _compare(layer: int, heard: np.ndarray, see: np.ndarray, case: ProbeCase, pads: int, columns=None) -> Influence:
+    """Sort the differences of two ``[N, columns]`` matrices by what they are."""
+    place = np.repeat(np.arange(len(case.lengths)), case.lengths), _positions(case.lengths).numpy()
+    columns = np.arange(see.shape[1]) if columns is None else np.asarray(columns)
+    leaks = {"padding": pads} if pads else {}
+    words = [f"{pads} tokens see padding"] if pads else []
+    for i, column in zip(*np.nonzero(heard & ~see)):
+        j = columns[column]
+        kind = _kind_of_leak(int(i), int(j), *place, np.asarray(case.image_block))
+        leaks[kind] = leaks.get(kind, 0) + 1
+        words.append(f"sequence {place[0][i]} at {place[1][i]} sees sequence {place[0][j]} at {place[1][j]}")
+    lost = np.argwhere(see & ~heard)
+    words += [
+        f"sequence {place[0][i]} at {place[1][i]} does not see its own token at {place[1][columns[c]]}"
+        for i, c in lost[:1]
+    ]
+    return Influence(layer, leaks, len(lost), words[0] if words else "")
+
+
+def _kind_of_leak(i: int, j: int, sequence: np.ndarray, position: np.ndarray, image: np.ndarray) -> str:
+    if sequence[i] != sequence[j]:
+        return "a neighbour in the pack"
+    if position[j] <= position[i]:
+        return "outside the window"
+    return "across image blocks" if image[i] >= 0 and image[j] >= 0 else "the future"
