@@ -1,8 +1,8 @@
 """What every attention backend does with a rule: honours it, told how, or refuses it, and what works instead.
 
 ``attention_inputs`` of every platform reads this table and nothing else, so that a rule which a kernel would ignore or
-misread never gets to it. Facts are from the backends' sources and documentation, as named at each; where ``evidence`` says
-"executed" a test runs the backend and compares it with the oracle. docs/masks.md is this page for users.
+misread never gets to it. Facts are from the backends' sources and documentation, as named at each; where ``evidence``
+says "executed" a test runs the backend and compares it with the oracle. docs/masks.md is this page for users.
 """
 
 from collections.abc import Iterable
@@ -69,7 +69,7 @@ def _rows(bshd: dict, thd: dict, bshd_cp: dict, thd_cp: dict) -> Rows:
 
 
 def _torch_sdpa() -> Rows:
-    """torch 2.13. ``is_causal`` is top-left; a bool mask keeps where True; both together differ from kernel to kernel."""
+    """torch 2.13. ``is_causal`` is top-left; a bool mask keeps where True; both together differ by kernel."""
     rows = _all(_mask("bool mask for each sequence of a group, True keeps", "executed"))
     causal = {"causal": _mask("is_causal over right-padded rows, no mask", "executed")}
     groups = {"causal": _mask("one call for each group of sequences of like length, is_causal", "executed")}

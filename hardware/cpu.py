@@ -16,6 +16,7 @@ class CpuPlatform:
     """Runs the real Megatron-core on CPU over gloo, in fp32 or bf16."""
 
     name = "cpu"
+    evidence = "executed"
     dist_backend = "gloo"
     ray_options: ClassVar[dict] = {"num_cpus": 1}
     attention_backends = ("torch_sdpa",)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # settings are checked against a platform before anything tak
     import torch
     from torch import Tensor
 
+    from hardware.capabilities import Evidence
     from hardware.masks import MaskSpec
 
 
@@ -40,6 +41,8 @@ class Platform(Protocol):
     """One kind of machine. Everything that depends on the accelerator goes through these members."""
 
     name: str
+    evidence: Evidence
+    """What a check that passes here shows."""
     dist_backend: str
     ray_options: dict
     """Options of one Ray actor that holds one device."""

@@ -1,10 +1,17 @@
 """The ``rlworker`` command."""
 
+import json
 import sys
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from tyro.conf import Positional
+
+from rlworker.config import CheckConfig
+from rlworker.errors import RunError
 
 
 def report(run: Positional[Path]) -> None:
@@ -18,9 +25,39 @@ def report(run: Positional[Path]) -> None:
     print(write_report(run))
 
 
+def check(config: Annotated[CheckConfig, tyro.conf.arg(name="")]) -> None:
+    """Prove masks, layouts, logprobs and weight sync on this machine; exit status 1 where one of them fails.
+
+    Args:
+        config: What is checked.
+    """
+    from rlworker.check import run_check
+    from rlworker.check_case import tiny_model
+    from rlworker.self_test import self_test
+
+    with tiny_model() if not config.model else nullcontext(config.model) as folder:
+        config = replace(config, model=str(folder))
+        tell = (lambda line: None) if config.json else print
+        found = self_test(config, tell) if config.self_test else run_check(config)
+    if config.json:
+        print(json.dumps([asdict(finding) for finding in found], indent=1))
+    else:
+        _print_table(found)
+    sys.exit(any(finding.outcome == "FAILED" for finding in found))
+
+
+def _print_table(found: list) -> None:
+    rows = [(f.check, f.where, f.outcome, f.evidence, f.text) for f in found]
+    rows.insert(0, ("check", "where", "outcome", "evidence", "found"))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    for *cells, text in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths)), text]))
+
+
 def main() -> None:
     """Entry point."""
+    commands = {"check": check, "report": report}
     try:
-        tyro.extras.subcommand_cli_from_dict({"report": report}, prog="rlworker", description="RL post-training.")
-    except ValueError as error:
+        tyro.extras.subcommand_cli_from_dict(commands, prog="rlworker", description="RL post-training.")
+    except (ValueError, RunError) as error:
         sys.exit(f"error: {error}")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from tyro.conf import Positional
+
 from engines.checks import LARGEST, check_numbers, check_types
 from engines.config import MegatronConfig, VllmConfig
 from engines.hf_folder import SafetensorsFolder
@@ -81,6 +83,37 @@ class RewardConfig:
         check("at least 1", lambda x: x >= 1, "workers")
         check("above 0 and finite", lambda x: 0 < x <= LARGEST, "time_limit_s")
         check("a finite number", math.isfinite, "default")
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """What ``rlworker check`` proves, and of what."""
+
+    model: Positional[str] = ""
+    """HuggingFace folder; without one a tiny model is made on the spot."""
+    platform: Literal["cpu"] = "cpu"
+    """Kind of machine the engines run on."""
+    actor: MegatronConfig = field(default_factory=MegatronConfig)
+    rollout: VllmConfig = field(
+        default_factory=lambda: VllmConfig(max_new_tokens=8, max_model_len=64, max_num_seqs=16, kv_cache_mb=256)
+    )
+    huggingface: bool = True
+    """Compare with HuggingFace, whose model is held in this process as well."""
+    self_test: bool = False
+    """Plant known faults one at a time; each must be found."""
+    json: bool = False
+    """Print JSON in place of the table."""
+
+    def __post_init__(self):
+        check_types("check", self)
+
+    def check_model(self) -> ModelSpec:
+        """Read the model's config and weights' names and shapes; raise ValueError where an engine cannot hold it."""
+        model = ModelSpec.from_folder(self.model)
+        self.actor.check_model(model)
+        self.rollout.check_model(model)
+        SafetensorsFolder(model.folder).check(model)
+        return model
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,10 @@ class TrainWorker:
     def forward(self, batch):
         return self.engine.forward(batch)
 
+    def run(self, function: str, *args):
+        """``function(engine, *args)``, named as ``module:function``: the controller cannot import where it stands."""
+        return _named(function)(self.engine, *args)
+
     def train_step(self, batch, loss_fn, denominator: float):
         return self.engine.train_step(batch, loss_fn, denominator)
 
@@ -118,3 +122,14 @@ class RolloutWorker:
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
         self.engine.load_weights(bucket, version, last)
+
+    def run(self, function: str, *args):
+        """As ``TrainWorker.run``."""
+        return _named(function)(self.engine, *args)
+
+
+def _named(function: str):
+    import importlib
+
+    module, name = function.split(":")
+    return getattr(importlib.import_module(module), name)

@@ -6,7 +6,7 @@ outputs bit by bit: what a mask hides is multiplied by an exact zero.
 """
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,57 +18,12 @@ from torch import Tensor
 from engines.batch import TrainBatch
 from engines.interfaces import LossFn, TokenOutputs
 from engines.megatron.engine import MegatronEngine
-from engines.megatron.weights import export_weights
-from hardware.masks import MaskSpec
+from engines.megatron.weights import export_weights, load_weights
+from engines.probe_case import Influence, ProbeCase
 from hardware.rules import Rule
 
 _LOUD = 64.0
 """Keys and values are changed by this much, so that one among thousands of tokens is heard in bf16 too."""
-
-
-@dataclass(frozen=True)
-class ProbeCase:
-    """Sequences to probe with.
-
-    Attributes:
-        lengths: tokens of each sequence. columns: tokens of the stream whose influence is looked for.
-        image_block: ``[N]`` as ``TrainBatch`` has it. prefixes: tokens of each sequence's prefix.
-    """
-
-    lengths: tuple[int, ...]
-    columns: tuple[int, ...]
-    image_block: tuple[int, ...]
-    prefixes: tuple[int, ...]
-
-    def visible(self, rule: Rule) -> np.ndarray:
-        """``[N, N]`` bool, the oracle: may token i see token j?"""
-        return _spec(self, rule).visible()[0].numpy()
-
-    def repeated(self) -> "ProbeCase":
-        """One copy of the sequences for each column, all in one pack."""
-        count = len(self.columns)
-        return ProbeCase(self.lengths * count, self.columns, self.image_block * count, self.prefixes * count)
-
-
-@dataclass(frozen=True)
-class Influence:
-    """Where influence is not what the rule says.
-
-    Attributes:
-        layer: number of the layer, from 1; 0 for the model as a whole.
-        leaks: kind of leak -> pairs of tokens. missing: pairs that should see each other and do not.
-        example: the first of them, in words.
-    """
-
-    layer: int
-    leaks: dict[str, int]
-    missing: int
-    example: str
-
-
-def _spec(case: ProbeCase, rule: Rule) -> MaskSpec:
-    blocks = np.asarray(case.image_block)
-    return MaskSpec("thd", case.lengths, case.lengths, rules=(rule,), image_block=blocks, prefixes=case.prefixes)
 
 
 # -- one layer's attention
@@ -207,10 +162,16 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
     return {number: torch.cat(parts) for number, parts in states.items()}
 
 
-def gradients_of(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: LossFn, denominator: float) -> dict:
-    """HF name -> the whole gradient of ``sum(loss) / denominator``, on every rank of the first replica."""
+def gradients_of(
+    engine: MegatronEngine, kind: str, batch: TrainBatch, loss: LossFn, denominator: float
+) -> dict[str, Tensor]:
+    """HF name -> the whole gradient of ``sum(loss) / denominator``; on the first replica's leader.
+
+    Args:
+        batch: of all replicas; each takes its share.
+    """
     with _settings(engine, layout=kind):
-        engine.backward(batch, loss, denominator)
+        engine.backward(batch.split(engine.dp_size)[engine.dp_rank], loss, denominator)
     # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     for buffer in engine.module.buffers:
@@ -220,7 +181,23 @@ def gradients_of(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: Los
             dist.all_gather(whole, parts[group.rank()].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(whole))
     exported = export_weights(engine.module.module, engine.model, lambda p: p.main_grad)
-    return {name: tensor.clone().cpu() for name, tensor in exported}
+    gradients = {name: tensor.clone().cpu() for name, tensor in exported}
+    return gradients if engine.is_leader and engine.dp_rank == 0 else {}
+
+
+# -- weights
+
+
+@torch.no_grad()
+def scale_weights(engine: MegatronEngine, factor: float) -> None:
+    """Multiply every weight: other weights, the same on every rank that shares one."""
+    for parameter in engine.module.parameters():
+        parameter.mul_(factor)
+
+
+def restore_weights(engine: MegatronEngine) -> None:
+    """The weights of the model's folder again."""
+    load_weights(engine.module.module, engine.model)
 
 
 # -- parts

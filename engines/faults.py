@@ -1,0 +1,255 @@
+"""Known faults, planted into the code that runs in production, so that a check can show that it finds them.
+
+Each is one that some system of the field has had. ``plant`` puts it into this process and ``mend`` takes it out; both
+are called in the process of a training rank or of a rollout engine.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Literal
+from unittest.mock import patch
+
+Patch = tuple[object, str, Callable]
+"""``(owner, attribute, wrap)``: the attribute becomes ``wrap(original)``."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        patches: made when it is planted, because it imports what it patches.
+        where: the processes it belongs into. cp: the context-parallel size at which it can show.
+        found_by: the check that must find it; others may as well.
+    """
+
+    patches: Callable[[], list[Patch]]
+    found_by: str
+    where: Literal["actor", "rollouts"] = "actor"
+    cp: int = 1
+
+
+_PLANTED = ExitStack()
+
+
+def plant(_engine, name: str) -> None:
+    """Put a fault of ``FAULTS`` into this process."""
+    for owner, attribute, wrap in FAULTS[name].patches():
+        _PLANTED.enter_context(patch.object(owner, attribute, wrap(getattr(owner, attribute))))
+
+
+def mend(_engine) -> None:
+    """Take out what was planted."""
+    _PLANTED.close()
+
+
+# -- masks
+
+
+def _thd_plan(change: Callable) -> list[Patch]:
+    from hardware import cpu_plan
+
+    return [(cpu_plan, "_plan_thd", lambda plan: lambda spec: plan(change(spec)))]
+
+
+def _whole_buffer_causal() -> list[Patch]:
+    def one_sequence(spec):
+        prefixes = None if spec.prefixes is None else spec.prefixes[:1]
+        return replace(spec, lengths=(sum(spec.lengths),), padded=(sum(spec.padded),), prefixes=prefixes)
+
+    return _thd_plan(one_sequence)
+
+
+def _boundaries_off_by_one() -> list[Patch]:
+    def moved(spec):
+        lengths, padded = list(spec.lengths), list(spec.padded)
+        for sizes in (lengths, padded):
+            sizes[0], sizes[2] = sizes[0] + 1, sizes[2] - 1
+        return replace(spec, lengths=tuple(lengths), padded=tuple(padded))
+
+    return _thd_plan(moved)
+
+
+def _mask_of_another_rule(change: Callable) -> list[Patch]:
+    from hardware import cpu_plan
+
+    def wrap(mask):
+        return lambda spec, rule, *args: mask(spec, change(rule), *args)
+
+    return [(cpu_plan, "_mask", wrap)]
+
+
+def _window_off_by_one() -> list[Patch]:
+    return _mask_of_another_rule(lambda rule: replace(rule, window=rule.window and rule.window + 1))
+
+
+def _causal_for_images() -> list[Patch]:
+    return _mask_of_another_rule(lambda rule: replace(rule, images=False))
+
+
+def _inverted_polarity() -> list[Patch]:
+    from hardware import cpu_plan
+
+    def wrap(mask):
+        def inverted(*args):
+            keep = mask(*args)
+            return None if keep is None else ~keep
+
+        return inverted
+
+    return [(cpu_plan, "_mask", wrap)]
+
+
+def _none_means_full() -> list[Patch]:
+    import torch.nn.functional as F
+
+    def wrap(sdpa):
+        return lambda *args, is_causal=False, **kwargs: sdpa(*args, **kwargs)
+
+    return [(F, "scaled_dot_product_attention", wrap)]
+
+
+def _padding_seen() -> list[Patch]:
+    from hardware import cpu_plan
+
+    def wrap(mask):
+        def open_to_padding(spec, rule, *args):
+            full = spec if rule.causal else replace(spec, lengths=spec.padded, image_block=None)
+            return mask(full, rule, *args)
+
+        return open_to_padding
+
+    return [(cpu_plan, "_mask", wrap)]
+
+
+# -- places
+
+
+def _chunks_swapped() -> list[Patch]:
+    from engines.megatron import layout
+
+    def wrap(held):
+        return lambda lengths, padded, cp, cp_rank: held(lengths, padded, cp, cp - 1 - cp_rank)
+
+    return [(layout, "_held_slots", wrap)]
+
+
+def _wrong_positions() -> list[Patch]:
+    import torch
+
+    from engines.megatron.rotary import Rotary
+
+    def wrap(call):
+        # This rank's slots are counted from 0. Without context parallelism that is no fault: distances stay right.
+        return lambda self, position, dtype: call(self, torch.arange(position.numel()).view_as(position), dtype)
+
+    return [(Rotary, "__call__", wrap)]
+
+
+def _pad_marked_valid() -> list[Patch]:
+    import torch
+
+    from engines.megatron.layout import Layout
+
+    def wrap(unpack):
+        def with_a_pad(self, local, group=None):
+            free = (~self.valid.flatten()).nonzero()[:, 0]
+            slots = torch.cat([self.slots[:-1], free[:1]]) if len(free) else self.slots
+            return unpack(replace(self, slots=slots), local, group)
+
+        return with_a_pad
+
+    return [(Layout, "unpack", wrap)]
+
+
+def _label_of_a_neighbour() -> list[Patch]:
+    from engines.megatron.engine import MegatronEngine
+
+    def wrap(outputs):
+        def shifted_in_the_pack(self, logits, micro, layout):
+            targets = layout.unpack(layout.pack(micro.inputs).flatten().roll(-1).view(layout.shape))
+            return outputs(self, logits, replace(micro, targets=targets), layout)
+
+        return shifted_in_the_pack
+
+    return [(MegatronEngine, "outputs", wrap)]
+
+
+def _column_shifted() -> list[Patch]:
+    from engines.batch import TrainBatch
+
+    def wrap(split):
+        def with_shifted_advantages(self, *args, **kwargs):
+            if self.advantages is None:
+                return split(self, *args, **kwargs)
+            return split(replace(self, advantages=self.advantages.roll(1)), *args, **kwargs)
+
+        return with_shifted_advantages
+
+    return [(TrainBatch, "split_by_tokens", wrap)]
+
+
+# -- gradients and weights
+
+
+def _backward_drops_a_rank() -> list[Patch]:
+    from hardware.context_parallel import _GatherRanks
+
+    def wrap(_):
+        return staticmethod(lambda ctx, gradient: (gradient[ctx.group.rank()].contiguous(), None))
+
+    return [(_GatherRanks, "backward", wrap)]
+
+
+def _stale_weights() -> list[Patch]:
+    from engines.vllm.worker import WeightSyncExtension
+
+    def wrap(take):
+        def without_the_second_layer(self, weights):
+            return take(self, [(name, tensor) for name, tensor in weights if ".layers.1." not in name])
+
+        return without_the_second_layer
+
+    return [(WeightSyncExtension, "take_weights", wrap)]
+
+
+def _tied_head_left_behind() -> list[Patch]:
+    from engines.vllm import worker
+
+    return [(worker, "_repack_tied_heads", lambda _: lambda model: None)]
+
+
+def _swapped_names() -> list[Patch]:
+    from engines import weight_sync
+
+    def wrap(pack):
+        def swapped(weights):
+            first, second = (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
+            names = {first: second, second: first}
+            return pack([(names.get(name, name), tensor) for name, tensor in weights])
+
+        return swapped
+
+    return [(weight_sync, "_pack", wrap)]
+
+
+FAULTS: dict[str, Fault] = {
+    "whole-buffer causal": Fault(_whole_buffer_causal, "attention"),
+    "boundaries off by one": Fault(_boundaries_off_by_one, "attention"),
+    "inverted polarity": Fault(_inverted_polarity, "attention"),
+    "None where None means full": Fault(_none_means_full, "attention"),
+    "window off by one": Fault(_window_off_by_one, "attention"),
+    "causal where the image rule was asked": Fault(_causal_for_images, "attention"),
+    "padding seen": Fault(_padding_seen, "attention"),
+    "a pad marked valid": Fault(_pad_marked_valid, "layouts"),
+    "the label of a neighbour": Fault(_label_of_a_neighbour, "layouts"),
+    "a column shifted": Fault(_column_shifted, "gradients"),
+    "stale weights": Fault(_stale_weights, "weight sync", where="rollouts"),
+    "a tied head left behind": Fault(_tied_head_left_behind, "weight sync", where="rollouts"),
+    "two names swapped on the way": Fault(_swapped_names, "weight sync"),
+    "rotation from the wrong positions": Fault(_wrong_positions, "layouts", cp=2),
+    "context-parallel chunks swapped": Fault(_chunks_swapped, "attention", cp=2),
+    "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", cp=2),
+}
+"""Every fault by its name."""

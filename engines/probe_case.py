@@ -1,0 +1,50 @@
+"""What masks are probed with, and what a probe finds: plain data between controller and ranks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hardware.masks import MaskSpec
+from hardware.rules import Rule
+
+
+@dataclass(frozen=True)
+class ProbeCase:
+    """Sequences to probe with.
+
+    Attributes:
+        lengths: tokens of each sequence. columns: tokens of the stream whose influence is looked for.
+        image_block: ``[N]`` as ``TrainBatch`` has it. prefixes: tokens of each sequence's prefix.
+    """
+
+    lengths: tuple[int, ...]
+    columns: tuple[int, ...]
+    image_block: tuple[int, ...]
+    prefixes: tuple[int, ...]
+
+    def visible(self, rule: Rule) -> np.ndarray:
+        """``[N, N]`` bool, the oracle: may token i see token j?"""
+        blocks = np.asarray(self.image_block, dtype=np.int64)
+        spec = MaskSpec("thd", self.lengths, self.lengths, rules=(rule,), image_block=blocks, prefixes=self.prefixes)
+        return spec.visible()[0].numpy()
+
+    def repeated(self) -> "ProbeCase":
+        """One copy of the sequences for each column, all in one pack."""
+        count = len(self.columns)
+        return ProbeCase(self.lengths * count, self.columns, self.image_block * count, self.prefixes * count)
+
+
+@dataclass(frozen=True)
+class Influence:
+    """Where influence is not what the rule says.
+
+    Attributes:
+        layer: number of the layer, from 1; 0 for the model as a whole.
+        leaks: kind of leak -> pairs of tokens. missing: pairs that should see each other and do not.
+        example: the first of them, in words.
+    """
+
+    layer: int
+    leaks: dict[str, int]
+    missing: int
+    example: str

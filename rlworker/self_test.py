@@ -1,0 +1,59 @@
+"""``rlworker check --self-test``: the check itself is checked, with faults that it must find."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import ray
+
+from engines.faults import FAULTS, Fault
+from rlworker.check import Bench, Finding, bench, check_all, send_weights
+from rlworker.cluster import ray_for
+from rlworker.config import CheckConfig
+from rlworker.rollout import Rollouts
+
+
+def self_test(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]:
+    """Run the check without a fault, and then with each fault of ``engines.faults`` in its turn.
+
+    Args:
+        config: its actor's sizes are not used: faults show on one rank, or on two under context parallelism.
+        tell: is told of every fault as it is done.
+
+    Returns:
+        a finding for each fault, and the failures of the check without one.
+    """
+    found: list[Finding] = []
+    with ExitStack() as running:
+        running.enter_context(ray_for(2 + config.rollout.engines))
+        rollouts = Rollouts(config.platform, config.check_model(), config.rollout)
+        running.callback(rollouts.stop)
+        version = 1
+        for cp in sorted({fault.cp for fault in FAULTS.values()}):
+            sizes = replace(config.actor, ranks=cp, tp=1, pp=1, cp=cp)
+            with bench(replace(config, actor=sizes), rollouts) as engines:
+                failed = [finding for finding in check_all(engines, version) if finding.outcome == "FAILED"]
+                tell(f"without a fault, cp={cp}: {len(failed)} findings")
+                found += failed or [engines.finding("no fault", f"cp={cp}", True, "nothing found")]
+                for name, fault in FAULTS.items():
+                    if fault.cp == cp:
+                        version += 3
+                        found.append(_with_fault(engines, name, fault, version))
+                        tell(f"{found[-1].outcome:6s} {name}: {found[-1].text}")
+                version += 3
+    return found
+
+
+def _with_fault(engines: Bench, name: str, fault: Fault, version: int) -> Finding:
+    """Plant a fault, run the whole check, take the fault out again."""
+    actors = engines.actor.actors if fault.where == "actor" else engines.rollouts.actors
+    ray.get([actor.run.remote("engines.faults:plant", name) for actor in actors])
+    try:
+        findings = check_all(engines, version)
+    finally:
+        ray.get([actor.run.remote("engines.faults:mend") for actor in actors])
+        send_weights(engines, version + 2)  # what the fault may have kept back
+    failed = [finding for finding in findings if finding.outcome == "FAILED"]
+    named = [finding for finding in failed if finding.check == fault.found_by]
+    text = f"{named[0].check}, {named[0].where}: {named[0].text}" if named else "not found by the check that must"
+    return engines.finding("fault", name, bool(named), text)
