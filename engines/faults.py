@@ -190,6 +190,19 @@ def _column_shifted() -> list[Patch]:
     return [(TrainBatch, "split_by_tokens", wrap)]
 
 
+def _layer_computes_otherwise() -> list[Patch]:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    def wrap(forward):
+        def louder_in_layer_3(self, *args, **kwargs):
+            hidden, context = forward(self, *args, **kwargs)
+            return (1.01 * hidden if self.layer_number == 3 else hidden), context
+
+        return louder_in_layer_3
+
+    return [(TransformerLayer, "forward", wrap)]
+
+
 # -- gradients and weights
 
 
@@ -244,6 +257,7 @@ FAULTS: dict[str, Fault] = {
     "padding seen": Fault(_padding_seen, "attention"),
     "a pad marked valid": Fault(_pad_marked_valid, "layouts"),
     "the label of a neighbour": Fault(_label_of_a_neighbour, "layouts"),
+    "a layer that computes otherwise": Fault(_layer_computes_otherwise, "layouts"),
     "a column shifted": Fault(_column_shifted, "gradients"),
     "stale weights": Fault(_stale_weights, "weight sync", where="rollouts"),
     "a tied head left behind": Fault(_tied_head_left_behind, "weight sync", where="rollouts"),

@@ -302,6 +302,15 @@ def find_backend(
     raise ValueError(f"attention: no backend honours the rule {rule} in {kind} with cp={cp}: " + ". ".join(refusals))
 
 
+def override_warnings(override: Iterable[str]) -> list[str]:
+    """What a run should say about each refused cell that it uses all the same."""
+    return [
+        f"WARNING attention: {name} is refused by the capability table ({TABLE[PLACES[name]].text}; nearest: "
+        f"{TABLE[PLACES[name]].nearest}) and used all the same, as --actor.attention-override asks"
+        for name in override
+    ]
+
+
 def check_override(override: Iterable[str]) -> None:
     """Raise ValueError where an override names no cell, or one that is honoured anyway."""
     for name in override:

@@ -39,7 +39,7 @@ class DemoConfig(RunConfig):
 
     warm_up_steps: int = 1000
     """Most supervised steps, of 256 questions each."""
-    warm_up_loss: float = 0.45
+    warm_up_loss: float = 0.48
     """The warm-up ends at this loss (nats per token), when less than half of the answers are right."""
     shuffle_rewards: bool = False
     """Control: hand out the same rewards at random. The model must then not get better."""
@@ -82,7 +82,7 @@ def warm_up(config: DemoConfig, output: str) -> None:
     """Supervised training of the model into ``output``, on the same ranks and layout as the run."""
     tokenizer = load_tokenizer(config.model)
     rows = read_rows(config.data.train, tokenizer, config.data).rows
-    settings = dict(lr=5e-3, min_lr=0.0, lr_warmup_steps=50, lr_decay="constant", lr_decay_steps=0)
+    settings = dict(lr=2e-3, min_lr=0.0, lr_warmup_steps=50, lr_decay="constant", lr_decay_steps=0)
     actor = replace(config.actor, **settings, adam_beta2=0.98, weight_decay=0.01)
     batches = warm_up_batches(rows, tokenizer, config.warm_up_steps, config.seed)
     options = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)

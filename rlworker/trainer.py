@@ -10,6 +10,7 @@ import torch
 
 from engines.batch import Completion, TrainBatch
 from engines.interfaces import LossFn, Sampling, StepResult
+from hardware.capabilities import override_warnings
 from rlworker.advantages import AdvantageFn, grpo
 from rlworker.checkpoint import RunFolder
 from rlworker.cluster import naming_failures, ray_for
@@ -104,6 +105,8 @@ class Trainer:
         self.steps_done = state["step"] if state else 0
         trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
         self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done, trackers))
+        for warning in override_warnings(config.actor.attention_override):
+            self.log.note(warning)
         if any(self.skipped.values()):
             counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in self.skipped.items())
             self.log.note(f"data: skipped prompts longer than {config.data.max_prompt_tokens} tokens: {counts}")

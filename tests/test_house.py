@@ -98,3 +98,43 @@ def test_every_config_key_has_a_reader():
     for config in (MegatronConfig, VllmConfig, AlgorithmConfig, RewardConfig, DataConfig, DemoConfig):
         unread = {field.name for field in dataclasses.fields(config)} - read
         assert not unread, f"{config.__name__}: nothing reads {unread}"
+
+
+MASK_FORMS = re.compile(
+    r"cu_seqlens\w*|max_seqlen\w*|attn_mask\w*|AttnMaskType|is_causal|BlockMask|create_block_mask|flex_attention|"
+    r"varlen_attn|scaled_dot_product_attention|sparse_mode|atten_mask|pre_tockens|next_tockens|actual_seq_\w+|"
+    r"PackedSeqParams|window_size|blocked_where_true|added_to_scores|npu_fusion_attention|tokens_before"
+)
+"""Words in which some backend takes its mask."""
+PASSED_ON = {
+    # Megatron calls core attention with this argument, and so does the probe; it is None.
+    ("engines/megatron/probe.py", "attn_mask_type"),
+    # A fault is planted into the platform's kernel.
+    ("engines/faults.py", "is_causal"),
+}
+
+
+def names(tree: ast.AST) -> set[str]:
+    """Every identifier of a file: names, attributes, arguments, keywords and what is imported."""
+    found = set()
+    for node in ast.walk(tree):
+        for attribute in ("id", "attr", "arg", "name"):
+            if isinstance(value := getattr(node, attribute, None), str):
+                found.add(value)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if p.relative_to(ROOT).parts[0] != "hardware"], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_no_mask_form_outside_hardware(path):
+    """Engines and recipes say a rule; in which form a kernel is told it, hardware/ alone knows."""
+    known = {name for name in names(ast.parse(path.read_text())) if MASK_FORMS.fullmatch(name)}
+    assert known <= {name for where, name in PASSED_ON if where == str(path.relative_to(ROOT))}
+
+
+def test_hardware_itself_does_know_mask_forms():
+    known = set().union(
+        *(names(ast.parse(p.read_text())) for p in SOURCES if p.relative_to(ROOT).parts[0] == "hardware")
+    )
+    assert {"attn_mask", "is_causal", "blocked_where_true"} <= known

@@ -1,0 +1,98 @@
+"""``rlworker check`` on the real engines, and the faults that it must find."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.faults import FAULTS
+from engines.models import ModelSpec
+from engines.probe_case import Influence
+from rlworker import check, cli
+from rlworker.check_case import make_case, tiny_model
+from rlworker.config import CheckConfig
+
+COMMAND = [str(Path(sys.executable).parent / "rlworker"), "check"]
+
+
+def run(*arguments: str) -> tuple[int, list[dict]]:
+    done = subprocess.run([*COMMAND, "--json", *arguments], capture_output=True, text=True, timeout=280)
+    assert done.stdout.startswith("["), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_the_clean_path_passes_at_the_asked_sizes(make_hf_model):
+    """A user's model over two tensor-parallel ranks."""
+    status, found = run(make_hf_model("llama", False), "--actor.ranks", "2", "--actor.tp", "2")
+    assert status == 0 and {finding["outcome"] for finding in found} == {"ok"}
+    assert {finding["evidence"] for finding in found} == {"executed"}
+    checks = [finding["check"] for finding in found]
+    assert [checks.count(name) for name in dict.fromkeys(checks)] == [12, 2, 3, 2, 1, 1]
+    assert list(dict.fromkeys(checks)) == ["attention", "tokens", "layouts", "gradients", "rollout", "weight sync"]
+
+
+def test_every_planted_fault_is_found_and_the_clean_path_is_silent():
+    status, found = run("--self-test")
+    by_name = {finding["where"]: finding for finding in found if finding["check"] == "fault"}
+    assert status == 0 and set(by_name) == set(FAULTS) and len(FAULTS) >= 12
+    for name, finding in by_name.items():
+        assert finding["outcome"] == "ok" and finding["text"].startswith(FAULTS[name].found_by), finding
+        assert "raised" not in finding["text"], "found by its numbers, not because something fell over"
+    clean = [finding for finding in found if finding["check"] == "no fault"]
+    assert [finding["where"] for finding in clean] == ["cp=1", "cp=2"]
+    words = {name: finding["text"] for name, finding in by_name.items()}
+    assert "see a neighbour in the pack" in words["whole-buffer causal"]
+    assert "see the future" in words["None where None means full"]
+    assert "see outside the window" in words["window off by one"]
+    assert "links missing" in words["causal where the image rule was asked"]
+    assert "see padding" in words["padding seen"]
+    assert "layer 3 of 4 is the first to differ" in words["a layer that computes otherwise"]
+    assert "all 4 layers agree: what differs is the output layer or its targets" in words["the label of a neighbour"]
+    assert "layer 1 of 4 is the first to differ" in words["rotation from the wrong positions"]
+
+
+def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
+    failed = check.Finding("attention", "thd, causal", "FAILED", "3 pairs see the future", "executed")
+    refused = check.Finding("attention", "thd, images", "refused", "no backend", "table")
+    for found, status in (([failed, refused], 1), ([refused], 0)):
+        monkeypatch.setattr(check, "run_check", lambda config, found=found: found)
+        with pytest.raises(SystemExit) as ended:
+            cli.check(CheckConfig())
+        assert ended.value.code == status
+    assert "attention  thd, causal  FAILED   executed  3 pairs see the future" in capsys.readouterr().out
+
+
+def test_a_fault_is_told_in_words():
+    influences = [
+        Influence(3, {"the future": 2}, 0, "sequence 0 at 1 sees sequence 0 at 2"),
+        Influence(2, {"a neighbour in the pack": 4}, 1, "sequence 1 at 0 sees sequence 0 at 0"),
+    ]
+    assert check._in_words(influences) == (
+        "from layer 2 on: 4 pairs see a neighbour in the pack, 1 links missing; sequence 1 at 0 sees sequence 0 at 0"
+    )
+
+
+def test_the_case_is_longer_than_the_window_and_within_the_positions(make_hf_model):
+    case = make_case(ModelSpec.from_folder(make_hf_model("qwen2-window", False)))
+    assert max(case.batch.lengths) >= 4 + 6 and {0, 1} < set(case.batch.lengths)
+    assert case.probe.columns == tuple(range(sum(case.probe.lengths)))
+    with tiny_model() as folder:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        config |= {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        case = make_case(ModelSpec.from_folder(folder)).probe
+    assert case.lengths[-1] == 246, "the last token does not see the first six"
+    last, window = sum(case.lengths) - 1, 240
+    assert {last - window, last - window + 1} < set(case.columns), "both sides of the window's edge"
+
+
+def test_a_model_that_an_engine_cannot_hold_is_refused_before_anything_starts(make_hf_model):
+    done = subprocess.run(
+        [*COMMAND, make_hf_model("llama", False), "--actor.ranks", "3", "--actor.tp", "3"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "tp=3 does not divide the model's 4 attention heads" in done.stderr
+    assert "Traceback" not in done.stderr
