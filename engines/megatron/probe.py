@@ -35,52 +35,57 @@ def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCa
     One forward pass of copies of the sequences side by side, in each of which another token's key and value are
     changed, is compared with one of unchanged copies; a third has other numbers on its padding.
     """
-    many = case.repeated()
-    see = case.visible(rule)
-    found = []
+    many, columns = case.repeated(), list(case.columns)
+    changed = torch.arange(len(columns)) * sum(case.lengths) + torch.tensor(columns)
+    attend, draw = _attention(engine, kind, rule, many)
+    plain, other, padded = draw(), draw(changed), draw(padding=_LOUD)
+    see, found = case.visible(rule)[:, columns], []
     for layer in engine.module.module.decoder.layers:
-        attend = _attention(engine, layer, kind, rule, many)
-        tokens = sum(case.lengths)
-        changed = torch.arange(len(case.columns)) * tokens + torch.tensor(case.columns)
-        heard = _changes(attend(), attend(changed), len(case.columns))
-        pads = int(_changes(attend(), attend(padding=_LOUD), 1).sum())
-        if pads or (heard != see[:, list(case.columns)].T).any():
+        before = attend(layer, plain)
+        heard = _changes(before, attend(layer, other), len(columns)).T
+        pads = int(_changes(before, attend(layer, padded), 1).sum())
+        if pads or (heard != see).any():
             found.append(_explain(engine, layer, kind, rule, case, pads))
     return found
 
 
-def _attention(engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase):
-    """``attend(changed=(), padding=0) -> [N, ...]``: the layer's core attention over random queries and keys."""
+def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
+    """Two functions: ``draw(changed=(), padding=0)`` makes random queries, keys and values as this rank holds them, and
+    ``attend(layer, drawn) -> [N, ...]`` puts them through a layer's core attention."""
     with _settings(engine, layout=kind):
         layout = engine.layout(case.lengths)
+    dtype, tp, model = engine.transformer.params_dtype, engine.config.tp, engine.model
     spec = layout.mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
-    rotary = engine.rotary(layout.pack(_positions(case.lengths).to(engine.device)), engine.transformer.params_dtype)
+    rotary = engine.rotary(layout.pack(_positions(case.lengths).to(engine.device)), dtype)
     inputs = engine.platform.attention_inputs(spec, rotary, engine.config.attention_override)
-    tp, model = engine.config.tp, engine.model
-    core, group = layer.self_attention.core_attention, mpu.get_context_parallel_group()
 
-    @torch.no_grad()
-    def attend(changed=(), padding: float = 0.0) -> Tensor:
+    def draw(changed=(), padding: float = 0.0) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         local = []
         for heads in (model.heads // tp, model.kv_heads // tp, model.kv_heads // tp):
             flat = torch.randn(sum(case.lengths), heads, model.head_dim, generator=generator)
             if local:  # the query of a token moves nothing but its own row
                 flat[torch.as_tensor(changed, dtype=torch.long)] += _LOUD
-            packed = layout.pack(flat.to(engine.device, engine.transformer.params_dtype), fill=padding)
+            packed = layout.pack(flat.to(engine.device, dtype), fill=padding)
             local.append(packed.transpose(0, 1) if kind == "bshd" else packed[0])
-        out = core(*local, inputs.attention_mask, attn_mask_type=None, packed_seq_params=inputs)
-        return layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None], group)
+        return local
 
-    return attend
+    @torch.no_grad()
+    def attend(layer, drawn: list[Tensor]) -> Tensor:
+        core = layer.self_attention.core_attention
+        out = core(*drawn, inputs.attention_mask, attn_mask_type=None, packed_seq_params=inputs)
+        return layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None], mpu.get_context_parallel_group())
+
+    return attend, draw
 
 
 def _explain(engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase, pads: int) -> Influence:
     """The same again, one token at a time in a single copy, so that every leak has a source."""
-    attend = _attention(engine, layer, kind, rule, case)
-    before = attend()
-    heard = np.concatenate([_changes(before, attend((j,)), 1) for j in range(sum(case.lengths))])
-    return _compare(layer.layer_number, heard.T, case.visible(rule), case, pads)
+    attend, draw = _attention(engine, kind, rule, case)
+    columns = list(case.columns)
+    before = attend(layer, draw())
+    heard = np.concatenate([_changes(before, attend(layer, draw((j,))), 1) for j in columns])
+    return _compare(layer.layer_number, heard.T, case.visible(rule)[:, columns], case, pads)
 
 
 # -- the whole model
@@ -107,7 +112,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
         return []
     heard = _changes(before, after, len(columns)).T  # [N, columns]
     pads = int(_changes(before, padded, 1).sum())
-    influence = _compare(0, heard, reach[:, columns] > 0, case, pads, columns)
+    influence = _compare(0, heard, reach[:, columns] > 0, case, pads)
     return [influence] if influence.leaks or influence.missing else []
 
 
@@ -232,10 +237,10 @@ def _changes(before: Tensor, after: Tensor, copies: int) -> np.ndarray:
     return ~same.cpu().numpy().reshape(copies, -1)
 
 
-def _compare(layer: int, heard: np.ndarray, see: np.ndarray, case: ProbeCase, pads: int, columns=None) -> Influence:
+def _compare(layer: int, heard: np.ndarray, see: np.ndarray, case: ProbeCase, pads: int) -> Influence:
     """Sort the differences of two ``[N, columns]`` matrices by what they are."""
     place = np.repeat(np.arange(len(case.lengths)), case.lengths), _positions(case.lengths).numpy()
-    columns = np.arange(see.shape[1]) if columns is None else np.asarray(columns)
+    columns = case.columns
     leaks = {"padding": pads} if pads else {}
     words = [f"{pads} tokens see padding"] if pads else []
     for i, column in zip(*np.nonzero(heard & ~see)):

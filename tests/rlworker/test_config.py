@@ -18,6 +18,8 @@ from engines.config import (
     MegatronConfig,
     VllmConfig,
 )
+from hardware import capabilities
+from hardware.capabilities import TABLE, override_warnings
 from hardware.platform import get_platform
 from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
 from rlworker.data import load_tokenizer
@@ -255,3 +257,37 @@ def test_the_memory_that_the_environment_gives_must_be_a_number(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
     with pytest.raises(ValueError, match="VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB, got 'much'"):
         get_platform("cpu").rollout_env()
+
+
+def test_slots_must_be_cut_over_the_ranks():
+    with pytest.raises(ValueError, match="slots=100 must be a multiple of 48, which tp=2, cp=4 and multiple=3 cut it"):
+        MegatronConfig(ranks=8, tp=2, cp=4, multiple=3, slots=100)
+    assert MegatronConfig(ranks=8, tp=2, cp=4, multiple=3, slots=144).slots == 144
+
+
+def test_an_override_names_a_refused_cell_of_the_capability_table():
+    with pytest.raises(ValueError, match="'window' names no cell of the capability table; a name is like 'torch_sdpa/"):
+        MegatronConfig(attention_override=("window",))
+    (warning,) = override_warnings(("te_causal/bshd/cp/window",))
+    assert warning.startswith(
+        "WARNING attention: te_causal/bshd/cp/window is refused by the capability table (not shown"
+    )
+
+
+def test_a_rule_that_the_platform_does_not_honour_is_refused_before_anything_starts(
+    make_hf_model, tmp_path, monkeypatch
+):
+    """A model with windows, on a platform whose table refuses them; the named override lets it pass."""
+    folder = shutil.copytree(make_hf_model("qwen2-window", False), tmp_path / "model")
+    saved = json.loads((folder / "config.json").read_text())
+    windows = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 4}
+    (folder / "config.json").write_text(json.dumps(saved | windows))
+    place = ("torch_sdpa", "thd", False, "window")
+    refused = dataclasses.replace(TABLE[place], honoured=False, text="for the test", nearest="bshd")
+    monkeypatch.setitem(capabilities.TABLE, place, refused)
+    rollout = VllmConfig(max_new_tokens=4, max_model_len=16)
+    config = RunConfig(model=str(folder), data=DataConfig(max_prompt_tokens=8), rollout=rollout)
+    with pytest.raises(ValueError, match="rule window\\(4\\) in thd with cp=1: torch_sdpa/thd/no-cp/window is refused"):
+        config.check_model()
+    override = MegatronConfig(attention_override=("torch_sdpa/thd/no-cp/window",))
+    assert dataclasses.replace(config, actor=override).check_model().rules[0].window == 4
