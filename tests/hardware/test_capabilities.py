@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,15 @@ def test_what_a_refusal_points_to_is_honoured():
         named = [word for word in cell.nearest.replace(",", " ").split() if word in names]
         places = [(b, k, c, rule) for b in named for k in (kind, "bshd", "thd") for c in (cp, False)]
         assert not named or any(TABLE[place].honoured for place in places), (kind, cp, rule, cell)
+
+
+def test_the_document_says_what_the_table_says():
+    """docs/masks.md: b and t where a rule is honoured in bshd and in thd without context parallelism."""
+    page = (Path(__file__).parents[2] / "docs" / "masks.md").read_text()
+    assert f" 6 rules, {len(TABLE)} cells" in page
+    for backend in {backend for backend, *_ in TABLE}:
+        honoured = ("".join(k[0] for k in ("bshd", "thd") if TABLE[backend, k, False, r].honoured) for r in RULES)
+        assert f"| {backend} | " + " | ".join(cell or "·" for cell in honoured) + " |" in page
 
 
 # -- the backends themselves

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from hardware.masks import MaskSpec, slot_places, zigzag_positions
-from hardware.rules import CAUSAL, Rule
+from hardware.masks import MaskSpec, added_to_scores, blocked_where_true, slot_places, zigzag_positions
+from hardware.rules import CAUSAL, Rule, tokens_before
 
 
 def test_zigzag_pairs_a_low_chunk_with_a_high_one():
@@ -60,3 +60,58 @@ def test_window_counts_the_token_itself():
 def test_impossible_specs_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         MaskSpec(**arguments)
+
+
+def test_rules_are_those_of_transformers():
+    """Against the mask functions that transformers builds its models' masks from, for every pair of 12 positions."""
+    from transformers import masking_utils as theirs
+
+    length = 12
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, 2, 2, -1, -1]])
+    causal, window = theirs.causal_mask_function, theirs.sliding_window_overlay(3)
+    images = theirs.blockwise_overlay(blocks)
+    prefix = theirs.blockwise_overlay(torch.tensor([[0] * 5 + [-1] * 7]))
+    functions = {
+        Rule(): causal,
+        Rule(window=3): theirs.sliding_window_causal_mask_function(3),
+        Rule(chunk=4): theirs.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
+        # Gemma 3: global layers, and local ones. PaliGemma: its prefix.
+        Rule(images=True): theirs.or_masks(causal, images),
+        Rule(images=True, window=3): theirs.and_masks(window, theirs.or_masks(causal, images)),
+        Rule(prefix=True): theirs.or_masks(causal, prefix),
+        Rule(causal=False): theirs.bidirectional_mask_function,
+    }
+    places = torch.arange(length)
+    for rule, function in functions.items():
+        spec = MaskSpec("thd", (length,), (length,), rules=(rule,), image_block=blocks[0].numpy(), prefixes=(5,))
+        want = torch.tensor([[bool(function(0, 0, q, k)) for k in places] for q in places])
+        assert torch.equal(spec.visible()[0], want), rule
+
+
+def test_an_image_of_another_sequence_is_another_image():
+    spec = MaskSpec("thd", (2, 2), (2, 2), rules=(Rule(images=True),), image_block=np.zeros(4, int))
+    assert spec.visible()[0].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+
+
+def test_the_two_ways_out_of_a_keep_mask():
+    see = torch.tensor([[True, False], [False, False]])
+    assert blocked_where_true(see).tolist() == [[False, True], [False, False]], "a row without any key is opened"
+    least = torch.finfo(torch.float32).min
+    assert added_to_scores(see, torch.float32).tolist() == [[0.0, least], [least, least]]
+
+
+def test_windows_of_other_conventions():
+    assert [tokens_before(window) for window in (1, 4, None)] == [0, 3, -1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(window=0), "window counts the token itself and so is at least 1, got 0"),
+        (dict(chunk=-1), "chunk counts the token itself"),
+        (dict(causal=False, window=2, images=True), "window and images can only be asked of a causal rule"),
+    ],
+)
+def test_impossible_rules_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Rule(**arguments)
