@@ -54,7 +54,8 @@ DEFAULT = DemoConfig(
     run_dir="runs/demo_cpu",
     data=DataConfig(max_prompt_tokens=8),
     actor=MegatronConfig(ranks=2, lr=5e-4, min_lr=5e-5, lr_warmup_steps=10, lr_decay="linear", adam_beta2=0.99),
-    rollout=VllmConfig(max_new_tokens=4, max_model_len=16, max_num_seqs=1024, kv_cache_mb=256),
+    # Below 1 because the warm-up ends early: an unsure model would rarely sample what it would answer.
+    rollout=VllmConfig(temperature=0.7, max_new_tokens=4, max_model_len=16, max_num_seqs=1024, kv_cache_mb=256),
     steps=400,
     prompts_per_step=256,
     samples_per_prompt=8,
