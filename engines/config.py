@@ -82,7 +82,7 @@ class MegatronConfig:
     layout: Literal["thd", "bshd"] = "thd"
     """thd lays sequences end to end, bshd one a row."""
     multiple: int = 1
-    """Each sequence is padded to a multiple of this, beside what tp and cp need (16 for FP8, 32 for MXFP8)."""
+    """A context-parallel rank's share of each sequence is padded to a multiple of this (16 for FP8, 32 for MXFP8)."""
     slots: int = 0
     """Every micro-batch has exactly this many slots (thd: in all; bshd: in each row); 0 takes as many as needed."""
     attention_override: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """What masks are probed with, and what a probe finds: plain data between controller and ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,10 +28,21 @@ class ProbeCase:
         spec = MaskSpec("thd", self.lengths, self.lengths, rules=(rule,), image_block=blocks, prefixes=self.prefixes)
         return spec.visible()[0].numpy()
 
+    def passes(self, slots: int) -> list["ProbeCase"]:
+        """The case with some of its columns at a time, so that ``repeated`` takes about ``slots``."""
+        room = max(1, slots // (len(self.lengths) * max(self.lengths)))
+        return [replace(self, columns=self.columns[i : i + room]) for i in range(0, len(self.columns), room)]
+
     def repeated(self) -> "ProbeCase":
         """One copy of the sequences for each column, all in one pack."""
         count = len(self.columns)
         return ProbeCase(self.lengths * count, self.columns, self.image_block * count, self.prefixes * count)
+
+    @property
+    def changed(self) -> list[int]:
+        """Of a repeated case: each column's token in its own copy."""
+        size = sum(self.lengths) // len(self.columns)
+        return [copy * size + column for copy, column in enumerate(self.columns)]
 
 
 @dataclass(frozen=True)

@@ -77,22 +77,22 @@ def _torch_sdpa() -> Rows:
     return _rows(rows | causal, rows | groups, gathered, gathered)
 
 
-def _packed_kernel(says: str) -> Rows:
+def _packed_kernel(says: str, cp_causal: Cell) -> Rows:
     """torch 2.13 ``varlen_attn`` and flash-attn 2 varlen: int32 cu_seqlens, fp16 and bf16, an accelerator."""
     no_mask = _no(f"{says} takes lengths and a window, and no mask", "flex_attention, or bshd with torch_sdpa")
     thd = _all(no_mask) | {
-        "full": _said("cu_seqlens, window (-1, -1)"),
+        "full": _no("tokens would see the padding between their sequence and the next", "te_padding"),
         "causal": _said("cu_seqlens, window (-1, 0)"),
         "window": _said("cu_seqlens, window (tokens_before(w), 0)"),
     }
-    cp = _all(_no(_UNPROVEN, "torch_sdpa")) | {"causal": _said(_CP_CALLS)}
+    cp = _all(_no(_UNPROVEN, "torch_sdpa")) | {"causal": cp_causal}
     only_thd = _all(_no(f"{says} takes packed sequences alone", "thd"))
     return _rows(only_thd, thd, only_thd, cp)
 
 
 def _flex_attention() -> Rows:
     """torch 2.13. Runs forward on a CPU and raises in backward there."""
-    rule = _all(_mask("BlockMask of the rule over segments and positions"))
+    rule = _all(_mask("keys gathered over the ranks, BlockMask of the rule over segments and positions"))
     forward = _all(_mask("BlockMask of the rule over segments and positions", "executed"))
     return _rows(forward, forward, rule, rule)
 
@@ -168,10 +168,18 @@ def _te_bottom_right(padding: bool) -> Rows:
     return _rows(alone, thd, cp, thd_cp)
 
 
-def _te_dense(how: str) -> Rows:
-    """TransformerEngine ``arbitrary`` and ``post_scale_bias``: a dense mask, for one kernel of quadratic memory."""
+def _te_arbitrary() -> Rows:
+    """TransformerEngine ``arbitrary``: a dense mask, for one kernel of quadratic memory."""
     refused = _all(_no(_TE_DENSE, "te_padding_causal, or flex_attention"))
-    return _rows(_all(_mask(how)), refused, refused, refused)
+    return _rows(_all(_mask("[b, 1, s, s] mask, True blocks")), refused, refused, refused)
+
+
+def _te_post_scale_bias() -> Rows:
+    """TransformerEngine ``post_scale_bias``: numbers added to the scores; raises with a finite window."""
+    how = "[b, 1, s, s] added to the scores, window_size unlimited"
+    thd = _all(_no("a pack would need numbers for every pair of its tokens", "te_padding_causal, or flex_attention"))
+    cp = _all(_no(f"{_UNPROVEN} (it takes the p2p ring alone)", "te_post_scale_bias without CP, or flex_attention"))
+    return _rows(_all(_mask(how)), thd, cp, cp)
 
 
 def _megatron_local() -> Rows:
@@ -210,11 +218,12 @@ def _npu(mode: int) -> Rows:
         dense = "[b, 1, s, s] mask, True blocks"
         bshd = _all(_mask(dense))
         if mode == 0:
-            bshd |= _all(_no("sparse_mode 0 may skip blocks that the mask keeps", "npu_mode1"), ("images", "prefix"))
+            skips = _no("sparse_mode 0 may skip blocks above the diagonal that the mask keeps", "npu_mode1")
+            bshd |= _all(skips, ("full", "images", "prefix"))
         shared = _all(
             _mask("[max s, max s] mask for all sequences, True blocks" + lengths), ("causal", "window", "chunk")
         )
-        shared["full"] = _said("mask None" + lengths)
+        shared["full"] = _no("tokens would see the padding that the lengths cover", "npu_mode1 in bshd")
         each = _no("a pack has one mask for all of its sequences", "npu_mode1 in bshd")
         return _rows(
             row(False, bshd), row(False, shared | _all(each, ("images", "prefix"))), row(True, {}), row(True, {})
@@ -235,15 +244,17 @@ def _npu(mode: int) -> Rows:
     if mode in (5, 6):
         mask = "[b, 1, s, s] mask" if mode == 5 else "3072 x 2048 compressed mask"
         prefix = {"prefix": _said(f"{mask}, True blocks, and the prefix of each sequence")}
-        never = {"prefix": _no("not shown to be right in TND", "npu_mode1 in bshd")}
+        why = "it raises in TND" if mode == 5 else "not shown to be right in TND"
+        never = {"prefix": _no(why, "npu_mode1 in bshd")}
         return _rows(row(False, prefix), row(False, never), row(True, {}), row(True, {}))
-    return _rows(row(False, {}), row(False, {}), row(True, {}), row(True, {}))
+    only = _each("sparse_mode 7 and 8 are for packs whose causal call is cut in several", _NPU_MODES)  # TND alone
+    return _rows(only, only, row(True, {}), row(True, {}))
 
 
 _BACKENDS: dict[str, Rows] = {
     "torch_sdpa": _torch_sdpa(),
-    "torch_varlen": _packed_kernel("varlen_attn"),
-    "flash_varlen": _packed_kernel("flash-attention's varlen kernel"),
+    "torch_varlen": _packed_kernel("varlen_attn", _no(_UNPROVEN, "flash_varlen")),
+    "flash_varlen": _packed_kernel("flash-attention's varlen kernel (2.1 and later)", _said(_CP_CALLS)),
     "flex_attention": _flex_attention(),
     "te_no_mask": _te_no_mask(),
     "te_causal": _te_causal(),
@@ -251,8 +262,8 @@ _BACKENDS: dict[str, Rows] = {
     "te_padding_causal": _te_padding_causal(),
     "te_causal_bottom_right": _te_bottom_right(padding=False),
     "te_padding_causal_bottom_right": _te_bottom_right(padding=True),
-    "te_arbitrary": _te_dense("[b, 1, s, s] mask, True blocks"),
-    "te_post_scale_bias": _te_dense("[b, 1, s, s] added to the scores"),
+    "te_arbitrary": _te_arbitrary(),
+    "te_post_scale_bias": _te_post_scale_bias(),
     "megatron_local": _megatron_local(),
     **{f"npu_mode{mode}": _npu(mode) for mode in range(9)},
 }

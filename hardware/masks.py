@@ -98,6 +98,8 @@ class MaskSpec:
             raise ValueError("MaskSpec: a rule sees the prefix both ways, but prefixes does not say how long it is")
         if self.prefixes is not None and len(self.prefixes) != len(self.lengths):
             raise ValueError(f"MaskSpec: {len(self.prefixes)} prefixes for {len(self.lengths)} sequences")
+        if self.prefixes is not None and any(prefix > n for prefix, n in zip(self.prefixes, self.lengths)):
+            raise ValueError(f"MaskSpec: prefixes {self.prefixes} are longer than their sequences {self.lengths}")
 
     def rule(self, layer_number: int) -> Rule:
         """Rule of a layer; ``layer_number`` counts from 1 over the whole model, as Megatron's does."""

@@ -89,9 +89,12 @@ CAUSAL = Rule()
 
 
 def slot_unit(tp: int, cp: int, multiple: int = 1) -> int:
-    """What a padded sequence is a multiple of: tensor parallelism cuts it into ``tp`` parts and context parallelism
-    into ``2 * cp`` chunks before that, and ``multiple`` is asked on top."""
-    return math.lcm(tp * 2 * cp if cp > 1 else tp, multiple)
+    """What a padded sequence is a multiple of.
+
+    Context parallelism cuts it into ``2 * cp`` chunks and tensor parallelism each of them into ``tp`` parts; a
+    context-parallel rank's share of it is a multiple of ``multiple``.
+    """
+    return math.lcm(tp * 2 * cp if cp > 1 else tp, multiple * cp)
 
 
 def tokens_before(window: int | None) -> int:

@@ -10,10 +10,10 @@ from engines.batch import TrainBatch
 from engines.models import ModelSpec
 from engines.probe_case import ProbeCase
 
-_LENGTHS = (9, 1, 14, 0, 6, 21)
-_IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 5: ((0, 2),)}
+_LENGTHS = (9, 1, 14, 0, 6, 9, 21)
+_IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 6: ((0, 2),)}
 """Sequence -> where its images are; two lie side by side."""
-_PREFIXES = (3, 1, 5, 0, 2, 4)
+_PREFIXES = (3, 1, 5, 0, 2, 0, 4)
 _ALL_COLUMNS, _FEW_COLUMNS = 200, 12
 """In a stream of at most so many tokens each one's influence is looked for; in a longer one, that of so many."""
 
@@ -33,18 +33,26 @@ class Case:
     prompts: list[tuple[int, ...]]
 
 
-def make_case(model: ModelSpec) -> Case:
-    """Sequences for a model: longer than its windows, within its positions."""
+def make_case(model: ModelSpec, replicas: int) -> Case:
+    """Sequences for a model: longer than its windows, within its positions; as many for each data-parallel replica.
+
+    Raises:
+        ValueError: the model has too few positions.
+    """
     lengths = _LENGTHS
+    if max(lengths) >= model.max_positions:
+        raise ValueError(f"check: the model has {model.max_positions} positions, expected more than {max(lengths)}")
     windows = [rule.window for rule in model.rules if rule.window is not None]
     if windows:
         lengths = (*_LENGTHS, min(max(windows) + 6, model.max_positions - 1))
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(0, model.vocab, (n + 1,), generator=generator).tolist() for n in lengths]
-    batch = TrainBatch.from_ids(ids, [1 + min(i % 3, n) for i, n in enumerate(lengths)])
+    ids = [torch.randint(0, model.vocab, (n + 1,), generator=generator).tolist() for n in lengths * replicas]
+    batch = TrainBatch.from_ids(ids, [1 + min(i % 3, len(s) - 1) for i, s in enumerate(ids)])
     advantages = torch.randn(batch.num_tokens, generator=generator)
     batch = TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": advantages})
-    return Case(_probe_case(lengths), batch, float(batch.mask.sum()), [tuple(s[:4]) for s in ids if len(s) > 4])
+    return Case(
+        _probe_case(lengths), batch, float(batch.mask.sum()), [tuple(s[:4]) for s in ids[: len(lengths)] if len(s) > 4]
+    )
 
 
 def _probe_case(lengths: tuple[int, ...]) -> ProbeCase:

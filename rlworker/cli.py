@@ -36,9 +36,9 @@ def check(config: Annotated[CheckConfig, tyro.conf.arg(name="")]) -> None:
     from rlworker.self_test import self_test
 
     with tiny_model() if not config.model else nullcontext(config.model) as folder:
-        config = replace(config, model=str(folder))
         tell = (lambda line: None) if config.json else print
-        found = self_test(config, tell) if config.self_test else run_check(config)
+        of_model = replace(config, model=str(folder), self_test=False)
+        found = self_test(of_model, tell) if config.self_test else run_check(of_model)
     if config.json:
         print(json.dumps([asdict(finding) for finding in found], indent=1))
     else:

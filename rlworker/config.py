@@ -106,14 +106,16 @@ class CheckConfig:
 
     def __post_init__(self):
         check_types("check", self)
+        types = {self.actor.dtype, self.rollout.dtype}
+        if self.self_test and (self.model or not self.huggingface or types != {"float32"}):
+            raise ValueError(
+                "check: the self-test's faults show on its own tiny model, in float32 and against HuggingFace; leave "
+                "out the model, --no-huggingface and --*.dtype"
+            )
 
     def check_model(self) -> ModelSpec:
-        """Read the model's config and weights' names and shapes; raise ValueError where an engine cannot hold it."""
-        model = ModelSpec.from_folder(self.model)
-        self.actor.check_model(model)
-        self.rollout.check_model(model)
-        SafetensorsFolder(model.folder).check(model)
-        return model
+        """``check_engines`` of what is checked."""
+        return check_engines(self.model, self.platform, self.actor, self.rollout)
 
 
 @dataclass(frozen=True)
@@ -209,37 +211,53 @@ class RunConfig:
         return self.actor.dtype == self.rollout.dtype == "float32"
 
     def check_model(self) -> ModelSpec:
-        """Read the model's config and the names and shapes of its weights, and check that both engines can hold it.
+        """``check_engines`` of this run."""
+        return check_engines(self.model, self.platform, self.actor, self.rollout)
 
-        Raises:
-            ValueError: they cannot.
-        """
-        model = ModelSpec.from_folder(self.model)
-        self.actor.check_model(model)
-        self.rollout.check_model(model)
-        platform = get_platform(self.platform)
-        for rule in set(model.rules):
-            actor = self.actor
-            find_backend(platform.attention_backends, actor.layout, actor.cp, rule, actor.attention_override)
-        if model.head_dim not in platform.rollout_head_dims:
-            raise ValueError(
-                f"rollout: vLLM on platform {self.platform!r} has no attention for the model's head_dim "
-                f"{model.head_dim}, expected one of {list(platform.rollout_head_dims)}"
-            )
-        self._check_cache(model, platform)
-        SafetensorsFolder(model.folder).check(model)
-        return model
 
-    def _check_cache(self, model: ModelSpec, platform: Platform) -> None:
-        """Raise ValueError where the longest sequence does not fit into the rollout's memory for keys and values."""
-        rollout, block = self.rollout, platform.rollout_block_tokens
-        if rollout.vllm or model.rules != (CAUSAL,):
-            return  # a pass-through or a window may change what a token takes
-        token = 2 * model.layers * model.kv_heads * model.head_dim * (4 if rollout.dtype == "float32" else 2)
-        blocks = math.ceil(rollout.max_model_len / block) + 1  # vLLM keeps one for itself
-        need, have = math.ceil(blocks * block * token / 2**20), rollout.kv_cache_mb or platform.rollout_kv_cache_mb
-        if need > have:
+def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollout: VllmConfig) -> ModelSpec:
+    """Read the model's config and the names and shapes of its weights, and check that both engines can hold it.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    model = ModelSpec.from_folder(folder)
+    actor.check_model(model)
+    rollout.check_model(model)
+    platform = get_platform(platform_name)
+    check_rules(model, actor, platform)
+    if model.head_dim not in platform.rollout_head_dims:
+        raise ValueError(
+            f"rollout: vLLM on platform {platform_name!r} has no attention for the model's head_dim "
+            f"{model.head_dim}, expected one of {list(platform.rollout_head_dims)}"
+        )
+    _check_cache(model, rollout, platform)
+    SafetensorsFolder(model.folder).check(model)
+    return model
+
+
+def check_rules(model: ModelSpec, actor: MegatronConfig, platform: Platform) -> None:
+    """Raise ValueError where the platform honours none of a rule's forms, or an override does nothing."""
+    for name in actor.attention_override:
+        if name.split("/")[0] not in platform.attention_backends:
             raise ValueError(
-                f"rollout: kv_cache_mb={rollout.kv_cache_mb} gives {have} MB to keys and values, expected at least "
-                f"{need} for one sequence of max_model_len={rollout.max_model_len}; raise --rollout.kv-cache-mb"
+                f"actor: attention_override {name!r} is of a backend that platform {platform.name!r} does not use; it "
+                f"uses {list(platform.attention_backends)}"
             )
+    for rule in set(model.rules):
+        find_backend(platform.attention_backends, actor.layout, actor.cp, rule, actor.attention_override)
+
+
+def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:
+    """Raise ValueError where the longest sequence does not fit into the rollout's memory for keys and values."""
+    if rollout.vllm or model.rules != (CAUSAL,):
+        return  # a pass-through or a window may change what a token takes
+    block = platform.rollout_block_tokens
+    token = 2 * model.layers * model.kv_heads * model.head_dim * (4 if rollout.dtype == "float32" else 2)
+    blocks = math.ceil(rollout.max_model_len / block) + 1  # vLLM keeps one for itself
+    need, have = math.ceil(blocks * block * token / 2**20), rollout.kv_cache_mb or platform.rollout_kv_cache_mb
+    if need > have:
+        raise ValueError(
+            f"rollout: kv_cache_mb={rollout.kv_cache_mb} gives {have} MB to keys and values, expected at least "
+            f"{need} for one sequence of max_model_len={rollout.max_model_len}; raise --rollout.kv-cache-mb"
+        )

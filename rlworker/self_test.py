@@ -54,6 +54,6 @@ def _with_fault(engines: Bench, name: str, fault: Fault, version: int) -> Findin
         ray.get([actor.run.remote("engines.faults:mend") for actor in actors])
         send_weights(engines, version + 2)  # what the fault may have kept back
     failed = [finding for finding in findings if finding.outcome == "FAILED"]
-    named = [finding for finding in failed if finding.check == fault.found_by]
+    named = [f for f in failed if f.check == fault.found_by and not f.text.startswith("raised")]
     text = f"{named[0].check}, {named[0].where}: {named[0].text}" if named else "not found by the check that must"
     return engines.finding("fault", name, bool(named), text)

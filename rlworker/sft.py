@@ -7,7 +7,9 @@ from pathlib import Path
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.models import ModelSpec
+from hardware.platform import get_platform
 from rlworker.cluster import ray_for
+from rlworker.config import check_rules
 from rlworker.group import SHARD_BYTES, StartingGroup
 from rlworker.losses import sft_loss
 
@@ -36,6 +38,7 @@ def train_supervised(
     if Path(output).exists():
         raise ValueError(f"sft: output folder {output!r} exists already; choose another or move it away")
     config.check_model(model)
+    check_rules(model, config, get_platform(platform))
     losses = []
     with ray_for(config.ranks), ExitStack() as running:
         starting = StartingGroup("actor", platform, model, config, temperature=1.0, trainable=True, seed=seed)

@@ -21,7 +21,7 @@ def draw_lengths() -> tuple[int, ...]:
 
 
 def with_layout(lengths, kind: str, cp: int, columns: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the engine does: a plan, a gather for each column, a scatter for each result."""
+    """What the engine does: a plan, a scatter for each column, a gather for each result."""
     layout = Layout.build(lengths, kind, cp=cp)
     packed = [layout.pack(column) for column in columns]
     return [layout.unpack(column) for column in packed[:RESULTS]]

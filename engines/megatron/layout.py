@@ -58,7 +58,7 @@ class Layout:
         can cut it, or of ``tp * 2 * cp`` under context parallelism.
 
         Args:
-            multiple: pads each sequence to a multiple of this as well.
+            multiple: pads each sequence so that a context-parallel rank's share of it is a multiple of this.
             slots: exactly this many slots over all ranks, of the row (thd) or of each row (bshd); 0 takes as many as
                 are needed.
 
@@ -152,9 +152,10 @@ def _fill(lengths: tuple[int, ...], padded: np.ndarray, kind: LayoutKind, slots:
     """
     need = int(padded.max() if kind == "bshd" else padded.sum())
     if slots < need or slots % unit:
+        fewer = "shorten the longest sequence" if kind == "bshd" else "lower --actor.micro-batch-tokens"
         raise ValueError(
             f"Layout: {len(lengths)} sequences need {need} slots in units of {unit}, but slots={slots}; raise "
-            "--actor.slots or lower --actor.micro-batch-tokens"
+            f"--actor.slots or {fewer}"
         )
     if kind == "bshd":
         return lengths, np.full_like(padded, slots)

@@ -22,6 +22,8 @@ from engines.megatron.weights import export_weights, load_weights
 from engines.probe_case import Influence, ProbeCase
 from hardware.rules import Rule
 
+_PASS_SLOTS, _PASS_LOGITS = 2**14, 2**26
+"""Tokens that one pass of a layer's attention takes, and logits that one pass of the model makes."""
 _LOUD = 64.0
 """Keys and values are changed by this much, so that one among thousands of tokens is heard in bf16 too."""
 
@@ -35,24 +37,28 @@ def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCa
     One forward pass of copies of the sequences side by side, in each of which another token's key and value are
     changed, is compared with one of unchanged copies; a third has other numbers on its padding.
     """
-    many, columns = case.repeated(), list(case.columns)
-    changed = torch.arange(len(columns)) * sum(case.lengths) + torch.tensor(columns)
-    attend, draw = _attention(engine, kind, rule, many)
-    plain, other, padded = draw(), draw(changed), draw(padding=_LOUD)
-    see, found = case.visible(rule)[:, columns], []
-    for layer in engine.module.module.decoder.layers:
-        before = attend(layer, plain)
-        heard = _changes(before, attend(layer, other), len(columns)).T
-        pads = int(_changes(before, attend(layer, padded), 1).sum())
+    see, parts = case.visible(rule)[:, list(case.columns)], {}
+    for few in case.passes(_PASS_SLOTS):
+        many = few.repeated()
+        attend, draw = _attention(engine, kind, rule, many)
+        plain, other, padded = draw(), draw(many.changed), draw(padding=_LOUD)
+        for layer in engine.module.module.decoder.layers:
+            before = attend(layer, plain)
+            heard = _changes(before, attend(layer, other), len(few.columns)).T
+            pads = int(_changes(before, attend(layer, padded), 1).sum())
+            parts.setdefault(layer, []).append((heard, pads))
+    found = []
+    for layer, halves in parts.items():
+        heard, pads = np.concatenate([heard for heard, _ in halves], axis=1), max(pads for _, pads in halves)
         if pads or (heard != see).any():
-            found.append(_explain(engine, layer, kind, rule, case, pads))
+            found.append(_explain(engine, layer, kind, rule, case, heard, pads))
     return found
 
 
 def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
     """Two functions: ``draw(changed=(), padding=0)`` makes random queries, keys and values as this rank holds them, and
     ``attend(layer, drawn) -> [N, ...]`` puts them through a layer's core attention."""
-    with _settings(engine, layout=kind):
+    with _settings(engine, layout=kind, **_padded(engine)):
         layout = engine.layout(case.lengths)
     dtype, tp, model = engine.transformer.params_dtype, engine.config.tp, engine.model
     spec = layout.mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
@@ -79,45 +85,55 @@ def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
     return attend, draw
 
 
-def _explain(engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase, pads: int) -> Influence:
-    """The same again, one token at a time in a single copy, so that every leak has a source."""
+def _explain(
+    engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase, heard: np.ndarray, pads: int
+) -> Influence:
+    """The same again, one token at a time in a single copy, so that every leak has a source.
+
+    A fault that takes several copies to show is told as it was ``heard`` there.
+    """
     attend, draw = _attention(engine, kind, rule, case)
-    columns = list(case.columns)
-    before = attend(layer, draw())
-    heard = np.concatenate([_changes(before, attend(layer, draw((j,))), 1) for j in columns])
-    return _compare(layer.layer_number, heard.T, case.visible(rule)[:, columns], case, pads)
+    see, before = case.visible(rule)[:, list(case.columns)], attend(layer, draw())
+    alone = np.concatenate([_changes(before, attend(layer, draw((j,))), 1) for j in case.columns]).T
+    return _compare(layer.layer_number, alone if (alone != see).any() else heard, see, see, case, pads)
 
 
 # -- the whole model
 
 
 def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], case: ProbeCase) -> list[Influence]:
-    """What the whole model lets through from token to token, against the rules of its layers one after another."""
+    """What the whole model lets through from token to token, against the rules of its layers one after another.
+
+    A token may see what the rules reach together. It must see what a single layer shows it: what comes by way of many
+    tokens may be too faint for the last bit.
+    """
+    columns, see = list(case.columns), {rule: case.visible(rule) for rule in set(rules)}
     reach = np.eye(sum(case.lengths), dtype=np.float32)
     for layer in range(engine.model.layers):
-        rule = rules[0] if len(rules) == 1 else rules[layer]
-        reach = ((case.visible(rule) | np.eye(len(reach), dtype=bool)).astype(np.float32) @ reach > 0).astype(
-            np.float32
-        )
-    many, columns = case.repeated(), list(case.columns)
+        step = see[rules[0] if len(rules) == 1 else rules[layer]] | np.eye(len(reach), dtype=bool)
+        reach = (step.astype(np.float32) @ reach > 0).astype(np.float32)
+    must = np.logical_or.reduce(list(see.values()))
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, engine.model.vocab - 1, (sum(case.lengths),), generator=generator).repeat(len(columns))
-    changed = ids.clone()
-    changed[torch.arange(len(columns)) * sum(case.lengths) + torch.tensor(columns)] += 1
-    before = _entropies(engine, kind, many, ids)
-    after = _entropies(engine, kind, many, changed)
-    with _pad_id(engine, engine.model.vocab - 1):
-        padded = _entropies(engine, kind, many, ids)
-    if before is None:
+    ids = torch.randint(1, engine.model.vocab - 1, (sum(case.lengths),), generator=generator)
+    heard, pads = [], 0
+    for few in case.passes(max(1, _PASS_LOGITS // engine.model.vocab)):
+        many = few.repeated()
+        plain = ids.repeat(len(few.columns))
+        other = plain.index_add(0, torch.tensor(many.changed), torch.ones(len(few.columns), dtype=torch.long))
+        before, after = _predictions(engine, kind, many, plain), _predictions(engine, kind, many, other)
+        with _pad_id(engine, engine.model.vocab - 1):
+            padded = _predictions(engine, kind, many, plain)
+        if before is not None:
+            heard.append(_changes(before, after, len(few.columns)).T)
+            pads = max(pads, int(_changes(before, padded, 1).sum()))
+    if not heard:
         return []
-    heard = _changes(before, after, len(columns)).T  # [N, columns]
-    pads = int(_changes(before, padded, 1).sum())
-    influence = _compare(0, heard, reach[:, columns] > 0, case, pads)
+    influence = _compare(0, np.concatenate(heard, axis=1), reach[:, columns] > 0, must[:, columns], case, pads)
     return [influence] if influence.leaks or influence.missing else []
 
 
-def _entropies(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor) -> Tensor | None:
-    """Entropy at every token: a number of the whole row of logits, whatever the target is."""
+def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor) -> Tensor | None:
+    """``[N, 2]``: at every token, the entropy and the logprob of a target that is always the same."""
     batch = TrainBatch(
         case.lengths,
         ids,
@@ -126,9 +142,9 @@ def _entropies(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor) 
         torch.ones(len(ids), dtype=torch.bool),
         torch.tensor(case.image_block),
     )
-    with _settings(engine, layout=kind, micro_batch_tokens=10**9):
+    with _settings(engine, layout=kind, micro_batch_tokens=10**9, **_padded(engine)):
         outputs = engine.forward(batch)
-    return None if outputs is None else outputs.entropy[:, None]
+    return None if outputs is None else torch.stack([outputs.logprobs, outputs.entropy], dim=1)
 
 
 # -- numbers to compare
@@ -208,6 +224,11 @@ def restore_weights(engine: MegatronEngine) -> None:
 # -- parts
 
 
+def _padded(engine: MegatronEngine) -> dict:
+    """Settings under which every layout has padding that could be seen, and no fixed size that copies would exceed."""
+    return {"multiple": max(engine.config.multiple, 4), "slots": 0}
+
+
 @contextlib.contextmanager
 def _settings(engine: MegatronEngine, **changes):
     """The engine with other settings for a while."""
@@ -237,18 +258,18 @@ def _changes(before: Tensor, after: Tensor, copies: int) -> np.ndarray:
     return ~same.cpu().numpy().reshape(copies, -1)
 
 
-def _compare(layer: int, heard: np.ndarray, see: np.ndarray, case: ProbeCase, pads: int) -> Influence:
-    """Sort the differences of two ``[N, columns]`` matrices by what they are."""
+def _compare(layer: int, heard: np.ndarray, may: np.ndarray, must: np.ndarray, case: ProbeCase, pads: int) -> Influence:
+    """Sort what was heard beyond ``may``, and what ``must`` be heard and was not, by what it is. ``[N, columns]``."""
     place = np.repeat(np.arange(len(case.lengths)), case.lengths), _positions(case.lengths).numpy()
     columns = case.columns
     leaks = {"padding": pads} if pads else {}
     words = [f"{pads} tokens see padding"] if pads else []
-    for i, column in zip(*np.nonzero(heard & ~see)):
+    for i, column in zip(*np.nonzero(heard & ~may)):
         j = columns[column]
         kind = _kind_of_leak(int(i), int(j), *place, np.asarray(case.image_block))
         leaks[kind] = leaks.get(kind, 0) + 1
         words.append(f"sequence {place[0][i]} at {place[1][i]} sees sequence {place[0][j]} at {place[1][j]}")
-    lost = np.argwhere(see & ~heard)
+    lost = np.argwhere(must & ~heard)
     words += [
         f"sequence {place[0][i]} at {place[1][i]} does not see its own token at {place[1][columns[c]]}"
         for i, c in lost[:1]
@@ -260,5 +281,5 @@ def _kind_of_leak(i: int, j: int, sequence: np.ndarray, position: np.ndarray, im
     if sequence[i] != sequence[j]:
         return "a neighbour in the pack"
     if position[j] <= position[i]:
-        return "outside the window"
+        return "outside the window or chunk"
     return "across image blocks" if image[i] >= 0 and image[j] >= 0 else "the future"

@@ -13,7 +13,7 @@ from hardware.rules import slot_unit
 def by_hand(lengths, kind, tp, cp, rank, multiple=1, slots=0):
     """Rows of (token, position, sequence) or None for padding, built one sequence at a time."""
     unit = tp if cp == 1 else tp * 2 * cp
-    while unit % multiple:
+    while unit % (multiple * cp):
         unit += tp if cp == 1 else tp * 2 * cp
     sizes = [(n + unit - 1) // unit * unit for n in lengths]
     if kind == "bshd":

@@ -55,6 +55,7 @@ def test_window_counts_the_token_itself():
         (dict(kind="thd", lengths=(3,), padded=(3,), image_block=np.zeros(2, int)), "2 entries for 3 tokens"),
         (dict(kind="thd", lengths=(3,), padded=(3,), rules=(Rule(prefix=True),)), "does not say how long"),
         (dict(kind="thd", lengths=(3,), padded=(3,), prefixes=(1, 2)), "2 prefixes for 1 sequences"),
+        (dict(kind="thd", lengths=(3,), padded=(4,), prefixes=(4,)), "are longer than their sequences"),
     ],
 )
 def test_impossible_specs_are_refused(arguments, message):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.config import VllmConfig
 from engines.faults import FAULTS
 from engines.models import ModelSpec
 from engines.probe_case import Influence
@@ -24,8 +25,9 @@ def run(*arguments: str) -> tuple[int, list[dict]]:
 
 
 def test_the_clean_path_passes_at_the_asked_sizes(make_hf_model):
-    """A user's model over two tensor-parallel ranks."""
-    status, found = run(make_hf_model("llama", False), "--actor.ranks", "2", "--actor.tp", "2")
+    """A user's model over two pipeline stages and two replicas, with a pack of a fixed size."""
+    sizes = ["--actor.ranks", "4", "--actor.pp", "2", "--actor.multiple", "2", "--actor.slots", "128"]
+    status, found = run(make_hf_model("llama", False), *sizes)
     assert status == 0 and {finding["outcome"] for finding in found} == {"ok"}
     assert {finding["evidence"] for finding in found} == {"executed"}
     checks = [finding["check"] for finding in found]
@@ -75,14 +77,15 @@ def test_a_fault_is_told_in_words():
 
 
 def test_the_case_is_longer_than_the_window_and_within_the_positions(make_hf_model):
-    case = make_case(ModelSpec.from_folder(make_hf_model("qwen2-window", False)))
+    case = make_case(ModelSpec.from_folder(make_hf_model("qwen2-window", False)), replicas=3)
+    assert all(part.num_tokens for part in case.batch.split(3)), "every replica has its share"
     assert max(case.batch.lengths) >= 4 + 6 and {0, 1} < set(case.batch.lengths)
     assert case.probe.columns == tuple(range(sum(case.probe.lengths)))
     with tiny_model() as folder:
         config = json.loads((Path(folder) / "config.json").read_text())
         config |= {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        case = make_case(ModelSpec.from_folder(folder)).probe
+        case = make_case(ModelSpec.from_folder(folder), replicas=1).probe
     assert case.lengths[-1] == 246, "the last token does not see the first six"
     last, window = sum(case.lengths) - 1, 240
     assert {last - window, last - window + 1} < set(case.columns), "both sides of the window's edge"
@@ -96,3 +99,9 @@ def test_a_model_that_an_engine_cannot_hold_is_refused_before_anything_starts(ma
     )
     assert done.returncode == 1 and "tp=3 does not divide the model's 4 attention heads" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_self_test_is_of_its_own_model():
+    for changes in (dict(model="m"), dict(huggingface=False), dict(rollout=VllmConfig(dtype="bfloat16"))):
+        with pytest.raises(ValueError, match="faults show on its own tiny model"):
+            CheckConfig(self_test=True, **changes)

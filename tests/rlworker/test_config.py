@@ -21,7 +21,7 @@ from engines.config import (
 from hardware import capabilities
 from hardware.capabilities import TABLE, override_warnings
 from hardware.platform import get_platform
-from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
+from rlworker.config import AlgorithmConfig, DataConfig, RunConfig, check_engines
 from rlworker.data import load_tokenizer
 
 
@@ -265,9 +265,13 @@ def test_slots_must_be_cut_over_the_ranks():
     assert MegatronConfig(ranks=8, tp=2, cp=4, multiple=3, slots=144).slots == 144
 
 
-def test_an_override_names_a_refused_cell_of_the_capability_table():
+def test_an_override_names_a_refused_cell_of_the_capability_table(make_hf_model):
     with pytest.raises(ValueError, match="'window' names no cell of the capability table; a name is like 'torch_sdpa/"):
         MegatronConfig(attention_override=("window",))
+    folder = make_hf_model("llama", False)
+    actor = MegatronConfig(attention_override=("te_causal/bshd/cp/window",))
+    with pytest.raises(ValueError, match=r"of a backend that platform 'cpu' does not use; it uses \['torch_sdpa'\]"):
+        check_engines(folder, "cpu", actor, VllmConfig(max_new_tokens=4, max_model_len=16))
     (warning,) = override_warnings(("te_causal/bshd/cp/window",))
     assert warning.startswith(
         "WARNING attention: te_causal/bshd/cp/window is refused by the capability table (not shown"
