@@ -35,21 +35,22 @@ def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCa
     """What each layer's core attention on this rank lets through beyond a rule, or not at all; empty when it is right.
 
     One forward pass of copies of the sequences side by side, in each of which another token's key and value are
-    changed, is compared with one of unchanged copies; a third has other numbers on its padding.
+    changed, is compared with one of unchanged copies; then one of a single copy with one that has other padding.
     """
     see, parts = case.visible(rule)[:, list(case.columns)], {}
     for few in case.passes(_PASS_SLOTS):
         many = few.repeated()
         attend, draw = _attention(engine, kind, rule, many)
-        plain, other, padded = draw(), draw(many.changed), draw(padding=_LOUD)
+        plain, other = draw(), draw(many.changed)
         for layer in engine.module.module.decoder.layers:
-            before = attend(layer, plain)
-            heard = _changes(before, attend(layer, other), len(few.columns)).T
-            pads = int(_changes(before, attend(layer, padded), 1).sum())
-            parts.setdefault(layer, []).append((heard, pads))
+            heard = _changes(attend(layer, plain), attend(layer, other), len(few.columns)).T
+            parts.setdefault(layer, []).append(heard)
     found = []
-    for layer, halves in parts.items():
-        heard, pads = np.concatenate([heard for heard, _ in halves], axis=1), max(pads for _, pads in halves)
+    attend, draw = _attention(engine, kind, rule, case)
+    plain, padded = draw(), draw(padding=_LOUD)
+    for layer, passes in parts.items():
+        heard = np.concatenate(passes, axis=1)
+        pads = int(_changes(attend(layer, plain), attend(layer, padded), 1).sum())
         if pads or (heard != see).any():
             found.append(_explain(engine, layer, kind, rule, case, heard, pads))
     return found
