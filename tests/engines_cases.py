@@ -113,31 +113,13 @@ def logits_of(engine, batch):
     return torch.cat(parts) if engine.is_leader else None
 
 
-def gradients_of(engine) -> dict:
-    """Full gradients under HF names, after the optimizer's reduction over data- and context-parallel ranks."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
-
-    from engines.megatron.weights import export_weights
-
-    # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
-    group = mpu.get_data_parallel_group(with_context_parallel=True)
-    for buffer in engine.module.buffers:
-        for bucket in buffer.buckets:
-            parts = bucket.grad_data.chunk(group.size())
-            whole = [torch.empty_like(part) for part in parts]
-            dist.all_gather(whole, parts[group.rank()].clone(), group=group)
-            bucket.grad_data.copy_(torch.cat(whole))
-    exported = export_weights(engine.module.module, engine.model, lambda p: p.main_grad)
-    return {name: tensor.clone() for name, tensor in exported}
-
-
 def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
     """Logits, logprobs, gradients and weights of one parallel configuration, for the comparison with HuggingFace."""
     import torch
 
     engine = build_engine(rank, world, address, folder, settings | {"lr": 5e-4, "adam_eps": 1e-5, "clip_grad": 0.5})
+    from engines.megatron.probe import whole_gradients
+
     batch = make_batch()
     shard = batch.split(engine.dp_size)[engine.dp_rank]
     denominator = float(batch.mask.sum())
@@ -146,7 +128,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
     gradients, optimizer_step = [], engine.optimizer.step
 
     def watched_step():
-        gradients.append(gradients_of(engine) if not gradients else None)
+        gradients.append(whole_gradients(engine) if not gradients else None)
         return optimizer_step()
 
     engine.optimizer.step = watched_step  # gradients are clipped in place by the step, so they are read before it

@@ -194,6 +194,12 @@ def gradients_of(
     """
     with _settings(engine, layout=kind):
         engine.backward(batch.split(engine.dp_size)[engine.dp_rank], loss, denominator)
+    gradients = whole_gradients(engine)
+    return gradients if engine.is_leader and engine.dp_rank == 0 else {}
+
+
+def whole_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
+    """HF name -> what the last backward pass left, reduced over all replicas; on every rank."""
     # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     for buffer in engine.module.buffers:
@@ -203,8 +209,7 @@ def gradients_of(
             dist.all_gather(whole, parts[group.rank()].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(whole))
     exported = export_weights(engine.module.module, engine.model, lambda p: p.main_grad)
-    gradients = {name: tensor.clone().cpu() for name, tensor in exported}
-    return gradients if engine.is_leader and engine.dp_rank == 0 else {}
+    return {name: tensor.clone().cpu() for name, tensor in exported}
 
 
 # -- weights
