@@ -84,7 +84,7 @@ def warm_up(config: DemoConfig, output: str) -> None:
     tokenizer = load_tokenizer(config.model)
     rows = read_rows(config.data.train, tokenizer, config.data).rows
     # A high rate finds flat weights, which GRPO learns from faster; left high, it can lose what it has found for good.
-    settings = dict(lr=5e-3, min_lr=5e-4, lr_warmup_steps=50, lr_decay="linear", lr_decay_steps=400)
+    settings = dict(lr=3e-3, min_lr=5e-4, lr_warmup_steps=50, lr_decay="linear", lr_decay_steps=400)
     actor = replace(config.actor, **settings, adam_beta2=0.98, weight_decay=0.01)
     batches = warm_up_batches(rows, tokenizer, config.warm_up_steps, config.seed)
     options = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)
