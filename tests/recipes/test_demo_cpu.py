@@ -45,6 +45,7 @@ def test_it_runs_and_sums_itself_up(tmp_path, options):
 def json_config(path) -> dict:
     """The fields of a run's stored configuration that the demo's command line can set, as dataclasses."""
     stored = json.loads(path.read_text())
+    stored["actor"]["attention_override"] = tuple(stored["actor"]["attention_override"])
     kinds = {"actor": MegatronConfig, "rollout": VllmConfig, "algorithm": AlgorithmConfig, "reward": RewardConfig}
     return stored | {name: kind(**stored[name]) for name, kind in kinds.items()} | {"trackers": ()}
 
