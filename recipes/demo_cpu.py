@@ -22,7 +22,7 @@ from recipes.addition import make_data, make_model
 from rlworker.advantages import grpo
 from rlworker.checkpoint import RunFolder
 from rlworker.cluster import ray_for
-from rlworker.config import DataConfig, RunConfig
+from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
 from rlworker.data import Row, load_tokenizer, read_rows
 from rlworker.errors import RunError
 from rlworker.metrics import read_metrics
@@ -53,10 +53,11 @@ class DemoConfig(RunConfig):
 DEFAULT = DemoConfig(
     run_dir="runs/demo_cpu",
     data=DataConfig(max_prompt_tokens=8),
-    actor=MegatronConfig(ranks=2, lr=5e-4, min_lr=5e-5, lr_warmup_steps=10, lr_decay="linear", adam_beta2=0.99),
+    actor=MegatronConfig(ranks=2, lr=7e-4, min_lr=5e-5, lr_warmup_steps=10, lr_decay="linear", adam_beta2=0.99),
     # Below 1 because the warm-up ends early: an unsure model would rarely sample what it would answer.
     rollout=VllmConfig(temperature=0.7, max_new_tokens=4, max_model_len=16, max_num_seqs=1024, kv_cache_mb=256),
-    steps=400,
+    algorithm=AlgorithmConfig(mini_batches=4),
+    steps=320,
     prompts_per_step=256,
     samples_per_prompt=8,
     eval_every=40,
