@@ -50,7 +50,11 @@ class TrainBatch:
         image_block: ``[N]`` long, which image of its sequence an input belongs to, -1 for text.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
+        values, returns: ``[N]`` float32, the critic's value of the prefix that ends at the input, and what it should
+            have been. penalties: ``[N]`` float32, part of the reward that is given at the target.
+        weights: ``[N]`` float32, how much the target's loss counts; None counts the mask.
         rewards, group, versions: ``[B]``: reward, number of the prompt, version of the weights that sampled it.
+        greedy_rewards: ``[B]``, reward of the greedy completion of the same prompt.
 
     Raises:
         ValueError: a column does not have the length of its kind.
@@ -66,9 +70,14 @@ class TrainBatch:
     old_logprobs: Tensor | None = _column("target")
     ref_logprobs: Tensor | None = _column("target")
     advantages: Tensor | None = _column("target")
+    values: Tensor | None = _column("target")
+    returns: Tensor | None = _column("target")
+    penalties: Tensor | None = _column("target")
+    weights: Tensor | None = _column("target")
     rewards: Tensor | None = _column("sequence")
     group: Tensor | None = _column("sequence")
     versions: Tensor | None = _column("sequence")
+    greedy_rewards: Tensor | None = _column("sequence")
 
     def __post_init__(self):
         tokens = sum(self.lengths)
@@ -121,7 +130,13 @@ class TrainBatch:
 
     def per_token(self, per_sequence: Tensor) -> Tensor:
         """Repeat one value per sequence over its tokens: ``[B] -> [N]``."""
-        return per_sequence.repeat_interleave(torch.tensor(self.lengths))
+        lengths = torch.tensor(self.lengths, device=per_sequence.device)
+        return per_sequence.repeat_interleave(lengths, output_size=self.num_tokens)
+
+    def sum_per_sequence(self, per_token: Tensor) -> Tensor:
+        """Add up each sequence's tokens: ``[N] -> [B]``."""
+        sequence = self.per_token(torch.arange(len(self), device=per_token.device))
+        return per_token.new_zeros(len(self)).index_add(0, sequence, per_token)
 
     def select(self, start: int, stop: int) -> "TrainBatch":
         """Sequences ``start`` to ``stop``, as views of this batch's columns."""

@@ -152,24 +152,24 @@ def _pad_marked_valid() -> list[Patch]:
 
     from engines.megatron.layout import Layout
 
-    def wrap(unpack):
-        def with_a_pad(self, local, group=None):
+    def wrap(held):
+        def with_a_pad(self, local):
             free = (~self.valid.flatten()).nonzero()[:, 0]
             slots = torch.cat([self.slots[:-1], free[:1]]) if len(free) else self.slots
-            return unpack(replace(self, slots=slots), local, group)
+            return held(replace(self, slots=slots), local)
 
         return with_a_pad
 
-    return [(Layout, "unpack", wrap)]
+    return [(Layout, "held", wrap)]
 
 
 def _label_of_a_neighbour() -> list[Patch]:
     from engines.megatron.engine import MegatronEngine
 
     def wrap(outputs):
-        def shifted_in_the_pack(self, logits, micro, layout):
+        def shifted_in_the_pack(self, hidden, micro, layout):
             targets = layout.unpack(layout.pack(micro.inputs).flatten().roll(-1).view(layout.shape))
-            return outputs(self, logits, replace(micro, targets=targets), layout)
+            return outputs(self, hidden, replace(micro, targets=targets), layout)
 
         return shifted_in_the_pack
 

@@ -57,6 +57,9 @@ class SafetensorsFolder:
                     raise ValueError(f"model: {path} and {self._file_of[name]} both hold {name!r}; move one file away")
                 self._file_of[name] = path
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def __getitem__(self, name: str) -> Tensor:
         path = self._file_of[name]
         if path not in self._open:
@@ -66,16 +69,16 @@ class SafetensorsFolder:
     def check(self, model: ModelSpec) -> None:
         """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights in their shapes."""
         # Old Llama checkpoints carry the rotary frequencies, which every model computes for itself.
-        wanted, have = model.all_hf_names(), {n for n in self._file_of if not n.endswith("rotary_emb.inv_freq")}
-        if model.tied:
-            have -= {"lm_head.weight"}
-        missing, extra = sorted(wanted - have), sorted(have - wanted)
+        have = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
+        optional = model.optional_hf_names()
+        wanted = model.all_hf_names() - optional
+        missing, extra = sorted(wanted - have), sorted(have - wanted - optional)
         if missing or extra:
             raise ValueError(
                 f"model: weights in {self.folder!r} do not fit model_type {model.model_type!r}: "
                 f"missing {missing[:5]} ({len(missing)} in all), unexpected {extra[:5]} ({len(extra)} in all)"
             )
-        for name in sorted(wanted | (self._file_of.keys() & {"lm_head.weight"})):
+        for name in sorted(wanted | (have & optional)):
             part = self._headers[self._file_of[name]].get_slice(name)
             shape, expected = tuple(part.get_shape()), model.hf_shape(name)
             if shape != expected:
@@ -114,7 +117,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, folder: str, shard_bytes: int) -> None:
     """Write weights in files of at most ``shard_bytes`` (a larger tensor gets its own), one in memory at a time.
 
-    The configuration and tokenizer are copied from the folder that the model was read from. The folder appears under
+    The configuration and tokenizer are copied from the folder that the model was read from; a critic is written as a
+    token classification with one label. The folder appears under
     its name once it is whole. A stream without weights (ranks that export nothing) writes nothing.
     """
     from safetensors.torch import save_file
@@ -144,4 +148,11 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     for path in Path(model.folder).iterdir():
         if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
             shutil.copy(path, target)
+    if model.head == "value":
+        config = read_object(target / "config.json") | {
+            "architectures": [model.architecture],
+            "classifier_dropout": 0.0,
+        }
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     os.replace(target, folder)

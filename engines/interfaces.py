@@ -22,11 +22,26 @@ class TokenOutputs:
     entropy: Tensor
 
 
-LossFn = Callable[[TokenOutputs, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
+@dataclass(frozen=True)
+class ValueOutputs:
+    """What a critic says about each input of a batch.
+
+    Attributes:
+        values: ``[N]`` float32, the value of the prefix that ends at the input.
+    """
+
+    values: Tensor
+
+
+Outputs = TokenOutputs | ValueOutputs
+"""Of a language model, or of a critic."""
+
+LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """``loss_fn(outputs, batch) -> (sum, metrics)``: a scalar SUM over the batch's tokens, never a mean, and metric sums.
 
-The engine divides the sum by the denominator of the whole optimizer step, so a loss does not depend on how the batch
-was cut. Metric sums are added over micro-batches and data-parallel ranks; a name that ends in ``_max`` is a maximum.
+``outputs`` are of the engine's own kind. The engine divides the sum by the denominator of the whole optimizer step, so
+a loss does not depend on how the batch was cut. Metric sums are added over micro-batches and data-parallel ranks; a
+name that ends in ``_max`` is a maximum.
 """
 
 
@@ -36,13 +51,13 @@ class StepResult:
 
     Attributes:
         metrics: metric sums over this rank's shard.
-        logprobs: ``[N]`` float32 of this rank's shard, from the weights before the step.
+        outputs: of this rank's shard, from the weights before the step; None on ranks that are not the leader.
         grad_norm: global L2 norm of the gradient before clipping; NaN where the gradient was not finite on some rank
             and the step was refused: the weights are as they were. lr: the learning rate that was used.
     """
 
     metrics: dict[str, float]
-    logprobs: Tensor
+    outputs: Outputs | None
     grad_norm: float
     lr: float
 
@@ -72,7 +87,7 @@ class TrainEngine(Protocol):
     is_leader: bool
     """This rank holds the outputs of its data-parallel replica."""
 
-    def forward(self, batch: TrainBatch) -> TokenOutputs | None:
+    def forward(self, batch: TrainBatch) -> Outputs | None:
         """Outputs for this replica's shard; None on ranks that are not the leader."""
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> StepResult:

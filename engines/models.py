@@ -7,47 +7,10 @@ from typing import Any, Literal
 
 from engines.checks import fits, spell
 from engines.hf_folder import read_object
+from engines.hf_names import MODEL_TYPES, TOP_NAMES, VALUE_NAMES, Names
 from hardware.rules import CAUSAL, Rule
 
-LAYER_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": (
-        "qkv",
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    ),
-    "self_attention.linear_proj.weight": ("whole", ("self_attn.o_proj.weight",)),
-    "pre_mlp_layernorm.weight": ("whole", ("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.weight": ("gated", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": ("whole", ("mlp.down_proj.weight",)),
-}
-"""Megatron name within a layer -> (how the HF tensors are joined, HF names within the layer)."""
-
-QKV_BIAS_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "self_attention.linear_qkv.bias": (
-        "qkv",
-        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    ),
-}
-
-QK_NORM_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "self_attention.q_layernorm.weight": ("whole", ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm.weight",)),
-}
-
-TOP_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "embedding.word_embeddings.weight": ("vocabulary", ("model.embed_tokens.weight",)),
-    "decoder.final_layernorm.weight": ("whole", ("model.norm.weight",)),
-    "output_layer.weight": ("vocabulary", ("lm_head.weight",)),
-}
-
-MODEL_TYPES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
-    "llama": LAYER_NAMES,
-    "qwen2": LAYER_NAMES | QKV_BIAS_NAMES,
-    "qwen3": LAYER_NAMES | QK_NORM_NAMES,
-}
-"""HF model_type -> the name table of its layers."""
-
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 _SIZES = (
     "num_hidden_layers",
@@ -130,6 +93,7 @@ class ModelSpec:
         rules: attention rule per layer, or one for every layer.
         rope_theta, rope: base of the rotary embedding and the config's ``rope_parameters``, ``rope_type`` among them.
         tied: the output layer is the transposed embedding.
+        head: what the last hidden states become, logits or the value of a critic.
     """
 
     folder: str
@@ -147,10 +111,11 @@ class ModelSpec:
     tied: bool
     rules: tuple[Rule, ...]
     max_positions: int
+    head: Literal["language", "value"] = "language"
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "ModelSpec":
-        """Read ``config.json``.
+    def from_folder(cls, folder: str | Path, head: Literal["language", "value"] = "language") -> "ModelSpec":
+        """Read ``config.json``. A critic (``head="value"``) can be read from a language model's folder as well.
 
         Raises:
             ValueError: no such folder or config, a model type without a name table, or a feature the engine lacks.
@@ -164,10 +129,10 @@ class ModelSpec:
         if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
             raise ValueError(
                 f"model: {path} has model_type {model_type!r}, which has no name table; expected one of "
-                f"{sorted(MODEL_TYPES)}; add one in engines/models.py"
+                f"{sorted(MODEL_TYPES)}; add one in engines/hf_names.py"
             )
         _check_keys(config, path)
-        _refuse_unsupported(config, path)
+        _refuse_unsupported(config, path, head)
         rope = _rope(config, path)
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
@@ -188,9 +153,10 @@ class ModelSpec:
             norm_eps=config["rms_norm_eps"],
             rope_theta=rope["rope_theta"],
             rope=rope,
-            tied=config.get("tie_word_embeddings", False),
+            tied=config.get("tie_word_embeddings", False) and head == "language",
             rules=_rules(config, path),
             max_positions=min(config[key] for key in _LENGTHS if config.get(key) is not None),
+            head=head,
         )
 
     @property
@@ -210,31 +176,48 @@ class ModelSpec:
         Raises:
             ValueError: the model's table has no such name.
         """
-        if megatron_name in TOP_NAMES:
-            return TOP_NAMES[megatron_name]
+        if megatron_name in (tops := self._top_names()):
+            return tops[megatron_name]
         layer, _, name = megatron_name.removeprefix("decoder.layers.").partition(".")
         table = MODEL_TYPES[self.model_type]
         if name not in table:
-            raise ValueError(f"model: {self.model_type} has no entry for {megatron_name}; add it in engines/models.py")
+            raise ValueError(
+                f"model: {self.model_type} has no entry for {megatron_name}; add it in engines/hf_names.py"
+            )
         kind, names = table[name]
         return kind, tuple(f"model.layers.{layer}.{n}" for n in names)
+
+    def _top_names(self) -> Names:
+        return TOP_NAMES | (VALUE_NAMES if self.head == "value" else {})
 
     def all_hf_names(self) -> set[str]:
         """Every tensor that a saved model of this shape has; a tied output layer is no tensor of its own."""
         tops = {
             name
-            for key, (_, names) in TOP_NAMES.items()
+            for key, (_, names) in self._top_names().items()
             if not (self.tied and key.startswith("output"))
             for name in names
         }
         parts = [name for _, names in MODEL_TYPES[self.model_type].values() for name in names]
         return tops | {f"model.layers.{i}.{name}" for i in range(self.layers) for name in parts}
 
+    def optional_hf_names(self) -> set[str]:
+        """Tensors that a folder to start from may have or lack: the head of another use of the model."""
+        if self.head == "value":
+            return {"lm_head.weight", "score.weight", "score.bias"}
+        return {"lm_head.weight"} if self.tied else set()
+
+    @property
+    def architecture(self) -> str:
+        """HuggingFace's class of the model."""
+        return _ARCHITECTURES[self.model_type] + ("ForTokenClassification" if self.head == "value" else "ForCausalLM")
+
     def hf_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor of ``all_hf_names``, or of the output layer that a tied model may be saved with."""
+        """Shape of a tensor of ``all_hf_names`` or ``optional_hf_names``."""
         query, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q_proj": query, "k_proj": keys, "v_proj": keys, "q_norm": self.head_dim, "k_norm": self.head_dim}
         rows |= {"gate_proj": self.ffn, "up_proj": self.ffn, "embed_tokens": self.vocab, "lm_head": self.vocab}
+        rows |= {"score": 1}
         columns = {"o_proj": query, "down_proj": self.ffn}
         module, kind = name.split(".")[-2:]
         first = rows.get(module, self.hidden)
@@ -319,7 +302,7 @@ def _rules(config: dict, path: Path) -> tuple[Rule, ...]:
     return rules if set(rules) != {CAUSAL} else (CAUSAL,)
 
 
-def _refuse_unsupported(config: dict, path: Path) -> None:
+def _refuse_unsupported(config: dict, path: Path, head: str) -> None:
     """Features that a config may ask for and an engine would drop in silence."""
     model_type = config["model_type"]
     for key in _MUST_BE_OFF[model_type]:
@@ -330,7 +313,8 @@ def _refuse_unsupported(config: dict, path: Path) -> None:
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {built!r}")
     if config.get("attention_dropout"):
         raise ValueError(f"model: {path} has attention_dropout {config['attention_dropout']}; set it to 0")
-    if config.get("architectures") not in (None, [], [_ARCHITECTURES[model_type]]):
-        raise ValueError(
-            f"model: {path} has architectures {config['architectures']}, expected [{_ARCHITECTURES[model_type]!r}]"
-        )
+    known = [f"{_ARCHITECTURES[model_type]}ForCausalLM"]
+    known += [f"{_ARCHITECTURES[model_type]}ForTokenClassification"] if head == "value" else []
+    if config.get("architectures") not in (None, [], *([name] for name in known)):
+        expected = " or ".join(f"[{name!r}]" for name in known)
+        raise ValueError(f"model: {path} has architectures {config['architectures']}, expected {expected}")

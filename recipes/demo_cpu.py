@@ -19,7 +19,7 @@ from engines.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
 from recipes.addition import make_data, make_model
-from rlworker.advantages import grpo
+from rlworker.advantages import AdvantageFn, configured_advantage
 from rlworker.checkpoint import RunFolder
 from rlworker.cluster import ray_for
 from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
@@ -64,10 +64,14 @@ DEFAULT = DemoConfig(
 )
 
 
-def shuffled_grpo(batch: TrainBatch) -> torch.Tensor:
-    """GRPO on the batch's own rewards in random order: the same numbers, without what they were given for."""
-    order = torch.from_numpy(np.random.default_rng(int(batch.versions[0])).permutation(len(batch)))
-    return grpo(replace(batch, rewards=batch.rewards[order]))
+def shuffled(advantage: AdvantageFn) -> AdvantageFn:
+    """The same on the batch's own rewards in random order: the same numbers, without what they were given for."""
+
+    def of_shuffled(batch: TrainBatch):
+        order = torch.from_numpy(np.random.default_rng(int(batch.versions[0])).permutation(len(batch)))
+        return advantage(replace(batch, rewards=batch.rewards[order]))
+
+    return of_shuffled
 
 
 def warm_up_batches(rows: list[Row], tokenizer, steps: int, seed: int) -> Iterator[TrainBatch]:
@@ -133,7 +137,7 @@ def prepare(config: DemoConfig) -> DemoConfig:
     make_data(folder / "data")
     model = make_model(folder / f"model_init_seed{config.seed}", config.seed)
     config = replace(config, model=str(model))
-    config.check_model()
+    config.check_models()
     return config
 
 
@@ -142,7 +146,9 @@ def main(config: DemoConfig) -> dict:
     began = time.perf_counter()
     folder = Path(config.run_dir)
     warm = warm_model(config)
-    advantage = shuffled_grpo if config.shuffle_rewards else grpo
+    advantage = configured_advantage(config.critic)
+    if config.shuffle_rewards:
+        advantage = shuffled(advantage)
     with ray_for(config.actors):  # once for both parts
         if not warm.exists():
             warm_up(config, str(warm))
@@ -156,8 +162,9 @@ def main(config: DemoConfig) -> dict:
     return summary
 
 
-if __name__ == "__main__":
-    config = tyro.cli(DemoConfig, default=DEFAULT, description=__doc__)
+def run(default: DemoConfig, description: str) -> None:
+    """What ``python -m`` does: settings from the command line, everything checked, the run."""
+    config = tyro.cli(DemoConfig, default=default, description=description)
     try:
         config = prepare(config)
     except ValueError as error:
@@ -166,3 +173,7 @@ if __name__ == "__main__":
         main(config)
     except RunError as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    run(DEFAULT, __doc__)

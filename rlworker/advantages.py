@@ -1,13 +1,27 @@
-"""Advantages: plain functions ``advantage(batch) -> [N]`` of what was rewarded."""
+"""Advantages: plain functions of what was rewarded.
+
+``advantage(batch) -> [N]``, or with a critic ``-> ([N] advantages, [N] returns)``, the returns being what its values
+should have been. Rewards are ``batch.rewards``, one a sequence, given at its last counting token, and ``penalties``,
+where there are any, at each token. A completion that was cut at the length limit counts as ended there.
+"""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engines.batch import TrainBatch
+from rlworker.config import CriticConfig
+from rlworker.losses import KlEstimate, kl_direct
 
-AdvantageFn = Callable[[TrainBatch], Tensor]
+AdvantageFn = Callable[[TrainBatch], Tensor | tuple[Tensor, Tensor]]
+_BLOCK = 64
+"""Tokens of a sequence that one row of a matrix product sums up."""
+
+
+# -- of a prompt's group
 
 
 def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
@@ -22,10 +36,219 @@ def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     Returns:
         ``[N]`` float32.
     """
-    group, rewards = batch.group, batch.rewards.float()
-    groups = int(group.max()) + 1
-    count = torch.bincount(group, minlength=groups).float()
-    mean = torch.zeros(groups).index_add_(0, group, rewards) / count.clamp_min(1)
-    centred = rewards - mean[group]
-    variance = torch.zeros(groups).index_add_(0, group, centred**2) / (count - 1).clamp_min(1)
-    return batch.per_token(centred / (variance.sqrt() + eps)[group])
+    centred, count = _centred(batch)
+    variance = _group_sums(centred**2, batch.group) / (count - 1).clamp_min(1)
+    return batch.per_token(centred / (variance.sqrt() + eps)[batch.group])
+
+
+def dr_grpo(batch: TrainBatch) -> Tensor:
+    """``reward - mean of the group``, not divided by its deviation (Dr. GRPO, arXiv:2503.20783)."""
+    return batch.per_token(_centred(batch)[0])
+
+
+def rloo(batch: TrainBatch) -> Tensor:
+    """``reward - mean of the others of the group`` (RLOO, arXiv:2402.14740); zero in a group of one."""
+    centred, count = _centred(batch)
+    return batch.per_token(centred * (count / (count - 1).clamp_min(1))[batch.group])
+
+
+def reinforce_plus_plus(batch: TrainBatch) -> Tensor:
+    """Rewards to come, normalised over the counting tokens of the batch (REINFORCE++, arXiv:2501.03262).
+
+    The KL penalty of that paper is part of the reward: see ``with_kl_penalty``.
+    """
+    return whiten(returns_to_go(batch), batch.mask)
+
+
+def reinforce_plus_plus_baseline(batch: TrainBatch) -> Tensor:
+    """``reward - mean of the group``, normalised over the counting tokens of the batch (the same paper)."""
+    return whiten(dr_grpo(batch), batch.mask)
+
+
+def remax(batch: TrainBatch) -> Tensor:
+    """``reward - reward of the greedy completion`` of the same prompt (ReMax, arXiv:2310.10505).
+
+    Args:
+        batch: with ``greedy_rewards`` ``[B]``, which a run has with ``--algorithm.greedy-baseline``.
+    """
+    return batch.per_token(_rewards(batch) - batch.greedy_rewards)
+
+
+def distill(batch: TrainBatch) -> Tensor:
+    """``teacher logprob - policy logprob`` of each sampled token: its gradient is that of the reverse KL, one token
+    ahead (MiniLLM, arXiv:2306.08543; on samples of the student as in GKD, arXiv:2306.13649).
+
+    Args:
+        batch: with ``ref_logprobs``, those of the teacher, which ``--algorithm.reference`` names.
+    """
+    return batch.ref_logprobs - _policy_logprobs(batch)
+
+
+def configured_advantage(critic: CriticConfig) -> AdvantageFn:
+    """What a run without an advantage of its own takes: ``grpo``, or ``gae`` where a critic is trained."""
+    return partial(gae, gamma=critic.gamma, lam=critic.lam) if critic.train else grpo
+
+
+# -- of each token, with a critic
+
+
+def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv:1506.02438, equation 16), normalised over the counting tokens.
+
+    ``delta_t = reward_t + gamma * value_{t+1} - value_t`` and ``A_t = sum of (gamma * lam)^k * delta_{t+k}``, where
+    t + 1 is the next token that counts: what an environment wrote in between is skipped. Nothing comes after the last.
+
+    Args:
+        batch: with ``values`` ``[N]``, where ``values[n]`` is the critic's value of the prefix that ends at input n.
+
+    Returns:
+        ``[N]`` advantages and ``[N]`` returns, ``A + value`` before normalising; zero where the mask is.
+    """
+    places, lengths = _counting(batch)
+    values = _take(batch.values, places)
+    deltas = _following(values, lengths).mul_(gamma).sub_(values)
+    raw = discounted_sums(_add_rewards(deltas, batch, places, lengths), lengths, gamma * lam)
+    returns = raw + values
+    return _put(_normalise_(raw), places, batch), _put(returns, places, batch)
+
+
+def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
+    """``[N]``: the discounted sum of the rewards from each counting token to the end of its sequence."""
+    places, lengths = _counting(batch)
+    rewards = _add_rewards(torch.zeros(int(lengths.sum())), batch, places, lengths)
+    return _put(discounted_sums(rewards, lengths, gamma), places, batch)
+
+
+# -- what a reward is made of
+
+
+def with_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_direct) -> TrainBatch:
+    """The batch with a penalty of ``-coef * KL`` to the reference at each counting token (arXiv:2203.02155, equation 2,
+    taken token by token)."""
+    penalties = -coef * estimate(_policy_logprobs(batch), batch.ref_logprobs) * batch.mask
+    return replace(batch, penalties=penalties)
+
+
+def with_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> TrainBatch:
+    """The batch with lower rewards for completions that end within ``buffer`` tokens of the limit.
+
+    From 0 at ``max_tokens - buffer`` tokens down to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476, equation 13).
+    """
+    over = batch.sum_per_sequence(batch.mask.float()) - (max_tokens - buffer)
+    return replace(batch, rewards=batch.rewards - (over / buffer).clamp(0, 1))
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """``[N]`` with mean 0 and deviation 1 over the mask, and zero elsewhere."""
+    out = torch.zeros_like(values)
+    out[mask] = _normalise_(values[mask])
+    return out
+
+
+# -- parts
+
+
+def discounted_sums(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
+    """``y_n = x_n + decay * y_{n+1}`` within each sequence of a flat stream: ``[N] -> [N]``.
+
+    Each sequence is cut into blocks, which a triangular matrix sums up at once; what follows a block is the sum at the
+    start of the next one, which is this very problem over fewer numbers. So nothing loops over time.
+    """
+    if not len(x):
+        return x.clone()
+    blocks = -(-lengths // _BLOCK)
+    rows = _in_blocks(x, lengths, blocks)
+    powers = decay ** torch.arange(_BLOCK + 1, dtype=torch.float64)
+    apart = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)  # [from, to]
+    sums = rows @ torch.where(apart >= 0, powers[apart.clamp_min(0)], 0.0).to(x.dtype)
+    if (blocks > 1).any():
+        starts = discounted_sums(sums[:, 0].contiguous(), blocks, decay**_BLOCK)
+        sums.addr_(_following(starts, blocks), powers.flip(0)[:-1].to(x.dtype))
+    return _from_blocks(sums, lengths, blocks)
+
+
+def _in_blocks(x: Tensor, lengths: Tensor, blocks: Tensor) -> Tensor:
+    """``[N] -> [blocks, _BLOCK]``, each sequence from a row's start, zeros after its end."""
+    if len(x) == int(blocks.sum()) * _BLOCK:
+        return x.view(-1, _BLOCK)
+    rows = x.new_zeros(int(blocks.sum()) * _BLOCK)
+    rows[_block_slots(lengths, blocks)] = x
+    return rows.view(-1, _BLOCK)
+
+
+def _from_blocks(rows: Tensor, lengths: Tensor, blocks: Tensor) -> Tensor:
+    flat = rows.reshape(-1)
+    return flat if len(flat) == int(lengths.sum()) else flat[_block_slots(lengths, blocks)]
+
+
+def _block_slots(lengths: Tensor, blocks: Tensor) -> Tensor:
+    before = (blocks * _BLOCK - lengths).cumsum(0) - (blocks * _BLOCK - lengths)  # padding before each sequence
+    return torch.arange(int(lengths.sum())) + before.repeat_interleave(lengths)
+
+
+def _counting(batch: TrainBatch) -> tuple[Tensor | None, Tensor]:
+    """Where the counting tokens are, None where all are, and how many each sequence has."""
+    if batch.mask.all():
+        return None, torch.tensor(batch.lengths)
+    return batch.mask.nonzero()[:, 0], batch.sum_per_sequence(batch.mask.int()).long()
+
+
+def _take(column: Tensor, places: Tensor | None) -> Tensor:
+    return column if places is None else column[places]
+
+
+def _put(numbers: Tensor, places: Tensor | None, batch: TrainBatch) -> Tensor:
+    """Back from the counting tokens to all of them, with zero at the others."""
+    return numbers if places is None else numbers.new_zeros(batch.num_tokens).index_copy_(0, places, numbers)
+
+
+def _following(numbers: Tensor, lengths: Tensor) -> Tensor:
+    """The number after each within its sequence, zero after the last."""
+    following = torch.empty_like(numbers)
+    following[:-1] = numbers[1:]
+    following[_ends(lengths)] = 0.0
+    return following
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    """Place of the last number of each sequence that has any."""
+    return (lengths.cumsum(0) - 1)[lengths > 0]
+
+
+def _add_rewards(numbers: Tensor, batch: TrainBatch, places: Tensor | None, lengths: Tensor) -> Tensor:
+    """Add the reward of each counting token: its penalty, and at the last of a sequence the sequence's reward."""
+    if batch.penalties is not None:
+        numbers += _take(batch.penalties, places)
+    numbers[_ends(lengths)] += batch.rewards[lengths > 0].float()
+    return numbers
+
+
+def _rewards(batch: TrainBatch) -> Tensor:
+    """``[B]``: the whole reward of each sequence."""
+    rewards = batch.rewards.float()
+    return rewards if batch.penalties is None else rewards + batch.sum_per_sequence(batch.penalties)
+
+
+def _policy_logprobs(batch: TrainBatch) -> Tensor:
+    """Logprobs under the policy that sampled: the trainer's own where it has made them."""
+    return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+
+
+def _group_sums(values: Tensor, group: Tensor) -> Tensor:
+    return torch.zeros(int(group.max()) + 1).index_add_(0, group, values)
+
+
+def _centred(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """``[B]`` rewards less the mean of their group, and the size of each group."""
+    rewards = _rewards(batch)
+    count = _group_sums(torch.ones_like(rewards), batch.group)
+    mean = _group_sums(rewards, batch.group) / count.clamp_min(1)
+    return rewards - mean[batch.group], count
+
+
+def _normalise_(values: Tensor) -> Tensor:
+    """To mean 0 and deviation 1, in place; numbers that are all alike become 0."""
+    if len(values):
+        deviation, mean = torch.std_mean(values, correction=0)
+        values.sub_(mean).div_(deviation + 1e-8)
+    return values

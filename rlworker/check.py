@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-import torch
 from ray.exceptions import RayError
 
 from engines.batch import TrainBatch
@@ -27,6 +26,7 @@ from rlworker.data import Row
 from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.reference import Reference, huggingface_reference
 from rlworker.rollout import Rollouts, logprob_difference, to_batch
+from rlworker.worker import Role
 
 KINDS = ("bshd", "thd")
 RULES = (CAUSAL, Rule(window=3), Rule(chunk=4), Rule(images=True), Rule(prefix=True), Rule(causal=False))
@@ -101,13 +101,13 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
             running.enter_context(ray_for(config.actor.ranks + config.rollout.engines))
             rollouts = Rollouts(config.platform, model, config.rollout)
             running.callback(rollouts.stop)
-        actor = StartingGroup("actor", config.platform, model, config.actor, temperature, True, 0)
+        actor = StartingGroup("actor", config.platform, (Role("actor", model, config.actor, temperature),), seed=0)
         running.callback(actor.stop)
         reference = None
         if config.huggingface:
             reference = huggingface_reference(model.folder, case.batch, probe_loss, case.denominator, temperature)
         with naming_failures("check: start", actor.workers() | rollouts.workers()):
-            engines = Bench(config, model, actor.ready(), rollouts.ready(), case, reference)
+            engines = Bench(config, model, actor.ready()["actor"], rollouts.ready(), case, reference)
         yield engines
 
 
@@ -117,8 +117,11 @@ def run_check(config: CheckConfig) -> list[Finding]:
         return check_all(engines, version=1)
 
 
-def check_all(bench: Bench, version: int) -> list[Finding]:
+def check_all(bench: Bench, version: int, only: str = "") -> list[Finding]:
     """Every check, in the order in which one explains the next. New weights are sent as ``version``.
+
+    Args:
+        only: the name of the one check to make.
 
     A worker that raises is a check that failed, and says what it raised. The others may still wait for it in a
     collective, so that nothing more is asked of several ranks after that.
@@ -132,6 +135,8 @@ def check_all(bench: Bench, version: int) -> list[Finding]:
         ("rollout", check_rollout),
         ("weight sync", lambda bench: check_weight_sync(bench, version)),
     ):
+        if only not in ("", name):
+            continue
         try:
             found += check(bench)
         except RayError as error:
@@ -273,8 +278,7 @@ def _compare_rollouts(bench: Bench, check: str, where: str) -> list[Finding]:
     rows = [Row("", prompt, "", {}) for prompt in bench.case.prompts] * (engines * bench.actor.dp_size)
     sampling = Sampling(2, config.temperature, config.max_new_tokens, seed=1, stop_token_ids=())
     batch = to_batch(rows, bench.rollouts.generate(rows, sampling), [0.0] * (2 * len(rows)))
-    outputs = bench.actor.call_sharded("forward", batch)
-    logprobs = torch.cat([part.logprobs for part in outputs])
+    logprobs = bench.actor.forward(batch).logprobs
     found, start, limits = [], 0, (bench.limits["rollout mean"], bench.limits["rollout max"])
     for number, part in enumerate(batch.split(engines)):
         difference = logprob_difference(part, logprobs[start : start + part.num_tokens])

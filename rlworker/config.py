@@ -53,17 +53,57 @@ class AlgorithmConfig:
     """The policy ratio is clipped at 1 - clip_low."""
     clip_high: float = 0.2
     """The policy ratio is clipped at 1 + clip_high."""
+    dual_clip: float = 0.0
+    """Where the advantage is negative the loss is at most this times it; 0 leaves that out, else above 1."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty to the starting model; above 0 a reference model runs too."""
+    """Weight of the KL penalty to the reference; above 0 a reference model runs too."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL penalty goes: into the loss, or into each token's reward."""
+    reference: str = ""
+    """HuggingFace folder of the reference (a teacher, say); without one it is the starting model."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy in what is maximised."""
     mini_batches: int = 1
     """Optimizer steps per rollout."""
+    greedy_baseline: bool = False
+    """Reward a greedy completion of every prompt as well, for ReMax."""
+    dynamic_sampling: int = 0
+    """Most further rollouts of a step, whose prompts take the place of those with rewards all alike (DAPO)."""
 
     def __post_init__(self):
         check_types("algorithm", self)
         check = partial(check_numbers, "algorithm", self)
         check("at least 1", lambda x: x >= 1, "mini_batches")
-        check("0 or more", lambda x: x >= 0, "clip_low", "clip_high")
-        check("finite and not negative", lambda x: 0 <= x <= LARGEST, "kl_coef")
+        check("0 or more", lambda x: x >= 0, "clip_low", "clip_high", "dynamic_sampling")
+        check("0, or above 1 and finite", lambda x: x == 0 or 1 < x <= LARGEST, "dual_clip")
+        check("finite and not negative", lambda x: 0 <= x <= LARGEST, "kl_coef", "entropy_coef")
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A critic that learns beside the actor, on the actor's parallel sizes; its values make the advantages (PPO)."""
+
+    train: bool = False
+    """Train a critic; advantages then come from generalised advantage estimation."""
+    model: str = ""
+    """HuggingFace folder to start from, of a language model or a critic; without one the actor's. A new head is 0."""
+    lr: float = 1e-5
+    """Peak learning rate; its schedule has the shape of the actor's."""
+    clip: float = 0.0
+    """A value may move this far in one step before its loss counts as if it had not; 0 does not clip."""
+    warmup_steps: int = 0
+    """First steps in which the critic alone learns."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 0.95
+    """Of generalised advantage estimation: 1 takes whole returns, 0 one token's."""
+
+    def __post_init__(self):
+        check_types("critic", self)
+        check = partial(check_numbers, "critic", self)
+        check("finite and not negative", lambda x: 0 <= x <= LARGEST, "lr", "clip")
+        check("0 or more", lambda x: x >= 0, "warmup_steps")
+        check("from 0 to 1", lambda x: 0 <= x <= 1, "gamma", "lam")
 
 
 @dataclass(frozen=True)
@@ -130,6 +170,9 @@ class RunConfig:
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     rollout: VllmConfig = field(default_factory=VllmConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    separate: tuple[Literal["critic", "reference"], ...] = ()
+    """Models that get processes of their own; the others share the actor's."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     platform: Literal["cpu"] = "cpu"
     """Kind of machine the engines run on."""
@@ -163,6 +206,11 @@ class RunConfig:
         check("0 or more", lambda x: x >= 0, "eval_every", "save_every", "logprob_diff_mean", "logprob_diff_max")
         # Generators of 64 bits are seeded with a million times it and the step.
         check("from 0 to 4294967295", lambda x: 0 <= x < 2**32, "seed")
+        if unused := [role for role in self.separate if role not in self.models]:
+            raise ValueError(
+                f"config: separate names {unused}, which this run does not have; leave it out, or set --critic.train "
+                "or --algorithm.kl-coef"
+            )
         if self.samples_per_step < self.actor.dp * self.algorithm.mini_batches:
             raise ValueError(
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
@@ -187,17 +235,32 @@ class RunConfig:
     @property
     def actor_of_run(self) -> MegatronConfig:
         """The actor's settings with a decay over the whole run where no other length was asked for."""
-        whole = max(self.steps * self.algorithm.mini_batches, self.actor.lr_warmup_steps + 1)
-        return replace(self.actor, lr_decay_steps=self.actor.lr_decay_steps or whole)
+        return self._over_steps(self.actor, self.steps - (self.critic.warmup_steps if self.critic.train else 0))
 
     @property
-    def with_reference(self) -> bool:
-        return self.algorithm.kl_coef > 0
+    def critic_of_run(self) -> MegatronConfig:
+        """The actor's settings at the critic's rate."""
+        lr, share = self.critic.lr, self.actor.min_lr / self.actor.lr if self.actor.lr else 0.0
+        return self._over_steps(replace(self.actor, lr=lr, min_lr=lr * share), self.steps)
+
+    def _over_steps(self, engine: MegatronConfig, steps: int) -> MegatronConfig:
+        whole = max(steps * self.algorithm.mini_batches, engine.lr_warmup_steps + 1)
+        return replace(engine, lr_decay_steps=engine.lr_decay_steps or whole)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The folder of each training engine's model, by role."""
+        folders = {"actor": self.model}
+        if self.algorithm.kl_coef or self.algorithm.reference:
+            folders["reference"] = self.algorithm.reference or self.model
+        if self.critic.train:
+            folders["critic"] = self.critic.model or self.model
+        return folders
 
     @property
     def actors(self) -> int:
         """Ray actors that the run needs at once."""
-        return self.rollout.engines + self.actor.ranks * (2 if self.with_reference else 1)
+        return self.rollout.engines + self.actor.ranks * (1 + len(set(self.separate)))
 
     @property
     def logprob_limits(self) -> tuple[float, float]:
@@ -210,9 +273,24 @@ class RunConfig:
     def _is_fp32(self) -> bool:
         return self.actor.dtype == self.rollout.dtype == "float32"
 
-    def check_model(self) -> ModelSpec:
-        """``check_engines`` of this run."""
-        return check_engines(self.model, self.platform, self.actor, self.rollout)
+    def check_models(self) -> dict[str, ModelSpec]:
+        """Every model of the run by role, checked against the engines that will hold it.
+
+        Raises:
+            ValueError: one cannot be held, or the reference does not know the actor's vocabulary.
+        """
+        actor = check_engines(self.model, self.platform, self.actor, self.rollout)
+        specs = {"actor": actor}
+        for role, folder in self.models.items():
+            if role != "actor":
+                specs[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
+                check_trained(specs[role], self.actor, self.platform)
+            if (vocab := specs[role].vocab) < actor.vocab:
+                raise ValueError(
+                    f"{role}: the model in {folder!r} has {vocab} tokens, expected at least the actor's {actor.vocab}; "
+                    "take one of the same tokenizer"
+                )
+        return specs
 
 
 def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollout: VllmConfig) -> ModelSpec:
@@ -222,18 +300,23 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
         ValueError: they cannot.
     """
     model = ModelSpec.from_folder(folder)
-    actor.check_model(model)
+    check_trained(model, actor, platform_name)
     rollout.check_model(model)
     platform = get_platform(platform_name)
-    check_rules(model, actor, platform)
     if model.head_dim not in platform.rollout_head_dims:
         raise ValueError(
             f"rollout: vLLM on platform {platform_name!r} has no attention for the model's head_dim "
             f"{model.head_dim}, expected one of {list(platform.rollout_head_dims)}"
         )
     _check_cache(model, rollout, platform)
-    SafetensorsFolder(model.folder).check(model)
     return model
+
+
+def check_trained(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
+    """Raise ValueError where a training engine cannot hold the model, or its folder does not hold its weights."""
+    config.check_model(model)
+    check_rules(model, config, get_platform(platform_name))
+    SafetensorsFolder(model.folder).check(model)
 
 
 def check_rules(model: ModelSpec, actor: MegatronConfig, platform: Platform) -> None:

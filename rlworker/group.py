@@ -1,15 +1,15 @@
-"""Ray actors of one role, called together."""
+"""Ray actors that hold training engines, called together."""
 
 import os
 from typing import Any
 
 import ray
+import torch
 
 from engines.batch import TrainBatch
-from engines.config import MegatronConfig
-from engines.models import ModelSpec
+from engines.interfaces import Outputs
 from hardware.platform import get_platform
-from rlworker.worker import TrainWorker
+from rlworker.worker import Role, TrainWorker
 
 BUCKET_BYTES = 256 * 2**20
 """Weights travel to the rollout engines in buckets of this size."""
@@ -21,16 +21,21 @@ class WorkerGroup:
     """All ranks of one engine.
 
     Args:
+        role: which of the engines of these actors.
         actors: one handle per rank. places: each rank's ``dp_rank`` and ``is_leader``.
     """
 
-    def __init__(self, actors: list, places: list[dict]):
-        self.actors, self.places = actors, places
+    def __init__(self, role: str, actors: list, places: list[dict]):
+        self.role, self.actors, self.places = role, actors, places
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
 
     def call(self, method: str, *args: Any) -> list:
         """``method(*args)`` on every rank; the results in rank order."""
-        return ray.get([getattr(actor, method).remote(*args) for actor in self.actors])
+        return ray.get([getattr(actor, method).remote(self.role, *args) for actor in self.actors])
+
+    def forward(self, batch: TrainBatch) -> Outputs:
+        """The engine's outputs of a batch, ``[N]``."""
+        return join_outputs(self.call_sharded("forward", batch))
 
     def call_sharded(self, method: str, batch: TrainBatch, *args: Any) -> list:
         """``method(shard, *args)`` on every rank, each with its replica's shard.
@@ -43,7 +48,7 @@ class WorkerGroup:
         shards = [ray.put(shard) for shard in batch.split(self.dp_size)]
         args = [ray.put(argument) for argument in args]
         calls = [
-            getattr(actor, method).remote(shards[place["dp_rank"]], *args)
+            getattr(actor, method).remote(self.role, shards[place["dp_rank"]], *args)
             for actor, place in zip(self.actors, self.places, strict=True)
         ]
         results = ray.get(calls)
@@ -51,27 +56,24 @@ class WorkerGroup:
         return [leaders[rank] for rank in range(self.dp_size)]
 
 
+def join_outputs(outputs: list[Outputs]) -> Outputs:
+    """The outputs of each replica's shard, end to end."""
+    return type(outputs[0])(*map(torch.cat, zip(*(vars(part).values() for part in outputs))))
+
+
 class StartingGroup:
-    """A training engine on its way up; ``ready()`` waits for it. Several roles start at the same time this way.
+    """Training engines on their way up, all in the same processes; ``ready()`` waits for them.
 
     Args:
-        role: what messages call it: "actor", "reference".
+        name: what messages call the processes.
+        roles: one or more engines, of the same parallel sizes.
     """
 
-    def __init__(
-        self,
-        role: str,
-        platform: str,
-        model: ModelSpec,
-        config: MegatronConfig,
-        temperature: float,
-        trainable: bool,
-        seed: int,
-    ):
-        self.role = role
+    def __init__(self, name: str, platform: str, roles: tuple[Role, ...], seed: int):
+        self.name, self.roles = name, roles
         options = get_platform(platform).ray_options
         actor = ray.remote(TrainWorker).options(**options)
-        self.actors = [actor.remote(platform, role, rank) for rank in range(config.ranks)]
+        self.actors = [actor.remote(platform, name, rank) for rank in range(roles[0].config.ranks)]
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.
         at_once = max(1, (os.cpu_count() or 1) - 1)
@@ -80,16 +82,18 @@ class StartingGroup:
             prepared[rank % at_once] = worker.prepare.remote(prepared[rank % at_once])
         # The first rank's address is passed on as a reference, so that nobody waits for it here.
         address = self.actors[0].address.remote()
-        self._places = [a.start.remote(address, model, config, temperature, trainable, seed) for a in self.actors]
+        self._places = [worker.start.remote(address, roles, seed) for worker in self.actors]
 
-    def ready(self) -> WorkerGroup:
-        return WorkerGroup(self.actors, ray.get(self._places))
+    def ready(self) -> dict[str, WorkerGroup]:
+        """The engines by the names of their roles."""
+        places = ray.get(self._places)
+        return {role.name: WorkerGroup(role.name, self.actors, places) for role in self.roles}
 
     def workers(self) -> dict[str, ray.actor.ActorHandle]:
         """Every rank by the name that a message gives it."""
-        return {f"{self.role} rank {rank}": actor for rank, actor in enumerate(self.actors)}
+        return {f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)}
 
     def stop(self) -> None:
-        """End the group's processes."""
+        """End the processes."""
         for actor in self.actors:
             ray.kill(actor)

@@ -46,12 +46,12 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
 
 
 def check_run(config: RunConfig) -> None:
-    """Check what takes no time to check: the model's folder, the run folder and the fields of every row.
+    """Check what takes no time to check: the models' folders, the run folder and the fields of every row.
 
     Raises:
         ValueError: something is wrong with one of them.
     """
-    config.check_model()
+    config.check_models()
     RunFolder(config.run_dir).check(config)
     check_trackers(config.trackers)
     check_rows(config.data.train, config.data)

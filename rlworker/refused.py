@@ -9,18 +9,18 @@ from torch import Tensor
 from engines.batch import COLUMNS, TrainBatch
 
 
-def offending_rows(batch: TrainBatch, logprobs: Tensor) -> dict[int, list[str]]:
+def offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[int, list[str]]:
     """Which sequences hold a number that is not finite, and where.
 
     Args:
-        logprobs: ``[N]`` of the weights that the gradient was taken at.
+        outputs: columns ``[N]`` of the weights that the gradient was taken at.
 
     Returns:
         sequence -> columns; every sequence, without columns, where only the backward pass can have made it.
     """
     sequence = torch.repeat_interleave(torch.tensor(batch.lengths))
     found: dict[int, list[str]] = {}
-    for name, column in (*batch.columns().items(), ("logprobs", logprobs)):
+    for name, column in (*batch.columns().items(), *outputs.items()):
         if column.is_floating_point():
             broken = (~column.isfinite()).nonzero()[:, 0]
             rows = broken if COLUMNS.get(name) == "sequence" else sequence[broken].unique()
@@ -29,16 +29,16 @@ def offending_rows(batch: TrainBatch, logprobs: Tensor) -> dict[int, list[str]]:
     return dict(sorted(found.items())) or {row: [] for row in range(len(batch))}
 
 
-def save_refused(path: Path, batch: TrainBatch, logprobs: Tensor, tokenizer) -> int:
+def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], tokenizer) -> int:
     """Write the offending rows to ``path``, a JSON line each. Returns how many they are."""
-    rows = offending_rows(batch, logprobs)
+    rows = offending_rows(batch, outputs)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for row, columns in rows.items():
             one = batch.select(row, row + 1)
             ids = [*one.inputs[:1].tolist(), *one.targets.tolist()]
             line = {"row": row, "not_finite": columns, "text": tokenizer.decode(ids), "ids": ids}
-            for name in ("rewards", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
+            for name in ("rewards", "advantages", "returns", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
                 if (column := getattr(one, name)) is not None:  # JSON has no word for NaN
                     line[name] = [value if abs(value) < float("inf") else str(value) for value in column.tolist()]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

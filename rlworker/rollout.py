@@ -1,7 +1,8 @@
 """Rollouts: prompts to completions over the vLLM actors, and completions to a batch."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import ray
@@ -14,6 +15,21 @@ from engines.models import ModelSpec
 from hardware.platform import get_platform
 from rlworker.data import Row
 from rlworker.worker import RolloutWorker
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt with its G completions, their texts and rewards."""
+
+    row: Row
+    completions: list[Completion]
+    texts: list[str]
+    rewards: list[float]
+
+    @property
+    def is_alike(self) -> bool:
+        """Every completion has the same reward, so that none is better than the others."""
+        return len(set(self.rewards)) == 1
 
 
 class Rollouts:
@@ -39,9 +55,9 @@ class Rollouts:
         ]
         return [group for part in ray.get(calls) for group in part]
 
-    def versions(self) -> list[int]:
-        """The version of each engine's weights."""
-        return ray.get([actor.version.remote() for actor in self.actors])
+    def call(self, method: str, *args: Any) -> list:
+        """``method(*args)`` on every engine; the results in order."""
+        return ray.get([getattr(actor, method).remote(*args) for actor in self.actors])
 
     def workers(self) -> dict[str, ray.actor.ActorHandle]:
         """Every engine by the name that a message gives it."""
@@ -69,6 +85,12 @@ def to_batch(rows: Sequence[Row], completions: Sequence[Sequence[Completion]], r
     # The batch's counting targets are the sampled tokens, in the same order.
     logprobs[batch.mask] = torch.tensor([x for _, sample in pairs for x in sample.logprobs], dtype=torch.float32)
     return TrainBatch(lengths=batch.lengths, **batch.columns() | {"rollout_logprobs": logprobs})
+
+
+def batch_of(groups: Sequence[Group]) -> TrainBatch:
+    """The completions of some groups, with their rewards."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    return to_batch([group.row for group in groups], [group.completions for group in groups], rewards)
 
 
 def logprob_difference(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-import ray
-
 from engines.faults import FAULTS, Fault
 from rlworker.check import Bench, Finding, bench, check_all, send_weights
 from rlworker.cluster import ray_for
@@ -14,7 +12,7 @@ from rlworker.rollout import Rollouts
 
 
 def self_test(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]:
-    """Run the check without a fault, and then with each fault of ``engines.faults`` in its turn.
+    """Run every check without a fault; then with each fault of ``engines.faults`` the one that must find it.
 
     Args:
         config: its actor's sizes are not used: faults show on one rank, or on two under context parallelism.
@@ -45,15 +43,15 @@ def self_test(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]
 
 
 def _with_fault(engines: Bench, name: str, fault: Fault, version: int) -> Finding:
-    """Plant a fault, run the whole check, take the fault out again."""
-    actors = engines.actor.actors if fault.where == "actor" else engines.rollouts.actors
-    ray.get([actor.run.remote("engines.faults:plant", name) for actor in actors])
+    """Plant a fault, make the check that must find it, take the fault out again."""
+    group = engines.actor if fault.where == "actor" else engines.rollouts
+    group.call("run", "engines.faults:plant", name)
     try:
-        findings = check_all(engines, version)
+        findings = check_all(engines, version, fault.found_by)
     finally:
-        ray.get([actor.run.remote("engines.faults:mend") for actor in actors])
+        group.call("run", "engines.faults:mend")
         send_weights(engines, version + 2)  # what the fault may have kept back
     failed = [finding for finding in findings if finding.outcome == "FAILED"]
-    named = [f for f in failed if f.check == fault.found_by and not f.text.startswith("raised")]
+    named = [finding for finding in failed if not finding.text.startswith("raised")]
     text = f"{named[0].check}, {named[0].where}: {named[0].text}" if named else "not found by the check that must"
     return engines.finding("fault", name, bool(named), text)

@@ -7,11 +7,11 @@ from pathlib import Path
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.models import ModelSpec
-from hardware.platform import get_platform
 from rlworker.cluster import ray_for
-from rlworker.config import check_rules
+from rlworker.config import check_trained
 from rlworker.group import SHARD_BYTES, StartingGroup
 from rlworker.losses import sft_loss
+from rlworker.worker import Role
 
 
 def train_supervised(
@@ -37,13 +37,12 @@ def train_supervised(
     """
     if Path(output).exists():
         raise ValueError(f"sft: output folder {output!r} exists already; choose another or move it away")
-    config.check_model(model)
-    check_rules(model, config, get_platform(platform))
+    check_trained(model, config, platform)
     losses = []
     with ray_for(config.ranks), ExitStack() as running:
-        starting = StartingGroup("actor", platform, model, config, temperature=1.0, trainable=True, seed=seed)
+        starting = StartingGroup("actor", platform, (Role("actor", model, config),), seed)
         running.callback(starting.stop)
-        group = starting.ready()
+        group = starting.ready()["actor"]
         for batch in batches:
             tokens = float(batch.mask.sum())
             results = group.call_sharded("train_step", batch, sft_loss, tokens)

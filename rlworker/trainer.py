@@ -8,31 +8,32 @@ from functools import partial
 
 import torch
 
-from engines.batch import Completion, TrainBatch
-from engines.interfaces import LossFn, Sampling, StepResult
+from engines.batch import TrainBatch
+from engines.interfaces import LossFn, Outputs
 from hardware.capabilities import override_warnings
-from rlworker.advantages import AdvantageFn, grpo
+from rlworker import step_metrics
+from rlworker.advantages import AdvantageFn, configured_advantage, with_kl_penalty
 from rlworker.checkpoint import RunFolder
 from rlworker.cluster import naming_failures, ray_for
 from rlworker.config import RunConfig
-from rlworker.data import Row, Rows, check_vocabulary, load_tokenizer, read_rows, rows_of_step
+from rlworker.data import Rows, check_vocabulary, load_tokenizer, read_rows
 from rlworker.errors import RunError
-from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup
-from rlworker.losses import policy_loss
+from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup, WorkerGroup, join_outputs
+from rlworker.losses import Aggregation, configured_loss, token_mean, value_loss
 from rlworker.metrics import RunLog, StepClock
 from rlworker.refused import save_refused
 from rlworker.report import write_report
-from rlworker.reward_pool import RewardPool, Scores, pickled
+from rlworker.reward_pool import RewardPool, pickled
 from rlworker.rewards import BatchRewardFn, RewardFn
-from rlworker.rollout import Rollouts, logprob_difference, to_batch
+from rlworker.rollout import Group, Rollouts, batch_of, logprob_difference, to_batch
+from rlworker.sampler import Sampler
 from rlworker.trackers import Trackers, check_trackers
+from rlworker.worker import Role
 
 CANARY_TOKENS = 4
 """Tokens that each rollout engine samples after a weight sync, to be compared with the actor's logprobs of them."""
 _BETWEEN_STEPS = ("evaluate", "save", "restore")
 """Phases that belong to the last step that was done rather than to the one that runs."""
-SAMPLES_KEPT = 8
-"""Samples kept of a step that is evaluated."""
 
 
 class Trainer:
@@ -43,8 +44,10 @@ class Trainer:
 
     Args:
         reward: ``reward(text, row) -> float``, or marked with ``batch_reward``.
-        advantage: ``advantage(batch) -> [N]``. loss: what an update minimises; None takes the clipped policy loss with
-            the coefficients of ``config.algorithm``.
+        advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``; None takes ``grpo``, or with a
+            critic ``gae``.
+        loss: what an update minimises; None takes PPO's clipped loss with the coefficients of ``config.algorithm``.
+        aggregation: how much each token of an optimizer step counts.
     """
 
     def __init__(
@@ -52,12 +55,13 @@ class Trainer:
         config: RunConfig,
         reward: RewardFn | BatchRewardFn,
         *,
-        advantage: AdvantageFn = grpo,
+        advantage: AdvantageFn | None = None,
         loss: LossFn | None = None,
+        aggregation: Aggregation = token_mean,
     ):
-        self.config, self.reward, self.advantage = config, reward, advantage
+        self.config, self.reward, self.aggregation = config, reward, aggregation
         pickled(reward)  # one that cannot be sent to the processes that call it is refused here
-        self.model = config.check_model()
+        self.models = config.check_models()
         self.folder = RunFolder(config.run_dir)
         self.folder.check(config)
         check_trackers(config.trackers)
@@ -66,11 +70,13 @@ class Trainer:
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
         self.rows, self.heldout = train.rows, heldout.rows
-        check_vocabulary([*self.rows, *self.heldout], self.tokenizer, self.model.vocab)
+        check_vocabulary([*self.rows, *self.heldout], self.tokenizer, self.models["actor"].vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
-        algorithm = config.algorithm
-        clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, kl_coef=algorithm.kl_coef)
-        self.loss = loss or partial(policy_loss, **clips)
+        critic, algorithm = config.critic, config.algorithm
+        self.advantage = advantage or configured_advantage(critic)
+        self.loss = loss or configured_loss(config.algorithm)
+        self.value_loss = partial(value_loss, clip=critic.clip)
+        self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.steps_done = self.version = 0
         self.running, self.engines = ExitStack(), []
         self.log: RunLog | None = None
@@ -92,17 +98,22 @@ class Trainer:
         """Start every engine at the same time, then claim the run folder."""
         config, clock = self.config, StepClock()
         self.running.enter_context(ray_for(config.actors))
-        rollouts = self._start(Rollouts(config.platform, self.model, config.rollout))  # first: vLLM takes longest
-        actor = self._start(self._trainers("actor", trainable=True))
-        reference = self._start(self._trainers("reference", trainable=False)) if config.with_reference else None
+        rollouts = self._start(Rollouts(config.platform, self.models["actor"], config.rollout))  # vLLM takes longest
+        trainers = [self._start(StartingGroup(*group)) for group in self._groups()]
         self.rewards = self._start(RewardPool(self.reward, config.reward))  # last: it is soon there
         with self._phase(clock, "start_trainers"):
-            self.actor = actor.ready()
-            self.reference = reference.ready() if reference else None
+            groups: dict[str, WorkerGroup] = {}
+            for starting in trainers:
+                groups |= starting.ready()
+            self.actor = groups["actor"]
+            self.reference, self.critic = groups.get("reference"), groups.get("critic")
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
+        parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
+        self.sampler = Sampler(config, *parts)
         state = self.folder.claim(config)  # not before: a start that fails must not leave a folder that looks taken
-        self.steps_done = state["step"] if state else 0
+        if state:
+            self.steps_done, self.sampler.rollouts_done = state["step"], state["rollouts"]
         trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
         self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done, trackers))
         for warning in override_warnings(config.actor.attention_override):
@@ -115,10 +126,19 @@ class Trainer:
                 self._restore(state)
         self.start_seconds = clock.seconds
 
-    def _trainers(self, role: str, trainable: bool) -> StartingGroup:
-        config = self.config
-        settings = (config.actor_of_run, config.rollout.temperature, trainable, config.seed)
-        return StartingGroup(role, config.platform, self.model, *settings)
+    def _groups(self) -> Iterator[tuple]:
+        """Name, platform, engines and seed of each group of training processes."""
+        config, temperature = self.config, self.config.rollout.temperature
+        roles = {"actor": Role("actor", self.models["actor"], config.actor_of_run, temperature)}
+        if "reference" in self.models:
+            model = self.models["reference"]
+            roles["reference"] = Role("reference", model, config.actor_of_run, temperature, trainable=False)
+        if "critic" in self.models:
+            roles["critic"] = Role("critic", self.models["critic"], config.critic_of_run)
+        shared = tuple(role for name, role in roles.items() if name not in config.separate)
+        yield "actor", config.platform, shared, config.seed
+        for name in dict.fromkeys(config.separate):
+            yield name, config.platform, (roles[name],), config.seed
 
     def stop(self) -> None:
         """End the engines, and Ray where it was started for them. What was written stays."""
@@ -163,27 +183,26 @@ class Trainer:
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """One rollout and its update: its metrics, and some of its samples."""
-        config, clock = self.config, StepClock()
-        rows = rows_of_step(self.rows, config.prompts_per_step, self.steps_done, config.seed)
-        with self._phase(clock, "rollout"):
-            completions = self.rollouts.generate(rows, self._sampling(config.samples_per_prompt))
-            self._check_versions(completions)
-        with self._phase(clock, "reward"):
-            texts, scores = self._score(rows, completions)
-            batch = to_batch(rows, completions, scores.values)
+        clock = StepClock()
+        groups, metrics = self.sampler.sample(clock, self.version)
+        batch = batch_of(groups)
+        if self.config.algorithm.greedy_baseline:
+            batch = self._with_greedy_rewards(batch, groups, clock)
         with self._phase(clock, "logprobs"):
             batch = self._with_logprobs(batch)
-        batch = replace(batch, advantages=self.advantage(batch))
+        if self.critic:
+            with self._phase(clock, "values"):
+                batch = replace(batch, values=self.critic.forward(batch).values)
+        batch = self._with_advantages(batch)
         with self._phase(clock, "update"):
-            metrics = self._update(batch)
+            metrics |= self._update(batch)
         with self._phase(clock, "sync"):
             self.sync_weights()
         with self._phase(clock, "canary"):
             self.check_canary()
         self.steps_done += 1
-        samples = _some_samples(rows, completions, texts, scores.values)
-        metrics |= scores.counts("reward")
-        return _rollout_metrics(completions, scores.values, batch, clock.total()) | metrics, samples
+        metrics |= step_metrics.of_values(batch) if self.critic else {}
+        return step_metrics.of_rollout(groups, batch, clock.total()) | metrics, step_metrics.some_samples(groups)
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of greedy completions of the held-out rows; empty without such rows."""
@@ -191,61 +210,76 @@ class Trainer:
             return {}
         clock = StepClock()
         with self._phase(clock, "evaluate"):
-            completions = self.rollouts.generate(self.heldout, replace(self._sampling(1), temperature=0.0))
-            _, scores = self._score(self.heldout, completions)
+            scores = self.sampler.greedy(self.heldout)
         mean = sum(scores.values) / len(scores.values)
         return {"heldout": mean} | scores.counts("heldout") | clock.seconds
 
     # -- parts of a step
 
-    def _sampling(self, count: int) -> Sampling:
-        rollout = self.config.rollout
-        seed = self.config.seed * 1_000_003 + self.steps_done
-        return Sampling(count, rollout.temperature, rollout.max_new_tokens, seed, (self.tokenizer.eos_token_id,))
+    def _warn(self, text: str) -> None:
+        self.log.note(f"WARNING after {self.steps_done} steps: {text}")
 
-    def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[str], Scores]:
-        """Text and reward of every completion, group by group."""
-        pairs = [(row, sample) for row, group in zip(rows, completions, strict=True) for sample in group]
-        texts = self.tokenizer.batch_decode([sample.token_ids for _, sample in pairs], skip_special_tokens=True)
-        scores = self.rewards.score(texts, [row for row, _ in pairs])
-        if scores.failures:
-            self.log.note(f"WARNING after {self.steps_done} steps: {scores.summary()}")
-        return texts, scores
-
-    def _check_versions(self, completions: list[list[Completion]]) -> None:
-        if (versions := {sample.version for group in completions for sample in group}) != {self.version}:
-            raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {self.version} alone")
+    def _with_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
+        with self._phase(clock, "greedy"):
+            rewards = torch.tensor(self.sampler.greedy([group.row for group in groups]).values, dtype=torch.float32)
+        return replace(batch, greedy_rewards=rewards[batch.group])
 
     def _with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Logprobs of the rollout's weights and of the reference, where the update will not make them itself."""
-        if self.config.algorithm.mini_batches > 1:
-            batch = replace(batch, old_logprobs=_logprobs(self.actor.call_sharded("forward", batch)))
+        if self.config.algorithm.mini_batches > 1 or self._critic_warms_up:
+            batch = replace(batch, old_logprobs=self.actor.forward(batch).logprobs)
         if self.reference:
-            batch = replace(batch, ref_logprobs=_logprobs(self.reference.call_sharded("forward", batch)))
-        return batch
+            batch = replace(batch, ref_logprobs=self.reference.forward(batch).logprobs)
+        return with_kl_penalty(batch, self.kl_in_reward) if self.kl_in_reward else batch
+
+    def _with_advantages(self, batch: TrainBatch) -> TrainBatch:
+        if self.critic:
+            advantages, returns = self.advantage(batch)
+            return replace(batch, advantages=advantages, returns=returns)
+        return replace(batch, advantages=self.advantage(batch))
+
+    @property
+    def _critic_warms_up(self) -> bool:
+        return bool(self.critic) and self.steps_done < self.config.critic.warmup_steps
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         """The optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
         parts, logprobs = [], batch.old_logprobs
+        where = f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
-            self._check_difference(f"step {self.steps_done + 1}", logprob_difference(batch, logprobs))
+            self._check_difference(where, logprob_difference(batch, logprobs))
         for mini in batch.split(self.config.algorithm.mini_batches):
-            tokens = float(mini.mask.sum())
-            results = self.actor.call_sharded("train_step", mini, self.loss, tokens)
-            parts.append(_step_metrics(results, tokens))
-            if math.isnan(parts[-1]["grad_norm"]):  # the engine did not step
-                self._refuse(mini, _logprobs(results))
+            parts.append({})
+            if self.critic:
+                parts[-1] |= self._take_step(self.critic, mini, self.value_loss, token_mean, "critic_")[0]
+            if self._critic_warms_up:
+                continue
+            metrics, outputs = self._take_step(self.actor, mini, self.loss, self.aggregation)
+            parts[-1] |= metrics
             if logprobs is None:
-                logprobs = _logprobs(results)
-                self._check_difference(f"step {self.steps_done + 1}", logprob_difference(batch, logprobs))
-        return _mean_of_mini_batches(parts) | logprob_difference(batch, logprobs)
+                logprobs = outputs.logprobs
+                self._check_difference(where, logprob_difference(batch, logprobs))
+        return step_metrics.over_mini_batches(parts) | logprob_difference(batch, logprobs)
 
-    def _refuse(self, batch: TrainBatch, logprobs: torch.Tensor) -> None:
+    def _take_step(
+        self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, aggregation: Aggregation, prefix: str = ""
+    ) -> tuple[dict[str, float], Outputs]:
+        """One optimizer step; its metrics, and the outputs from before it."""
+        weights, denominator = aggregation(batch)
+        batch = replace(batch, weights=weights)
+        results = group.call_sharded("train_step", batch, loss, denominator)
+        outputs = join_outputs([result.outputs for result in results])
+        metrics = step_metrics.of_update(results, float(batch.mask.sum()), prefix)
+        if math.isnan(metrics[f"{prefix}grad_norm"]):  # the engine did not step
+            self._refuse(batch, group.role, outputs)
+        return metrics, outputs
+
+    def _refuse(self, batch: TrainBatch, role: str, outputs: Outputs) -> None:
         path = self.folder.path / "refused" / f"step_{self.steps_done + 1:06d}.jsonl"
-        count = save_refused(path, batch, logprobs, self.tokenizer)
+        count = save_refused(path, batch, vars(outputs), self.tokenizer)
         raise RunError(
-            f"step {self.steps_done + 1}: the gradient is not finite, so the step was not taken. "
-            f"{count} of {len(batch)} rows may be why: see {path}. If their numbers are finite, lower --actor.lr or "
+            f"step {self.steps_done + 1}: the {role}'s gradient is not finite, so the step was not taken. "
+            f"{count} of {len(batch)} rows may be why: see {path}. If their numbers are finite, lower --{role}.lr or "
             "--actor.clip-grad; if not, mend what made them (reward, advantage, loss)"
         )
 
@@ -267,15 +301,15 @@ class Trainer:
         """Send the actor's weights to every rollout engine, as the next version."""
         self.version += 1
         self.actor.call("sync_weights", self.rollouts.actors, self.version, BUCKET_BYTES)
-        if (versions := self.rollouts.versions()) != [self.version] * len(versions):
+        if (versions := self.rollouts.call("version")) != [self.version] * len(versions):
             raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
 
     def check_canary(self) -> None:
         """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
         rows = self.rows[:1] * (len(self.rollouts.actors) * self.actor.dp_size)
-        sampling = replace(self._sampling(1), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens))
+        sampling = replace(self.sampler.sampling(1), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens))
         batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows))
-        logprobs = _logprobs(self.actor.call_sharded("forward", batch))
+        logprobs = self.actor.forward(batch).logprobs
         self._check_difference(f"after sync {self.version}", logprob_difference(batch, logprobs))
 
     # -- checkpoints
@@ -287,60 +321,24 @@ class Trainer:
 
     def _save(self) -> None:
         partial_folder = self.folder.begin_checkpoint(self.steps_done)
-        (partial_folder / "actor").mkdir()
-        self.actor.call("save", str(partial_folder / "actor"))
-        self.actor.call("save_hf", str(partial_folder / "hf"), SHARD_BYTES)
-        self.folder.finish_checkpoint(partial_folder, {"step": self.steps_done, "version": self.version})
+        for group in self._learning():
+            (partial_folder / group.role).mkdir()
+            group.call("save", str(partial_folder / group.role))
+            hf = partial_folder / ("hf" if group is self.actor else f"hf_{group.role}")
+            group.call("save_hf", str(hf), SHARD_BYTES)
+        state = {"step": self.steps_done, "version": self.version, "rollouts": self.sampler.rollouts_done}
+        self.folder.finish_checkpoint(partial_folder, state)
 
     def _restore(self, state: dict) -> None:
         self.version = state["version"] - 1  # the sync makes it the version that the run had
-        self.actor.call("load", f"{state['folder']}/actor")
+        for group in self._learning():
+            group.call("load", f"{state['folder']}/{group.role}")
         self.sync_weights()
         self.check_canary()
+
+    def _learning(self) -> list[WorkerGroup]:
+        return [self.actor, self.critic] if self.critic else [self.actor]
 
 
 def _is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def _some_samples(rows: list[Row], completions, texts: list[str], rewards: list[float]) -> list[dict]:
-    """The first completion of the first prompts."""
-    size = len(completions[0])
-    return [
-        {"prompt": row.prompt, "completion": texts[i * size], "answer": row.answer, "reward": rewards[i * size]}
-        | {"version": completions[i][0].version}
-        for i, row in enumerate(rows[:SAMPLES_KEPT])
-    ]
-
-
-def _mean_of_mini_batches(parts: list[dict[str, float]]) -> dict[str, float]:
-    means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
-    return means | {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
-
-
-def _logprobs(results: list) -> torch.Tensor:
-    return torch.cat([result.logprobs for result in results])
-
-
-def _step_metrics(results: list[StepResult], tokens: float) -> dict[str, float]:
-    """Means over the tokens of an optimizer step, from each replica's sums."""
-    metrics = {"grad_norm": results[0].grad_norm, "lr": results[0].lr}
-    for name in results[0].metrics:
-        values = [result.metrics[name] for result in results]
-        metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
-    return metrics
-
-
-def _rollout_metrics(completions, rewards: list[float], batch: TrainBatch, times: dict[str, float]) -> dict[str, float]:
-    samples = [sample for group in completions for sample in group]
-    tokens = sum(len(sample.token_ids) for sample in samples)
-    grouped = torch.tensor(rewards).view(len(completions), -1)
-    return {
-        "reward": float(grouped.mean()),
-        "reward_std": float(grouped.std(dim=1).mean()) if grouped.shape[1] > 1 else 0.0,
-        "groups_alike": float((grouped == grouped[:, :1]).all(dim=1).float().mean()),
-        "completion_tokens": tokens / len(samples),
-        "truncated": sum(not sample.finished for sample in samples) / len(samples),
-        "version": int(batch.versions.min()),
-        "tokens_per_second": tokens / times["time_step"],
-    } | times

@@ -6,6 +6,7 @@ imports neither.
 
 import gc
 import os
+from dataclasses import dataclass
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.interfaces import RolloutEngine, TrainEngine
@@ -13,17 +14,38 @@ from engines.models import ModelSpec
 from rlworker.cluster import no_collection
 
 
-class TrainWorker:
-    """One rank of a training engine."""
+@dataclass(frozen=True)
+class Role:
+    """What one training engine is for.
 
-    def __init__(self, platform: str, role: str, rank: int):
+    Attributes:
+        name: "actor", "reference", "critic".
+        temperature: divides the logits. trainable: False has neither gradients nor an optimizer.
+    """
+
+    name: str
+    model: ModelSpec
+    config: MegatronConfig
+    temperature: float = 1.0
+    trainable: bool = True
+
+
+class TrainWorker:
+    """One rank of the training engines that share its process; each method but the first few is of the ``role`` named.
+
+    Args:
+        name: what messages call this group of ranks.
+    """
+
+    def __init__(self, platform: str, name: str, rank: int):
         from hardware.platform import get_platform
 
-        self.platform, self.role, self.rank = get_platform(platform), role, rank
+        self.platform, self.name, self.rank = get_platform(platform), name, rank
+        self.engines: dict[str, TrainEngine] = {}
         os.environ.update(self.platform.train_env() | {"HF_HUB_OFFLINE": "1"})
 
     def __repr__(self) -> str:  # Ray's messages say it
-        return f"{self.role} rank {self.rank}"
+        return f"{self.name} rank {self.rank}"
 
     def prepare(self, after: None) -> None:
         """Import what the engine needs. ``after`` is another rank's ``prepare``, which Ray waits for."""
@@ -41,10 +63,8 @@ class TrainWorker:
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def start(
-        self, address: str, model: ModelSpec, config: MegatronConfig, temperature: float, trainable: bool, seed: int
-    ) -> dict:
-        """Join the other ranks, build the model; returns this rank's place."""
+    def start(self, address: str, roles: tuple[Role, ...], seed: int) -> dict:
+        """Join the other ranks, build the models; returns this rank's place."""
         import logging
         import warnings
 
@@ -53,43 +73,51 @@ class TrainWorker:
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
         with no_collection():
-            init_distributed(self.platform, config, self.rank, address, seed)
-            self.engine: TrainEngine = MegatronEngine(
-                model, config, self.platform, self.device, temperature=temperature, trainable=trainable
-            )
-        return {"dp_rank": self.engine.dp_rank, "is_leader": self.engine.is_leader}
+            init_distributed(self.platform, roles[0].config, self.rank, address, seed)
+            for role in roles:
+                engine = MegatronEngine(
+                    role.model,
+                    role.config,
+                    self.platform,
+                    self.device,
+                    temperature=role.temperature,
+                    trainable=role.trainable,
+                )
+                self.engines[role.name] = engine
+        return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
 
-    def forward(self, batch):
-        return self.engine.forward(batch)
+    def forward(self, role: str, batch):
+        return self.engines[role].forward(batch)
 
-    def run(self, function: str, *args):
+    def run(self, role: str, function: str, *args):
         """``function(engine, *args)``, named as ``module:function``: the controller cannot import where it stands."""
-        return _named(function)(self.engine, *args)
+        return _named(function)(self.engines[role], *args)
 
-    def train_step(self, batch, loss_fn, denominator: float):
-        return self.engine.train_step(batch, loss_fn, denominator)
+    def train_step(self, role: str, batch, loss_fn, denominator: float):
+        return self.engines[role].train_step(batch, loss_fn, denominator)
 
-    def sync_weights(self, rollouts: list, version: int, bucket_bytes: int) -> None:
+    def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
         """Send the weights to every rollout actor, bucket by bucket. Collective; the first leader sends."""
         import ray
 
         from engines.weight_sync import pack_buckets
 
-        for bucket, last in pack_buckets(self.engine.export_weights(), bucket_bytes):
+        for bucket, last in pack_buckets(self.engines[role].export_weights(), bucket_bytes):
             reference = ray.put(bucket)
             ray.get([rollout.load_weights.remote(reference, version, last) for rollout in rollouts])
 
-    def save(self, folder: str) -> None:
-        self.engine.save(folder)
+    def save(self, role: str, folder: str) -> None:
+        self.engines[role].save(folder)
 
-    def load(self, folder: str) -> None:
-        self.engine.load(folder)
+    def load(self, role: str, folder: str) -> None:
+        self.engines[role].load(folder)
 
-    def save_hf(self, folder: str, shard_bytes: int) -> None:
+    def save_hf(self, role: str, folder: str, shard_bytes: int) -> None:
         """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from."""
         from engines.hf_folder import save_hf_folder
 
-        save_hf_folder(self.engine.export_weights(), self.engine.model, folder, shard_bytes)
+        engine = self.engines[role]
+        save_hf_folder(engine.export_weights(), engine.model, folder, shard_bytes)
 
 
 class RolloutWorker:

@@ -20,7 +20,7 @@ ACTORS, MEGABYTES, ROUNDS = 4, 50, 15
 
 
 class Echo:
-    def forward(self, batch):
+    def forward(self, role, batch):
         return batch
 
 
@@ -50,12 +50,12 @@ def main() -> None:
     size = sum(column.nbytes for column in batch.columns().values()) / 1e6
     with ray_for(ACTORS):
         actors = [ray.remote(Echo).options(num_cpus=1).remote() for _ in range(ACTORS)]
-        group = WorkerGroup(actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])
+        group = WorkerGroup("actor", actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])
         back = group.call_sharded("forward", batch)
         assert all(torch.equal(got.inputs, sent.inputs) for got, sent in zip(back, batch.split(ACTORS), strict=True))
         ours = median_ms(lambda: group.call_sharded("forward", batch))
         chunks = [shard.columns() for shard in batch.split(ACTORS)]
-        plain = median_ms(lambda: ray.get([a.forward.remote(c) for a, c in zip(actors, chunks, strict=True)]))
+        plain = median_ms(lambda: ray.get([a.forward.remote("actor", c) for a, c in zip(actors, chunks, strict=True)]))
     print(f"{size:.0f} MB to {ACTORS} actors and back: {ours:.0f} ms; dicts of torch views {plain:.0f} ms")
 
 

@@ -39,8 +39,9 @@ def leave_groups() -> None:
     build_engine.sizes = None
 
 
-def build_engine(rank: int, world: int, address: str, folder: str, settings: dict, **options):
-    """A fresh engine. The parallel groups of the one before it are kept where they are of the same sizes."""
+def build_engine(rank: int, world: int, address: str, model, settings: dict, **options):
+    """A fresh engine of a ModelSpec, or of the language model in a folder. The parallel groups of the one before it are
+    kept where they are of the same sizes."""
     platform = start_process(rank)
     import torch
 
@@ -54,7 +55,8 @@ def build_engine(rank: int, world: int, address: str, folder: str, settings: dic
         leave_groups()
         init_distributed(platform, config, rank, address, seed=7)
         build_engine.sizes = sizes
-    return MegatronEngine(ModelSpec.from_folder(folder), config, platform, torch.device("cpu"), **options)
+    model = model if isinstance(model, ModelSpec) else ModelSpec.from_folder(model)
+    return MegatronEngine(model, config, platform, torch.device("cpu"), **options)
 
 
 def make_batch(seed: int = 1, vocab: int = 99):
@@ -91,7 +93,8 @@ def logits_of(engine, batch):
         micro = next(micro_batches)
         layout = engine.layout(micro.lengths)
 
-        def keep(logits):
+        def keep(hidden):
+            logits = engine.whole_states(hidden).transpose(0, 1) @ engine.module.module.output_weight.T
             whole = gather_from_tensor_model_parallel_region(logits)
             parts.append(layout.unpack(whole, mpu.get_context_parallel_group())[:, : engine.model.vocab])
             return logits.sum(), torch.tensor(0), {}
@@ -143,5 +146,5 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
         "weights": weights,
         "grad_norms": [r.grad_norm for r in results],
         "metrics": [r.metrics for r in results],
-        "step_logprobs": results[0].logprobs if engine.is_leader else torch.empty(0),
+        "step_logprobs": results[0].outputs.logprobs if engine.is_leader else torch.empty(0),
     }

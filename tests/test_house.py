@@ -92,10 +92,10 @@ def test_every_config_key_has_a_reader():
 
     from engines.config import MegatronConfig, VllmConfig
     from recipes.demo_cpu import DemoConfig
-    from rlworker.config import AlgorithmConfig, DataConfig, RewardConfig
+    from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RewardConfig
 
     read = set().union(*(reads(ast.parse(path.read_text())) for path in SOURCES))
-    for config in (MegatronConfig, VllmConfig, AlgorithmConfig, RewardConfig, DataConfig, DemoConfig):
+    for config in (MegatronConfig, VllmConfig, AlgorithmConfig, CriticConfig, RewardConfig, DataConfig, DemoConfig):
         unread = {field.name for field in dataclasses.fields(config)} - read
         assert not unread, f"{config.__name__}: nothing reads {unread}"
 

@@ -1,4 +1,4 @@
-"""The training engine: one rank of a Megatron model that computes logprobs, takes steps and gives out its weights."""
+"""The training engine: one rank of a Megatron model that computes, learns and gives out its weights."""
 
 import datetime
 from collections.abc import Iterator
@@ -9,11 +9,12 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
-from engines.interfaces import LossFn, StepResult, TokenOutputs
+from engines.interfaces import LossFn, Outputs, StepResult, TokenOutputs, ValueOutputs
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import token_outputs
@@ -45,7 +46,7 @@ class MegatronEngine:
     """One rank. Every method is collective over all ranks of the engine.
 
     Args:
-        model: what to build, its weights read from ``model.folder``.
+        model: what to build, its weights read from ``model.folder``; its head decides what kind the outputs are of.
         temperature: divides the logits before logprobs and entropy, as the sampler does.
         trainable: False builds neither gradients nor an optimizer (a reference model).
     """
@@ -80,12 +81,12 @@ class MegatronEngine:
 
     # -- forward and backward
 
-    def forward(self, batch: TrainBatch) -> TokenOutputs | None:
-        parts: list[TokenOutputs] = []
+    def forward(self, batch: TrainBatch) -> Outputs | None:
+        parts: list[Outputs] = []
 
-        def keep(outputs: TokenOutputs, _: Layout, __: TrainBatch):
+        def keep(outputs: Outputs, _: Layout, __: TrainBatch):
             parts.append(outputs)
-            return outputs.logprobs.sum(), torch.tensor(0), {}
+            return torch.zeros(()), torch.tensor(0), {}
 
         self.module.eval()
         with torch.no_grad():
@@ -100,16 +101,16 @@ class MegatronEngine:
             self.schedule.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        logprobs = _join(parts).logprobs if self.is_leader else torch.empty(0)
-        return StepResult(_reduce(metrics), logprobs, float(grad_norm), lr)
+        outputs = _join(parts) if self.is_leader else None
+        return StepResult(_reduce(metrics), outputs, float(grad_norm), lr)
 
-    def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[TokenOutputs]]:
+    def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
         """Gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
         step_tokens = self._sum_over_replicas(batch.num_tokens)
-        parts: list[TokenOutputs] = []
+        parts: list[Outputs] = []
 
-        def loss_of(outputs: TokenOutputs, layout: Layout, micro: TrainBatch):
-            parts.append(TokenOutputs(outputs.logprobs.detach(), outputs.entropy.detach()))
+        def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch):
+            parts.append(type(outputs)(*(column.detach() for column in _columns(outputs))))
             loss, metrics = loss_fn(outputs, micro)
             # Megatron divides by the step's tokens once all micro-batches are in: what remains is sum / denominator.
             scaled = loss * (step_tokens / denominator)
@@ -136,7 +137,7 @@ class MegatronEngine:
             micro = next(micro_batches).to(self.device)
             layout = self.layout(micro.lengths)
             output = self.forward_micro_batch(module, micro, layout)
-            return output, lambda logits: loss_of(self.outputs(logits, micro, layout), layout, micro)
+            return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -161,13 +162,25 @@ class MegatronEngine:
         ids = layout.pack(micro.inputs, fill=self.pad_id)
         return module(ids, None, inputs.attention_mask, packed_seq_params=inputs)
 
-    def outputs(self, logits: Tensor, micro: TrainBatch, layout: Layout) -> TokenOutputs:
-        """Logits ``[b, s, v / tp]`` of this rank's slots -> outputs ``[N]`` of the whole micro-batch, on every rank."""
-        group = mpu.get_tensor_model_parallel_group()
-        target = layout.pack(micro.targets)
-        slots = token_outputs(logits, target, temperature=self.temperature, vocab=self.model.vocab, group=group)
-        both = layout.unpack(torch.stack([slots.logprobs, slots.entropy], -1), mpu.get_context_parallel_group())
-        return TokenOutputs(*both.unbind(-1))
+    def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
+        """Last hidden states ``[s / tp, b, h]`` -> outputs ``[N]`` of the whole micro-batch, on every rank."""
+        module, ranks = self.module.module, mpu.get_context_parallel_group()
+        if self.model.head == "value":
+            return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
+        own = token_outputs(
+            layout.held(self.whole_states(hidden).transpose(0, 1)),
+            module.output_weight,
+            layout.own(micro.targets),
+            temperature=self.temperature,
+            vocab=self.model.vocab,
+            keep_logits=self.config.recompute == "none",
+            group=mpu.get_tensor_model_parallel_group(),
+        )
+        return TokenOutputs(*layout.spread(torch.stack([own.logprobs, own.entropy], -1), ranks).unbind(-1))
+
+    def whole_states(self, hidden: Tensor) -> Tensor:
+        """``[s / tp, b, h] -> [s, b, h]``, what a layer that is cut over the vocabulary takes in."""
+        return gather_from_sequence_parallel_region(hidden) if self.transformer.sequence_parallel else hidden
 
     def _sum_over_replicas(self, value: int) -> int:
         total = torch.tensor(value, device=self.device)
@@ -206,9 +219,13 @@ class _Frozen(torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
-def _join(parts: list[TokenOutputs]) -> TokenOutputs:
+def _columns(outputs: Outputs) -> tuple[Tensor, ...]:
+    return tuple(vars(outputs).values())
+
+
+def _join(parts: list[Outputs]) -> Outputs:
     """Micro-batches are consecutive, so their outputs end to end are the batch's."""
-    return TokenOutputs(torch.cat([p.logprobs for p in parts]), torch.cat([p.entropy for p in parts]))
+    return type(parts[0])(*map(torch.cat, zip(*map(_columns, parts))))
 
 
 def _reduce(metrics: list[dict]) -> dict[str, float]:

@@ -93,22 +93,32 @@ class Layout:
 
     def pack(self, flat: Tensor, fill: float = 0) -> Tensor:
         """``[N, ...] -> [b, s, ...]``: each slot's token, ``fill`` on padding."""
-        tokens = flat if self.tokens is None else flat.index_select(0, self.tokens)
         local = flat.new_full((self.shape[0] * self.shape[1], *flat.shape[1:]), fill)
-        return local.index_copy_(0, self.slots, tokens).unflatten(0, self.shape)
+        return local.index_copy_(0, self.slots, self.own(flat)).unflatten(0, self.shape)
 
-    def unpack(self, local: Tensor, group=None) -> Tensor:
-        """``[b, s, ...] -> [N, ...]``: every real slot back to its place in the flat stream.
+    def own(self, flat: Tensor) -> Tensor:
+        """``[N, ...] -> [n, ...]``: the tokens of the stream that this rank holds."""
+        return flat if self.tokens is None else flat.index_select(0, self.tokens)
+
+    def held(self, local: Tensor) -> Tensor:
+        """``[b, s, ...] -> [n, ...]``: the real slots, in the order of the stream."""
+        return local.flatten(0, 1).index_select(0, self.slots)
+
+    def spread(self, own: Tensor, group=None) -> Tensor:
+        """``[n, ...] -> [N, ...]``: this rank's tokens back to their places in the flat stream.
 
         Args:
             group: context-parallel group to sum over, after which each rank holds every token; the backward hands each
                 rank the gradient of its own slots. Without it the tokens of other ranks are zero.
         """
-        tokens = local.flatten(0, 1).index_select(0, self.slots)
         if self.tokens is None:
-            return tokens
-        flat = local.new_zeros(sum(self.lengths), *local.shape[2:]).index_copy(0, self.tokens, tokens)
+            return own
+        flat = own.new_zeros(sum(self.lengths), *own.shape[1:]).index_copy(0, self.tokens, own)
         return flat if group is None else sum_over_ranks(flat, group)
+
+    def unpack(self, local: Tensor, group=None) -> Tensor:
+        """``[b, s, ...] -> [N, ...]``: every real slot to its place in the stream; ``group`` as in ``spread``."""
+        return self.spread(self.held(local), group)
 
     def mask_spec(
         self,

@@ -1,4 +1,10 @@
-"""Log-probability and entropy from logits that are split over the vocabulary."""
+"""Log-probability and entropy of targets from hidden states, without ever holding the logits of all tokens at once.
+
+The output projection belongs to it: logits are made for some tokens at a time, over this rank's columns of the
+vocabulary, and their gradient is turned into those of hidden states and weight before the next are made.
+"""
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -6,60 +12,116 @@ from torch import Tensor
 
 from engines.interfaces import TokenOutputs
 
+_LOGITS_AT_ONCE = 2**25
+"""Logits in one chunk of tokens (128 MiB in fp32)."""
 
-class _VocabParallelOutputs(torch.autograd.Function):
-    """``(logprob, entropy)`` of vocabulary-split logits, with the softmax as the only saved activation.
 
-    For ``p = softmax(z)``: ``d logprob / dz = onehot - p`` and ``d entropy / dz = -p * (log p + entropy)``.
+class _VocabParallelHead(torch.autograd.Function):
+    """``(logprob, entropy)`` of hidden states ``[n, h]`` and weight ``[v / tp, h]``.
+
+    For ``p = softmax(z)``: ``d logprob / dz = onehot - p`` and ``d entropy / dz = -p * (log p + entropy)``. Each rank's
+    gradient of the hidden states is that of its own columns; whoever gathered them adds the ranks up.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, target: Tensor, first: int, group) -> tuple[Tensor, Tensor]:
-        top = logits.amax(dim=-1)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - top[..., None]
-        local = (target >= first) & (target < first + logits.shape[-1])
-        column = torch.where(local, target - first, 0)[..., None]
-        chosen = shifted.gather(-1, column)[..., 0].masked_fill(~local, 0.0)
-        weight = shifted.exp()
-        # A padded column is -inf and has no weight; its product with zero would be NaN.
-        moment = (weight * shifted.clamp_min(torch.finfo(shifted.dtype).min)).sum(-1)
-        sums = torch.stack([chosen, weight.sum(-1), moment])
-        dist.all_reduce(sums, group=group)
-        chosen, total, moment = sums.unbind()
+    def forward(ctx, hidden: Tensor, weight: Tensor, target: Tensor, scale: float, first: int, keep: bool, group):
+        local = (target >= first) & (target < first + len(weight))
+        column = torch.where(local, target - first, 0)[:, None]
+        top, total, moment, chosen = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        ctx.kept = []
+        for rows in _chunks(len(hidden), len(weight)):
+            logits = _logits(hidden[rows], weight, scale)
+            chosen[rows] = logits.gather(-1, column[rows])[:, 0]
+            top[rows] = logits.amax(dim=-1)
+            shifted = logits - top[rows, None]
+            exp = shifted.exp()
+            total[rows] = exp.sum(-1)
+            moment[rows] = torch.linalg.vecdot(exp, shifted)
+            if keep:
+                ctx.kept.append(logits)
+        highest, chosen, total, moment = _over_ranks(top, chosen.masked_fill(~local, 0.0), total, moment, local, group)
         log_total = total.log()
-        softmax = weight.div_(total[..., None])
         entropy = log_total - moment / total
-        ctx.save_for_backward(softmax, local, column, entropy)
+        log_sum = highest + log_total
+        ctx.scale = scale
+        ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy)
         return chosen - log_total, entropy
 
     @staticmethod
     def backward(ctx, d_logprob: Tensor, d_entropy: Tensor):
-        softmax, local, column, entropy = ctx.saved_tensors
-        gradient = softmax * -d_logprob[..., None]
-        gradient.scatter_add_(-1, column, (d_logprob * local)[..., None])
-        if d_entropy.any():
-            log_softmax = softmax.clamp_min(torch.finfo(softmax.dtype).tiny).log()
-            gradient -= softmax * (log_softmax + entropy[..., None]) * d_entropy[..., None]
-        return gradient, None, None, None
+        hidden, weight, local, column, log_sum, entropy = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        with_entropy, kept = bool(d_entropy.any()), ctx.kept[::-1]
+        ctx.kept = []
+        for rows in _chunks(len(hidden), len(weight)):
+            logits = kept.pop() if kept else _logits(hidden[rows], weight, ctx.scale)
+            log_softmax = logits.sub_(log_sum[rows, None])
+            gradient = log_softmax.exp()
+            if with_entropy:
+                log_softmax.add_(entropy[rows, None]).mul_(d_entropy[rows, None]).add_(d_logprob[rows, None])
+                gradient.mul_(log_softmax.neg_())
+            else:
+                gradient.mul_(-d_logprob[rows, None])
+            gradient.scatter_add_(-1, column[rows], (d_logprob * local)[rows, None])
+            gradient = gradient.mul_(ctx.scale).to(weight.dtype)
+            d_hidden[rows] = gradient @ weight
+            if d_weight is not None:
+                _add_product(d_weight, gradient, hidden[rows])
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None, None
 
 
-def token_outputs(logits: Tensor, target: Tensor, *, temperature: float, vocab: int, group) -> TokenOutputs:
-    """Outputs of every slot.
+def _chunks(tokens: int, width: int) -> Iterator[slice]:
+    size = max(1, _LOGITS_AT_ONCE // width)
+    return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+    logits = (hidden @ weight.T).float()
+    return logits if scale == 1.0 else logits.mul_(scale)
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """``total += gradient.T @ hidden``, in fp32 where the factors are not."""
+    if gradient.dtype == total.dtype:
+        total.addmm_(gradient.T, hidden)
+    else:
+        total += gradient.T @ hidden
+
+
+def _over_ranks(top: Tensor, chosen: Tensor, total: Tensor, moment: Tensor, local: Tensor, group):
+    """Each rank's sums, of logits shifted by its own largest one, added up as if shifted by the largest of all."""
+    if group.size() == 1:
+        return top, chosen - top, total, moment
+    highest = top.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    lower = top - highest
+    factor = lower.exp()
+    sums = torch.stack([torch.where(local, chosen - highest, 0.0), total * factor, factor * (moment + lower * total)])
+    dist.all_reduce(sums, group=group)
+    return highest, *sums.unbind()
+
+
+def token_outputs(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, temperature: float, vocab: int, keep_logits: bool, group
+) -> TokenOutputs:
+    """Outputs of ``n`` tokens, the same on every rank of the group.
 
     Args:
-        logits: ``[b, s, v / tp]``, this rank's columns of the vocabulary. target: ``[b, s]`` long.
+        hidden: ``[n, h]``, the last hidden states. weight: ``[v / tp, h]``, this rank's rows of the output layer.
+        target: ``[n]`` long.
         temperature: divides the logits, as the sampler does.
-        vocab: real size of the vocabulary; columns past it are padding and get no probability.
+        vocab: real size of the vocabulary; rows past it are padding and get no probability.
+        keep_logits: keep them for the backward pass, where they are made again otherwise.
         group: the tensor-parallel group.
 
     Returns:
-        ``TokenOutputs`` of shape ``[b, s]``, in fp32.
+        ``TokenOutputs`` of shape ``[n]``, in fp32.
     """
-    scaled = logits.float() / temperature
-    width = logits.shape[-1]
-    first = group.rank() * width
-    if first + width > vocab:
-        padding = torch.arange(first, first + width, device=logits.device) >= vocab
-        scaled = scaled.masked_fill(padding, float("-inf"))
-    return TokenOutputs(*_VocabParallelOutputs.apply(scaled, target, first, group))
+    first = group.rank() * len(weight)
+    real = weight[: min(len(weight), vocab - first)]
+    return TokenOutputs(
+        *_VocabParallelHead.apply(
+            hidden, real, target, 1 / temperature, first, keep_logits and hidden.requires_grad, group
+        )
+    )

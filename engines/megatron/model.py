@@ -5,7 +5,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engines.config import MegatronConfig
@@ -71,10 +74,41 @@ def transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerC
     return TransformerConfig(**settings | config.megatron)
 
 
-def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform) -> GPTModel:
+class Decoder(GPTModel):
+    """A GPT whose last stage gives out hidden states ``[s / tp, b, h]``: what they become is the engine's work."""
+
+    def _postprocess(self, hidden_states, *args, **kwargs):
+        return hidden_states
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """``[v / tp, h]``, on the last stage."""
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+
+class ValueHead(torch.nn.Module):
+    """Hidden states to one value each. Every tensor-parallel rank has all of it and sees its own tokens."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        for parameter in self.parameters():  # Megatron adds their gradients up over the tensor-parallel ranks
+            parameter.sequence_parallel = config.sequence_parallel
+        self.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[s / tp, b, h] -> [s, b]`` float32."""
+        values = (hidden.float() @ self.weight.float().T + self.bias.float())[..., 0]
+        # Every rank computes the same loss from all the values, so each takes its own tokens' part of the gradient.
+        return gather_from_sequence_parallel_region(values, False) if self.sequence_parallel else values
+
+
+def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform) -> Decoder:
     """This rank's part of the model, its weights not yet loaded."""
     tp = config.tensor_model_parallel_size
-    module = GPTModel(
+    module = Decoder(
         config,
         platform.layer_spec(config),
         vocab_size=-(-model.vocab // tp) * tp,
@@ -84,6 +118,8 @@ def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform)
         position_embedding_type="none",
         share_embeddings_and_output_weights=model.tied,
     )
+    if model.head == "value" and module.post_process:
+        module.output_layer = ValueHead(config)
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return module

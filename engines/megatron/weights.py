@@ -75,7 +75,7 @@ def _unshard(kind: str, parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_weights(module: torch.nn.Module, model: ModelSpec) -> None:
-    """Fill this rank's parameters from the model's folder.
+    """Fill this rank's parameters from the model's folder; a critic's head that the folder lacks stays as it is, zero.
 
     Raises:
         ValueError: the folder lacks a weight, has one too many, or one has another shape than the config says.
@@ -86,6 +86,8 @@ def load_weights(module: torch.nn.Module, model: ModelSpec) -> None:
         # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
         source = "embedding.word_embeddings.weight" if model.tied and name == "output_layer.weight" else name
         kind, hf_names = model.hf_names(source)
+        if any(n not in folder for n in hf_names):
+            continue
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
         value = _shard(kind, _join(kind, [folder[n] for n in hf_names], model, rows), parameter)
         if value.shape != parameter.shape:

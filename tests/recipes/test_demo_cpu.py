@@ -10,20 +10,23 @@ import torch
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
-from recipes.demo_cpu import DEFAULT, DemoConfig, prepare, shuffled_grpo
+from recipes.demo_cpu import DEFAULT, DemoConfig, prepare, shuffled
 from rlworker.advantages import grpo
-from rlworker.config import AlgorithmConfig, RewardConfig
+from rlworker.config import AlgorithmConfig, CriticConfig, RewardConfig
+from rlworker.metrics import read_metrics
 
 SUMMARY = {"heldout_before", "heldout_after", "steps", "wall_seconds", "logprob_diff_mean", "logprob_diff_max"}
 SHORT = ["--steps", "2", "--warm-up-steps", "3", "--prompts-per-step", "16", "--eval-every", "1"]
 
 
 @pytest.mark.parametrize(
-    "options", [["--actor.tp", "2"], ["--shuffle-rewards", "--actor.layout", "bshd"]], ids=["tp2", "dp2"]
+    ("recipe", "options"),
+    [("demo_cpu", ["--actor.tp", "2"]), ("ppo_addition", ["--shuffle-rewards", "--actor.layout", "bshd"])],
+    ids=["tp2", "ppo-dp2"],
 )
-def test_it_runs_and_sums_itself_up(tmp_path, options):
+def test_it_runs_and_sums_itself_up(tmp_path, recipe, options):
     run = tmp_path / "demo"
-    command = [sys.executable, "-W", "ignore", "-m", "recipes.demo_cpu", "--run-dir", str(run), *SHORT, *options]
+    command = [sys.executable, "-W", "ignore", "-m", f"recipes.{recipe}", "--run-dir", str(run), *SHORT, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len([line for line in done.stdout.splitlines() if line.startswith("step ")]) == 3
@@ -35,6 +38,8 @@ def test_it_runs_and_sums_itself_up(tmp_path, options):
     assert summary["shuffle_rewards"] == ("--shuffle-rewards" in options)
     assert 0 < summary["logprob_diff_mean"] <= 1e-5
     assert (run / "report.html").stat().st_size > 10**6
+    lines = read_metrics(run)
+    assert ("explained_variance" in lines[-1]) == (recipe == "ppo_addition")
     if tp == 2:  # the finished run is one that could be gone on with, under its own settings alone
         config = DemoConfig(**json_config(run / "config.json") | {"model": "", "resume": True, "data": DEFAULT.data})
         assert prepare(config).data.train == str(run / "data" / "train.jsonl")
@@ -46,16 +51,17 @@ def json_config(path) -> dict:
     """The fields of a run's stored configuration that the demo's command line can set, as dataclasses."""
     stored = json.loads(path.read_text())
     stored["actor"]["attention_override"] = tuple(stored["actor"]["attention_override"])
-    kinds = {"actor": MegatronConfig, "rollout": VllmConfig, "algorithm": AlgorithmConfig, "reward": RewardConfig}
-    return stored | {name: kind(**stored[name]) for name, kind in kinds.items()} | {"trackers": ()}
+    kinds = {"actor": MegatronConfig, "rollout": VllmConfig, "algorithm": AlgorithmConfig, "critic": CriticConfig}
+    kinds["reward"] = RewardConfig
+    return stored | {name: kind(**stored[name]) for name, kind in kinds.items()} | {"trackers": (), "separate": ()}
 
 
 def test_the_control_hands_out_the_same_rewards_in_another_order():
     rewards = torch.arange(64.0)
     batch = TrainBatch.from_ids([[1, 2]] * 64, [1] * 64, rewards=rewards, group=torch.arange(64) // 8, versions=rewards)
-    shuffled = shuffled_grpo(batch)
-    assert not torch.equal(shuffled, grpo(batch))
-    assert shuffled.view(8, 8).sum(1).abs().max() < 1e-5, "each group still has a mean of zero"
+    control = shuffled(grpo)(batch)
+    assert not torch.equal(control, grpo(batch))
+    assert control.view(8, 8).sum(1).abs().max() < 1e-5, "each group still has a mean of zero"
 
 
 def test_the_default_is_two_ranks_and_no_other_layout_than_thd():

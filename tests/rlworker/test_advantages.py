@@ -1,21 +1,166 @@
+"""Advantages against numbers worked by hand, and the blocked sums against a plain loop."""
+
+import math
+from functools import partial
+
 import pytest
 import torch
 
 from engines.batch import TrainBatch
-from rlworker.advantages import grpo
+from rlworker import advantages
+from rlworker.advantages import discounted_sums, gae, returns_to_go, whiten, with_kl_penalty, with_overlong_penalty
+from rlworker.losses import kl_square
+
+
+def groups_of(*rewards, tokens=2) -> TrainBatch:
+    """Groups of sequences of ``tokens`` counting tokens each."""
+    flat = [reward for group in rewards for reward in group]
+    group = [i for i, group in enumerate(rewards) for _ in group]
+    ids = [[5] * (tokens + 1)] * len(flat)
+    return TrainBatch.from_ids(ids, [1] * len(flat), rewards=torch.tensor(flat), group=torch.tensor(group))
+
+
+def per_sequence(values, tokens=2) -> list[float]:
+    return [value for value in values for _ in range(tokens)]
 
 
 def test_grpo_by_hand():
     """Group 0 has rewards 1, 0, 0, 1: mean 1/2, sample deviation sqrt(1/3). Group 1 has 2, 2: all alike."""
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 2.0])
-    batch = TrainBatch.from_ids(
-        [[5, 6, 7]] * 5 + [[5, 6]], [1] * 6, rewards=rewards, group=torch.tensor([0] * 4 + [1] * 2)
-    )
     unit = 0.5 / ((1 / 3) ** 0.5 + 1e-4)
-    want = [unit, unit, -unit, -unit, -unit, -unit, unit, unit, 0.0, 0.0, 0.0]
-    assert grpo(batch).tolist() == pytest.approx(want)
+    got = advantages.grpo(groups_of([1.0, 0.0, 0.0, 1.0], [2.0, 2.0])).tolist()
+    assert got == pytest.approx(per_sequence([unit, -unit, -unit, unit, 0.0, 0.0]))
 
 
-def test_a_group_of_one_has_no_advantage():
-    batch = TrainBatch.from_ids([[5, 6]], [1], rewards=torch.tensor([3.0]), group=torch.tensor([0]))
-    assert grpo(batch).tolist() == [0.0]
+@pytest.mark.parametrize("function", [advantages.grpo, advantages.dr_grpo, advantages.rloo])
+def test_a_group_of_one_has_no_advantage(function):
+    assert function(groups_of([3.0])).tolist() == [0.0, 0.0]
+
+
+def test_dr_grpo_and_rloo_by_hand():
+    """Rewards 4, 1, 1: mean 2; the others of the first have mean 1, those of the second and third 5/2."""
+    batch = groups_of([4.0, 1.0, 1.0])
+    assert advantages.dr_grpo(batch).tolist() == pytest.approx(per_sequence([2.0, -1.0, -1.0]))
+    assert advantages.rloo(batch).tolist() == pytest.approx(per_sequence([3.0, -1.5, -1.5]))
+
+
+def test_reinforce_plus_plus_by_hand():
+    """Rewards 1 and 0 at the last token, a penalty of -1 at the second sequence's first: returns 1, 1, -1, 0."""
+    batch = groups_of([1.0, 0.0])
+    penalties = torch.tensor([0.0, 0.0, -1.0, 0.0])
+    batch = TrainBatch(lengths=batch.lengths, **batch.columns() | {"penalties": penalties})
+    assert returns_to_go(batch).tolist() == [1.0, 1.0, -1.0, 0.0]
+    mean, deviation = 0.25, math.sqrt((0.75**2 * 2 + 1.25**2 + 0.25**2) / 4)
+    want = [(x - mean) / deviation for x in (1.0, 1.0, -1.0, 0.0)]
+    assert advantages.reinforce_plus_plus(batch).tolist() == pytest.approx(want, rel=1e-5)
+    # With the baseline the whole rewards are 1 and -1 about a mean of 0, whose deviation over the tokens is 1.
+    assert advantages.reinforce_plus_plus_baseline(batch).tolist() == pytest.approx([1.0, 1.0, -1.0, -1.0])
+
+
+def test_remax_by_hand():
+    batch = groups_of([1.0, 0.0], [0.5, 1.0])
+    columns = batch.columns() | {"greedy_rewards": torch.tensor([1.0, 1.0, 0.25, 0.25])}
+    got = advantages.remax(TrainBatch(lengths=batch.lengths, **columns)).tolist()
+    assert got == pytest.approx(per_sequence([0.0, -1.0, 0.25, 0.75]))
+
+
+def test_distillation_by_hand():
+    batch = groups_of([0.0])
+    columns = batch.columns() | {
+        "ref_logprobs": torch.tensor([-1.0, -3.0]),
+        "rollout_logprobs": torch.tensor([-2.0, -0.5]),
+    }
+    assert advantages.distill(TrainBatch(lengths=batch.lengths, **columns)).tolist() == [1.0, -2.5]
+    old = {"old_logprobs": torch.tensor([-1.0, -1.0])}
+    assert advantages.distill(TrainBatch(lengths=batch.lengths, **columns | old)).tolist() == [0.0, -2.0]
+
+
+def test_gae_by_hand():
+    """gamma 1/2, lambda 1/2, values 1, 2 and reward 4: the deltas are 0 + 1 - 1 = 0 and 4 - 2 = 2."""
+    batch = groups_of([4.0])
+    batch = TrainBatch(lengths=batch.lengths, **batch.columns() | {"values": torch.tensor([1.0, 2.0])})
+    advantage, returns = gae(batch, gamma=0.5, lam=0.5)
+    assert returns.tolist() == [0.5 + 1.0, 2.0 + 2.0]  # advantages 0 + 2 / 4 and 2
+    assert advantage.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def ragged_batch() -> TrainBatch:
+    """Sequences with gaps in their masks, one without any counting token, one cut at the limit, one empty."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (5, 130, 0, 1, 64, 7, 300)
+    n = sum(lengths)
+    columns = {name: torch.zeros(n, dtype=torch.long) for name in ("inputs", "positions", "targets")}
+    mask = torch.rand(n, generator=generator) < 0.7
+    mask[5 + 130 + 1 + 64 : 5 + 130 + 1 + 64 + 7] = False
+    floats = {name: torch.randn(n, generator=generator) for name in ("values", "penalties")}
+    rewards = torch.randn(len(lengths), generator=generator)
+    return TrainBatch(lengths, mask=mask, rewards=rewards, **columns, **floats)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (1.0, 1.0), (0.9, 0.0)])
+def test_gae_is_the_loop_over_time(gamma, lam):
+    batch = ragged_batch()
+    want_advantage, want_returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
+    start = 0
+    for i, length in enumerate(batch.lengths):
+        places = [n for n in range(start, start + length) if batch.mask[n]]
+        following, running = 0.0, 0.0
+        for k, n in reversed(list(enumerate(places))):
+            reward = float(batch.penalties[n]) + (float(batch.rewards[i]) if k == len(places) - 1 else 0.0)
+            running = reward + gamma * following - float(batch.values[n]) + gamma * lam * running
+            following = float(batch.values[n])
+            want_advantage[n], want_returns[n] = running, running + following
+        start += length
+    advantage, returns = gae(batch, gamma, lam)
+    assert float((returns - want_returns).abs().max()) <= 1e-5
+    assert float((advantage - whiten(want_advantage, batch.mask)).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.9, 0.0])
+def test_blocked_sums_are_the_loop(decay):
+    """Lengths on, below and above a block, of one block of blocks and of more, and empty ones at either end."""
+    lengths = [0, 1, 63, 64, 65, 128, 0, 64 * 64, 64 * 64 + 1, 9000, 3, 0]
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    want, start = torch.zeros_like(x), 0
+    for length in lengths:
+        running = 0.0
+        for n in reversed(range(start, start + length)):
+            running = want[n] = float(x[n]) + decay * running
+        start += length
+    got = discounted_sums(x, torch.tensor(lengths), decay)
+    assert float((got - want).abs().max()) <= 1e-9
+
+
+def test_a_sequence_that_is_not_finite_stays_alone():
+    lengths = torch.tensor([100, 100, 100])
+    x = torch.ones(300)
+    x[150] = float("nan")
+    got = discounted_sums(x, lengths, 0.9)
+    assert got[:100].isfinite().all() and got[200:].isfinite().all() and got[100].isnan()
+
+
+def test_kl_in_the_reward_by_hand():
+    batch = groups_of([1.0])
+    logprobs = {"rollout_logprobs": torch.tensor([-1.0, -2.0]), "ref_logprobs": torch.tensor([-1.5, -1.0])}
+    batch = TrainBatch(lengths=batch.lengths, **batch.columns() | logprobs)
+    assert with_kl_penalty(batch, 0.1).penalties.tolist() == pytest.approx([-0.05, 0.1])
+    assert with_kl_penalty(batch, 0.1, kl_square).penalties.tolist() == pytest.approx([-0.0125, -0.05])
+    # The whole reward of the sequence is 1 - 0.05 + 0.1.
+    two = groups_of([1.0, 1.0])
+    columns = two.columns() | {"penalties": torch.tensor([-0.05, 0.1, 0.0, 0.0])}
+    got = advantages.dr_grpo(TrainBatch(lengths=two.lengths, **columns)).tolist()
+    assert got == pytest.approx(per_sequence([0.025, -0.025]))
+
+
+def test_overlong_penalty_by_hand():
+    """A limit of 10 with a buffer of 4: nothing up to 6 tokens, then a quarter for each, 1 at 10."""
+    ids = [[5] * (1 + n) for n in (3, 6, 7, 9, 10)]
+    batch = TrainBatch.from_ids(ids, [1] * 5, rewards=torch.ones(5))
+    got = with_overlong_penalty(batch, max_tokens=10, buffer=4).rewards.tolist()
+    assert got == pytest.approx([1.0, 1.0, 0.75, 0.25, 0.0])
+
+
+def test_every_advantage_is_the_same_in_any_dtype_of_rewards():
+    """Rewards may be whole numbers."""
+    for function in (advantages.grpo, advantages.dr_grpo, advantages.rloo, partial(returns_to_go, gamma=0.9)):
+        floats, ints = groups_of([1.0, 0.0, 2.0]), groups_of([1, 0, 2])
+        assert torch.equal(function(floats), function(ints))

@@ -53,9 +53,10 @@ def test_logprob_limits_follow_the_type():
     assert RunConfig(logprob_diff_mean=1e-3).logprob_limits == (1e-3, 5e-3)
 
 
-def test_a_reference_takes_as_many_actors_as_the_policy():
+def test_a_separate_reference_takes_as_many_actors_as_the_policy():
     config = RunConfig(actor=MegatronConfig(ranks=2), algorithm=AlgorithmConfig(kl_coef=0.1))
-    assert config.actors == 5 and RunConfig().actors == 2
+    assert config.actors == 3 and RunConfig().actors == 2
+    assert dataclasses.replace(config, separate=("reference",)).actors == 5
 
 
 def count_keys(config) -> int:
@@ -93,7 +94,7 @@ def test_a_head_size_without_a_rollout_kernel_is_refused(make_hf_model):
     rollout = VllmConfig(max_new_tokens=8, max_model_len=64)
     config = RunConfig(model=make_hf_model("qwen3", False), data=DataConfig(max_prompt_tokens=8), rollout=rollout)
     with pytest.raises(ValueError, match=r"has no attention for the model's head_dim 48, expected one of \[32, 64"):
-        config.check_model()
+        config.check_models()
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
@@ -244,13 +245,13 @@ def test_the_longest_sequence_must_fit_the_memory_for_keys_and_values(
         shutil.copy(name, tmp_path)
     Path(tmp_path, "config.json").write_text(json.dumps(saved | {"max_position_embeddings": 10**7}))
     config = RunConfig(model=str(tmp_path), rollout=VllmConfig(max_model_len=longest))
-    config.check_model()
+    config.check_models()
     too_long = dataclasses.replace(config, rollout=VllmConfig(max_model_len=longest + 1))
     with pytest.raises(
         ValueError, match=f"kv_cache_mb=0 gives {have} MB .*, expected at least {have + 1} for one sequence"
     ):
-        too_long.check_model()
-    dataclasses.replace(config, rollout=VllmConfig(max_model_len=longest + 1, kv_cache_mb=have + 1)).check_model()
+        too_long.check_models()
+    dataclasses.replace(config, rollout=VllmConfig(max_model_len=longest + 1, kv_cache_mb=have + 1)).check_models()
 
 
 def test_the_memory_that_the_environment_gives_must_be_a_number(monkeypatch):
@@ -292,6 +293,6 @@ def test_a_rule_that_the_platform_does_not_honour_is_refused_before_anything_sta
     rollout = VllmConfig(max_new_tokens=4, max_model_len=16)
     config = RunConfig(model=str(folder), data=DataConfig(max_prompt_tokens=8), rollout=rollout)
     with pytest.raises(ValueError, match="rule window\\(4\\) in thd with cp=1: torch_sdpa/thd/no-cp/window is refused"):
-        config.check_model()
+        config.check_models()
     override = MegatronConfig(attention_override=("torch_sdpa/thd/no-cp/window",))
-    assert dataclasses.replace(config, actor=override).check_model().rules[0].window == 4
+    assert dataclasses.replace(config, actor=override).check_models()["actor"].rules[0].window == 4

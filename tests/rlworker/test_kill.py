@@ -9,7 +9,6 @@ KILLS = [
     Kill("driver", step=2, phase="save", delay_ms=60),
     Kill("actor rank 1", step=3, phase="sync", delay_ms=10),
     Kill("rollout engine 0", step=3, phase="rollout", delay_ms=20),
-    Kill("actor rank 0", step=4, phase="save", delay_ms=50),
 ]
 
 

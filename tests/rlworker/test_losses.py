@@ -1,11 +1,16 @@
+"""Losses and gradients against numbers worked by hand; every one is a sum that no cut changes."""
+
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from engines.batch import TrainBatch
-from engines.interfaces import TokenOutputs
-from rlworker.losses import kl_low_variance, policy_loss, sft_loss
+from engines.interfaces import TokenOutputs, ValueOutputs
+from rlworker import losses
+from rlworker.config import AlgorithmConfig
+from rlworker.losses import configured_loss, kl_low_variance, policy_loss, ppo, sft_loss, value_loss
 
 
 def batch_of(mask, **columns) -> TrainBatch:
@@ -35,7 +40,8 @@ def test_clipped_surrogate_by_hand():
 
 def test_asymmetric_clip():
     batch = batch_of([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0])
-    loss, _ = policy_loss(outputs_of([math.log(1.5), math.log(0.5)]), batch, clip_low=0.1, clip_high=0.3)
+    surrogate = partial(ppo, clip_low=0.1, clip_high=0.3)
+    loss, _ = policy_loss(outputs_of([math.log(1.5), math.log(0.5)]), batch, surrogate=surrogate)
     assert loss.item() == pytest.approx(-1.3 + 0.9)
 
 
@@ -61,24 +67,183 @@ def test_sft_counts_the_mask_only():
     assert loss.item() == 5.0 and metrics["loss"].item() == 5.0
 
 
-def test_sums_add_up_over_any_cut():
+def test_dual_clip_by_hand():
+    """A ratio of 9 at A = -1 costs 9; held to 3 times the advantage, 3 and no gradient. A > 0 is as ever."""
+    batch = batch_of([True] * 3, old_logprobs=[0.0] * 3, advantages=[-1.0, -1.0, 1.0])
+    outputs = outputs_of([math.log(9.0), math.log(2.0), math.log(9.0)])
+    loss, _ = policy_loss(outputs, batch, surrogate=partial(ppo, dual=3.0))
+    assert loss.item() == pytest.approx(3.0 + 2.0 - 1.2)
+    loss.backward()
+    assert outputs.logprobs.grad.tolist() == pytest.approx([0.0, 2.0, 0.0])
+
+
+def two_sequences(**columns) -> TrainBatch:
+    """Two sequences of two inputs, the first of which is a prompt in the second sequence."""
+    zeros = torch.zeros(4, dtype=torch.long)
+    tensors = {name: torch.tensor(value) for name, value in columns.items()}
+    return TrainBatch((2, 2), zeros, zeros, zeros, torch.tensor([True, True, False, True]), **tensors)
+
+
+def test_gspo_by_hand():
+    """Log ratios 0.2 and 0.4 have mean 0.3: the sequence's ratio, clipped at 1.1. The second's is exp(-0.5)."""
+    batch = two_sequences(old_logprobs=[0.0] * 4, advantages=[1.0, 1.0, 2.0, 2.0])
+    outputs = outputs_of([0.2, 0.4, 7.0, -0.5])
+    loss, metrics = policy_loss(outputs, batch, surrogate=partial(losses.gspo, clip_low=0.1, clip_high=0.1))
+    assert loss.item() == pytest.approx(-(2 * 1.1 + 2 * math.exp(-0.5)))
+    assert metrics["clip_fraction"] == 3
+    loss.backward()
+    assert outputs.logprobs.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, -2 * math.exp(-0.5)])
+    outputs = outputs_of([0.02, 0.04, 0.0, 0.0])  # within the clip each token has half of both tokens' gradient
+    policy_loss(outputs, batch, surrogate=partial(losses.gspo, clip_low=0.1, clip_high=0.1))[0].backward()
+    assert outputs.logprobs.grad.tolist() == pytest.approx([-math.exp(0.03)] * 2 + [0.0, -2.0])
+
+
+def test_cispo_by_hand():
+    """A ratio of 9 is clipped to 5 and keeps its gradient, 5 * A; one of 1/4 is not clipped from below."""
+    batch = batch_of([True, True, False], old_logprobs=[-3.0] * 3, advantages=[2.0, -1.0, 4.0])
+    outputs = outputs_of([-3.0 + math.log(9.0), -3.0 - math.log(4.0), -1.0])
+    loss, metrics = policy_loss(outputs, batch, surrogate=losses.cispo)
+    want = -5 * 2 * (-3 + math.log(9)) + 0.25 * (-3 - math.log(4))
+    assert loss.item() == pytest.approx(want) and metrics["clip_fraction"] == 1
+    loss.backward()
+    assert outputs.logprobs.grad.tolist() == pytest.approx([-10.0, 0.25, 0.0])
+
+
+def test_gmpo_by_hand():
+    """Log ratios 0.6 (held to 0.4, as A > 0) and -0.6 (not held, as A > 0): their mean is -0.1."""
+    batch = two_sequences(old_logprobs=[0.0] * 4, advantages=[1.0, 1.0, -1.0, -1.0])
+    outputs = outputs_of([0.6, -0.6, 0.0, -0.6])
+    loss, _ = policy_loss(outputs, batch, surrogate=losses.gmpo)
+    # In the second A < 0, so that -0.6 is held to -0.4.
+    assert loss.item() == pytest.approx(-2 * math.exp(-0.1) + math.exp(-0.4))
+    loss.backward()
+    assert outputs.logprobs.grad.tolist() == pytest.approx([0.0, -math.exp(-0.1), 0.0, 0.0])
+
+
+def test_sapo_by_hand():
+    """At a ratio of 1 the gate is 2 / tau and its slope 1: the gradient is REINFORCE's. At 3 it has closed some way."""
+    batch = batch_of([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0])
+    outputs = outputs_of([0.0, 0.0])
+    loss, _ = policy_loss(outputs, batch, surrogate=losses.sapo)
+    assert loss.item() == pytest.approx(-2.0 + 2 / 1.05, rel=1e-5)
+    loss.backward()
+    assert outputs.logprobs.grad.tolist() == pytest.approx([-1.0, 1.0])
+    outputs = outputs_of([math.log(3.0), math.log(3.0)])
+    policy_loss(outputs, batch, surrogate=losses.sapo)[0].backward()
+    gates = [1 / (1 + math.exp(-tau * 2)) for tau in (1.0, 1.05)]
+    slopes = [3 * 4 * gate * (1 - gate) for gate in gates]
+    assert outputs.logprobs.grad.tolist() == pytest.approx([-slopes[0], slopes[1]], rel=1e-5)
+
+
+def test_kl_estimates_by_hand():
+    logprobs, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
+    assert losses.kl_direct(logprobs, ref).item() == 0.5
+    assert losses.kl_square(logprobs, ref).item() == 0.125
+    assert kl_low_variance(logprobs, ref).item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+
+
+def test_corrections_by_hand():
+    """Trainer over rollout 4, 1 and 1/4: truncated at 2, or left out beyond [1/2, 3]."""
+    old, rollout = torch.tensor([math.log(4.0), 0.0, -math.log(4.0)]), torch.zeros(3)
+    assert losses.truncated_importance(old, rollout).tolist() == pytest.approx([2.0, 1.0, 0.25])
+    assert losses.masked_importance(old, rollout, most=3.0).tolist() == [0.0, 1.0, 0.0]
+    columns = {"old_logprobs": old.tolist(), "rollout_logprobs": [0.0] * 3, "advantages": [1.0] * 3}
+    outputs = outputs_of(old.tolist())
+    loss, metrics = policy_loss(outputs, batch_of([True] * 3, **columns), correction=losses.truncated_importance)
+    loss.backward()
+    assert outputs.logprobs.grad.tolist() == pytest.approx([-2.0, -1.0, -0.25])
+    assert metrics["correction"].item() == pytest.approx(3.25)
+
+
+def test_entropy_is_taken_from_the_loss():
+    batch = batch_of([True, False], advantages=[0.0, 0.0])
+    assert policy_loss(outputs_of([-1.0, -1.0]), batch, entropy_coef=0.1)[0].item() == pytest.approx(-0.05)
+
+
+def test_aggregations_by_hand():
+    """Two and one counting tokens: a third each; a half shared by two and a half; a constant of 2 * 10."""
+    batch, loss = two_sequences(), torch.tensor([3.0, 6.0, 100.0, 12.0])
+    for aggregation, want in (
+        (losses.token_mean, 7.0),
+        (losses.sequence_mean, (4.5 + 12) / 2),
+        (partial(losses.constant_length, tokens=10), 21 / 20),
+    ):
+        weights, denominator = aggregation(batch)
+        assert float((weights * loss).sum()) / denominator == pytest.approx(want)
+
+
+def test_weights_are_what_a_loss_sums_with():
+    columns = {"advantages": [1.0] * 4, "weights": [0.5, 0.5, 0.0, 1.0]}
+    outputs = outputs_of([-1.0] * 4)
+    loss, _ = policy_loss(outputs, two_sequences(**columns))
+    loss.backward()
+    assert outputs.logprobs.grad.tolist() == [-0.5, -0.5, 0.0, -1.0]
+
+
+def test_value_loss_by_hand():
+    """Value 2 after 1, return 3: half of 1. Held within 0.5 it is 1.5, half of 2.25, without a gradient."""
+    columns = {"values": [1.0, 1.0, 0.0], "returns": [3.0, 0.0, 9.0]}
+    batch = batch_of([True, True, False], **columns)
+    values = torch.tensor([2.0, 2.0, 2.0], requires_grad=True)
+    loss, metrics = value_loss(ValueOutputs(values), batch)
+    assert loss.item() == pytest.approx(0.5 + 2.0) and metrics["value_loss"].item() == pytest.approx(2.5)
+    loss.backward()
+    assert values.grad.tolist() == [-1.0, 2.0, 0.0]
+    values.grad = None
+    loss, metrics = value_loss(ValueOutputs(values), batch, clip=0.5)
+    # The second has moved away from its return, and counts as far as it has moved.
+    assert loss.item() == pytest.approx(1.125 + 2.0) and metrics["value_clip_fraction"] == 2
+    loss.backward()
+    assert values.grad.tolist() == [0.0, 2.0, 0.0]
+
+
+def test_the_settings_become_a_loss():
+    batch = batch_of([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0], ref_logprobs=[0.0, 0.0])
+    outputs = outputs_of([math.log(1.5), math.log(9.0)])
+    settings = AlgorithmConfig(clip_high=0.3, dual_clip=4.0, entropy_coef=0.1, kl_coef=0.5)
+    kl = sum(kl_low_variance(outputs.logprobs.detach(), torch.zeros(2)).tolist())
+    assert configured_loss(settings)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1 + 0.5 * kl)
+    in_reward = AlgorithmConfig(clip_high=0.3, dual_clip=4.0, entropy_coef=0.1, kl_coef=0.5, kl_in="reward")
+    assert configured_loss(in_reward)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1)
+
+
+LOSSES = {
+    "ppo": partial(policy_loss, surrogate=partial(ppo, dual=3.0), kl_coef=0.1, entropy_coef=0.1),
+    "gspo": partial(policy_loss, surrogate=losses.gspo, correction=losses.truncated_importance),
+    "cispo": partial(policy_loss, surrogate=losses.cispo, correction=losses.masked_importance),
+    "gmpo": partial(policy_loss, surrogate=losses.gmpo, kl_coef=0.1, kl=losses.kl_square),
+    "sapo": partial(policy_loss, surrogate=losses.sapo, kl_coef=0.1, kl=losses.kl_direct),
+    "value": partial(value_loss, clip=0.1),
+}
+
+
+@pytest.mark.parametrize("aggregation", [losses.token_mean, losses.sequence_mean])
+@pytest.mark.parametrize("name", LOSSES)
+def test_sums_add_up_over_any_cut(name, aggregation):
     torch.manual_seed(0)
     sequences = [torch.randint(0, 9, (n,)).tolist() for n in (4, 2, 7, 3)]
-    batch = TrainBatch.from_ids(sequences, [1] * 4)
-    n = batch.num_tokens
-    columns = {name: torch.randn(n) for name in ("old_logprobs", "advantages", "ref_logprobs")}
+    batch = TrainBatch.from_ids(sequences, [1, 1, 3, 1])
+    n, loss_fn = batch.num_tokens, LOSSES[name]
+    names = ("old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs", "values", "returns")
+    columns = {name: torch.randn(n) for name in names} | {"weights": aggregation(batch)[0]}
     batch = TrainBatch(lengths=batch.lengths, **batch.columns() | columns)
-    outputs = TokenOutputs(torch.randn(n), torch.rand(n))
-    whole, whole_metrics = policy_loss(outputs, batch, kl_coef=0.1)
+    make = ValueOutputs if name == "value" else TokenOutputs
+    outputs = [torch.randn(n, requires_grad=True) for _ in vars(make(*[None] * len(make.__annotations__)))]
+    whole, whole_metrics = loss_fn(make(*outputs), batch)
+    whole.backward()
+    gradient = outputs[0].grad.clone()
+    outputs[0].grad = None
     total, first, metrics = 0.0, 0, {}
     for part in batch.split(3):
         cut = slice(first, first + part.num_tokens)
         first += part.num_tokens
-        loss, sums = policy_loss(TokenOutputs(outputs.logprobs[cut], outputs.entropy[cut]), part, kl_coef=0.1)
+        loss, sums = loss_fn(make(*(column[cut] for column in outputs)), part)
+        loss.backward()
         total += loss.item()
-        for name, value in sums.items():
-            metrics.setdefault(name, []).append(float(value))
+        for metric, value in sums.items():
+            metrics.setdefault(metric, []).append(float(value))
     assert total == pytest.approx(whole.item(), rel=1e-5)
-    for name, values in metrics.items():
-        together = max(values) if name.endswith("_max") else sum(values)
-        assert together == pytest.approx(float(whole_metrics[name]), rel=1e-5)
+    assert float((outputs[0].grad - gradient).norm() / gradient.norm()) <= 1e-6
+    for metric, values in metrics.items():
+        together = max(values) if metric.endswith("_max") else sum(values)
+        assert together == pytest.approx(float(whole_metrics[metric]), rel=1e-5)

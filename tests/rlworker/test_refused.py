@@ -15,17 +15,17 @@ def test_the_rows_with_broken_numbers_are_found():
     advantages = torch.tensor([0.0, 1.0, float("inf"), 0.0, 0.0, 0.0])
     rewards = torch.tensor([float("nan"), 0.0, 1.0, 1.0])
     logprobs = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, float("nan")])
-    found = offending_rows(make_batch(advantages=advantages, rewards=rewards), logprobs)
+    found = offending_rows(make_batch(advantages=advantages, rewards=rewards), {"logprobs": logprobs})
     assert found == {0: ["rewards"], 2: ["advantages"], 3: ["logprobs"]}
 
 
 def test_all_rows_where_every_number_is_finite():
-    assert offending_rows(make_batch(), torch.zeros(6)) == {0: [], 1: [], 2: [], 3: []}
+    assert offending_rows(make_batch(), {"values": torch.zeros(6)}) == {0: [], 1: [], 2: [], 3: []}
 
 
 def test_rows_are_written_as_json_that_any_reader_takes(tmp_path):
     batch = make_batch(advantages=torch.tensor([0.0, 1.0, float("-inf"), 0.0, 0.0, 0.0]))
-    assert save_refused(tmp_path / "refused" / "step.jsonl", batch, torch.zeros(6), make_tokenizer()) == 1
+    assert save_refused(tmp_path / "refused" / "step.jsonl", batch, {"logprobs": torch.zeros(6)}, make_tokenizer()) == 1
     refuse = lambda word: (_ for _ in ()).throw(AssertionError(word))  # noqa: E731
     (line,) = (tmp_path / "refused" / "step.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=refuse)

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engines.config import MegatronConfig, VllmConfig
 from recipes.addition import make_data, make_tokenizer
-from rlworker.advantages import grpo
-from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
+from rlworker.advantages import distill, grpo, remax
+from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
 from rlworker.data import rows_of_step
+from rlworker.losses import sequence_mean
 from rlworker.metrics import read_metrics
 from rlworker.rewards import exact_match
 from rlworker.trainer import Trainer
@@ -99,7 +100,7 @@ def sync_with(trainer, fault: str) -> str:
     group = trainer.actor
     trainer.actor = SimpleNamespace(
         dp_size=group.dp_size,
-        call_sharded=group.call_sharded,
+        forward=group.forward,
         call=lambda method, *args: group.call(method, *args[:-1], 100_000),
     )
     try:
@@ -252,7 +253,7 @@ def test_llama_over_other_sizes_and_two_rollout_engines(make_hf_model, data, tmp
     with Trainer(config, digits_reward) as trainer:
         trainer.fit()
         rows = [trainer.rows[0]] * 2
-        first, second = trainer.rollouts.generate(rows, trainer._sampling(16))
+        first, second = trainer.rollouts.generate(rows, trainer.sampler.sampling(16))
     lines = read_metrics(tmp_path / "run")[1:]
     mean, largest = (max(line[f"logprob_diff_{kind}"] for line in lines) for kind in ("mean", "max"))
     with capsys.disabled():
@@ -260,6 +261,74 @@ def test_llama_over_other_sizes_and_two_rollout_engines(make_hf_model, data, tmp
     assert 0 < mean <= MEAN_LIMIT and largest <= MAX_LIMIT
     assert [c.token_ids for c in first] != [c.token_ids for c in second], "engines draw from seeds of their own"
     assert {c.version for c in (*first, *second)} == {2}, "every engine has the newest weights"
+
+
+def test_ppo_with_a_critic_that_resumes(make_hf_model, data, tmp_path):
+    """A critic in the actor's processes and a reference in its own, KL in the reward, two steps per rollout; the critic
+    learns alone first. Cut off after step 2 and resumed, the last step is the same."""
+    config = make_config(
+        make_hf_model,
+        data,
+        tmp_path / "run",
+        tied=True,
+        actor=MegatronConfig(ranks=2, lr=1e-3, adam_eps=1e-5, lr_decay="linear"),
+        algorithm=AlgorithmConfig(kl_coef=0.05, kl_in="reward", mini_batches=2),
+        critic=CriticConfig(train=True, lr=1e-2, clip=0.5, warmup_steps=1),
+        separate=("reference",),
+        steps=3,
+        save_every=2,
+    )
+    with Trainer(config, digits_reward) as trainer:
+        trainers = [name for engine in trainer.engines for name in engine.workers() if "rank" in name]
+        assert trainers == ["actor rank 0", "actor rank 1", "reference rank 0", "reference rank 1"]
+        trainer.fit()
+    lines = read_metrics(tmp_path / "run")[1:]
+    assert "grad_norm" not in lines[0] and lines[0]["logprob_diff_mean"] > 0, "the critic learns alone"
+    assert all(line["critic_grad_norm"] > 0 for line in lines) and lines[1]["grad_norm"] > 0
+    assert lines[0]["explained_variance"] == pytest.approx(0.0, abs=1e-5), "its head starts at zero"
+    # Both decays end with the run: the critic's over six optimizer steps, the actor's over its four.
+    assert (lines[-1]["critic_lr"], lines[-1]["lr"]) == pytest.approx((1e-2 / 12, 1e-3 / 8))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
+    trained = AutoModelForTokenClassification.from_pretrained(checkpoint / "hf_critic")
+    assert trained.score.weight.abs().max() > 0 and (checkpoint / "hf" / "tokenizer.json").exists()
+    shutil.copytree(config.run_dir, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_3")
+    with Trainer(replace(config, run_dir=str(tmp_path / "again"), resume=True), digits_reward) as trainer:
+        trainer.fit()
+    want, got = ([without_time(line) for line in read_metrics(tmp_path / run)] for run in ("run", "again"))
+    assert got == want
+
+
+def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_path):
+    """A teacher of another family; ReMax's baseline; groups that are all alike give way to others."""
+    teacher = make_hf_model("llama", False)
+    settings = AlgorithmConfig(reference=teacher, greedy_baseline=True, dynamic_sampling=2)
+    config = make_config(make_hf_model, data, tmp_path / "run", tied=True, algorithm=settings, steps=1)
+    seen = []
+
+    def advantage(batch):
+        seen.append(batch)
+        return remax(batch) + distill(batch)
+
+    def mostly_alike(text, row) -> float:
+        return digits_reward(text, row) if int(row.answer) % 2 else 0.0
+
+    with Trainer(config, mostly_alike, advantage=advantage, aggregation=sequence_mean) as trainer:
+        trainer.fit()
+        drawn, rows = trainer.sampler.rollouts_done, trainer.rows
+    (batch,) = seen
+    assert 2 <= drawn <= 3, "half of the groups are alike, so that one rollout cannot do"
+    odd = {row.prompt_ids for index in range(drawn) for row in rows_of_step(rows, 8, index, 0) if int(row.answer) % 2}
+    prompts = {tuple(batch.select(i, i + 1).inputs[:6].tolist()) for i in range(0, 32, 4)}
+    assert len(prompts & odd) >= min(8, len(odd)) - 1, "groups with something to learn come first"
+    assert len(batch.greedy_rewards) == 32 and torch.equal(batch.greedy_rewards[::4], batch.greedy_rewards[3::4])
+    one = batch.select(5, 6)
+    with torch.no_grad():
+        log_p = AutoModelForCausalLM.from_pretrained(teacher)(one.inputs[None]).logits[0].log_softmax(-1)
+    want = log_p.gather(-1, one.targets[:, None])[:, 0]
+    assert float((one.ref_logprobs - want).abs().max()) <= 1e-5
+    state = json.loads(next((tmp_path / "run" / "checkpoints" / "step_1").glob("*.json")).read_text())
+    assert state["rollouts"] == drawn
 
 
 def test_a_run_outlives_its_rewards_failures(make_hf_model, data, tmp_path, capsys):
@@ -292,6 +361,8 @@ def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_p
     broken.write_text('{"prompt": "1+1=", "answer": "2"}\n{"answer": "3"}\n')
     config = make_config(make_hf_model, data, tmp_path / "run", tied=True)
     cases = [
+        (replace(config, critic=CriticConfig(train=True, model=str(tmp_path / "none"))), "does not exist"),
+        (replace(config, separate=("critic",)), "names .'critic'., which this run does not have"),
         (replace(config, run_dir=finished[0].run_dir), "already holds a run"),
         (replace(config, model=str(tmp_path / "none")), "does not exist"),
         (replace(config, data=replace(data, train=str(broken))), 'line 2: field "prompt" is missing'),

@@ -1,0 +1,20 @@
+"""The demo's addition learned by PPO: a Megatron critic beside the actor, in the same processes.
+
+A tiny Qwen2 is made and warmed up as in recipes.demo_cpu; then the critic, which starts as a copy of the warm model
+with a head of zeros, learns what a half-written answer is worth, and the actor from what each token changed in it.
+"""
+
+from dataclasses import replace
+
+from recipes import demo_cpu
+from rlworker.config import CriticConfig
+
+DEFAULT = replace(
+    demo_cpu.DEFAULT,
+    run_dir="runs/ppo_addition",
+    critic=CriticConfig(train=True, lr=1e-3, lam=1.0, warmup_steps=5),
+    steps=200,
+)
+
+if __name__ == "__main__":
+    demo_cpu.run(DEFAULT, __doc__)

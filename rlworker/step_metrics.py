@@ -1,0 +1,62 @@
+"""What a step says about itself in numbers."""
+
+import torch
+from torch import Tensor
+
+from engines.batch import TrainBatch
+from engines.interfaces import StepResult
+from rlworker.rollout import Group
+
+SAMPLES_KEPT = 8
+"""Samples kept of a step that is evaluated."""
+
+
+def of_update(results: list[StepResult], tokens: float, prefix: str = "") -> dict[str, float]:
+    """Means over the tokens of an optimizer step, from each replica's sums."""
+    metrics = {f"{prefix}grad_norm": results[0].grad_norm, f"{prefix}lr": results[0].lr}
+    for name in results[0].metrics:
+        values = [result.metrics[name] for result in results]
+        metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
+    return metrics
+
+
+def over_mini_batches(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of one rollout."""
+    means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+    return means | {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
+
+
+def of_rollout(groups: list[Group], batch: TrainBatch, times: dict[str, float]) -> dict[str, float]:
+    """What was sampled and rewarded, and the seconds that everything took."""
+    samples = [sample for group in groups for sample in group.completions]
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    rewards = torch.tensor([group.rewards for group in groups])
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
+        "groups_alike": sum(group.is_alike for group in groups) / len(groups),
+        "completion_tokens": tokens / len(samples),
+        "truncated": sum(not sample.finished for sample in samples) / len(samples),
+        "version": int(batch.versions.min()),
+        "tokens_per_second": tokens / times["time_step"],
+    } | times
+
+
+def of_values(batch: TrainBatch) -> dict[str, float]:
+    """``1 - var(return - value) / var(return)``: how much of the returns the critic knew before the update."""
+    returns, values = batch.returns[batch.mask], batch.values[batch.mask]
+    explained = 1 - _variance(returns - values) / max(_variance(returns), 1e-8)
+    return {"explained_variance": explained, "value_mean": float(values.mean())}
+
+
+def _variance(x: Tensor) -> float:
+    return float(x.var(correction=0))
+
+
+def some_samples(groups: list[Group]) -> list[dict]:
+    """The first completion of the first prompts."""
+    return [
+        {"prompt": group.row.prompt, "completion": group.texts[0], "answer": group.row.answer}
+        | {"reward": group.rewards[0], "version": group.completions[0].version}
+        for group in groups[:SAMPLES_KEPT]
+    ]

@@ -1,0 +1,153 @@
+"""A critic against HuggingFace's token classification, one sequence at a time, in fp32."""
+
+import pytest
+import torch
+from engines_cases import build_engine, make_batch
+from ranks import free_address
+from transformers import AutoModelForTokenClassification
+
+VALUES, GRADIENTS = 1e-5, 1e-6
+SIZES = [{}, {"tp": 2}, {"pp": 2, "micro_batch_tokens": 16}, {"cp": 2}]
+FOUR = [{"tp": 2, "pp": 2, "micro_batch_tokens": 16}, {"tp": 2, "cp": 2}]
+
+
+@pytest.fixture(scope="session")
+def make_critic(make_hf_model, tmp_path_factory):
+    """``make(family)`` -> folder of a saved token classification with one label, its body the language model's."""
+    made = {}
+
+    def make(family: str) -> str:
+        if family not in made:
+            model = AutoModelForTokenClassification.from_pretrained(make_hf_model(family, True), num_labels=1)
+            torch.nn.init.normal_(model.score.weight, std=0.02)
+            torch.nn.init.constant_(model.score.bias, 0.3)
+            folder = tmp_path_factory.mktemp(f"{family}-critic")
+            model.save_pretrained(folder)
+            made[family] = str(folder)
+        return made[family]
+
+    return make
+
+
+def make_value_batch():
+    """The usual awkward sequences with returns to learn from."""
+    from engines.batch import TrainBatch
+
+    batch = make_batch()
+    returns = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(3))
+    return TrainBatch(lengths=batch.lengths, **batch.columns() | {"returns": returns})
+
+
+def squared(outputs, batch):
+    loss = ((outputs.values - batch.returns).square() * batch.mask).sum() / 2
+    return loss, {"loss": loss.detach()}
+
+
+def critic_case(rank: int, world: int, address: str, folder: str, settings: dict, target: str = "") -> dict:
+    """Values, gradients and exported weights of a critic; with ``target`` it is also saved there as a folder."""
+    from engines.models import ModelSpec
+
+    model = ModelSpec.from_folder(folder, head="value")
+    engine = build_engine(rank, world, address, model, settings)
+    from engines.hf_folder import save_hf_folder
+    from engines.megatron.probe import whole_gradients
+
+    batch = make_value_batch()
+    shard = batch.split(engine.dp_size)[engine.dp_rank]
+    values = engine.forward(shard)
+    engine.backward(shard, squared, float(batch.mask.sum()))
+    gradients = whole_gradients(engine)
+    if target:
+        save_hf_folder(engine.export_weights(), model, target, 10**9)
+    return {
+        "dp_rank": engine.dp_rank,
+        "values": values.values if engine.is_leader else None,
+        "gradients": gradients if engine.is_leader else None,
+    }
+
+
+def hf_case(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model, batch = (
+        AutoModelForTokenClassification.from_pretrained(folder, attn_implementation="eager").eval(),
+        make_value_batch(),
+    )
+    parts, loss = [], torch.zeros(())
+    for i in range(len(batch)):
+        one = batch.select(i, i + 1)
+        if one.num_tokens:
+            parts.append(model(one.inputs[None]).logits[0, :, 0])
+            loss = loss + ((parts[-1] - one.returns).square() * one.mask).sum() / 2
+    (loss / batch.mask.sum()).backward()
+    return torch.cat(parts).detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def check(ranks: list[dict], folder: str, capsys, label: str) -> None:
+    want_values, want_gradients = hf_case(folder)
+    leaders = sorted((r for r in ranks if r["values"] is not None), key=lambda r: r["dp_rank"])
+    values = float((torch.cat([r["values"] for r in leaders]) - want_values).abs().max())
+    gradients = leaders[0]["gradients"]
+    assert set(gradients) == set(want_gradients)
+    gradient, name = max((float((gradients[n] - want).abs().max()), n) for n, want in want_gradients.items())
+    with capsys.disabled():
+        print(f"\ncritic {label}: values {values:.1e}  gradients {gradient:.1e} ({name})", end="")
+    assert values <= VALUES and gradient <= GRADIENTS
+
+
+def name_of(settings: dict) -> str:
+    return "-".join(f"{key}{value}" for key, value in settings.items()) or "DP"
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("settings", SIZES, ids=name_of)
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+def test_two_ranks(two_ranks, make_critic, capsys, family, settings, layout):
+    folder = make_critic(family)
+    ranks = two_ranks.run(critic_case, free_address(), folder, settings | {"layout": layout})
+    check(ranks, folder, capsys, f"{family} {name_of(settings)} {layout}")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("settings", FOUR, ids=name_of)
+def test_four_ranks(four_ranks, make_critic, capsys, settings, layout):
+    folder = make_critic("qwen2")
+    ranks = four_ranks.run(critic_case, free_address(), folder, settings | {"layout": layout, "recompute": "full"})
+    check(ranks, folder, capsys, f"qwen2 {name_of(settings)} {layout}")
+
+
+def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf_model, tmp_path):
+    """The body is the language model's, every value is 0, and what is saved is read by HuggingFace and by us."""
+    folder, target = make_hf_model("qwen2", True), str(tmp_path / "saved")
+    ranks = two_ranks.run(critic_case, free_address(), folder, {"tp": 2}, target)
+    assert all(not rank["values"].any() for rank in ranks if rank["values"] is not None)
+    saved, loading = AutoModelForTokenClassification.from_pretrained(target, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    from safetensors import safe_open
+
+    with safe_open(f"{folder}/model.safetensors", "pt") as start:
+        assert torch.equal(
+            saved.model.layers[3].mlp.down_proj.weight, start.get_tensor("model.layers.3.mlp.down_proj.weight")
+        )
+    assert saved.score.weight.shape == (1, 128) and not saved.score.weight.any()
+    again = two_ranks.run(critic_case, free_address(), target, {"tp": 2})
+    assert all(not rank["values"].any() for rank in again if rank["values"] is not None)
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, {}), ({"tp": 2}, {}), ({}, {"pp": 2})], ids=str)
+def test_a_checkpoint_holds_the_head(two_ranks, make_critic, tmp_path, before, after):
+    def run(rank, world, first, second, folder, target):
+        from engines.models import ModelSpec
+
+        model, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
+        engine = build_engine(rank, world, first, model, before | {"lr": 1e-2})
+        shard = batch.split(engine.dp_size)[engine.dp_rank]
+        engine.train_step(shard, squared, float(batch.mask.sum()))
+        engine.save(target)
+        trained = {name: tensor.clone() for name, tensor in engine.export_weights()}
+        engine = build_engine(rank, world, second, model, after | {"lr": 1e-2})
+        engine.load(target)
+        return trained, {name: tensor.clone() for name, tensor in engine.export_weights()}
+
+    folder = make_critic("qwen2")
+    results = two_ranks.run(run, free_address(), free_address(), folder, str(tmp_path))
+    trained, loaded = (next(r[i] for r in results if r[i]) for i in (0, 1))
+    assert "score.weight" in trained and all(torch.equal(trained[name], loaded[name]) for name in trained)
