@@ -13,7 +13,7 @@ class FusedAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=0))
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
@@ -27,7 +27,7 @@ class FusedAdam(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        group["step"] = step = group.get("step", 0) + 1
+        group["step"] = step = group["step"] + 1
         beta1, beta2 = group["betas"]
         lr, decay = group["lr"], group["weight_decay"]
         grads = [p.grad for p in params]

@@ -46,6 +46,8 @@ def _state(module, optimizer, schedule, is_loading: bool) -> dict:
 
 def save_checkpoint(folder: str, module, optimizer, schedule) -> None:
     """Write this rank's part into ``folder``, which exists and is empty. Collective."""
+    for part in optimizer.chained_optimizers:  # one that has not taken a step yet has no moments that could be written
+        part.init_state_fn(part.optimizer, part.config)
     strategy = _SaveInProcess("torch_dist", 1)
     dist_checkpointing.save(
         _state(module, optimizer, schedule, False), folder, strategy, content_metadata=dict(_LAYOUT)

@@ -132,20 +132,25 @@ def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf
     assert all(not rank["values"].any() for rank in again if rank["values"] is not None)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize(("before", "after"), [({}, {}), ({"tp": 2}, {}), ({}, {"pp": 2})], ids=str)
-def test_a_checkpoint_holds_the_head(two_ranks, make_critic, tmp_path, before, after):
+def test_a_checkpoint_holds_the_head(two_ranks, make_critic, tmp_path, before, after, steps):
+    """Also before the first step, as an actor is saved whose critic still warms up."""
+
     def run(rank, world, first, second, folder, target):
         from engines.models import ModelSpec
 
         model, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
         engine = build_engine(rank, world, first, model, before | {"lr": 1e-2})
         shard = batch.split(engine.dp_size)[engine.dp_rank]
-        engine.train_step(shard, squared, float(batch.mask.sum()))
+        for _ in range(steps):
+            engine.train_step(shard, squared, float(batch.mask.sum()))
         engine.save(target)
         trained = {name: tensor.clone() for name, tensor in engine.export_weights()}
         engine = build_engine(rank, world, second, model, after | {"lr": 1e-2})
         engine.load(target)
-        return trained, {name: tensor.clone() for name, tensor in engine.export_weights()}
+        loaded = {name: tensor.clone() for name, tensor in engine.export_weights()}
+        return trained, loaded
 
     folder = make_critic("qwen2")
     results = two_ranks.run(run, free_address(), free_address(), folder, str(tmp_path))
