@@ -19,5 +19,7 @@ def reward(text: str, row: Row) -> float:
     return float(bool(lines) and row.answer in lines[-1])
 
 
+DEFAULT = RunConfig()
+
 if __name__ == "__main__":
-    launch(tyro.cli(RunConfig, description=__doc__), reward)
+    launch(tyro.cli(RunConfig, default=DEFAULT, description=__doc__), reward)

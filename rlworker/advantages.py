@@ -15,10 +15,9 @@ from torch import Tensor
 from engines.batch import TrainBatch
 from rlworker.config import CriticConfig
 from rlworker.losses import KlEstimate, kl_direct
+from rlworker.scan import Chosen, discounted_sums, following, last_places
 
 AdvantageFn = Callable[[TrainBatch], Tensor | tuple[Tensor, Tensor]]
-_BLOCK = 64
-"""Tokens of a sequence that one row of a matrix product sums up."""
 
 
 # -- of a prompt's group
@@ -104,19 +103,19 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
     Returns:
         ``[N]`` advantages and ``[N]`` returns, ``A + value`` before normalising; zero where the mask is.
     """
-    places, lengths = _counting(batch)
-    values = _take(batch.values, places)
-    deltas = _following(values, lengths).mul_(gamma).sub_(values)
-    raw = discounted_sums(_add_rewards(deltas, batch, places, lengths), lengths, gamma * lam)
+    counting = Chosen.of(batch.mask, batch.lengths)
+    values = counting.take(batch.values)
+    deltas = following(values, counting.lengths).mul_(gamma).sub_(values)
+    raw = discounted_sums(_add_rewards(deltas, batch, counting), counting.lengths, gamma * lam)
     returns = raw + values
-    return _put(_normalise_(raw), places, batch), _put(returns, places, batch)
+    return counting.put(_normalise_(raw)), counting.put(returns)
 
 
 def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
     """``[N]``: the discounted sum of the rewards from each counting token to the end of its sequence."""
-    places, lengths = _counting(batch)
-    rewards = _add_rewards(torch.zeros(int(lengths.sum())), batch, places, lengths)
-    return _put(discounted_sums(rewards, lengths, gamma), places, batch)
+    counting = Chosen.of(batch.mask, batch.lengths)
+    rewards = _add_rewards(torch.zeros(int(counting.lengths.sum())), batch, counting)
+    return counting.put(discounted_sums(rewards, counting.lengths, gamma))
 
 
 # -- what a reward is made of
@@ -148,78 +147,11 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 # -- parts
 
 
-def discounted_sums(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
-    """``y_n = x_n + decay * y_{n+1}`` within each sequence of a flat stream: ``[N] -> [N]``.
-
-    Each sequence is cut into blocks, which a triangular matrix sums up at once; what follows a block is the sum at the
-    start of the next one, which is this very problem over fewer numbers. So nothing loops over time.
-    """
-    if not len(x):
-        return x.clone()
-    blocks = -(-lengths // _BLOCK)
-    rows = _in_blocks(x, lengths, blocks)
-    powers = decay ** torch.arange(_BLOCK + 1, dtype=torch.float64)
-    apart = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)  # [from, to]
-    sums = rows @ torch.where(apart >= 0, powers[apart.clamp_min(0)], 0.0).to(x.dtype)
-    if (blocks > 1).any():
-        starts = discounted_sums(sums[:, 0].contiguous(), blocks, decay**_BLOCK)
-        sums.addr_(_following(starts, blocks), powers.flip(0)[:-1].to(x.dtype))
-    return _from_blocks(sums, lengths, blocks)
-
-
-def _in_blocks(x: Tensor, lengths: Tensor, blocks: Tensor) -> Tensor:
-    """``[N] -> [blocks, _BLOCK]``, each sequence from a row's start, zeros after its end."""
-    if len(x) == int(blocks.sum()) * _BLOCK:
-        return x.view(-1, _BLOCK)
-    rows = x.new_zeros(int(blocks.sum()) * _BLOCK)
-    rows[_block_slots(lengths, blocks)] = x
-    return rows.view(-1, _BLOCK)
-
-
-def _from_blocks(rows: Tensor, lengths: Tensor, blocks: Tensor) -> Tensor:
-    flat = rows.reshape(-1)
-    return flat if len(flat) == int(lengths.sum()) else flat[_block_slots(lengths, blocks)]
-
-
-def _block_slots(lengths: Tensor, blocks: Tensor) -> Tensor:
-    before = (blocks * _BLOCK - lengths).cumsum(0) - (blocks * _BLOCK - lengths)  # padding before each sequence
-    return torch.arange(int(lengths.sum())) + before.repeat_interleave(lengths)
-
-
-def _counting(batch: TrainBatch) -> tuple[Tensor | None, Tensor]:
-    """Where the counting tokens are, None where all are, and how many each sequence has."""
-    if batch.mask.all():
-        return None, torch.tensor(batch.lengths)
-    return batch.mask.nonzero()[:, 0], batch.sum_per_sequence(batch.mask.int()).long()
-
-
-def _take(column: Tensor, places: Tensor | None) -> Tensor:
-    return column if places is None else column[places]
-
-
-def _put(numbers: Tensor, places: Tensor | None, batch: TrainBatch) -> Tensor:
-    """Back from the counting tokens to all of them, with zero at the others."""
-    return numbers if places is None else numbers.new_zeros(batch.num_tokens).index_copy_(0, places, numbers)
-
-
-def _following(numbers: Tensor, lengths: Tensor) -> Tensor:
-    """The number after each within its sequence, zero after the last."""
-    following = torch.empty_like(numbers)
-    following[:-1] = numbers[1:]
-    following[_ends(lengths)] = 0.0
-    return following
-
-
-def _ends(lengths: Tensor) -> Tensor:
-    """Place of the last number of each sequence that has any."""
-    return (lengths.cumsum(0) - 1)[lengths > 0]
-
-
-def _add_rewards(numbers: Tensor, batch: TrainBatch, places: Tensor | None, lengths: Tensor) -> Tensor:
+def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Chosen) -> Tensor:
     """Add the reward of each counting token: its penalty, and at the last of a sequence the sequence's reward."""
     if batch.penalties is not None:
-        numbers += _take(batch.penalties, places)
-    numbers[_ends(lengths)] += batch.rewards[lengths > 0].float()
+        numbers += counting.take(batch.penalties)
+    numbers[last_places(counting.lengths)] += batch.rewards[counting.lengths > 0].float()
     return numbers
 
 

@@ -1,5 +1,6 @@
 """The ``rlworker`` command."""
 
+import argparse
 import json
 import sys
 from contextlib import nullcontext
@@ -46,6 +47,25 @@ def check(config: Annotated[CheckConfig, tyro.conf.arg(name="")]) -> None:
     sys.exit(any(finding.outcome == "FAILED" for finding in found))
 
 
+def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
+    """Say what a recipe will take (batches, padding, memory of each process) before anything is taken.
+
+    Exit status 1 where it does not fit.
+
+    Args:
+        arguments: RECIPE [--memory-gb N] [its settings], such as recipes.grpo --model FOLDER --actor.ranks 2.
+    """
+    from rlworker.plan import plan_recipe
+
+    parser = argparse.ArgumentParser("rlworker plan", add_help=False)
+    parser.add_argument("recipe")
+    parser.add_argument("--memory-gb", type=float, default=0.0)
+    known, settings = parser.parse_known_args(arguments)
+    text, fits = plan_recipe(known.recipe, settings, known.memory_gb)
+    print(text)
+    sys.exit(not fits)
+
+
 def _print_table(found: list) -> None:
     rows = [(f.check, f.where, f.outcome, f.evidence, f.text) for f in found]
     rows.insert(0, ("check", "where", "outcome", "evidence", "found"))
@@ -56,8 +76,11 @@ def _print_table(found: list) -> None:
 
 def main() -> None:
     """Entry point."""
-    commands = {"check": check, "report": report}
+    commands = {"check": check, "plan": plan, "report": report}
     try:
+        if sys.argv[1:2] == ["plan"] and not {"-h", "--help"} & set(sys.argv[2:3]):
+            plan(sys.argv[2:])  # its settings are those of the recipe that it names
+            return
         tyro.extras.subcommand_cli_from_dict(commands, prog="rlworker", description="RL post-training.")
     except (ValueError, RunError) as error:
         sys.exit(f"error: {error}")

@@ -120,29 +120,38 @@ def name_of(settings: dict) -> str:
     return "-".join(f"{key}{value}" for key, value in settings.items()) or "plain"
 
 
-def every_case(function):
-    """Parametrize over models, layouts and recomputation."""
-    function = pytest.mark.parametrize("layout", ["bshd", "thd"])(function)
-    function = pytest.mark.parametrize("recompute", ["none", "full"])(function)
-    return pytest.mark.parametrize(("family", "tied"), MODELS)(function)
+def every_case(sizes: list[dict], names: list[str]):
+    """Parametrize over models, parallel sizes, layouts and recomputation.
+
+    The half of it in which a model's layout decides whether it recomputes, the other way round for every next size, is
+    in each run of the suite; the other half is asked for with ``-m large``.
+    """
+    cases = []
+    for number, (size, name) in enumerate(zip(sizes, names, strict=True)):
+        for family, tied in MODELS:
+            for layout in ("bshd", "thd"):
+                for recompute in ("none", "full"):
+                    settings = {"recompute": recompute, "layout": layout} | size
+                    odd = (number + tied + (layout == "thd") + (recompute == "full")) % 2
+                    marks = pytest.mark.large if odd else ()
+                    label = f"{name}-{layout}-{recompute}-{family}-{tied}"
+                    cases.append(pytest.param(family, tied, settings, marks=marks, id=label))
+    return pytest.mark.parametrize(("family", "tied", "settings"), cases)
 
 
-@every_case
-@pytest.mark.parametrize("settings", ONE, ids=name_of)
-def test_one_rank(compare, one_rank, family, tied, settings, recompute, layout):
-    compare(one_rank, family, tied, {"recompute": recompute, "layout": layout} | settings)
+@every_case(ONE, ["plain", "micro"])
+def test_one_rank(compare, one_rank, family, tied, settings):
+    compare(one_rank, family, tied, settings)
 
 
-@every_case
-@pytest.mark.parametrize("settings", TWO, ids=["TP2", "DP2", "PP2", "CP2"])
-def test_two_ranks(compare, two_ranks, family, tied, settings, recompute, layout):
-    compare(two_ranks, family, tied, {"recompute": recompute, "layout": layout} | settings)
+@every_case(TWO, ["TP2", "DP2", "PP2", "CP2"])
+def test_two_ranks(compare, two_ranks, family, tied, settings):
+    compare(two_ranks, family, tied, settings)
 
 
-@every_case
-@pytest.mark.parametrize("settings", FOUR, ids=["TP2-PP2", "TP2-CP2", "PP2-CP2"])
-def test_four_ranks(compare, four_ranks, family, tied, settings, recompute, layout):
-    compare(four_ranks, family, tied, {"recompute": recompute, "layout": layout} | settings)
+@every_case(FOUR, ["TP2-PP2", "TP2-CP2", "PP2-CP2"])
+def test_four_ranks(compare, four_ranks, family, tied, settings):
+    compare(four_ranks, family, tied, settings)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])

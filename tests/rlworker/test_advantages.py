@@ -8,8 +8,9 @@ import torch
 
 from engines.batch import TrainBatch
 from rlworker import advantages
-from rlworker.advantages import discounted_sums, gae, returns_to_go, whiten, with_kl_penalty, with_overlong_penalty
+from rlworker.advantages import gae, returns_to_go, whiten, with_kl_penalty, with_overlong_penalty
 from rlworker.losses import kl_square
+from rlworker.scan import Chosen, discounted_sums
 
 
 def groups_of(*rewards, tokens=2) -> TrainBatch:
@@ -83,22 +84,30 @@ def test_gae_by_hand():
     assert advantage.tolist() == pytest.approx([-1.0, 1.0])
 
 
-def ragged_batch() -> TrainBatch:
-    """Sequences with gaps in their masks, one without any counting token, one cut at the limit, one empty."""
+def ragged_batch(turns: bool) -> TrainBatch:
+    """Sequences with gaps in their masks, one without any counting token, one empty.
+
+    Args:
+        turns: the mask is of long stretches, as of prompts and several turns; else every token for itself.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = (5, 130, 0, 1, 64, 7, 300)
     n = sum(lengths)
     columns = {name: torch.zeros(n, dtype=torch.long) for name in ("inputs", "positions", "targets")}
     mask = torch.rand(n, generator=generator) < 0.7
+    if turns:
+        mask = (torch.arange(n) // 40) % 2 == 0
     mask[5 + 130 + 1 + 64 : 5 + 130 + 1 + 64 + 7] = False
     floats = {name: torch.randn(n, generator=generator) for name in ("values", "penalties")}
     rewards = torch.randn(len(lengths), generator=generator)
     return TrainBatch(lengths, mask=mask, rewards=rewards, **columns, **floats)
 
 
+@pytest.mark.parametrize("turns", [True, False])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (1.0, 1.0), (0.9, 0.0)])
-def test_gae_is_the_loop_over_time(gamma, lam):
-    batch = ragged_batch()
+def test_gae_is_the_loop_over_time(gamma, lam, turns):
+    batch = ragged_batch(turns)
+    assert (Chosen.of(batch.mask, batch.lengths).index is None) == turns
     want_advantage, want_returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
     start = 0
     for i, length in enumerate(batch.lengths):

@@ -140,11 +140,7 @@ def plant(worker, fault: str, model) -> None:
 
 
 def test_rollout_and_trainer_agree_at_every_step(finished, capsys):
-    lines = [line for line in read_metrics(Path(finished[0].run_dir)) if "logprob_diff_mean" in line]
-    mean, largest = (max(line[f"logprob_diff_{kind}"] for line in lines) for kind in ("mean", "max"))
-    with capsys.disabled():
-        print(f"\ntied, thd, DP2: |logprob difference| mean {mean:.1e} max {largest:.1e}", end="")
-    assert len(lines) == 4 and 0 < mean <= MEAN_LIMIT and largest <= MAX_LIMIT
+    assert len(agreement(Path(finished[0].run_dir), capsys, "tied, thd, DP2")) == 4
 
 
 def test_every_step_samples_from_the_weights_before_it(finished):
@@ -206,116 +202,114 @@ def test_the_saved_model_is_the_trained_one(finished, make_hf_model):
     assert trained.config.eos_token_id == 2 and (folder / "tokenizer.json").exists()
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one(finished, tmp_path):
-    config, _ = finished
-    shutil.copytree(config.run_dir, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_4")
-    with Trainer(replace(config, run_dir=str(tmp_path / "run"), resume=True), digits_reward) as trainer:
-        trainer.fit()
-    want, got = ([without_time(line) for line in read_metrics(Path(f))] for f in (config.run_dir, tmp_path / "run"))
-    assert got == want
+def agreement(run: Path, capsys, label: str) -> list[dict]:
+    """The lines of a run's steps; rollout and trainer must have agreed at each."""
+    lines = read_metrics(run)[1:]
+    mean, largest = (max(line[f"logprob_diff_{kind}"] for line in lines) for kind in ("mean", "max"))
+    with capsys.disabled():
+        print(f"\n{label}: |logprob difference| mean {mean:.1e} max {largest:.1e}", end="")
+    assert 0 < mean <= MEAN_LIMIT and largest <= MAX_LIMIT
+    return lines
 
 
-def test_reference_mini_batches_and_tensor_parallelism(make_hf_model, data, tmp_path, capsys):
-    """An untied model over TP2 in bshd, with a KL penalty and two optimizer steps per rollout."""
+def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, capsys):
+    """An untied model over TP2 in bshd; a critic in the actor's processes and a reference in its own, two optimizer
+    steps per rollout; the critic learns alone first. Cut off after step 2 and resumed, the last steps are the same."""
     config = make_config(
         make_hf_model,
         data,
         tmp_path / "run",
         tied=False,
-        actor=MegatronConfig(ranks=2, tp=2, layout="bshd", lr=2e-4, adam_eps=1e-5),
+        actor=MegatronConfig(ranks=2, tp=2, layout="bshd", lr=4e-4, adam_eps=1e-5, lr_decay="linear"),
         algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2),
-        steps=3,
-    )
-    with Trainer(config, digits_reward) as trainer:
-        trainer.fit()
-    lines = read_metrics(tmp_path / "run")[1:]
-    mean, largest = (max(line[f"logprob_diff_{kind}"] for line in lines) for kind in ("mean", "max"))
-    with capsys.disabled():
-        print(f"\nuntied, bshd, TP2: |logprob difference| mean {mean:.1e} max {largest:.1e}", end="")
-    assert 0 < mean <= MEAN_LIMIT and largest <= MAX_LIMIT
-    assert 0 < lines[0]["kl"] < lines[1]["kl"], "the policy starts at the reference and leaves it"
-    assert lines[0]["ratio_max"] > 1.0001, "the second mini-batch is off the policy that sampled it"
-
-
-@pytest.mark.parametrize(("size", "tied"), [("pp", True), ("cp", False)])
-def test_llama_over_other_sizes_and_two_rollout_engines(make_hf_model, data, tmp_path, capsys, size, tied):
-    config = make_config(
-        make_hf_model,
-        data,
-        tmp_path / "run",
-        tied=tied,
-        family="llama",
-        actor=MegatronConfig(ranks=2, lr=3e-3, adam_eps=1e-5, micro_batch_tokens=64, **{size: 2}),
-        steps=2,
-    )
-    config = replace(config, rollout=replace(config.rollout, engines=2 if size == "cp" else 1))
-    with Trainer(config, digits_reward) as trainer:
-        trainer.fit()
-        rows = [trainer.rows[0]] * 2
-        first, second = trainer.rollouts.generate(rows, trainer.sampler.sampling(16))
-    lines = read_metrics(tmp_path / "run")[1:]
-    mean, largest = (max(line[f"logprob_diff_{kind}"] for line in lines) for kind in ("mean", "max"))
-    with capsys.disabled():
-        print(f"\nllama tied={tied} {size}2: |logprob difference| mean {mean:.1e} max {largest:.1e}", end="")
-    assert 0 < mean <= MEAN_LIMIT and largest <= MAX_LIMIT
-    assert [c.token_ids for c in first] != [c.token_ids for c in second], "engines draw from seeds of their own"
-    assert {c.version for c in (*first, *second)} == {2}, "every engine has the newest weights"
-
-
-def test_ppo_with_a_critic_that_resumes(make_hf_model, data, tmp_path):
-    """A critic in the actor's processes and a reference in its own, KL in the reward, two steps per rollout; the critic
-    learns alone first. Cut off after step 2 and resumed, the last step is the same."""
-    config = make_config(
-        make_hf_model,
-        data,
-        tmp_path / "run",
-        tied=True,
-        actor=MegatronConfig(ranks=2, lr=1e-3, adam_eps=1e-5, lr_decay="linear"),
-        algorithm=AlgorithmConfig(kl_coef=0.05, kl_in="reward", mini_batches=2),
         critic=CriticConfig(train=True, lr=1e-2, clip=0.5, warmup_steps=1),
         separate=("reference",),
-        steps=3,
+        steps=4,
         save_every=2,
     )
     with Trainer(config, digits_reward) as trainer:
         trainers = [name for engine in trainer.engines for name in engine.workers() if "rank" in name]
         assert trainers == ["actor rank 0", "actor rank 1", "reference rank 0", "reference rank 1"]
         trainer.fit()
-    lines = read_metrics(tmp_path / "run")[1:]
-    assert "grad_norm" not in lines[0] and lines[0]["logprob_diff_mean"] > 0, "the critic learns alone"
-    assert all(line["critic_grad_norm"] > 0 for line in lines) and lines[1]["grad_norm"] > 0
+    lines = agreement(tmp_path / "run", capsys, "untied, bshd, TP2, PPO")
+    assert "grad_norm" not in lines[0] and all(line["critic_grad_norm"] > 0 for line in lines)
     assert lines[0]["explained_variance"] == pytest.approx(0.0, abs=1e-5), "its head starts at zero"
-    # Both decays end with the run: the critic's over six optimizer steps, the actor's over its four.
-    assert (lines[-1]["critic_lr"], lines[-1]["lr"]) == pytest.approx((1e-2 / 12, 1e-3 / 8))
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
+    assert 0 < lines[1]["kl"] < lines[2]["kl"], "the policy starts at the reference and leaves it"
+    assert lines[1]["ratio_max"] > 1.0001, "the second mini-batch is off the policy that sampled it"
+    # Both decays end with the run: the critic's over eight optimizer steps, the actor's over its six.
+    assert (lines[-1]["critic_lr"], lines[-1]["lr"]) == pytest.approx((1e-2 / 16, 4e-4 / 12))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_4"
     trained = AutoModelForTokenClassification.from_pretrained(checkpoint / "hf_critic")
     assert trained.score.weight.abs().max() > 0 and (checkpoint / "hf" / "tokenizer.json").exists()
     shutil.copytree(config.run_dir, tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_3")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_4")
     with Trainer(replace(config, run_dir=str(tmp_path / "again"), resume=True), digits_reward) as trainer:
         trainer.fit()
     want, got = ([without_time(line) for line in read_metrics(tmp_path / run)] for run in ("run", "again"))
     assert got == want
 
 
-def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_path):
-    """A teacher of another family; ReMax's baseline; groups that are all alike give way to others."""
-    teacher = make_hf_model("llama", False)
-    settings = AlgorithmConfig(reference=teacher, greedy_baseline=True, dynamic_sampling=2)
-    config = make_config(make_hf_model, data, tmp_path / "run", tied=True, algorithm=settings, steps=1)
+def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, capsys):
+    """A tied llama over PP2; some calls of the reward raise, some end its process, and the run goes on."""
+
+    def fragile(text, row):
+        if row.answer.endswith("7"):
+            raise KeyError("level")
+        if row.answer.endswith("3"):
+            os._exit(1)
+        return digits_reward(text, row)
+
+    actor = MegatronConfig(ranks=2, pp=2, lr=3e-3, adam_eps=1e-5, micro_batch_tokens=64)
+    config = make_config(make_hf_model, data, tmp_path / "run", tied=True, family="llama", actor=actor, steps=2)
+    with Trainer(config, fragile) as trainer:
+        trainer.fit()
+        answers = [row.answer for row in trainer.heldout]
+        taken = rows_of_step(trainer.rows, 8, 0, config.seed)
+    assert not ray.is_initialized()
+    assert "WARNING after 0 steps: " in capsys.readouterr().out
+    first, last = agreement(tmp_path / "run", capsys, "llama tied, PP2")
+    start = read_metrics(tmp_path / "run")[0]
+    sevens, threes = (sum(answer.endswith(digit) for answer in answers) for digit in "73")
+    assert start["heldout_raised"] == sevens > 0 and start["heldout_died"] == threes > 0
+    assert start["heldout_failures"] == sevens + threes and last["step"] == 2
+    sevens, threes = (4 * sum(row.answer.endswith(digit) for row in taken) for digit in "73")
+    assert first["reward_failures"] == sevens + threes > 0
+    assert (first.get("reward_raised", 0), first.get("reward_died", 0)) == (sevens, threes)
+
+
+def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_path, capsys):
+    """An untied llama over CP2 and two rollout engines; a teacher of another family, whose KL is part of the reward;
+    ReMax's baseline; groups that are all alike give way to others."""
+    teacher = make_hf_model("qwen2", False)
+    config = make_config(
+        make_hf_model,
+        data,
+        tmp_path / "run",
+        tied=False,
+        family="llama",
+        actor=MegatronConfig(ranks=2, cp=2, lr=3e-3, adam_eps=1e-5, micro_batch_tokens=64),
+        algorithm=AlgorithmConfig(
+            reference=teacher, kl_coef=0.1, kl_in="reward", greedy_baseline=True, dynamic_sampling=2
+        ),
+        steps=1,
+    )
+    config = replace(config, rollout=replace(config.rollout, engines=2))
     seen = []
 
     def advantage(batch):
         seen.append(batch)
         return remax(batch) + distill(batch)
 
-    def mostly_alike(text, row) -> float:
+    def half_alike(text, row) -> float:
         return digits_reward(text, row) if int(row.answer) % 2 else 0.0
 
-    with Trainer(config, mostly_alike, advantage=advantage, aggregation=sequence_mean) as trainer:
+    with Trainer(config, half_alike, advantage=advantage, aggregation=sequence_mean) as trainer:
         trainer.fit()
         drawn, rows = trainer.sampler.rollouts_done, trainer.rows
+        first, second = trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.sampling(16))
+    agreement(tmp_path / "run", capsys, "llama untied, CP2")
+    assert [c.token_ids for c in first] != [c.token_ids for c in second], "engines draw from seeds of their own"
+    assert {c.version for c in (*first, *second)} == {1}, "every engine has the newest weights"
     (batch,) = seen
     assert 2 <= drawn <= 3, "half of the groups are alike, so that one rollout cannot do"
     odd = {row.prompt_ids for index in range(drawn) for row in rows_of_step(rows, 8, index, 0) if int(row.answer) % 2}
@@ -327,32 +321,9 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
         log_p = AutoModelForCausalLM.from_pretrained(teacher)(one.inputs[None]).logits[0].log_softmax(-1)
     want = log_p.gather(-1, one.targets[:, None])[:, 0]
     assert float((one.ref_logprobs - want).abs().max()) <= 1e-5
+    assert torch.equal(one.penalties, -0.1 * (one.rollout_logprobs - one.ref_logprobs) * one.mask)
     state = json.loads(next((tmp_path / "run" / "checkpoints" / "step_1").glob("*.json")).read_text())
     assert state["rollouts"] == drawn
-
-
-def test_a_run_outlives_its_rewards_failures(make_hf_model, data, tmp_path, capsys):
-    def fragile(text, row):
-        if row.answer.endswith("7"):
-            raise KeyError("level")
-        if row.answer.endswith("3"):
-            os._exit(1)
-        return digits_reward(text, row)
-
-    config = make_config(make_hf_model, data, tmp_path / "run", tied=True, steps=2)
-    with Trainer(config, fragile) as trainer:
-        trainer.fit()
-        answers = [row.answer for row in trainer.heldout]
-        taken = rows_of_step(trainer.rows, 8, 0, config.seed)
-    assert not ray.is_initialized()
-    start, first, last = read_metrics(tmp_path / "run")
-    sevens, threes = (sum(answer.endswith(digit) for answer in answers) for digit in "73")
-    assert start["heldout_raised"] == sevens > 0 and start["heldout_died"] == threes > 0
-    assert start["heldout_failures"] == sevens + threes and last["step"] == 2
-    sevens, threes = (4 * sum(row.answer.endswith(digit) for row in taken) for digit in "73")
-    assert first["reward_failures"] == sevens + threes > 0
-    assert (first.get("reward_raised", 0), first.get("reward_died", 0)) == (sevens, threes)
-    assert "WARNING after 0 steps: " in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_path, finished):

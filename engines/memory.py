@@ -1,0 +1,175 @@
+"""Bytes that a rank of a training engine holds, from the model's shape alone: nothing is built and nothing imported.
+
+Parameters, gradients and optimizer state are exact: Megatron lays them out in one buffer, last parameter first, and
+cuts it over the data- and context-parallel ranks. Activations are an estimate.
+"""
+
+import math
+from dataclasses import dataclass
+
+from engines.config import MegatronConfig
+from engines.models import ModelSpec
+from hardware.rules import slot_unit
+
+_ALIGNED, _BUCKET = 64, 128
+"""Numbers to a multiple of which Megatron starts a parameter in its buffer, and ends a bucket (core 0.16)."""
+_FP32 = 4
+_HEAD_LOGITS = 2**25
+"""Logits that the head has at once (engines/megatron/logprobs.py)."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter on one rank.
+
+    Attributes:
+        shared: a copy of it is on another pipeline stage, so that it has a bucket of its own.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shared: bool = False
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters, gradients, optimizer: exact. activations: of the micro-batches in flight, estimated.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def bytes_of(dtype: str) -> int:
+    return {"float32": 4, "bfloat16": 2}[dtype]
+
+
+def parameters_of(model: ModelSpec, config: MegatronConfig, stage: int) -> list[Parameter]:
+    """A pipeline stage's parameters on each of its tensor-parallel ranks, in Megatron's order."""
+    tp, first, last = config.tp, stage == 0, stage == config.pp - 1
+    vocabulary, copied = (-(-model.vocab // tp), model.hidden), model.tied and config.pp > 1
+    layers = model.layers // config.pp
+    found = [Parameter("embedding.word_embeddings.weight", vocabulary, copied)] if first else []
+    for layer in range(stage * layers, (stage + 1) * layers):
+        found += [Parameter(f"decoder.layers.{layer}.{name}", shape) for name, shape in _layer(model, tp)]
+    if last:
+        found.append(Parameter("decoder.final_layernorm.weight", (model.hidden,)))
+        if model.head == "value":
+            found += [Parameter("output_layer.weight", (1, model.hidden)), Parameter("output_layer.bias", (1,))]
+        elif not model.tied or copied:
+            found.append(Parameter("output_layer.weight", vocabulary, copied))
+    return found
+
+
+def _layer(model: ModelSpec, tp: int) -> list[tuple[str, tuple[int, ...]]]:
+    query, whole = model.heads * model.head_dim, (model.heads + 2 * model.kv_heads) * model.head_dim
+    qk_norm = [("self_attention.q_layernorm.weight", (model.head_dim,))] if model.qk_norm else []
+    qk_norm += [("self_attention.k_layernorm.weight", (model.head_dim,))] if model.qk_norm else []
+    bias = [("self_attention.linear_qkv.bias", (whole // tp,))] if model.qkv_bias else []
+    return [
+        ("input_layernorm.weight", (model.hidden,)),
+        ("self_attention.linear_proj.weight", (model.hidden, query // tp)),
+        ("self_attention.linear_qkv.weight", (whole // tp, model.hidden)),
+        *bias,
+        *qk_norm,
+        ("pre_mlp_layernorm.weight", (model.hidden,)),
+        ("mlp.linear_fc1.weight", (2 * model.ffn // tp, model.hidden)),
+        ("mlp.linear_fc2.weight", (model.hidden, model.ffn // tp)),
+    ]
+
+
+def rank_memory(model: ModelSpec, config: MegatronConfig, stage: int, rank: int, trainable: bool = True) -> RankMemory:
+    """Bytes of a pipeline stage's rank.
+
+    Args:
+        rank: among the data- and context-parallel ranks that hold the same parameters.
+        trainable: with gradients and an optimizer.
+    """
+    parameters, size = parameters_of(model, config, stage), bytes_of(config.dtype)
+    numbers, moments = sum(parameter.numbers for parameter in parameters), 0
+    if not trainable:
+        return RankMemory(numbers * size, 0, 0, activation_bytes(model, config, 0, trainable=False))
+    places, buckets = _buffer(parameters, config.dp * config.cp)
+    for start, end in buckets:
+        share = (end - start) // (config.dp * config.cp)
+        mine = start + rank * share, start + (rank + 1) * share
+        moments += sum(max(0, min(stop, mine[1]) - max(begin, mine[0])) for begin, stop in places)
+    masters = _FP32 * moments if config.dtype != "float32" else 0
+    whole = buckets[-1][1]
+    activations = activation_bytes(model, config, stage)
+    return RankMemory(whole * size, whole * _FP32, 2 * _FP32 * moments + masters, activations)
+
+
+def _buffer(parameters: list[Parameter], ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Start and end of each parameter in Megatron's buffer, and of each bucket."""
+    places, buckets, start, end = [], [], 0, 0
+
+    def close() -> int:
+        buckets.append((start, _up(end, math.lcm(ranks, _BUCKET))))
+        return buckets[-1][1]
+
+    for parameter in reversed(parameters):
+        begin = _up(end, _ALIGNED)
+        if parameter.shared and end > start:
+            begin = start = end = close()
+        end = begin + parameter.numbers
+        places.append((begin, end))
+        if parameter.shared:
+            start = end = close()
+    if end > start:
+        close()
+    return places, buckets
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, trainable: bool = True) -> int:
+    """What the forward passes of a stage keep for their backward passes, about.
+
+    Per token and layer, cut over tp by sequence parallelism: inputs and outputs of both norms and the residual (5 h),
+    queries, keys and values before and after rotation, attention's output, and the MLP's four tensors (4 ffn). With
+    full recomputation a layer keeps its input alone, and one layer at a time has all of it. Stage i of p has p - i
+    micro-batches in flight. The last stage also has the logits of some tokens, or without recomputation of all.
+    """
+    tokens, size, tp = config.micro_batch_tokens / config.cp, bytes_of(config.dtype), config.tp
+    heads = (2 * (model.heads + 2 * model.kv_heads) + model.heads) * model.head_dim
+    whole = (5 * model.hidden + heads + 4 * model.ffn) * size / tp
+    layers = model.layers // config.pp
+    if not trainable:
+        kept = whole
+    elif config.recompute == "full":
+        kept = layers * model.hidden * size / tp * (config.pp - stage) + whole
+    else:
+        kept = layers * whole * (config.pp - stage)
+    head = 0.0
+    if stage == config.pp - 1 and model.head == "language":
+        all_logits = tokens * model.vocab / tp
+        keeps = trainable and config.recompute == "none"
+        head = _FP32 * ((all_logits if keeps else 0) + 2 * min(all_logits, _HEAD_LOGITS))
+    return int(tokens * kept + head)
+
+
+def padding_share(config: MegatronConfig, longest: int) -> float:
+    """Share of slots that hold no token, where lengths are spread evenly from 1 to ``longest``.
+
+    thd pads each sequence to the unit that tp and cp cut, half a unit on average; bshd pads it to the longest of its
+    micro-batch, taken as the longest there is.
+    """
+    unit, mean = slot_unit(config.tp, config.cp, config.multiple), (1 + longest) / 2
+    slots = mean + (unit - 1) / 2 if config.layout == "thd" else _up(longest, unit)
+    return 1 - mean / slots

@@ -1,0 +1,204 @@
+"""What a run will take, said before anything is taken: ``rlworker plan RECIPE``."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import psutil
+import tyro
+
+from engines.config import MegatronConfig
+from engines.memory import RankMemory, bytes_of, padding_share, parameters_of, rank_memory
+from engines.models import ModelSpec
+from hardware.platform import get_platform
+from rlworker.config import RunConfig
+
+_GB = 2**30
+_PROCESS = {"trainer": 0.5 * _GB, "rollout": 1.7 * _GB, "ray": 0.6 * _GB}
+"""What a process takes before it holds a model, where all of them share one machine's memory (measured on a CPU)."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one process on its device.
+
+    Attributes:
+        name: which. count: how many there are.
+        roles: engine -> what it holds; a rollout engine has its weights as parameters, its cache of keys and values as
+            activations.
+    """
+
+    name: str
+    count: int
+    roles: dict[str, RankMemory]
+
+    @property
+    def total(self) -> int:
+        """Engines that share a process run one after the other, so that their activations do not add up."""
+        held = sum(memory.total - memory.activations for memory in self.roles.values())
+        return held + max(memory.activations for memory in self.roles.values())
+
+    @property
+    def is_rollout(self) -> bool:
+        return "rollout" in self.roles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    batch: what a step is made of, label and value. needs: the largest rank of each stage, and a rollout engine.
+    padding: share of the trainer's slots without a token.
+    """
+
+    batch: dict[str, str]
+    needs: list[Need]
+    padding: float
+
+
+def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str, bool]:
+    """The plan of a recipe in words, and whether it fits.
+
+    Args:
+        recipe: a module that has its settings as ``DEFAULT``. settings: changes to them, as on its command line.
+        memory_gb: of the device of each process; 0 takes this machine's memory for all of them together.
+
+    Raises:
+        ValueError: there is no such recipe, or the settings do not fit each other or the models.
+    """
+    try:
+        default = importlib.import_module(recipe).DEFAULT
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(
+            f"plan: {recipe!r} is no module with a DEFAULT ({error}); give one such as recipes.demo_cpu"
+        ) from None
+    config = tyro.cli(type(default), default=default, args=settings, prog=f"rlworker plan {recipe}")
+    models = {}
+    for role, folder in config.models.items():
+        models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
+        config.actor.check_model(models[role])
+    plan = make_plan(config, models)
+    text, fits = _verdict(config, models, plan, memory_gb)
+    return f"{in_words(plan)}\n{text}", fits
+
+
+def _verdict(config: RunConfig, models: dict[str, ModelSpec], plan: Plan, memory_gb: float) -> tuple[str, bool]:
+    if not memory_gb:
+        held = _PROCESS["ray"]
+        for need in plan.needs:
+            held += need.count * (need.total + _PROCESS["rollout" if need.is_rollout else "trainer"])
+        need, have = held / _GB, psutil.virtual_memory().total / _GB
+        return f"All processes on this machine: {need:.1f} GB of {have:.1f} GB", need <= have
+    if not (large := over(plan, memory_gb)):
+        return f"Every process fits into {memory_gb:g} GB", True
+    text = "; ".join(f"{need.name} need {need.total / _GB:.1f} GB" for need in large)
+    text = f"Does not fit into {memory_gb:g} GB: {text}"
+    if not all(need.is_rollout for need in large):
+        settings = nearest(config, models, memory_gb)
+        text += f". The trainers fit with {settings}" if settings else ". No trainer sizes that were tried fit"
+    return text, False
+
+
+def make_plan(config: RunConfig, models: dict[str, ModelSpec]) -> Plan:
+    """Plan a run.
+
+    Args:
+        models: of each role of ``config.models``, from ``config.json`` alone.
+    """
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return Plan(_batch(config, longest), list(_needs(config, models)), padding_share(config.actor, longest))
+
+
+def _batch(config: RunConfig, longest: int) -> dict[str, str]:
+    minis, actor, rollout = config.algorithm.mini_batches, config.actor, config.rollout
+    prompts, count, samples = config.prompts_per_step, config.samples_per_prompt, config.samples_per_step
+    share = -(-samples // (minis * actor.dp))
+    most = -(-share * longest // actor.micro_batch_tokens)
+    sizes = f"tp {actor.tp} x pp {actor.pp} x cp {actor.cp} = {actor.ranks // actor.dp} ranks"
+    return {
+        "a step": f"{prompts} prompts x {count} samples = {samples} samples",
+        "a sample": f"{config.data.max_prompt_tokens} + {rollout.max_new_tokens} = {longest} tokens at most",
+        "a mini-batch": f"{samples // minis} samples, one optimizer step; {minis} in a step",
+        "a replica": f"{sizes}; {share} samples of a mini-batch for each of {actor.dp}",
+        "a micro-batch": f"{actor.micro_batch_tokens:,} tokens at most, so some {most} in a mini-batch at most",
+        "the run": f"{config.steps} steps, {config.steps * minis} optimizer steps, {config.steps * prompts:,} prompts, "
+        f"{config.steps * samples:,} samples, {config.steps * samples * longest:,} tokens at most",
+    }
+
+
+def _needs(config: RunConfig, models: dict[str, ModelSpec]) -> Iterator[Need]:
+    shared = [role for role in models if role not in config.separate]
+    for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(config.separate))):
+        for stage in range(config.actor.pp):
+            held = {role: largest_rank(models[role], config.actor, stage, role != "reference") for role in roles}
+            where = f"{name} ranks, stage {stage}" if config.actor.pp > 1 else f"{name} ranks"
+            yield Need(where, config.actor.ranks // config.actor.pp, held)
+    platform, model = get_platform(config.platform), models["actor"]
+    weights = sum(parameter.numbers for parameter in parameters_of(model, MegatronConfig(), 0))
+    weights = weights * bytes_of(config.rollout.dtype) // int(config.rollout.vllm.get("tensor_parallel_size", 1))
+    cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
+    yield Need("rollout engines", config.rollout.engines, {"rollout": RankMemory(weights, 0, 0, cache)})
+
+
+def largest_rank(model: ModelSpec, config: MegatronConfig, stage: int, trainable: bool) -> RankMemory:
+    """Of the ranks that hold the same parameters, the one with the most optimizer state."""
+    ranks = range(config.dp * config.cp if trainable else 1)
+    return max((rank_memory(model, config, stage, rank, trainable) for rank in ranks), key=lambda memory: memory.total)
+
+
+def over(plan: Plan, memory_gb: float) -> list[Need]:
+    """The processes that do not fit on a device of their own."""
+    return [need for need in plan.needs if need.total > memory_gb * _GB]
+
+
+def nearest(config: RunConfig, models: dict[str, ModelSpec], memory_gb: float) -> str:
+    """Settings under which the trainers fit, as few changes from the given ones as will do; empty where none of those
+    tried does."""
+    actor = config.actor
+    recompute = dict.fromkeys((actor.recompute, "full"))
+    tokens = [actor.micro_batch_tokens // cut for cut in (1, 2, 4, 8)]
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    sizes = (1, 2, 4, 8, 16)
+    found = []
+    for kind, most, tp, pp, dp in product(recompute, tokens, sizes, sizes, dict.fromkeys((actor.dp, 1))):
+        if tp < actor.tp or pp < actor.pp or most < longest:
+            continue
+        try:
+            other = replace(actor, recompute=kind, micro_batch_tokens=most, tp=tp, pp=pp, ranks=tp * pp * actor.cp * dp)
+            for model in models.values():
+                other.check_model(model)
+        except ValueError:
+            continue
+        needs = over(make_plan(replace(config, actor=other), models), memory_gb)
+        if all(need.is_rollout for need in needs):
+            changes = _changes(actor, other)
+            found.append((len(changes), other.ranks, -most, changes))
+    return " ".join(min(found)[3]) if found else ""
+
+
+def _changes(before: MegatronConfig, after: MegatronConfig) -> list[str]:
+    names = ("ranks", "tp", "pp", "recompute", "micro_batch_tokens")
+    pairs = [(name, getattr(after, name)) for name in names if getattr(after, name) != getattr(before, name)]
+    return [f"--actor.{name.replace('_', '-')} {value}" for name, value in pairs]
+
+
+def in_words(plan: Plan) -> str:
+    """The plan as a text."""
+    width = max(len(label) for label in plan.batch)
+    lines = [f"{label.ljust(width)}  {value}" for label, value in plan.batch.items()]
+    lines.append(f"{'padding'.ljust(width)}  about {100 * plan.padding:.1f} % of the trainer's slots, at even lengths")
+    lines += [
+        "",
+        f"{'GB':24s}{'parameters':>12s}{'gradients':>12s}{'optimizer':>12s}{'activations':>12s}{'total':>12s}",
+    ]
+    for need in plan.needs:
+        for role, memory in need.roles.items():
+            name = need.name if len(need.roles) == 1 else f"{need.name}: {role}"
+            parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total)
+            lines.append(f"{name:24s}" + "".join(f"{part / _GB:12.3f}" for part in parts))
+        if len(need.roles) > 1:
+            lines.append(f"{need.name:24s}{need.total / _GB:60.3f}")
+    lines.append(
+        "Parameters, gradients and optimizer are exact; activations are an estimate; a rollout engine's are its cache."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,96 @@
+"""Sums along the sequences of a flat stream, without a loop over time."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64
+"""Numbers of a sequence that one row of a matrix product sums up."""
+_LONG_RUN = 16
+"""From this mean length on, runs are copied one by one; shorter ones are faster by index."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some places of a flat stream of sequences, and how to take and put them.
+
+    Attributes:
+        total: N. lengths: ``[B]``, chosen places of each sequence.
+        runs: lengths of the stretches that are not chosen and chosen in turn, the first possibly empty.
+        index: ``[n]`` the places, where the stretches are short; else None.
+    """
+
+    total: int
+    lengths: Tensor
+    runs: tuple[int, ...]
+    index: Tensor | None
+
+    @classmethod
+    def of(cls, mask: Tensor, lengths: tuple[int, ...]) -> "Chosen":
+        """The true places of ``mask [N]``."""
+        sizes = torch.tensor(lengths)
+        if mask.all():
+            return cls(len(mask), sizes, (0, len(mask)), None)
+        counts = torch.cat([torch.zeros(1, dtype=torch.int32), mask.cumsum(0, dtype=torch.int32)]).long()
+        ends = sizes.cumsum(0)
+        edges = (mask[1:] != mask[:-1]).nonzero()[:, 0] + 1
+        if len(edges) * _LONG_RUN > len(mask):
+            return cls(len(mask), counts[ends] - counts[ends - sizes], (), mask.nonzero()[:, 0])
+        bounds = [0, *([0] if mask[0] else []), *edges.tolist(), len(mask)]
+        runs = tuple(b - a for a, b in zip(bounds, bounds[1:]))
+        return cls(len(mask), counts[ends] - counts[ends - sizes], runs, None)
+
+    def take(self, column: Tensor) -> Tensor:
+        """``[N] -> [n]``; a view where all are chosen."""
+        if self.index is not None:
+            return column[self.index]
+        return column if self.runs == (0, self.total) else torch.cat(column.split(self.runs)[1::2])
+
+    def put(self, numbers: Tensor) -> Tensor:
+        """``[n] -> [N]``, zero elsewhere; the same tensor where all are chosen."""
+        if self.runs == (0, self.total):
+            return numbers
+        flat = numbers.new_zeros(self.total)
+        if self.index is not None:
+            return flat.index_copy_(0, self.index, numbers)
+        torch._foreach_copy_(list(flat.split(self.runs)[1::2]), list(numbers.split(self.runs[1::2])))
+        return flat
+
+
+def discounted_sums(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
+    """``y_n = x_n + decay * y_{n+1}`` within each sequence of a flat stream: ``[N] -> [N]``.
+
+    Each sequence is cut into blocks, which a triangular matrix sums up at once; what follows a block is the sum at the
+    start of the next one, which is this very problem over fewer numbers.
+    """
+    if not len(x):
+        return x.clone()
+    blocks = -(-lengths // _BLOCK)
+    # Each sequence from a row's start, zeros after its end.
+    sizes = torch.stack([lengths, blocks * _BLOCK - lengths], dim=1).flatten().tolist()
+    aligned = len(x) == sum(sizes)
+    rows = x if aligned else x.new_zeros(sum(sizes))
+    if not aligned:
+        torch._foreach_copy_(list(rows.split(sizes)[::2]), list(x.split(sizes[::2])))
+    powers = decay ** torch.arange(_BLOCK + 1, dtype=torch.float64)
+    apart = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)  # [from, to]
+    sums = rows.view(-1, _BLOCK) @ torch.where(apart >= 0, powers[apart.clamp_min(0)], 0.0).to(x.dtype)
+    if (blocks > 1).any():
+        starts = discounted_sums(sums[:, 0].contiguous(), blocks, decay**_BLOCK)
+        sums.addr_(following(starts, blocks), powers.flip(0)[:-1].to(x.dtype))
+    flat = sums.view(-1)
+    return flat if aligned else torch.cat(flat.split(sizes)[::2])
+
+
+def following(numbers: Tensor, lengths: Tensor) -> Tensor:
+    """The number after each within its sequence, zero after the last."""
+    after = torch.empty_like(numbers)
+    after[:-1] = numbers[1:]
+    after[last_places(lengths)] = 0.0
+    return after
+
+
+def last_places(lengths: Tensor) -> Tensor:
+    """Place of the last number of each sequence that has any."""
+    return (lengths.cumsum(0) - 1)[lengths > 0]

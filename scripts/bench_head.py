@@ -1,0 +1,82 @@
+"""Peak memory and time of logprobs and entropy from hidden states, forward and backward.
+
+    python scripts/bench_head.py [--dtype bfloat16]
+
+2,048 tokens, a hidden size of 896 and a vocabulary of 151,936 (Qwen2.5-0.5B), one thread: the head of the engine, with
+and without keeping logits for the backward pass, beside the plain way, log_softmax over all logits at once. Each runs
+in a process of its own; extra memory is its largest resident size above that before the first pass.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TOKENS, HIDDEN, VOCAB = 2048, 896, 151_936
+ROUNDS = 3
+
+
+def one(kind: str, dtype: str) -> dict[str, float]:
+    """Seconds of the fastest pass, and extra megabytes, of one kind in this process."""
+    import torch
+    import torch.distributed as dist
+
+    from engines.megatron.logprobs import token_outputs
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(getattr(torch, dtype)).requires_grad_()
+    weight = (0.05 * torch.randn(VOCAB, HIDDEN, generator=generator)).to(getattr(torch, dtype)).requires_grad_()
+    target = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+
+    def outputs():
+        if kind == "full softmax":
+            log_p = (hidden @ weight.T).float().log_softmax(-1)
+            return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        settings = dict(temperature=1.0, vocab=VOCAB, keep_logits=kind == "logits kept", group=dist.group.WORLD)
+        out = token_outputs(hidden, weight, target, **settings)
+        return out.logprobs, out.entropy
+
+    Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is forgotten
+    before, seconds = resident("VmRSS"), []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        logprobs, entropy = outputs()
+        (logprobs.sum() + 0.01 * entropy.sum()).backward()
+        seconds.append(time.perf_counter() - start)
+        hidden.grad = weight.grad = None
+    return {"seconds": min(seconds), "megabytes": resident("VmHWM") - before}
+
+
+def resident(field: str) -> float:
+    """Megabytes that this process has in memory now (VmRSS) or had at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(one(arguments.one, arguments.dtype)))
+        return
+    found = {}
+    for kind in ("full softmax", "logits kept", "logits made again"):
+        command = [sys.executable, "-W", "ignore", __file__, "--dtype", arguments.dtype, "--one", kind]
+        environment = os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found[kind] = json.loads(done.stdout.splitlines()[-1])
+    plain = found["full softmax"]
+    for kind, numbers in found.items():
+        memory, seconds = (numbers[name] / plain[name] for name in ("megabytes", "seconds"))
+        print(f"{kind:18s} {numbers['megabytes']:7.0f} MB {memory:5.2f}x  {numbers['seconds']:6.2f} s {seconds:5.2f}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The planner's bytes against engines that are built."""
+
+import pytest
+from engines_cases import build_engine
+from ranks import free_address
+
+MODELS = [("qwen2", True, "language"), ("qwen3", False, "language"), ("llama", False, "value")]
+SIZES = [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}]
+
+
+def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict, head: str) -> dict:
+    """What an engine holds, and what was planned for its rank."""
+    import torch
+    from megatron.core import parallel_state as mpu
+
+    from engines.megatron.weights import _named_parameters
+    from engines.memory import parameters_of, rank_memory
+    from engines.models import ModelSpec
+
+    model = ModelSpec.from_folder(folder, head)
+    engine = build_engine(rank, world, address, model, settings)
+    for part in engine.optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer, part.config)
+    parts, buffers = engine.optimizer.chained_optimizers, engine.module.buffers
+    masters = [shard for part in parts for group in part.shard_fp32_from_float16_groups for shard in group]
+    states = [state for part in parts for state in part.optimizer.state.values()]
+    kept = [*masters, *(value for state in states for value in state.values())]
+    held = {
+        "parameters": sum(buffer.param_data.nbytes for buffer in buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor)),
+    }
+    stage, place = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank(with_context_parallel=True)
+    planned = vars(rank_memory(model, engine.config, stage, place))
+    parameters = [(name, tuple(p.shape)) for name, p in _named_parameters(engine.module.module).items()]
+    wanted = [(p.name, p.shape) for p in parameters_of(model, engine.config, stage)]
+    planned = {name: planned[name] for name in held}
+    return {"held": held, "planned": planned, "parameters": parameters, "wanted": wanted}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", SIZES, ids=["DP2", "TP2", "PP2", "CP2"])
+@pytest.mark.parametrize(
+    ("family", "tied", "head"), [("qwen2", True, "language"), ("qwen3", False, "language"), ("llama", False, "value")]
+)
+def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, family, tied, head, settings, dtype):
+    folder = make_hf_model(family, tied)
+    for rank in two_ranks.run(bytes_held, free_address(), folder, settings | {"dtype": dtype}, head):
+        assert rank["parameters"] == rank["wanted"]
+        assert rank["held"] == rank["planned"]

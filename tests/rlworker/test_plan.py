@@ -1,0 +1,130 @@
+"""What ``rlworker plan`` says, against numbers worked by hand."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines.config import MegatronConfig, VllmConfig
+from engines.memory import padding_share
+from engines.models import ModelSpec
+from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
+from rlworker.plan import in_words, make_plan, nearest, over
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+"""The shape of Qwen2.5-7B, of 7,615,616,512 parameters."""
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    return str(tmp_path)
+
+
+def config_of(folder: str, **changes) -> RunConfig:
+    config = RunConfig(
+        model=folder,
+        data=DataConfig(max_prompt_tokens=512),
+        actor=MegatronConfig(ranks=8, tp=4, dtype="bfloat16", recompute="full"),
+        rollout=VllmConfig(max_new_tokens=1536, dtype="bfloat16", kv_cache_mb=20480),
+        algorithm=AlgorithmConfig(mini_batches=2),
+        prompts_per_step=64,
+        samples_per_prompt=8,
+        steps=10,
+    )
+    return replace(config, **changes)
+
+
+def test_a_known_model_by_hand(folder):
+    """bf16: 2 bytes a weight and 4 a gradient on each of 4 tensor-parallel ranks, norms whole on each; 12 bytes a
+    weight of optimizer, halved over two replicas; buffers padded by less than a thousandth."""
+    model = ModelSpec.from_folder(folder)
+    plan = make_plan(config_of(folder), {"actor": model})
+    (trainer, rollout) = plan.needs
+    norms = (2 * 28 + 1) * 3584
+    mine = (7_615_616_512 - norms) / 4 + norms
+    memory = trainer.roles["actor"]
+    assert memory.parameters == pytest.approx(2 * mine, rel=1e-3) and memory.gradients == 2 * memory.parameters
+    assert memory.optimizer == pytest.approx(12 * mine / 2, rel=1e-3) and trainer.count == 8
+    assert (
+        rollout.roles["rollout"].parameters == 2 * 7_615_616_512 and rollout.roles["rollout"].activations == 20 * 2**30
+    )
+
+
+def test_batches_in_one_vocabulary(folder):
+    text = in_words(make_plan(config_of(folder), {"actor": ModelSpec.from_folder(folder)}))
+    for words in (
+        "64 prompts x 8 samples = 512 samples",
+        "512 + 1536 = 2048 tokens at most",
+        "256 samples, one optimizer step; 2 in a step",
+        "tp 4 x pp 1 x cp 1 = 4 ranks; 128 samples of a mini-batch for each of 2",
+        "16,384 tokens at most, so some 16 in a mini-batch at most",
+        "10 steps, 20 optimizer steps, 640 prompts, 5,120 samples, 10,485,760 tokens at most",
+    ):
+        assert words in text
+
+
+def test_engines_that_share_a_process_add_up_but_for_activations(folder):
+    models = {"actor": ModelSpec.from_folder(folder), "critic": ModelSpec.from_folder(folder, "value")}
+    config = config_of(folder, critic=CriticConfig(train=True))
+    shared = make_plan(config, models).needs[0]
+    actor, critic = shared.roles["actor"], shared.roles["critic"]
+    assert critic.parameters < actor.parameters, "a head of one row in place of the output layer"
+    assert shared.total == actor.total + critic.total - min(actor.activations, critic.activations)
+    apart = make_plan(replace(config, separate=("critic",)), models).needs
+    assert [need.name for need in apart] == ["actor ranks", "critic ranks", "rollout engines"]
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does(folder):
+    config, models = config_of(folder, actor=MegatronConfig(dtype="bfloat16")), {"actor": ModelSpec.from_folder(folder)}
+    assert over(make_plan(config, models), 80.0)
+    words = nearest(config, models, 80.0).split()
+    pairs = {name.removeprefix("--actor.").replace("-", "_"): value for name, value in zip(words[::2], words[1::2])}
+    changes = {name: value if name == "recompute" else int(value) for name, value in pairs.items()}
+    fitting = replace(config, actor=replace(config.actor, **changes))
+    assert changes and not over(make_plan(fitting, models), 80.0)
+    assert nearest(config, models, 1.0) == ""
+
+
+def test_padding_by_hand():
+    """Lengths of 1 to 99, 50 on average: thd under tp 2 and cp 2 pads by 3.5 to a multiple of 8; bshd to 104."""
+    sizes = dict(ranks=4, tp=2, cp=2)
+    assert padding_share(MegatronConfig(**sizes), 99) == pytest.approx(3.5 / 53.5)
+    assert padding_share(MegatronConfig(**sizes, layout="bshd"), 99) == pytest.approx(54 / 104)
+    assert padding_share(MegatronConfig(), 99) == 0
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess:
+    command = [str(Path(sys.executable).parent / "rlworker"), "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_command(folder):
+    sizes = ["--actor.ranks", "8", "--actor.tp", "4", "--actor.dtype", "bfloat16", "--rollout.dtype", "bfloat16"]
+    done = run_command("recipes.grpo", "--model", folder, *sizes, "--actor.recompute", "full", "--memory-gb", "80")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Every process fits into 80 GB" in done.stdout and "32 prompts x 8 samples" in done.stdout
+    done = run_command("recipes.grpo", "--model", folder, *sizes, "--memory-gb", "16")
+    assert done.returncode == 1 and "Does not fit into 16 GB: actor ranks need" in done.stdout
+    for arguments, message in (
+        (["recipes.none"], "is no module with a DEFAULT"),
+        (["recipes.grpo", "--model", "none"], "does not exist"),
+        (["recipes.grpo", "--model", folder, "--actor.tp", "3", "--actor.ranks", "3"], "does not divide"),
+    ):
+        done = run_command(*arguments)
+        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
