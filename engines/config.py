@@ -161,6 +161,10 @@ class MegatronConfig:
         ):
             if value % self.tp:
                 raise ValueError(f"actor: tp={self.tp} does not divide the model's {value} {name}; lower --actor.tp")
+        if (self.tp - 1) * -(-model.vocab // self.tp) >= model.vocab:
+            raise ValueError(
+                f"actor: tp={self.tp} leaves a rank none of the model's {model.vocab} tokens; lower --actor.tp"
+            )
         if model.layers % self.pp:
             raise ValueError(
                 f"actor: pp={self.pp} does not divide the model's {model.layers} layers; change --actor.pp"

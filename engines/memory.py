@@ -91,17 +91,20 @@ def _layer(model: ModelSpec, tp: int) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
-def rank_memory(model: ModelSpec, config: MegatronConfig, stage: int, rank: int, trainable: bool = True) -> RankMemory:
+def rank_memory(
+    model: ModelSpec, config: MegatronConfig, stage: int, rank: int, tokens: int = 0, trainable: bool = True
+) -> RankMemory:
     """Bytes of a pipeline stage's rank.
 
     Args:
+        tokens: slots of a micro-batch, over all context-parallel ranks.
         rank: among the data- and context-parallel ranks that hold the same parameters.
         trainable: with gradients and an optimizer.
     """
     parameters, size = parameters_of(model, config, stage), bytes_of(config.dtype)
     numbers, moments = sum(parameter.numbers for parameter in parameters), 0
     if not trainable:
-        return RankMemory(numbers * size, 0, 0, activation_bytes(model, config, 0, trainable=False))
+        return RankMemory(numbers * size, 0, 0, activation_bytes(model, config, stage, tokens, trainable=False))
     places, buckets = _buffer(parameters, config.dp * config.cp)
     for start, end in buckets:
         share = (end - start) // (config.dp * config.cp)
@@ -109,7 +112,7 @@ def rank_memory(model: ModelSpec, config: MegatronConfig, stage: int, rank: int,
         moments += sum(max(0, min(stop, mine[1]) - max(begin, mine[0])) for begin, stop in places)
     masters = _FP32 * moments if config.dtype != "float32" else 0
     whole = buckets[-1][1]
-    activations = activation_bytes(model, config, stage)
+    activations = activation_bytes(model, config, stage, tokens)
     return RankMemory(whole * size, whole * _FP32, 2 * _FP32 * moments + masters, activations)
 
 
@@ -138,15 +141,16 @@ def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, trainable: bool = True) -> int:
+def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, tokens: int, trainable: bool = True) -> int:
     """What the forward passes of a stage keep for their backward passes, about.
 
     Per token and layer, cut over tp by sequence parallelism: inputs and outputs of both norms and the residual (5 h),
     queries, keys and values before and after rotation, attention's output, and the MLP's four tensors (4 ffn). With
     full recomputation a layer keeps its input alone, and one layer at a time has all of it. Stage i of p has p - i
-    micro-batches in flight. The last stage also has the logits of some tokens, or without recomputation of all.
+    micro-batches in flight. The last stage also has the logits of some tokens and their gradient, and the output
+    weight's gradient in fp32 and as it is handed on.
     """
-    tokens, size, tp = config.micro_batch_tokens / config.cp, bytes_of(config.dtype), config.tp
+    tokens, size, tp = tokens / config.cp, bytes_of(config.dtype), config.tp
     heads = (2 * (model.heads + 2 * model.kv_heads) + model.heads) * model.head_dim
     whole = (5 * model.hidden + heads + 4 * model.ffn) * size / tp
     layers = model.layers // config.pp
@@ -158,9 +162,9 @@ def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, train
         kept = layers * whole * (config.pp - stage)
     head = 0.0
     if stage == config.pp - 1 and model.head == "language":
-        all_logits = tokens * model.vocab / tp
-        keeps = trainable and config.recompute == "none"
-        head = _FP32 * ((all_logits if keeps else 0) + 2 * min(all_logits, _HEAD_LOGITS))
+        head = _FP32 * 2 * min(tokens * model.vocab / tp, _HEAD_LOGITS)
+        if trainable:
+            head += (_FP32 + size) * model.vocab * model.hidden / tp
     return int(tokens * kept + head)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engines.batch import TrainBatch
 from rlworker.config import CriticConfig
+from rlworker.errors import RunError
 from rlworker.losses import KlEstimate, kl_direct
 from rlworker.scan import Chosen, discounted_sums, following, last_places
 
@@ -70,7 +71,7 @@ def remax(batch: TrainBatch) -> Tensor:
     Args:
         batch: with ``greedy_rewards`` ``[B]``, which a run has with ``--algorithm.greedy-baseline``.
     """
-    return batch.per_token(_rewards(batch) - batch.greedy_rewards)
+    return batch.per_token(_rewards(batch) - _column(batch, "greedy_rewards", "--algorithm.greedy-baseline"))
 
 
 def distill(batch: TrainBatch) -> Tensor:
@@ -80,7 +81,7 @@ def distill(batch: TrainBatch) -> Tensor:
     Args:
         batch: with ``ref_logprobs``, those of the teacher, which ``--algorithm.reference`` names.
     """
-    return batch.ref_logprobs - _policy_logprobs(batch)
+    return _column(batch, "ref_logprobs", "--algorithm.reference") - _policy_logprobs(batch)
 
 
 def configured_advantage(critic: CriticConfig) -> AdvantageFn:
@@ -104,7 +105,7 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
         ``[N]`` advantages and ``[N]`` returns, ``A + value`` before normalising; zero where the mask is.
     """
     counting = Chosen.of(batch.mask, batch.lengths)
-    values = counting.take(batch.values)
+    values = counting.take(_column(batch, "values", "--critic.train"))
     deltas = following(values, counting.lengths).mul_(gamma).sub_(values)
     raw = discounted_sums(_add_rewards(deltas, batch, counting), counting.lengths, gamma * lam)
     returns = raw + values
@@ -153,6 +154,12 @@ def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Chosen) -> Tensor
         numbers += counting.take(batch.penalties)
     numbers[last_places(counting.lengths)] += batch.rewards[counting.lengths > 0].float()
     return numbers
+
+
+def _column(batch: TrainBatch, name: str, option: str) -> Tensor:
+    if (column := getattr(batch, name)) is None:
+        raise RunError(f"advantage: the batch has no {name}; set {option}")
+    return column
 
 
 def _rewards(batch: TrainBatch) -> Tensor:

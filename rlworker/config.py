@@ -9,11 +9,8 @@ from tyro.conf import Positional
 
 from engines.checks import LARGEST, check_numbers, check_types
 from engines.config import MegatronConfig, VllmConfig
-from engines.hf_folder import SafetensorsFolder
 from engines.models import ModelSpec
-from hardware.capabilities import find_backend
-from hardware.platform import Platform, get_platform
-from hardware.rules import CAUSAL
+from rlworker.model_checks import check_engines, check_trained
 
 _LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}
 """dtype -> mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
@@ -54,13 +51,14 @@ class AlgorithmConfig:
     clip_high: float = 0.2
     """The policy ratio is clipped at 1 + clip_high."""
     dual_clip: float = 0.0
-    """Where the advantage is negative the loss is at most this times it; 0 leaves that out, else above 1."""
+    """Where the advantage is negative the loss is at most this times its size; 0 leaves that out, else above 1."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the reference; above 0 a reference model runs too."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL penalty goes: into the loss, or into each token's reward."""
     reference: str = ""
-    """HuggingFace folder of the reference (a teacher, say); without one it is the starting model."""
+    """HuggingFace folder of the reference, which then runs whatever kl_coef is (a teacher, say); without one it is the
+    starting model."""
     entropy_coef: float = 0.0
     """Weight of the entropy in what is maximised."""
     mini_batches: int = 1
@@ -77,6 +75,8 @@ class AlgorithmConfig:
         check("0 or more", lambda x: x >= 0, "clip_low", "clip_high", "dynamic_sampling")
         check("0, or above 1 and finite", lambda x: x == 0 or 1 < x <= LARGEST, "dual_clip")
         check("finite and not negative", lambda x: 0 <= x <= LARGEST, "kl_coef", "entropy_coef")
+        if self.kl_in == "reward" and not self.kl_coef:
+            raise ValueError("algorithm: kl_in='reward' needs a weight of the KL penalty; set --algorithm.kl-coef")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class CriticConfig:
     lr: float = 1e-5
     """Peak learning rate; its schedule has the shape of the actor's."""
     clip: float = 0.0
-    """A value may move this far in one step before its loss counts as if it had not; 0 does not clip."""
+    """A value counts as having moved no further than this since the rollout, where that makes its loss larger; 0 does
+    not clip."""
     warmup_steps: int = 0
     """First steps in which the critic alone learns."""
     gamma: float = 1.0
@@ -211,6 +212,16 @@ class RunConfig:
                 f"config: separate names {unused}, which this run does not have; leave it out, or set --critic.train "
                 "or --algorithm.kl-coef"
             )
+        if self.critic.train and self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"config: critic.warmup_steps={self.critic.warmup_steps} leaves the actor none of steps={self.steps}; "
+                "lower --critic.warmup-steps"
+            )
+        if self.algorithm.dynamic_sampling and self.samples_per_prompt == 1:
+            raise ValueError(
+                "config: dynamic_sampling needs samples that can differ, got samples_per_prompt=1; raise it or leave "
+                "--algorithm.dynamic-sampling out"
+            )
         if self.samples_per_step < self.actor.dp * self.algorithm.mini_batches:
             raise ValueError(
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
@@ -279,68 +290,24 @@ class RunConfig:
         Raises:
             ValueError: one cannot be held, or the reference does not know the actor's vocabulary.
         """
-        actor = check_engines(self.model, self.platform, self.actor, self.rollout)
-        specs = {"actor": actor}
+        specs = {"actor": check_engines(self.model, self.platform, self.actor, self.rollout)}
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         for role, folder in self.models.items():
-            if role != "actor":
-                specs[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
-                check_trained(specs[role], self.actor, self.platform)
-            if (vocab := specs[role].vocab) < actor.vocab:
-                raise ValueError(
-                    f"{role}: the model in {folder!r} has {vocab} tokens, expected at least the actor's {actor.vocab}; "
-                    "take one of the same tokenizer"
-                )
+            if role == "actor":
+                continue
+            option = {"critic": "--critic.model", "reference": "--algorithm.reference"}[role]
+            try:
+                spec = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
+                check_trained(spec, self.actor, self.platform)
+            except ValueError as error:
+                raise ValueError(f"{role} ({option}): {error}") from None
+            wanted = (("tokens in its vocabulary", spec.vocab, specs["actor"].vocab),)
+            wanted += (("positions", spec.max_positions, longest),)
+            for what, have, need in wanted:
+                if have < need:
+                    raise ValueError(
+                        f"{role} ({option}): the model in {folder!r} has {have} {what}, expected at least {need}; take "
+                        "one of the actor's tokenizer and length"
+                    )
+            specs[role] = spec
         return specs
-
-
-def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollout: VllmConfig) -> ModelSpec:
-    """Read the model's config and the names and shapes of its weights, and check that both engines can hold it.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    model = ModelSpec.from_folder(folder)
-    check_trained(model, actor, platform_name)
-    rollout.check_model(model)
-    platform = get_platform(platform_name)
-    if model.head_dim not in platform.rollout_head_dims:
-        raise ValueError(
-            f"rollout: vLLM on platform {platform_name!r} has no attention for the model's head_dim "
-            f"{model.head_dim}, expected one of {list(platform.rollout_head_dims)}"
-        )
-    _check_cache(model, rollout, platform)
-    return model
-
-
-def check_trained(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
-    """Raise ValueError where a training engine cannot hold the model, or its folder does not hold its weights."""
-    config.check_model(model)
-    check_rules(model, config, get_platform(platform_name))
-    SafetensorsFolder(model.folder).check(model)
-
-
-def check_rules(model: ModelSpec, actor: MegatronConfig, platform: Platform) -> None:
-    """Raise ValueError where the platform honours none of a rule's forms, or an override does nothing."""
-    for name in actor.attention_override:
-        if name.split("/")[0] not in platform.attention_backends:
-            raise ValueError(
-                f"actor: attention_override {name!r} is of a backend that platform {platform.name!r} does not use; it "
-                f"uses {list(platform.attention_backends)}"
-            )
-    for rule in set(model.rules):
-        find_backend(platform.attention_backends, actor.layout, actor.cp, rule, actor.attention_override)
-
-
-def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:
-    """Raise ValueError where the longest sequence does not fit into the rollout's memory for keys and values."""
-    if rollout.vllm or model.rules != (CAUSAL,):
-        return  # a pass-through or a window may change what a token takes
-    block = platform.rollout_block_tokens
-    token = 2 * model.layers * model.kv_heads * model.head_dim * (4 if rollout.dtype == "float32" else 2)
-    blocks = math.ceil(rollout.max_model_len / block) + 1  # vLLM keeps one for itself
-    need, have = math.ceil(blocks * block * token / 2**20), rollout.kv_cache_mb or platform.rollout_kv_cache_mb
-    if need > have:
-        raise ValueError(
-            f"rollout: kv_cache_mb={rollout.kv_cache_mb} gives {have} MB to keys and values, expected at least "
-            f"{need} for one sequence of max_model_len={rollout.max_model_len}; raise --rollout.kv-cache-mb"
-        )

@@ -23,7 +23,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
     checked without them is checked before either.
 
     Args:
-        parts: further arguments of ``Trainer``: ``advantage`` and ``loss``.
+        parts: further arguments of ``Trainer``: ``advantage``, ``loss`` and ``aggregation``.
 
     Returns:
         the metrics of the last step.

@@ -170,7 +170,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A surrogate's loss, plus ``kl_coef`` times the KL to a reference, less ``entropy_coef`` times the entropy.
 
-    Where the batch has no ``old_logprobs`` this is the only step on its rollout, and they are these very logprobs.
+    Where the batch has no ``old_logprobs`` this is the only step on its rollout, and they are these very logprobs. The
+    metric ``loss`` counts every token alike, whatever ``batch.weights`` say.
     """
     mask = batch.mask
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs

@@ -70,9 +70,11 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
         default = importlib.import_module(recipe).DEFAULT
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(
-            f"plan: {recipe!r} is no module with a DEFAULT ({error}); give one such as recipes.demo_cpu"
+            f"plan: {recipe!r} is no module with a DEFAULT ({error}); give one such as recipes.grpo"
         ) from None
     config = tyro.cli(type(default), default=default, args=settings, prog=f"rlworker plan {recipe}")
+    if not config.model:
+        raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, of which config.json is read")
     models = {}
     for role, folder in config.models.items():
         models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
@@ -105,7 +107,7 @@ def make_plan(config: RunConfig, models: dict[str, ModelSpec]) -> Plan:
     Args:
         models: of each role of ``config.models``, from ``config.json`` alone.
     """
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = _longest(config)
     return Plan(_batch(config, longest), list(_needs(config, models)), padding_share(config.actor, longest))
 
 
@@ -130,7 +132,7 @@ def _needs(config: RunConfig, models: dict[str, ModelSpec]) -> Iterator[Need]:
     shared = [role for role in models if role not in config.separate]
     for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(config.separate))):
         for stage in range(config.actor.pp):
-            held = {role: largest_rank(models[role], config.actor, stage, role != "reference") for role in roles}
+            held = {role: largest_rank(models[role], config, stage, role != "reference") for role in roles}
             where = f"{name} ranks, stage {stage}" if config.actor.pp > 1 else f"{name} ranks"
             yield Need(where, config.actor.ranks // config.actor.pp, held)
     platform, model = get_platform(config.platform), models["actor"]
@@ -140,10 +142,23 @@ def _needs(config: RunConfig, models: dict[str, ModelSpec]) -> Iterator[Need]:
     yield Need("rollout engines", config.rollout.engines, {"rollout": RankMemory(weights, 0, 0, cache)})
 
 
-def largest_rank(model: ModelSpec, config: MegatronConfig, stage: int, trainable: bool) -> RankMemory:
+def largest_rank(model: ModelSpec, config: RunConfig, stage: int, trainable: bool) -> RankMemory:
     """Of the ranks that hold the same parameters, the one with the most optimizer state."""
-    ranks = range(config.dp * config.cp if trainable else 1)
-    return max((rank_memory(model, config, stage, rank, trainable) for rank in ranks), key=lambda memory: memory.total)
+    actor, slots = config.actor, micro_batch_slots(config)
+    ranks = range(actor.dp * actor.cp if trainable else 1)
+    return max((rank_memory(model, actor, stage, rank, slots, trainable) for rank in ranks), key=lambda m: m.total)
+
+
+def micro_batch_slots(config: RunConfig) -> int:
+    """Slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at most."""
+    actor, longest = config.actor, _longest(config)
+    share = -(-config.samples_per_step // (config.algorithm.mini_batches * actor.dp))
+    tokens = max(longest, min(actor.micro_batch_tokens, share * longest))
+    return actor.slots or int(tokens / (1 - padding_share(actor, longest)))
+
+
+def _longest(config: RunConfig) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def over(plan: Plan, memory_gb: float) -> list[Need]:
@@ -157,11 +172,11 @@ def nearest(config: RunConfig, models: dict[str, ModelSpec], memory_gb: float) -
     actor = config.actor
     recompute = dict.fromkeys((actor.recompute, "full"))
     tokens = [actor.micro_batch_tokens // cut for cut in (1, 2, 4, 8)]
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = _longest(config)
     sizes = (1, 2, 4, 8, 16)
     found = []
     for kind, most, tp, pp, dp in product(recompute, tokens, sizes, sizes, dict.fromkeys((actor.dp, 1))):
-        if tp < actor.tp or pp < actor.pp or most < longest:
+        if tp < actor.tp or pp < actor.pp or (most < longest and most != actor.micro_batch_tokens):
             continue
         try:
             other = replace(actor, recompute=kind, micro_batch_tokens=most, tp=tp, pp=pp, ranks=tp * pp * actor.cp * dp)

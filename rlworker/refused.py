@@ -20,7 +20,7 @@ def offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[int, l
     """
     sequence = torch.repeat_interleave(torch.tensor(batch.lengths))
     found: dict[int, list[str]] = {}
-    for name, column in (*batch.columns().items(), *outputs.items()):
+    for name, column in (*batch.columns().items(), *((f"now_{name}", column) for name, column in outputs.items())):
         if column.is_floating_point():
             broken = (~column.isfinite()).nonzero()[:, 0]
             rows = broken if COLUMNS.get(name) == "sequence" else sequence[broken].unique()
@@ -38,8 +38,10 @@ def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], toke
             one = batch.select(row, row + 1)
             ids = [*one.inputs[:1].tolist(), *one.targets.tolist()]
             line = {"row": row, "not_finite": columns, "text": tokenizer.decode(ids), "ids": ids}
-            for name in ("rewards", "advantages", "returns", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
-                if (column := getattr(one, name)) is not None:  # JSON has no word for NaN
+            first = sum(batch.lengths[:row])
+            now = {f"now_{name}": column[first : first + one.num_tokens] for name, column in outputs.items()}
+            for name, column in (one.columns() | now).items():
+                if column.is_floating_point():  # JSON has no word for NaN
                     line[name] = [value if abs(value) < float("inf") else str(value) for value in column.tolist()]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(rows)

@@ -9,7 +9,16 @@ from plotly.offline import get_plotlyjs
 
 from rlworker.metrics import read_metrics
 
-_PHASES = ("time_rollout", "time_reward", "time_logprobs", "time_update", "time_sync", "time_canary")
+_PHASES = (
+    "time_rollout",
+    "time_reward",
+    "time_greedy",
+    "time_logprobs",
+    "time_values",
+    "time_update",
+    "time_sync",
+    "time_canary",
+)
 
 _PLOT = {"responsive": True, "displayModeBar": False}
 

@@ -11,6 +11,7 @@ from rlworker.errors import RunError
 from rlworker.metrics import StepClock
 from rlworker.reward_pool import RewardPool, Scores
 from rlworker.rollout import Group, Rollouts
+from rlworker.step_metrics import of_groups
 
 
 class Sampler:
@@ -35,8 +36,8 @@ class Sampler:
         self.rollouts, self.rewards, self.phase, self.warn = rollouts, rewards, phase, warn
         self.rollouts_done = 0
 
-    def sample(self, clock: StepClock, version: int) -> tuple[list[Group], dict[str, int]]:
-        """The groups of a step, sampled by weights of ``version``, and how many of their rewards failed.
+    def sample(self, clock: StepClock, version: int) -> tuple[list[Group], dict[str, float]]:
+        """The groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
 
         With dynamic sampling, groups whose rewards are all alike give way to those of further prompts, as far as these
         reach (DAPO, arXiv:2503.14476, section 3.2).
@@ -57,7 +58,7 @@ class Sampler:
                 (alike if further and group.is_alike else kept).append(group)
             if len(kept) >= config.prompts_per_step:
                 break
-        return (kept + alike)[: config.prompts_per_step], failures
+        return (kept + alike)[: config.prompts_per_step], of_groups(kept + alike) | failures
 
     def greedy(self, rows: list[Row]) -> Scores:
         """Rewards of the most likely completion of each row."""

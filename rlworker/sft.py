@@ -8,9 +8,9 @@ from engines.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.models import ModelSpec
 from rlworker.cluster import ray_for
-from rlworker.config import check_trained
 from rlworker.group import SHARD_BYTES, StartingGroup
 from rlworker.losses import sft_loss
+from rlworker.model_checks import check_trained
 from rlworker.worker import Role
 
 

@@ -26,27 +26,35 @@ def over_mini_batches(parts: list[dict[str, float]]) -> dict[str, float]:
     return means | {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
 
 
-def of_rollout(groups: list[Group], batch: TrainBatch, times: dict[str, float]) -> dict[str, float]:
-    """What was sampled and rewarded, and the seconds that everything took."""
+def of_groups(groups: list[Group]) -> dict[str, float]:
+    """What was sampled and rewarded, of every group that a step has drawn."""
     samples = [sample for group in groups for sample in group.completions]
-    tokens = sum(len(sample.token_ids) for sample in samples)
     rewards = torch.tensor([group.rewards for group in groups])
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "groups_alike": sum(group.is_alike for group in groups) / len(groups),
-        "completion_tokens": tokens / len(samples),
+        "completion_tokens": sum(len(sample.token_ids) for sample in samples) / len(samples),
         "truncated": sum(not sample.finished for sample in samples) / len(samples),
-        "version": int(batch.versions.min()),
-        "tokens_per_second": tokens / times["time_step"],
-    } | times
+        "samples": len(samples),
+    }
 
 
-def of_values(batch: TrainBatch) -> dict[str, float]:
-    """``1 - var(return - value) / var(return)``: how much of the returns the critic knew before the update."""
-    returns, values = batch.returns[batch.mask], batch.values[batch.mask]
-    explained = 1 - _variance(returns - values) / max(_variance(returns), 1e-8)
-    return {"explained_variance": explained, "value_mean": float(values.mean())}
+def of_step(batch: TrainBatch, drawn: dict[str, float], times: dict[str, float]) -> dict[str, float]:
+    """What a step learned from, and the seconds that everything took.
+
+    Args:
+        drawn: ``of_groups`` of the step.
+    """
+    tokens = drawn["completion_tokens"] * drawn["samples"]
+    metrics = {"version": int(batch.versions.min()), "tokens_per_second": tokens / times["time_step"]}
+    if batch.penalties is not None:
+        metrics["penalty"] = float(batch.penalties[batch.mask].mean())
+    if batch.values is not None:  # how much of the returns the critic knew before the update
+        returns, values = batch.returns[batch.mask], batch.values[batch.mask]
+        metrics["explained_variance"] = 1 - _variance(returns - values) / max(_variance(returns), 1e-8)
+        metrics["value_mean"] = float(values.mean())
+    return metrics | times
 
 
 def _variance(x: Tensor) -> float:

@@ -113,7 +113,8 @@ class Trainer:
         self.sampler = Sampler(config, *parts)
         state = self.folder.claim(config)  # not before: a start that fails must not leave a folder that looks taken
         if state:
-            self.steps_done, self.sampler.rollouts_done = state["step"], state["rollouts"]
+            self.steps_done = state["step"]
+            self.sampler.rollouts_done = state.get("rollouts", self.steps_done)  # older runs had one of each
         trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
         self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done, trackers))
         for warning in override_warnings(config.actor.attention_override):
@@ -201,8 +202,7 @@ class Trainer:
         with self._phase(clock, "canary"):
             self.check_canary()
         self.steps_done += 1
-        metrics |= step_metrics.of_values(batch) if self.critic else {}
-        return step_metrics.of_rollout(groups, batch, clock.total()) | metrics, step_metrics.some_samples(groups)
+        return metrics | step_metrics.of_step(batch, metrics, clock.total()), step_metrics.some_samples(groups)
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of greedy completions of the held-out rows; empty without such rows."""
@@ -233,10 +233,14 @@ class Trainer:
         return with_kl_penalty(batch, self.kl_in_reward) if self.kl_in_reward else batch
 
     def _with_advantages(self, batch: TrainBatch) -> TrainBatch:
-        if self.critic:
-            advantages, returns = self.advantage(batch)
-            return replace(batch, advantages=advantages, returns=returns)
-        return replace(batch, advantages=self.advantage(batch))
+        found = self.advantage(batch)
+        if isinstance(found, tuple) != bool(self.critic):
+            raise RunError(
+                "advantage: with --critic.train it must return ([N] advantages, [N] returns), else [N], got "
+                f"a {type(found).__name__}"
+            )
+        advantages, returns = found if self.critic else (found, None)
+        return replace(batch, advantages=advantages, returns=returns)
 
     @property
     def _critic_warms_up(self) -> bool:

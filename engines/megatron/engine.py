@@ -173,7 +173,6 @@ class MegatronEngine:
             layout.own(micro.targets),
             temperature=self.temperature,
             vocab=self.model.vocab,
-            keep_logits=self.config.recompute == "none",
             group=mpu.get_tensor_model_parallel_group(),
         )
         return TokenOutputs(*layout.spread(torch.stack([own.logprobs, own.entropy], -1), ranks).unbind(-1))

@@ -1,7 +1,8 @@
-"""Log-probability and entropy of targets from hidden states, without ever holding the logits of all tokens at once.
+"""Log-probability and entropy of targets from hidden states, without holding the logits of all tokens at once.
 
 The output projection belongs to it: logits are made for some tokens at a time, over this rank's columns of the
-vocabulary, and their gradient is turned into those of hidden states and weight before the next are made.
+vocabulary, and made again for the backward pass, which turns their gradient into those of hidden states and weight
+before it makes the next. Logits of few tokens are kept instead.
 """
 
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """``total += gradient.T @ hidden``, in fp32 where the factors are not."""
+    """``total += gradient.T @ hidden``, added up in fp32."""
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
     else:
@@ -103,7 +104,14 @@ def _over_ranks(top: Tensor, chosen: Tensor, total: Tensor, moment: Tensor, loca
 
 
 def token_outputs(
-    hidden: Tensor, weight: Tensor, target: Tensor, *, temperature: float, vocab: int, keep_logits: bool, group
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float,
+    vocab: int,
+    group,
+    keep_logits: bool | None = None,
 ) -> TokenOutputs:
     """Outputs of ``n`` tokens, the same on every rank of the group.
 
@@ -112,16 +120,15 @@ def token_outputs(
         target: ``[n]`` long.
         temperature: divides the logits, as the sampler does.
         vocab: real size of the vocabulary; rows past it are padding and get no probability.
-        keep_logits: keep them for the backward pass, where they are made again otherwise.
+        keep_logits: keep them for the backward pass; None does where they are a single chunk.
         group: the tensor-parallel group.
 
     Returns:
         ``TokenOutputs`` of shape ``[n]``, in fp32.
     """
     first = group.rank() * len(weight)
-    real = weight[: min(len(weight), vocab - first)]
-    return TokenOutputs(
-        *_VocabParallelHead.apply(
-            hidden, real, target, 1 / temperature, first, keep_logits and hidden.requires_grad, group
-        )
-    )
+    real = weight if first + len(weight) <= vocab else weight[: vocab - first]
+    if keep_logits is None:
+        keep_logits = len(hidden) * len(weight) <= _LOGITS_AT_ONCE
+    keep = keep_logits and torch.is_grad_enabled()
+    return TokenOutputs(*_VocabParallelHead.apply(hidden, real, target, 1 / temperature, first, keep, group))

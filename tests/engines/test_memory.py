@@ -40,9 +40,7 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("settings", SIZES, ids=["DP2", "TP2", "PP2", "CP2"])
-@pytest.mark.parametrize(
-    ("family", "tied", "head"), [("qwen2", True, "language"), ("qwen3", False, "language"), ("llama", False, "value")]
-)
+@pytest.mark.parametrize(("family", "tied", "head"), MODELS)
 def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, family, tied, head, settings, dtype):
     folder = make_hf_model(family, tied)
     for rank in two_ranks.run(bytes_held, free_address(), folder, settings | {"dtype": dtype}, head):

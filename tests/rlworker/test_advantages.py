@@ -9,6 +9,7 @@ import torch
 from engines.batch import TrainBatch
 from rlworker import advantages
 from rlworker.advantages import gae, returns_to_go, whiten, with_kl_penalty, with_overlong_penalty
+from rlworker.errors import RunError
 from rlworker.losses import kl_square
 from rlworker.scan import Chosen, discounted_sums
 
@@ -166,6 +167,14 @@ def test_overlong_penalty_by_hand():
     batch = TrainBatch.from_ids(ids, [1] * 5, rewards=torch.ones(5))
     got = with_overlong_penalty(batch, max_tokens=10, buffer=4).rewards.tolist()
     assert got == pytest.approx([1.0, 1.0, 0.75, 0.25, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("function", "option"), [(advantages.remax, "greedy-baseline"), (advantages.distill, "reference"), (gae, "critic")]
+)
+def test_a_column_that_is_missing_is_named_with_its_option(function, option):
+    with pytest.raises(RunError, match=f"set --.*{option}"):
+        function(groups_of([1.0]))
 
 
 def test_every_advantage_is_the_same_in_any_dtype_of_rewards():

@@ -21,8 +21,9 @@ from engines.config import (
 from hardware import capabilities
 from hardware.capabilities import TABLE, override_warnings
 from hardware.platform import get_platform
-from rlworker.config import AlgorithmConfig, DataConfig, RunConfig, check_engines
+from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
 from rlworker.data import load_tokenizer
+from rlworker.model_checks import check_engines
 
 
 def run_recipe(*arguments: str) -> subprocess.CompletedProcess:
@@ -57,6 +58,40 @@ def test_a_separate_reference_takes_as_many_actors_as_the_policy():
     config = RunConfig(actor=MegatronConfig(ranks=2), algorithm=AlgorithmConfig(kl_coef=0.1))
     assert config.actors == 3 and RunConfig().actors == 2
     assert dataclasses.replace(config, separate=("reference",)).actors == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(critic=CriticConfig(train=True, warmup_steps=100)), "leaves the actor none of steps=100"),
+        (dict(algorithm=AlgorithmConfig(dynamic_sampling=1), samples_per_prompt=1), "needs samples that can differ"),
+        (dict(separate=("critic",)), "which this run does not have"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**settings)
+    with pytest.raises(ValueError, match="needs a weight of the KL penalty"):
+        AlgorithmConfig(kl_in="reward")
+
+
+def test_another_model_is_checked_by_its_own_name(make_hf_model, tmp_path):
+    folder = shutil.copytree(make_hf_model("qwen2", True), tmp_path / "small")
+    saved = json.loads((folder / "config.json").read_text())
+    config = RunConfig(
+        model=make_hf_model("qwen2", True),
+        data=DataConfig(max_prompt_tokens=8),
+        rollout=VllmConfig(max_new_tokens=4, max_model_len=16),
+    )
+    for changes, message in (
+        ({"vocab_size": 98}, r"reference \(--algorithm.reference\): "),
+        ({"max_position_embeddings": 11}, "has 11 positions, expected at least 12"),
+    ):
+        (folder / "config.json").write_text(json.dumps(saved | changes))
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config, algorithm=AlgorithmConfig(reference=str(folder))).check_models()
+    with pytest.raises(ValueError, match=r"critic \(--critic.model\): model: folder 'none' does not exist"):
+        dataclasses.replace(config, critic=CriticConfig(train=True, model="none")).check_models()
 
 
 def count_keys(config) -> int:

@@ -16,7 +16,7 @@ def test_the_rows_with_broken_numbers_are_found():
     rewards = torch.tensor([float("nan"), 0.0, 1.0, 1.0])
     logprobs = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, float("nan")])
     found = offending_rows(make_batch(advantages=advantages, rewards=rewards), {"logprobs": logprobs})
-    assert found == {0: ["rewards"], 2: ["advantages"], 3: ["logprobs"]}
+    assert found == {0: ["rewards"], 2: ["advantages"], 3: ["now_logprobs"]}
 
 
 def test_all_rows_where_every_number_is_finite():

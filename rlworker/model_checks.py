@@ -1,0 +1,63 @@
+"""Can the engines hold a model? Asked of its folder alone, before anything heavy starts."""
+
+import math
+
+from engines.config import MegatronConfig, VllmConfig
+from engines.hf_folder import SafetensorsFolder
+from engines.models import ModelSpec
+from hardware.capabilities import find_backend
+from hardware.platform import Platform, get_platform
+from hardware.rules import CAUSAL
+
+
+def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollout: VllmConfig) -> ModelSpec:
+    """Read the model's config and the names and shapes of its weights, and check that both engines can hold it.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    model = ModelSpec.from_folder(folder)
+    check_trained(model, actor, platform_name)
+    rollout.check_model(model)
+    platform = get_platform(platform_name)
+    if model.head_dim not in platform.rollout_head_dims:
+        raise ValueError(
+            f"rollout: vLLM on platform {platform_name!r} has no attention for the model's head_dim "
+            f"{model.head_dim}, expected one of {list(platform.rollout_head_dims)}"
+        )
+    _check_cache(model, rollout, platform)
+    return model
+
+
+def check_trained(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
+    """Raise ValueError where a training engine cannot hold the model, or its folder does not hold its weights."""
+    config.check_model(model)
+    check_rules(model, config, get_platform(platform_name))
+    SafetensorsFolder(model.folder).check(model)
+
+
+def check_rules(model: ModelSpec, actor: MegatronConfig, platform: Platform) -> None:
+    """Raise ValueError where the platform honours none of a rule's forms, or an override does nothing."""
+    for name in actor.attention_override:
+        if name.split("/")[0] not in platform.attention_backends:
+            raise ValueError(
+                f"actor: attention_override {name!r} is of a backend that platform {platform.name!r} does not use; it "
+                f"uses {list(platform.attention_backends)}"
+            )
+    for rule in set(model.rules):
+        find_backend(platform.attention_backends, actor.layout, actor.cp, rule, actor.attention_override)
+
+
+def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:
+    """Raise ValueError where the longest sequence does not fit into the rollout's memory for keys and values."""
+    if rollout.vllm or model.rules != (CAUSAL,):
+        return  # a pass-through or a window may change what a token takes
+    block = platform.rollout_block_tokens
+    token = 2 * model.layers * model.kv_heads * model.head_dim * (4 if rollout.dtype == "float32" else 2)
+    blocks = math.ceil(rollout.max_model_len / block) + 1  # vLLM keeps one for itself
+    need, have = math.ceil(blocks * block * token / 2**20), rollout.kv_cache_mb or platform.rollout_kv_cache_mb
+    if need > have:
+        raise ValueError(
+            f"rollout: kv_cache_mb={rollout.kv_cache_mb} gives {have} MB to keys and values, expected at least "
+            f"{need} for one sequence of max_model_len={rollout.max_model_len}; raise --rollout.kv-cache-mb"
+        )
