@@ -96,7 +96,7 @@ def finished(make_hf_model, data, tmp_path_factory):
 def sync_with(trainer, fault: str) -> str:
     """Sync in buckets of 100 kB, of which the rollout engine makes something wrong. Returns what was said."""
     (engine,) = trainer.rollouts.actors
-    ray.get(engine.__ray_call__.remote(plant, fault, trainer.model))
+    ray.get(engine.__ray_call__.remote(plant, fault, trainer.models["actor"]))
     group = trainer.actor
     trainer.actor = SimpleNamespace(
         dp_size=group.dp_size,
@@ -163,7 +163,7 @@ def test_weights_that_were_not_sent_stop_the_run_at_the_next_step(finished):
 def test_a_step_that_is_not_finite_is_refused_and_its_rows_are_kept(finished):
     """Prompt 3 of 8 was given NaN advantages: its four samples are named, and nothing was learned from them."""
     config, faults = finished
-    assert "the gradient is not finite, so the step was not taken. 4 of 32 rows" in faults["nan"]
+    assert "the actor's gradient is not finite, so the step was not taken. 4 of 32 rows" in faults["nan"]
     (path,) = (Path(config.run_dir) / "refused").iterdir()
     rows = [json.loads(line) for line in path.open()]
     assert [row["row"] for row in rows] == [12, 13, 14, 15]
@@ -333,7 +333,6 @@ def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_p
     config = make_config(make_hf_model, data, tmp_path / "run", tied=True)
     cases = [
         (replace(config, critic=CriticConfig(train=True, model=str(tmp_path / "none"))), "does not exist"),
-        (replace(config, separate=("critic",)), "names .'critic'., which this run does not have"),
         (replace(config, run_dir=finished[0].run_dir), "already holds a run"),
         (replace(config, model=str(tmp_path / "none")), "does not exist"),
         (replace(config, data=replace(data, train=str(broken))), 'line 2: field "prompt" is missing'),
