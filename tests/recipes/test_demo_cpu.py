@@ -19,10 +19,11 @@ SUMMARY = {"heldout_before", "heldout_after", "steps", "wall_seconds", "logprob_
 SHORT = ["--steps", "2", "--warm-up-steps", "3", "--prompts-per-step", "16", "--eval-every", "1"]
 
 
+PPO = ["--critic.warmup-steps", "1", "--shuffle-rewards", "--actor.layout", "bshd"]
+
+
 @pytest.mark.parametrize(
-    ("recipe", "options"),
-    [("demo_cpu", ["--actor.tp", "2"]), ("ppo_addition", ["--shuffle-rewards", "--actor.layout", "bshd"])],
-    ids=["tp2", "ppo-dp2"],
+    ("recipe", "options"), [("demo_cpu", ["--actor.tp", "2"]), ("ppo_addition", PPO)], ids=["tp2", "ppo-dp2"]
 )
 def test_it_runs_and_sums_itself_up(tmp_path, recipe, options):
     run = tmp_path / "demo"

@@ -8,7 +8,6 @@ from recipes.addition import make_data, make_model
 KILLS = [
     Kill("driver", step=2, phase="save", delay_ms=60),
     Kill("actor rank 1", step=3, phase="sync", delay_ms=10),
-    Kill("rollout engine 0", step=3, phase="rollout", delay_ms=20),
 ]
 
 
