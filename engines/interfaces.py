@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engines.batch import Completion, TrainBatch
@@ -35,6 +36,12 @@ class ValueOutputs:
 
 Outputs = TokenOutputs | ValueOutputs
 """Of a language model, or of a critic."""
+
+
+def join_outputs(parts: Sequence[Outputs]) -> Outputs:
+    """Outputs of consecutive sequences, end to end."""
+    return type(parts[0])(*map(torch.cat, zip(*(vars(part).values() for part in parts))))
+
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """``loss_fn(outputs, batch) -> (sum, metrics)``: a scalar SUM over the batch's tokens, never a mean, and metric sums.

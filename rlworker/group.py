@@ -4,10 +4,9 @@ import os
 from typing import Any
 
 import ray
-import torch
 
 from engines.batch import TrainBatch
-from engines.interfaces import Outputs
+from engines.interfaces import Outputs, join_outputs
 from hardware.platform import get_platform
 from rlworker.worker import Role, TrainWorker
 
@@ -54,11 +53,6 @@ class WorkerGroup:
         results = ray.get(calls)
         leaders = {p["dp_rank"]: r for p, r in zip(self.places, results, strict=True) if p["is_leader"]}
         return [leaders[rank] for rank in range(self.dp_size)]
-
-
-def join_outputs(outputs: list[Outputs]) -> Outputs:
-    """The outputs of each replica's shard, end to end."""
-    return type(outputs[0])(*map(torch.cat, zip(*(vars(part).values() for part in outputs))))
 
 
 class StartingGroup:

@@ -114,7 +114,7 @@ def make_plan(config: RunConfig, models: dict[str, ModelSpec]) -> Plan:
 def _batch(config: RunConfig, longest: int) -> dict[str, str]:
     minis, actor, rollout = config.algorithm.mini_batches, config.actor, config.rollout
     prompts, count, samples = config.prompts_per_step, config.samples_per_prompt, config.samples_per_step
-    share = -(-samples // (minis * actor.dp))
+    share = _share(config)
     most = -(-share * longest // actor.micro_batch_tokens)
     sizes = f"tp {actor.tp} x pp {actor.pp} x cp {actor.cp} = {actor.ranks // actor.dp} ranks"
     return {
@@ -152,9 +152,13 @@ def largest_rank(model: ModelSpec, config: RunConfig, stage: int, trainable: boo
 def micro_batch_slots(config: RunConfig) -> int:
     """Slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at most."""
     actor, longest = config.actor, _longest(config)
-    share = -(-config.samples_per_step // (config.algorithm.mini_batches * actor.dp))
-    tokens = max(longest, min(actor.micro_batch_tokens, share * longest))
+    tokens = max(longest, min(actor.micro_batch_tokens, _share(config) * longest))
     return actor.slots or int(tokens / (1 - padding_share(actor, longest)))
+
+
+def _share(config: RunConfig) -> int:
+    """Samples of a mini-batch on each replica."""
+    return -(-config.samples_per_step // (config.algorithm.mini_batches * config.actor.dp))
 
 
 def _longest(config: RunConfig) -> int:

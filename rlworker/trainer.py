@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from engines.batch import TrainBatch
-from engines.interfaces import LossFn, Outputs
+from engines.interfaces import LossFn, Outputs, join_outputs
 from hardware.capabilities import override_warnings
 from rlworker import step_metrics
 from rlworker.advantages import AdvantageFn, configured_advantage, with_kl_penalty
@@ -18,7 +18,7 @@ from rlworker.cluster import naming_failures, ray_for
 from rlworker.config import RunConfig
 from rlworker.data import Rows, check_vocabulary, load_tokenizer, read_rows
 from rlworker.errors import RunError
-from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup, WorkerGroup, join_outputs
+from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup, WorkerGroup
 from rlworker.losses import Aggregation, configured_loss, token_mean, value_loss
 from rlworker.metrics import RunLog, StepClock
 from rlworker.refused import save_refused

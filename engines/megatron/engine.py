@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
-from engines.interfaces import LossFn, Outputs, StepResult, TokenOutputs, ValueOutputs
+from engines.interfaces import LossFn, Outputs, StepResult, TokenOutputs, ValueOutputs, join_outputs
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import token_outputs
@@ -91,7 +91,7 @@ class MegatronEngine:
         self.module.eval()
         with torch.no_grad():
             self.run(batch, keep, forward_only=True)
-        return _join(parts) if self.is_leader else None
+        return join_outputs(parts) if self.is_leader else None
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> StepResult:
         metrics, parts = self.backward(batch, loss_fn, denominator)
@@ -101,7 +101,7 @@ class MegatronEngine:
             self.schedule.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        outputs = _join(parts) if self.is_leader else None
+        outputs = join_outputs(parts) if self.is_leader else None
         return StepResult(_reduce(metrics), outputs, float(grad_norm), lr)
 
     def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
@@ -110,7 +110,7 @@ class MegatronEngine:
         parts: list[Outputs] = []
 
         def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch):
-            parts.append(type(outputs)(*(column.detach() for column in _columns(outputs))))
+            parts.append(type(outputs)(*(column.detach() for column in vars(outputs).values())))
             loss, metrics = loss_fn(outputs, micro)
             # Megatron divides by the step's tokens once all micro-batches are in: what remains is sum / denominator.
             scaled = loss * (step_tokens / denominator)
@@ -216,15 +216,6 @@ class _Frozen(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
-
-
-def _columns(outputs: Outputs) -> tuple[Tensor, ...]:
-    return tuple(vars(outputs).values())
-
-
-def _join(parts: list[Outputs]) -> Outputs:
-    """Micro-batches are consecutive, so their outputs end to end are the batch's."""
-    return type(parts[0])(*map(torch.cat, zip(*map(_columns, parts))))
 
 
 def _reduce(metrics: list[dict]) -> dict[str, float]:
