@@ -6,6 +6,7 @@ a training step to fail, so that a shim which upstream no longer needs does not 
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,18 +125,23 @@ def _adam() -> Undo:
 
 
 def import_megatron_without_compile() -> None:
-    """Import megatron-core with ``torch.compile`` as the identity.
+    """Import megatron-core with ``torch.compile`` as the identity, and without the tracker of its inference engine.
 
     Megatron wraps its small fusions in torch.compile while it is imported, before its own ``disable_jit_fuser`` can be
-    called; on a CPU every one of them then starts a C++ compiler in the first step.
+    called; on a CPU every one of them then starts a C++ compiler in the first step. Weights & Biases, which it imports
+    where it finds it, takes each rank half a second and is not used in training processes.
     """
-    compile_ = torch.compile
+    compile_, tracker = torch.compile, sys.modules.get("wandb")
     torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
+    sys.modules["wandb"] = None  # how Python marks a module that cannot be imported
     try:
         import megatron.core.models.gpt
         import megatron.core.optimizer  # noqa: F401
     finally:
         torch.compile = compile_
+        del sys.modules["wandb"]
+        if tracker:
+            sys.modules["wandb"] = tracker
 
 
 SHIMS = (
