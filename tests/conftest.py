@@ -17,6 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rlworker.cluster import ray_for
+
 torch.set_num_threads(1)
 
 FAMILIES = {
@@ -44,7 +46,13 @@ FAMILIES = {
         },
     ),
 }
+LONGEST = ("test_trainer.py", "test_check.py", "test_demo_cpu.py", "test_kill.py", "test_engine_parity.py")
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files come first, so that processes that share the files end together."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +90,13 @@ def make_hf_model(tmp_path_factory):
         return made[family, tied]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """One Ray for all tests that run actors in this process, with room for the largest of them."""
+    with ray_for(5):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -123,17 +123,17 @@ def name_of(settings: dict) -> str:
 def every_case(sizes: list[dict], names: list[str]):
     """Parametrize over models, parallel sizes, layouts and recomputation.
 
-    The half of it in which a model's layout decides whether it recomputes, the other way round for every next size, is
-    in each run of the suite; the other half is asked for with ``-m large``.
+    Each run of the suite has a third of it: every layout with and without recomputation on two of the six models,
+    others for every next size. The rest is asked for with ``-m large``.
     """
     cases = []
     for number, (size, name) in enumerate(zip(sizes, names, strict=True)):
-        for family, tied in MODELS:
+        for index, (family, tied) in enumerate(MODELS):
             for layout in ("bshd", "thd"):
                 for recompute in ("none", "full"):
                     settings = {"recompute": recompute, "layout": layout} | size
-                    odd = (number + tied + (layout == "thd") + (recompute == "full")) % 2
-                    marks = pytest.mark.large if odd else ()
+                    turn = number + index + (layout == "thd") + 2 * (recompute == "full")
+                    marks = pytest.mark.large if turn % 3 else ()
                     label = f"{name}-{layout}-{recompute}-{family}-{tied}"
                     cases.append(pytest.param(family, tied, settings, marks=marks, id=label))
     return pytest.mark.parametrize(("family", "tied", "settings"), cases)

@@ -1,5 +1,6 @@
 """vLLM in its own Ray actor: logprobs against HuggingFace before and after weights are replaced in place."""
 
+import os
 import sys
 
 import pytest
@@ -11,23 +12,16 @@ from engines.config import VllmConfig
 from engines.interfaces import Sampling
 from engines.models import ModelSpec
 from engines.weight_sync import pack_buckets
-from rlworker.cluster import ray_for
 from rlworker.worker import RolloutWorker
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-CONFIG = VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=64)
+CONFIG = VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=64, kv_cache_mb=64)
 PROMPTS = [[3, 4, 5], [7, 8, 9, 10], [6]]
 STOP = (2, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
 
 
 def sampling(count=4, temperature=1.0, seed=1, max_tokens=8):
     return Sampling(count, temperature, max_tokens, seed, STOP)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_for(4):
-        yield
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -208,10 +202,12 @@ def replace_experts(worker, folder, with_workaround):
     import engines.vllm.worker as extension
 
     if not hasattr(worker, "llm"):
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would have the last word
         worker.llm = LLM(
             model=folder,
             dtype="float32",
             enforce_eager=True,
+            kv_cache_memory_bytes=2**26,
             max_model_len=64,
             skip_tokenizer_init=True,
             worker_extension_cls="engines.vllm.worker.WeightSyncExtension",

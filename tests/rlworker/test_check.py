@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.config import VllmConfig
+from engines.config import MegatronConfig, VllmConfig
 from engines.faults import FAULTS
 from engines.models import ModelSpec
 from engines.probe_case import Influence
@@ -24,13 +24,12 @@ def run(*arguments: str) -> tuple[int, list[dict]]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_the_clean_path_passes_at_the_asked_sizes(make_hf_model):
+def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model):
     """A user's model over two pipeline stages and two replicas, with a pack of a fixed size."""
-    sizes = ["--actor.ranks", "4", "--actor.pp", "2", "--actor.multiple", "2", "--actor.slots", "128"]
-    status, found = run(make_hf_model("llama", False), *sizes)
-    assert status == 0 and {finding["outcome"] for finding in found} == {"ok"}
-    assert {finding["evidence"] for finding in found} == {"executed"}
-    checks = [finding["check"] for finding in found]
+    sizes = MegatronConfig(ranks=4, pp=2, multiple=2, slots=128)
+    found = check.run_check(CheckConfig(model=make_hf_model("llama", False), actor=sizes))
+    assert {(finding.outcome, finding.evidence) for finding in found} == {("ok", "executed")}
+    checks = [finding.check for finding in found]
     assert [checks.count(name) for name in dict.fromkeys(checks)] == [12, 2, 3, 2, 1, 1]
     assert list(dict.fromkeys(checks)) == ["attention", "tokens", "layouts", "gradients", "rollout", "weight sync"]
 

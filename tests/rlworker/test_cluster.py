@@ -1,5 +1,6 @@
 import gc
 import os
+import subprocess
 import sys
 import time
 
@@ -25,19 +26,35 @@ class Worker:
         time.sleep(100)
 
 
-def test_who_failed_is_named_among_workers_that_hang():
-    with ray_for(3):
-        workers = {f"actor rank {i}": ray.remote(Worker).options(num_cpus=1).remote() for i in range(3)}
-        named = r"(?s)^step 2, phase update: .*repr=actor rank 1.*KeyError: 'level'"
-        with pytest.raises(WorkerFailure, match=named), naming_failures("step 2, phase update", workers):
-            ray.get(workers["actor rank 1"].fail.remote())
-        died = r"^step 3, phase sync: actor rank 0 died .*say more\); go on$"
-        with pytest.raises(WorkerFailure, match=died), naming_failures("step 3, phase sync", workers, "; go on"):
-            ray.get([workers["actor rank 2"].hang.remote(), workers["actor rank 0"].die.remote()])
-        with pytest.raises(RuntimeError, match="need 40 CPUs"), ray_for(40):
-            pass
-        assert ray.is_initialized(), "whoever found Ray there leaves it there"
-    assert not ray.is_initialized()
+def test_who_failed_is_named_among_workers_that_hang(cluster):
+    workers = {f"actor rank {i}": ray.remote(Worker).options(num_cpus=1).remote() for i in range(3)}
+    named = r"(?s)^step 2, phase update: .*repr=actor rank 1.*KeyError: 'level'"
+    with pytest.raises(WorkerFailure, match=named), naming_failures("step 2, phase update", workers):
+        ray.get(workers["actor rank 1"].fail.remote())
+    died = r"^step 3, phase sync: actor rank 0 died .*say more\); go on$"
+    with pytest.raises(WorkerFailure, match=died), naming_failures("step 3, phase sync", workers, "; go on"):
+        ray.get([workers["actor rank 2"].hang.remote(), workers["actor rank 0"].die.remote()])
+    for worker in workers.values():
+        ray.kill(worker)
+
+
+def test_whoever_found_ray_there_leaves_it_there(cluster):
+    with ray_for(1):
+        pass
+    with pytest.raises(RuntimeError, match="need 40 CPUs"), ray_for(40):
+        pass
+    assert ray.is_initialized()
+
+
+def test_ray_that_was_started_for_a_run_ends_with_it():
+    program = (
+        "import os, ray\n"
+        "from rlworker.cluster import ray_for\n"
+        "with ray_for(3):\n"
+        "    assert ray.cluster_resources()['CPU'] == max(3, os.cpu_count())\n"
+        "assert not ray.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
 
 
 def test_collection_goes_on_afterwards():

@@ -16,13 +16,13 @@ import pytest
 import ray
 
 from rlworker import reward_pool
-from rlworker.cluster import ray_for
 from rlworker.config import RewardConfig
 from rlworker.data import Row
 from rlworker.reward_pool import EXAMPLES, RewardPool
 from rlworker.rewards import batch_reward, exact_match
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+pytestmark = pytest.mark.usefixtures("cluster")
 LIMIT_S = 0.5
 DEFAULT = -1.0
 
@@ -125,12 +125,6 @@ def is_gone(pid: int) -> bool:
             return True
         time.sleep(0.1)
     return False
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    with ray_for(1):
-        yield
 
 
 @pytest.fixture
