@@ -46,13 +46,7 @@ FAMILIES = {
         },
     ),
 }
-LONGEST = ("test_trainer.py", "test_check.py", "test_demo_cpu.py", "test_kill.py", "test_engine_parity.py")
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
-
-
-def pytest_collection_modifyitems(items):
-    """The longest files come first, so that processes that share the files end together."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
