@@ -29,13 +29,16 @@ def join_group(rank: int, world: int, address: str):
 
 
 def leave_groups() -> None:
-    """Take down every process group of this process."""
+    """Take down every process group of this process, and end their threads."""
+    import gc
+
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
     if dist.is_initialized():
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
+        gc.collect()  # the engine before is a cycle that holds them: hundreds of gloo threads would wake up for ever
     build_engine.sizes = None
 
 
