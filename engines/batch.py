@@ -147,6 +147,17 @@ class TrainBatch:
         }
         return replace(self, lengths=self.lengths[start:stop], **cut)
 
+    def take(self, rows: np.ndarray) -> "TrainBatch":
+        """The sequences of these numbers, in this order."""
+        if np.array_equal(rows, np.arange(len(self))):
+            return self
+        sequences, tokens = torch.from_numpy(rows), torch.from_numpy(token_numbers(self.lengths, rows))
+        taken = {
+            name: column.index_select(0, sequences if COLUMNS[name] == "sequence" else tokens)
+            for name, column in self.columns().items()
+        }
+        return replace(self, lengths=tuple(np.asarray(self.lengths)[rows].tolist()), **taken)
+
     def split(self, parts: int) -> list["TrainBatch"]:
         """``parts`` runs of consecutive sequences of as equal count as possible.
 
@@ -158,23 +169,6 @@ class TrainBatch:
                 f"TrainBatch: {len(self)} sequences cannot be split over {parts} parts; use more sequences"
             )
         bounds = [len(self) * i // parts for i in range(parts + 1)]
-        return [self.select(a, b) for a, b in zip(bounds, bounds[1:])]
-
-    def split_by_tokens(self, budget: int, at_least: int = 1) -> list["TrainBatch"]:
-        """Runs of consecutive sequences of at most ``budget`` tokens each (one sequence may exceed it), in order.
-
-        Args:
-            at_least: lowers the budget to this part of the batch, so that pipeline stages have work; there may be fewer
-                runs where few sequences hold most of the tokens.
-        """
-        budget = min(budget, -(-self.num_tokens // at_least))
-        bounds, tokens = [0], 0
-        for i, length in enumerate(self.lengths):
-            if tokens and length and tokens + length > budget:  # an empty sequence never stands alone
-                bounds.append(i)
-                tokens = 0
-            tokens += length
-        bounds.append(len(self))
         return [self.select(a, b) for a, b in zip(bounds, bounds[1:])]
 
     def to(self, device: torch.device) -> "TrainBatch":
@@ -193,6 +187,14 @@ class TrainBatch:
                 array = state.get(name)
                 object.__setattr__(self, name, None if array is None else torch.from_numpy(array))
         object.__setattr__(self, "lengths", state["lengths"])
+
+
+def token_numbers(lengths: Sequence[int], rows: np.ndarray) -> np.ndarray:
+    """Where the tokens of these sequences stand in a stream of sequences of ``lengths``, one sequence after another."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    taken = sizes[rows]
+    shift = (np.cumsum(sizes) - sizes)[rows] - (np.cumsum(taken) - taken)
+    return np.arange(taken.sum()) + np.repeat(shift, taken)
 
 
 COLUMNS: dict[str, str] = {f.name: f.metadata["column"] for f in fields(TrainBatch) if "column" in f.metadata}

@@ -90,7 +90,7 @@ class MegatronConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; the optimizer keeps fp32 masters."""
     micro_batch_tokens: int = 16384
-    """Most tokens in one forward pass of a replica."""
+    """Most slots, tokens and their padding, in one forward pass of a replica; a longer sequence goes alone."""
     recompute: Literal["none", "core", "full"] = "none"
     """Recompute nothing, the core attention or whole layers in the backward pass."""
     lr: float = 1e-6
@@ -102,7 +102,7 @@ class MegatronConfig:
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
     lr_decay_steps: int = 0
-    """Optimizer step at which min_lr is reached; 0 takes the whole run (an RL run knows its length)."""
+    """Optimizer step at which min_lr is reached; 0 takes the whole run."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""
     adam_beta1: float = 0.9

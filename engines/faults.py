@@ -177,17 +177,17 @@ def _label_of_a_neighbour() -> list[Patch]:
 
 
 def _column_shifted() -> list[Patch]:
-    from engines.batch import TrainBatch
+    from engines.interfaces import Shard
 
-    def wrap(split):
-        def with_shifted_advantages(self, *args, **kwargs):
-            if self.advantages is None:
-                return split(self, *args, **kwargs)
-            return split(replace(self, advantages=self.advantages.roll(1)), *args, **kwargs)
+    def wrap(cut):
+        def with_shifted_advantages(self):
+            if self.batch.advantages is None:
+                return cut(self)
+            return cut(replace(self, batch=replace(self.batch, advantages=self.batch.advantages.roll(1))))
 
         return with_shifted_advantages
 
-    return [(TrainBatch, "split_by_tokens", wrap)]
+    return [(Shard, "micro_batches", wrap)]
 
 
 def _layer_computes_otherwise() -> list[Patch]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,36 @@ class ValueOutputs:
     """
 
     values: Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One replica's part of a batch, in the order in which it is computed.
+
+    Attributes:
+        counts: sequences of each micro-batch; they follow one another in ``batch``.
+        fillers: micro-batches that come after them, so that every replica has as many. Each is the last sequence of
+            ``batch``, which belongs to none of the counts: it is computed and counts for nothing.
+        replica: the data-parallel rank that this is for.
+        digest: of the whole schedule (``engines.schedule``), the same on every rank.
+    """
+
+    batch: TrainBatch
+    counts: tuple[int, ...]
+    fillers: int
+    replica: int
+    digest: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the sequences that count."""
+        return sum(self.batch.lengths[: sum(self.counts)])
+
+    def micro_batches(self) -> list[TrainBatch]:
+        """Views of the batch."""
+        bounds = [0, *accumulate(self.counts)]
+        real = [self.batch.select(a, b) for a, b in zip(bounds, bounds[1:])]
+        return real + [self.batch.select(bounds[-1], len(self.batch))] * self.fillers
 
 
 Outputs = TokenOutputs | ValueOutputs
@@ -94,10 +125,10 @@ class TrainEngine(Protocol):
     is_leader: bool
     """This rank holds the outputs of its data-parallel replica."""
 
-    def forward(self, batch: TrainBatch) -> Outputs | None:
-        """Outputs for this replica's shard; None on ranks that are not the leader."""
+    def forward(self, shard: Shard) -> Outputs | None:
+        """Outputs of this replica's shard, in its order; None on ranks that are not the leader."""
 
-    def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> StepResult:
+    def train_step(self, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
         """One optimizer step on ``sum(loss) / denominator``, over the shards of all replicas."""
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

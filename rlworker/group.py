@@ -1,12 +1,15 @@
 """Ray actors that hold training engines, called together."""
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from engines.batch import TrainBatch
-from engines.interfaces import Outputs, join_outputs
+from engines.interfaces import LossFn, Outputs, StepResult
+from engines.schedule import Schedule, plan_schedule
 from hardware.platform import get_platform
 from rlworker.worker import Role, TrainWorker
 
@@ -24,35 +27,58 @@ class WorkerGroup:
         actors: one handle per rank. places: each rank's ``dp_rank`` and ``is_leader``.
     """
 
-    def __init__(self, role: str, actors: list, places: list[dict]):
-        self.role, self.actors, self.places = role, actors, places
+    def __init__(self, role: Role, actors: list, places: list[dict]):
+        self.role, self.name, self.actors, self.places = role, role.name, actors, places
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
 
     def call(self, method: str, *args: Any) -> list:
         """``method(*args)`` on every rank; the results in rank order."""
-        return ray.get([getattr(actor, method).remote(self.role, *args) for actor in self.actors])
+        return ray.get([getattr(actor, method).remote(self.name, *args) for actor in self.actors])
 
     def forward(self, batch: TrainBatch) -> Outputs:
         """The engine's outputs of a batch, ``[N]``."""
-        return join_outputs(self.call_sharded("forward", batch))
+        schedule = self._plan(batch)
+        return schedule.restore(self.call_sharded("forward", schedule.shards(batch)))
 
-    def call_sharded(self, method: str, batch: TrainBatch, *args: Any) -> list:
-        """``method(shard, *args)`` on every rank, each with its replica's shard.
+    def train_step(self, batch: TrainBatch, loss: LossFn, denominator: float) -> tuple[list[StepResult], Outputs]:
+        """One optimizer step on ``sum(loss) / denominator``.
 
         Returns:
-            the leaders' results by data-parallel rank: shards are consecutive, so token outputs end to end are in the
-            order of the batch.
+            the results of each replica, and the outputs ``[N]`` of the batch from before the step.
+        """
+        schedule = self._plan(batch)
+        results = self.call_sharded("train_step", schedule.shards(batch), loss, denominator)
+        return results, schedule.restore([result.outputs for result in results])
+
+    def call_sharded(self, method: str, shards: Sequence[Any], *args: Any) -> list:
+        """``method(shard, *args)`` on every rank, each with the shard of its replica.
+
+        Returns:
+            the leaders' results by data-parallel rank.
         """
         # One copy per shard in shared memory, read by all ranks of the replica.
-        shards = [ray.put(shard) for shard in batch.split(self.dp_size)]
+        shards = [ray.put(shard) for shard in shards]
         args = [ray.put(argument) for argument in args]
         calls = [
-            getattr(actor, method).remote(self.role, shards[place["dp_rank"]], *args)
+            getattr(actor, method).remote(self.name, shards[place["dp_rank"]], *args)
             for actor, place in zip(self.actors, self.places, strict=True)
         ]
         results = ray.get(calls)
         leaders = {p["dp_rank"]: r for p, r in zip(self.places, results, strict=True) if p["is_leader"]}
         return [leaders[rank] for rank in range(self.dp_size)]
+
+    def _plan(self, batch: TrainBatch) -> Schedule:
+        return plan_schedule(batch.lengths, self.role.config, self.role.model.hidden, self.dp_size)
+
+
+def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:
+    """Write each engine's state and its HuggingFace folder into a checkpoint: ``actor`` and ``hf``, ``critic`` and
+    ``hf_critic``."""
+    for group in groups:
+        (folder / group.name).mkdir()
+        group.call("save", str(folder / group.name))
+        hf = folder / ("hf" if group.name == "actor" else f"hf_{group.name}")
+        group.call("save_hf", str(hf), SHARD_BYTES)
 
 
 class StartingGroup:
@@ -81,7 +107,7 @@ class StartingGroup:
     def ready(self) -> dict[str, WorkerGroup]:
         """The engines by the names of their roles."""
         places = ray.get(self._places)
-        return {role.name: WorkerGroup(role.name, self.actors, places) for role in self.roles}
+        return {role.name: WorkerGroup(role, self.actors, places) for role in self.roles}
 
     def workers(self) -> dict[str, ray.actor.ActorHandle]:
         """Every rank by the name that a message gives it."""

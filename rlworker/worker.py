@@ -86,15 +86,15 @@ class TrainWorker:
                 self.engines[role.name] = engine
         return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
 
-    def forward(self, role: str, batch):
-        return self.engines[role].forward(batch)
+    def forward(self, role: str, shard):
+        return self.engines[role].forward(shard)
 
     def run(self, role: str, function: str, *args):
         """``function(engine, *args)``, named as ``module:function``: the controller cannot import where it stands."""
         return _named(function)(self.engines[role], *args)
 
-    def train_step(self, role: str, batch, loss_fn, denominator: float):
-        return self.engines[role].train_step(batch, loss_fn, denominator)
+    def train_step(self, role: str, shard, loss_fn, denominator: float):
+        return self.engines[role].train_step(shard, loss_fn, denominator)
 
     def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
         """Send the weights to every rollout actor, bucket by bucket. Collective; the first leader sends."""

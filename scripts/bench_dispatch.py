@@ -6,15 +6,20 @@
 beside it the plain way, a dict of tensors per actor, in the same run. Medians.
 """
 
-import statistics
-import time
+import os
+from types import SimpleNamespace
 
 import ray
 import torch
+from timing import median_ms
 
 from engines.batch import TrainBatch
+from engines.config import MegatronConfig
+from engines.schedule import plan_schedule
+from hardware.platform import get_platform
 from rlworker.cluster import ray_for
 from rlworker.group import WorkerGroup
+from rlworker.worker import Role
 
 ACTORS, MEGABYTES, ROUNDS = 4, 50, 15
 
@@ -36,26 +41,29 @@ def make_batch() -> TrainBatch:
     return TrainBatch(lengths=batch.lengths, **batch.columns() | floats)
 
 
-def median_ms(run) -> float:
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        run()
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times[1:])
+def round_trip(group: WorkerGroup, batch: TrainBatch) -> dict[str, torch.Tensor]:
+    """The columns, sent balanced over the actors and put back in order."""
+    schedule = plan_schedule(batch.lengths, group.role.config, group.role.model.hidden, ACTORS)
+    back = [shard.batch for shard in group.call_sharded("forward", schedule.shards(batch))]
+    return {name: schedule.in_order(torch.cat([getattr(part, name) for part in back])) for name in batch.columns()}
 
 
 def main() -> None:
+    os.environ.update(get_platform("cpu").driver_env())
     batch = make_batch()
     size = sum(column.nbytes for column in batch.columns().values()) / 1e6
     with ray_for(ACTORS):
         actors = [ray.remote(Echo).options(num_cpus=1).remote() for _ in range(ACTORS)]
-        group = WorkerGroup("actor", actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])
-        back = group.call_sharded("forward", batch)
-        assert all(torch.equal(got.inputs, sent.inputs) for got, sent in zip(back, batch.split(ACTORS), strict=True))
-        ours = median_ms(lambda: group.call_sharded("forward", batch))
+        role = Role("actor", SimpleNamespace(hidden=4096), MegatronConfig(ranks=ACTORS))
+        group = WorkerGroup(role, actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])
+        back = round_trip(group, batch)
+        assert all(torch.equal(back[name], column) for name, column in batch.columns().items())
         chunks = [shard.columns() for shard in batch.split(ACTORS)]
-        plain = median_ms(lambda: ray.get([a.forward.remote("actor", c) for a, c in zip(actors, chunks, strict=True)]))
+        ours, plain = median_ms(
+            lambda: round_trip(group, batch),
+            lambda: ray.get([a.forward.remote("actor", c) for a, c in zip(actors, chunks, strict=True)]),
+            rounds=ROUNDS,
+        )
     print(f"{size:.0f} MB to {ACTORS} actors and back: {ours:.0f} ms; dicts of torch views {plain:.0f} ms")
 
 

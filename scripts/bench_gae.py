@@ -5,12 +5,13 @@
 Where every token counts and where each sequence begins with a prompt, beside a loop over time in the same run. Medians.
 """
 
-import statistics
-import time
+import os
 
 import torch
+from timing import median_ms
 
 from engines.batch import TrainBatch
+from hardware.platform import get_platform
 from rlworker.advantages import gae
 
 SEQUENCES, TOKENS, PROMPT, ROUNDS = 1024, 8192, 512, 9
@@ -39,20 +40,12 @@ def loop_over_time(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> 
     return (advantages - advantages.mean()) / advantages.std(correction=0)
 
 
-def median_ms(run) -> float:
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        run()
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
 def main() -> None:
+    os.environ.update(get_platform("cpu").driver_env())
     torch.set_num_threads(1)
     whole, prompted = make_batch(0), make_batch(PROMPT)
     apart = float((gae(whole)[0] - loop_over_time(whole)).abs().max())
-    times = [median_ms(run) for run in (lambda: gae(whole), lambda: gae(prompted), lambda: loop_over_time(whole))]
+    times = median_ms(lambda: gae(whole), lambda: gae(prompted), lambda: loop_over_time(whole), rounds=ROUNDS)
     print("every token counts {:.0f} ms, after prompts {:.0f} ms, loop over time {:.0f} ms".format(*times))
     print(f"largest difference from the loop {apart:.1e}")
 

@@ -4,11 +4,9 @@
 included. The bandwidth is that of a copy of as many bytes as the columns hold, in the same run.
 """
 
-import statistics
-import time
-
 import numpy as np
 import torch
+from timing import median_ms
 
 from engines.megatron.layout import Layout
 
@@ -56,17 +54,6 @@ def with_loop(lengths, kind: str, cp: int, columns: list[torch.Tensor]) -> list[
     return results
 
 
-def median_seconds(*calls) -> list[float]:
-    """Median of each call, run in turn so that all see the same machine."""
-    times = [[] for _ in calls]
-    for _ in range(ROUNDS + 2):
-        for call, seconds in zip(calls, times):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-    return [statistics.median(seconds[2:]) for seconds in times]
-
-
 def main() -> None:
     torch.set_num_threads(1)
     lengths = draw_lengths()
@@ -82,12 +69,12 @@ def main() -> None:
             # Read and written: the columns that go in and the results that come out.
             moved = 2 * slots * sum(c.element_size() for c in columns + columns[:RESULTS])
             source = torch.zeros(moved // 2, dtype=torch.uint8)
-            seconds = median_seconds(
+            ours, loop, copy = median_ms(
                 lambda k=kind, c=cp: with_layout(lengths, k, c, columns),
                 lambda k=kind, c=cp: with_loop(lengths, k, c, columns),
                 lambda s=source: s.clone(),
+                rounds=ROUNDS,
             )
-            ours, loop, copy = (1e3 * s for s in seconds)
             print(
                 f"{kind:4s} cp={cp}  ours {ours:6.2f} ms  loop {loop:7.2f} ms  loop over ours {loop / ours:5.1f}  "
                 f"copy of the bytes {copy:5.2f} ms  ours over copy {ours / copy:4.1f}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import Ranks
 from transformers import (
+    AutoModelForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -82,6 +83,24 @@ def make_hf_model(tmp_path_factory):
             model.save_pretrained(folder)
             made[family, tied] = str(folder)
         return made[family, tied]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_critic(make_hf_model, tmp_path_factory):
+    """``make(family)`` -> folder of a saved token classification with one label, its body the language model's."""
+    made = {}
+
+    def make(family: str) -> str:
+        if family not in made:
+            model = AutoModelForTokenClassification.from_pretrained(make_hf_model(family, True), num_labels=1)
+            torch.nn.init.normal_(model.score.weight, std=0.02)
+            torch.nn.init.constant_(model.score.bias, 0.3)
+            folder = tmp_path_factory.mktemp(f"{family}-critic")
+            model.save_pretrained(folder)
+            made[family] = str(folder)
+        return made[family]
 
     return make
 

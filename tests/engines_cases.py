@@ -83,7 +83,15 @@ def weighted_loss(outputs, batch):
     return terms.sum(), {"loss": terms.sum().detach(), "largest_max": torch.amax(terms.detach().abs())}
 
 
-def logits_of(engine, batch):
+def plan(engine, batch):
+    """The schedule of a batch over an engine's replicas, and this replica's shard."""
+    from engines.schedule import plan_schedule
+
+    schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size)
+    return schedule, schedule.shards(batch)[engine.dp_rank]
+
+
+def logits_of(engine, shard):
     """Logits of this replica's shard, ``[N, vocab]``, put together from every rank; the engine's own packing."""
     import torch
     from megatron.core import parallel_state as mpu
@@ -104,7 +112,7 @@ def logits_of(engine, batch):
 
         return engine.forward_micro_batch(module, micro, layout), keep
 
-    micro_batches = batch.split_by_tokens(engine.config.micro_batch_tokens, at_least=engine.config.pp)
+    micro_batches = shard.micro_batches()
     engine.module.eval()
     with torch.no_grad():
         get_forward_backward_func()(
@@ -116,7 +124,7 @@ def logits_of(engine, batch):
             micro_batch_size=1,
             forward_only=True,
         )
-    return torch.cat(parts) if engine.is_leader else None
+    return torch.cat(parts[: len(shard.counts)]) if engine.is_leader else None
 
 
 def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
@@ -127,7 +135,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
     from engines.megatron.probe import whole_gradients
 
     batch = make_batch()
-    shard = batch.split(engine.dp_size)[engine.dp_rank]
+    schedule, shard = plan(engine, batch)
     denominator = float(batch.mask.sum())
     outputs = engine.forward(shard)
     logits = logits_of(engine, shard)
@@ -141,6 +149,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
     results = [engine.train_step(shard, weighted_loss, denominator) for _ in range(3)]
     weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
     return {
+        "schedule": schedule,
         "dp_rank": engine.dp_rank,
         "is_leader": engine.is_leader,
         "outputs": outputs,

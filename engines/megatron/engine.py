@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
-from engines.interfaces import LossFn, Outputs, StepResult, TokenOutputs, ValueOutputs, join_outputs
+from engines.interfaces import LossFn, Outputs, Shard, StepResult, TokenOutputs, ValueOutputs, join_outputs
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import token_outputs
@@ -81,45 +81,56 @@ class MegatronEngine:
 
     # -- forward and backward
 
-    def forward(self, batch: TrainBatch) -> Outputs | None:
+    def forward(self, shard: Shard) -> Outputs | None:
         parts: list[Outputs] = []
 
-        def keep(outputs: Outputs, _: Layout, __: TrainBatch):
+        def keep(outputs: Outputs, *_):
             parts.append(outputs)
             return torch.zeros(()), torch.tensor(0), {}
 
+        self._check_schedule(shard)
         self.module.eval()
         with torch.no_grad():
-            self.run(batch, keep, forward_only=True)
-        return join_outputs(parts) if self.is_leader else None
+            self.run(shard, keep, forward_only=True)
+        return self._outputs_of(shard, parts)
 
-    def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> StepResult:
-        metrics, parts = self.backward(batch, loss_fn, denominator)
+    def train_step(self, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
+        metrics, parts = self.backward(shard, loss_fn, denominator)
         grad_norm = float("nan")
         if self._gradients_are_finite():
             # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
             self.schedule.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        outputs = join_outputs(parts) if self.is_leader else None
-        return StepResult(_reduce(metrics), outputs, float(grad_norm), lr)
+        return StepResult(_reduce(metrics), self._outputs_of(shard, parts), float(grad_norm), lr)
 
-    def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
+    def _outputs_of(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
+        """Of the real micro-batches, which come before the fillers, end to end."""
+        if not self.is_leader:
+            return None
+        outputs = join_outputs(parts)
+        return type(outputs)(*(column[: shard.num_tokens] for column in vars(outputs).values()))
+
+    def backward(self, shard: Shard, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
         """Gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
-        step_tokens = self._sum_over_replicas(batch.num_tokens)
+        self._check_schedule(shard)
+        step_tokens = self._sum_over_replicas(shard.num_tokens)
         parts: list[Outputs] = []
 
-        def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch):
+        def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch, is_filler: bool):
             parts.append(type(outputs)(*(column.detach() for column in vars(outputs).values())))
             loss, metrics = loss_fn(outputs, micro)
+            if is_filler:  # a graph to go back through, and nothing else
+                loss = sum(0 * column.sum() for column in vars(outputs).values())
+                metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
             # Megatron divides by the step's tokens once all micro-batches are in: what remains is sum / denominator.
             scaled = loss * (step_tokens / denominator)
-            return scaled, torch.tensor(layout.num_valid, dtype=torch.int), metrics
+            return scaled, torch.tensor(0 if is_filler else layout.num_valid, dtype=torch.int), metrics
 
         self.module.train()
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self.run(batch, loss_of, forward_only=False), parts
+        return self.run(shard, loss_of, forward_only=False), parts
 
     def _gradients_are_finite(self) -> bool:
         """The same answer on every rank: one that steps while another does not would never be found again."""
@@ -129,19 +140,25 @@ class MegatronEngine:
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite)
 
-    def run(self, batch: TrainBatch, loss_of, forward_only: bool) -> list[dict]:
-        """Every micro-batch through Megatron's schedule; the metrics of each, on the last stage."""
-        micro_batches = batch.split_by_tokens(self.config.micro_batch_tokens, at_least=self.config.pp)
+    def run(self, shard: Shard, loss_of, forward_only: bool) -> list[dict]:
+        """Every micro-batch through Megatron's schedule; the metrics of each, on the last stage.
 
-        def forward_step(micro_batches: Iterator[TrainBatch], module):
-            micro = next(micro_batches).to(self.device)
+        Args:
+            loss_of: ``loss_of(outputs, layout, micro-batch, whether it is a filler) -> (loss, tokens, metrics)``, the
+                tokens being those of this context-parallel rank.
+        """
+        micro_batches = shard.micro_batches()
+
+        def forward_step(micro_batches: Iterator[tuple[int, TrainBatch]], module):
+            number, micro = next(micro_batches)
+            micro, is_filler = micro.to(self.device), number >= len(shard.counts)
             layout = self.layout(micro.lengths)
             output = self.forward_micro_batch(module, micro, layout)
-            return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro)
+            return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro, is_filler)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
+            data_iterator=enumerate(micro_batches),
             model=self.module,
             num_microbatches=len(micro_batches),
             seq_length=1,  # both sizes are unused: stages exchange real shapes (variable_seq_lengths)
@@ -180,6 +197,25 @@ class MegatronEngine:
     def whole_states(self, hidden: Tensor) -> Tensor:
         """``[s / tp, b, h] -> [s, b, h]``, what a layer that is cut over the vocabulary takes in."""
         return gather_from_sequence_parallel_region(hidden) if self.transformer.sequence_parallel else hidden
+
+    def _check_schedule(self, shard: Shard) -> None:
+        """The first collective of a pass.
+
+        Raises:
+            RuntimeError: ranks were given parts of different schedules, or of another replica, with which they would
+                wait for each other for ever or learn from something twice.
+        """
+        is_mine = shard.replica == self.dp_rank
+        own = torch.tensor([shard.digest, len(shard.counts) + shard.fillers, is_mine], device=self.device)
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own)
+        wanted = torch.cat([every[0][:2], own.new_ones(1)])
+        other = [rank for rank, found in enumerate(every) if not torch.equal(found, wanted)]
+        if other:
+            raise RuntimeError(
+                f"schedule: ranks {other} were given another plan of this batch than rank 0, or another replica's "
+                "part; every rank must be called with its replica's shard of one plan_schedule, in the same order"
+            )
 
     def _sum_over_replicas(self, value: int) -> int:
         total = torch.tensor(value, device=self.device)

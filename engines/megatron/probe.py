@@ -20,6 +20,7 @@ from engines.interfaces import LossFn, TokenOutputs
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
 from engines.probe_case import Influence, ProbeCase
+from engines.schedule import plan_schedule
 from hardware.rules import Rule
 
 _PASS_SLOTS, _PASS_LOGITS = 2**14, 2**26
@@ -143,8 +144,8 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
         torch.ones(len(ids), dtype=torch.bool),
         torch.tensor(case.image_block),
     )
-    with _settings(engine, layout=kind, micro_batch_tokens=10**9, **_padded(engine)):
-        outputs = engine.forward(batch)
+    with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)):
+        outputs = outputs_of(engine, kind, batch)
     return None if outputs is None else torch.stack([outputs.logprobs, outputs.entropy], dim=1)
 
 
@@ -152,13 +153,16 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
 
 
 def outputs_of(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
-    """The engine's outputs in a layout; on the leader."""
+    """The engine's outputs in a layout, of a batch that every replica computes; on the leader."""
     with _settings(engine, layout=kind):
-        return engine.forward(batch)
+        schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas=1)
+        (shard,) = schedule.shards(batch)
+        outputs = engine.forward(replace(shard, replica=engine.dp_rank))
+    return None if outputs is None else schedule.restore([outputs])
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
-    """Layer number -> ``[N, hidden]``, what each layer of this rank's stage gives out; micro-batches end to end."""
+    """Layer number -> ``[N, hidden]``, what each layer of this rank's stage gives out."""
     layouts, states = [], {}
     build = engine.layout
 
@@ -181,7 +185,9 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
         del engine.layout
         for hook in hooks:
             hook.remove()
-    return {number: torch.cat(parts) for number, parts in states.items()}
+    with _settings(engine, layout=kind):
+        schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas=1)
+    return {number: schedule.in_order(torch.cat(parts)) for number, parts in states.items()}
 
 
 def gradients_of(
@@ -193,7 +199,8 @@ def gradients_of(
         batch: of all replicas; each takes its share.
     """
     with _settings(engine, layout=kind):
-        engine.backward(batch.split(engine.dp_size)[engine.dp_rank], loss, denominator)
+        schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size)
+        engine.backward(schedule.shards(batch)[engine.dp_rank], loss, denominator)
     gradients = whole_gradients(engine)
     return gradients if engine.is_leader and engine.dp_rank == 0 else {}
 

@@ -1,5 +1,6 @@
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,11 +36,6 @@ def test_a_column_that_would_broadcast_is_refused():
         make(advantages=torch.zeros(5, 1))
 
 
-def test_an_empty_sequence_never_stands_alone():
-    batch = TrainBatch.from_ids([[1] * 9, [2], [3] * 5, [4]], [1] * 4)
-    assert [part.lengths for part in batch.split_by_tokens(4)] == [(8, 0), (4, 0)]
-
-
 @pytest.mark.parametrize(("ids", "prompt"), [([], 1), ([1, 2], 0), ([1, 2], 3)])
 def test_impossible_prompts_are_refused(ids, prompt):
     with pytest.raises(ValueError, match="sequence 0"):
@@ -49,12 +45,19 @@ def test_impossible_prompts_are_refused(ids, prompt):
 def test_every_cut_puts_together_what_it_cut():
     sequences = [list(range(3 + i)) for i in range(7)]
     batch = TrainBatch.from_ids(sequences, [1] * 7, rewards=torch.arange(7.0), group=torch.arange(7))
-    for parts in (batch.split(3), batch.split_by_tokens(9), batch.split_by_tokens(1), batch.split_by_tokens(99, 4)):
-        assert sum((p.lengths for p in parts), ()) == batch.lengths
-        for name, column in batch.columns().items():
-            assert torch.equal(torch.cat([getattr(p, name) for p in parts]), column), name
-    assert all(p.num_tokens <= 9 or len(p) == 1 for p in batch.split_by_tokens(9))
-    assert len(batch.split_by_tokens(99, at_least=4)) >= 4
+    parts = batch.split(3)
+    assert sum((p.lengths for p in parts), ()) == batch.lengths
+    for name, column in batch.columns().items():
+        assert torch.equal(torch.cat([getattr(p, name) for p in parts]), column), name
+
+
+def test_sequences_are_taken_with_all_that_is_theirs():
+    batch = make(rewards=torch.tensor([0.5, 1.0, 1.5]), advantages=torch.arange(5.0))
+    taken = batch.take(np.array([2, 1, 0]))
+    assert taken.lengths == (3, 0, 2) and taken.inputs.tolist() == [1, 2, 3, 7, 8]
+    assert taken.targets.tolist() == [2, 3, 5, 8, 9] and taken.mask.tolist() == [False, True, True, True, True]
+    assert taken.advantages.tolist() == [2, 3, 4, 0, 1] and taken.rewards.tolist() == [1.5, 1.0, 0.5]
+    assert batch.take(np.arange(3)) is batch
 
 
 def test_too_few_sequences_to_split_is_refused():

@@ -83,14 +83,15 @@ def check(ranks: list[dict], want: dict, unsplit: dict, capsys, label: str) -> N
     """Every number of a run against the reference, and its gradients against the unsplit run's, within the limits."""
     batch = make_batch()
     leaders = sorted((r for r in ranks if r["is_leader"]), key=lambda r: r["dp_rank"])
-    logits = torch.cat([r["logits"] for r in leaders])
-    outputs = torch.cat([r["outputs"].logprobs for r in leaders]), torch.cat([r["outputs"].entropy for r in leaders])
+    schedule = leaders[0]["schedule"]
+    logits = schedule.in_order(torch.cat([r["logits"] for r in leaders]))
+    outputs = schedule.restore([r["outputs"] for r in leaders])
     log_p = want["logits"].log_softmax(-1)
     exported = next(r for r in ranks if r["weights"])
     differences = {
         "logits": largest(logits, want["logits"]),
-        "logprobs": largest(outputs[0], log_p.gather(-1, batch.targets[:, None])[:, 0]),
-        "entropy": largest(outputs[1], -(log_p.exp() * log_p).sum(-1)),
+        "logprobs": largest(outputs.logprobs, log_p.gather(-1, batch.targets[:, None])[:, 0]),
+        "entropy": largest(outputs.entropy, -(log_p.exp() * log_p).sum(-1)),
         "gradients": max(largest(exported["gradients"][n], g) for n, g in want["gradients"].items()),
         "weights": max(largest(exported["weights"][n], w) for n, w in want["weights"].items()),
         "invariance": max(float((exported["gradients"][n] - g).norm() / g.norm()) for n, g in unsplit.items()),
@@ -101,8 +102,8 @@ def check(ranks: list[dict], want: dict, unsplit: dict, capsys, label: str) -> N
     assert not over, f"{label}: {over}"
     assert set(exported["weights"]) == set(want["weights"])
     assert ranks[0]["grad_norms"] == pytest.approx(want["norms"], rel=1e-5)
-    step_logprobs = torch.cat([r["step_logprobs"] for r in leaders])
-    assert torch.equal(step_logprobs, outputs[0]), "the update's own logprobs are those of the forward pass"
+    step_logprobs = schedule.in_order(torch.cat([r["step_logprobs"] for r in leaders]))
+    assert torch.equal(step_logprobs, outputs.logprobs), "the update's own logprobs are those of the forward pass"
 
 
 def largest(got: torch.Tensor, want: torch.Tensor) -> float:

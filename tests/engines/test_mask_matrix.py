@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from engines_cases import build_engine, logits_of, make_batch, weighted_loss
+from engines_cases import build_engine, logits_of, make_batch, plan, weighted_loss
 from ranks import Ranks, free_address
 from transformers import AutoModelForCausalLM
 
@@ -89,7 +89,9 @@ def run_rules(rank, world, address, folder, settings):
             engine.config = dataclasses.replace(engine.config, layout=kind)
             leaks = [*probe_attention(engine, kind, rule, PROBED), *probe_tokens(engine, kind, (rule,), PROBED)]
             gradients = gradients_of(engine, kind, batch, weighted_loss, float(batch.mask.sum()))
-            results[kind, name] = leaks, logits_of(engine, batch), gradients
+            schedule, shard = plan(engine, batch)
+            logits = logits_of(engine, shard)
+            results[kind, name] = leaks, None if logits is None else schedule.in_order(logits), gradients
     return results
 
 

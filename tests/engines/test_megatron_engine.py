@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from engines_cases import build_engine, make_batch, weighted_loss
+from engines_cases import build_engine, make_batch, plan, weighted_loss
 from ranks import free_address
 
 
@@ -12,7 +12,7 @@ def poisoned_step(rank: int, world: int, address: str, folder: str, settings: di
     """A good step, one whose gradient is infinite on one data-parallel rank alone, and a good one again."""
     engine = build_engine(rank, world, address, folder, settings | {"lr": 1e-3})
     batch = make_batch()
-    shard = batch.split(engine.dp_size)[engine.dp_rank]
+    _, shard = plan(engine, batch)
 
     def poison(outputs, micro):
         loss, metrics = weighted_loss(outputs, micro)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from engines_cases import build_engine, leave_groups, make_batch, start_process, weighted_loss
+from engines_cases import build_engine, leave_groups, make_batch, plan, start_process, weighted_loss
 from ranks import free_address
 from safetensors.torch import load_file, save_file
 
@@ -13,7 +13,7 @@ SETTINGS = {"lr": 1e-3, "adam_eps": 1e-5, "lr_warmup_steps": 4, "lr_decay": "cos
 
 def steps(engine, count, seed=1):
     batch = make_batch(seed)
-    shard = batch.split(engine.dp_size)[engine.dp_rank]
+    _, shard = plan(engine, batch)
     return [engine.train_step(shard, weighted_loss, float(batch.mask.sum())) for _ in range(count)]
 
 
@@ -67,7 +67,8 @@ def test_a_reference_model_computes_the_same_and_holds_no_optimizer(one_rank, ma
         engine = build_engine(rank, world, address, folder, {}, trainable=not frozen, temperature=0.5)
         if frozen:
             assert engine.optimizer is None and not any(p.requires_grad for p in engine.module.parameters())
-        return engine.forward(make_batch()).logprobs
+        schedule, shard = plan(engine, make_batch())
+        return schedule.restore([engine.forward(shard)]).logprobs
 
     got = one_rank.run(outputs, free_address(), make_hf_model("qwen2", False), frozen)[0]
     from transformers import AutoModelForCausalLM

@@ -1,7 +1,7 @@
 """Each shim is taken back alone: what then fails is the proof that it is still needed."""
 
 import pytest
-from engines_cases import build_engine, join_group, leave_groups, make_batch, start_process, weighted_loss
+from engines_cases import build_engine, join_group, leave_groups, make_batch, plan, start_process, weighted_loss
 from ranks import free_address
 
 SINGLE = ("current_device", "factories", "tensor_types")
@@ -28,7 +28,7 @@ def train_without(rank, world, address, folder, shim_name, settings):
     undo = taken_back(shim)
     try:
         engine = build_engine(rank, world, address, folder, settings)
-        shard = make_batch().split(engine.dp_size)[engine.dp_rank]
+        _, shard = plan(engine, make_batch())
         engine.train_step(shard, weighted_loss, 10.0)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -77,7 +77,7 @@ def test_resuming_fails_without_adam(one_rank, make_hf_model, tmp_path):
         again = taken_back(next(s for s in SHIMS if s.name == "adam"))
         try:
             engine = build_engine(rank, world, address, folder, {})
-            engine.train_step(make_batch(), weighted_loss, 10.0)
+            engine.train_step(plan(engine, make_batch())[1], weighted_loss, 10.0)
             engine.save(target)
             engine.load(target)
         except Exception as error:

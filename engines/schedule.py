@@ -1,0 +1,192 @@
+"""Which replica computes which sequences, in which micro-batches: planned once for all ranks, before a step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from heapq import heappop, heapreplace
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from engines.batch import TrainBatch, token_numbers
+from engines.config import MegatronConfig
+from engines.interfaces import Outputs, Shard
+from hardware.rules import slot_unit
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The plan of one batch.
+
+    Attributes:
+        rows: ``[replica][micro-batch]``, numbers of the sequences; every replica has the same number of micro-batches,
+            the last of which may be empty. lengths: tokens of every sequence.
+    """
+
+    rows: tuple[tuple[np.ndarray, ...], ...]
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def digest(self) -> int:
+        """63 bits of a hash over who computes what."""
+        counts = [[len(rows) for rows in replica] for replica in self.rows]
+        hashed = xxhash.xxh3_64(np.asarray(counts, dtype=np.int64).tobytes())
+        hashed.update(np.concatenate([self._order, self.lengths]).astype(np.int64).tobytes())
+        return hashed.intdigest() >> 1
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        return np.concatenate([rows for replica in self.rows for rows in replica])
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """``[N]``, where each token of the batch is in the shards end to end."""
+        stood = np.argsort(self._order)  # where each sequence is among the shards', in the order of the batch
+        return torch.from_numpy(token_numbers(np.asarray(self.lengths)[self._order], stood))
+
+    def shards(self, batch: TrainBatch) -> list[Shard]:
+        """What each replica is sent."""
+        return [self._shard(batch, replica) for replica in range(len(self.rows))]
+
+    def _shard(self, batch: TrainBatch, replica: int) -> Shard:
+        parts = [rows for rows in self.rows[replica] if len(rows)]
+        counts, fillers = tuple(map(len, parts)), len(self.rows[replica]) - len(parts)
+        if fillers:
+            lengths = np.asarray(self.lengths)
+            parts.append(np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin(keepdims=True))
+        return Shard(batch.take(np.concatenate(parts)), counts, fillers, replica, self.digest)
+
+    def restore(self, parts: Sequence[Outputs]) -> Outputs:
+        """Outputs of the shards, by replica -> outputs ``[N]`` in the order of the batch."""
+        columns = zip(*(vars(part).values() for part in parts))
+        return type(parts[0])(*(self.in_order(torch.cat(column)) for column in columns))
+
+    def in_order(self, tokens: Tensor) -> Tensor:
+        """``[N, ...]``, the shards' tokens end to end -> in the order of the batch."""
+        return tokens.index_select(0, self._places.to(tokens.device))
+
+
+def plan_schedule(lengths: Sequence[int], config: MegatronConfig, hidden: int, replicas: int) -> Schedule:
+    """Balance sequences over replicas by cost, then cut each replica's into micro-batches of at most
+    ``config.micro_batch_tokens`` slots; a sequence that is longer is a micro-batch of its own.
+
+    Replicas hold equal numbers of sequences, to one, and exactly equal numbers of micro-batches: as few as this way of
+    dealing sequences out can do with, but one for each pipeline stage where a replica has as many sequences. A sequence
+    without a token is computed by nobody.
+
+    Args:
+        lengths: tokens of each sequence. hidden: the model's hidden size, which weighs attention against the rest.
+
+    Raises:
+        ValueError: no sequence has a token.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    held = np.flatnonzero(sizes)
+    if not len(held):
+        raise ValueError(f"batch: none of its {len(sizes)} sequences has a token that could be predicted")
+    owner = balanced(sequence_costs(sizes[held], hidden), replicas)
+    shares = _grouped(held, owner, replicas)
+    unit = slot_unit(config.tp, config.cp, config.multiple)
+    slots = -(-sizes // unit) * unit
+    cut = partial(_cut_rows if config.layout == "bshd" else _cut_packs, slots=slots, config=config)
+    few, most = max(config.pp, *(_at_least(slots[rows], config) for rows in shares)), max(map(len, shares))
+    count = _fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(few, most), most)
+    return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths))
+
+
+def sequence_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
+    """``[B]`` work of a sequence in a layer, in units of ``hidden`` multiplications.
+
+    ``12 * hidden * L + L^2``: 12 hidden^2 weights see each token, and causal attention multiplies each token with half
+    of the L others twice (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, appendix).
+    """
+    return 12 * hidden * lengths + lengths**2
+
+
+def balanced(costs: np.ndarray, parts: int, counts_matter: bool = True) -> np.ndarray:
+    """``[B]`` whole costs -> ``[B]``, the part that each goes to: the dearest first, to whoever has least so far.
+
+    Args:
+        counts_matter: all parts hold equally many, to one.
+    """
+    each, extra = divmod(len(costs), parts) if counts_matter else (len(costs), 0)
+    order = np.argsort(-costs, kind="stable")
+    bits = parts.bit_length()  # a load and the part that has it in one number, which a heap compares faster than a pair
+    heap, left, chosen = list(range(parts)), [each] * parts, []
+    for cost in (costs[order] << bits).tolist():
+        part = heap[0] & ((1 << bits) - 1)
+        chosen.append(part)
+        left[part] -= 1
+        if left[part] > 0:
+            heapreplace(heap, heap[0] + cost)
+        elif left[part] == 0 and extra:
+            extra -= 1
+            heapreplace(heap, heap[0] + cost)
+        else:
+            heappop(heap)
+    owner = np.empty(len(costs), dtype=np.int64)
+    owner[order] = chosen
+    return owner
+
+
+def _grouped(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndarray]:
+    """The rows of each part, in their order."""
+    ends = np.cumsum(np.bincount(owner, minlength=parts))
+    return np.split(rows[np.argsort(owner, kind="stable")], ends[:-1])
+
+
+def _fewest(fits: Callable[[int], bool], few: int, most: int) -> int:
+    """The least count from ``few`` on that fits; ``most`` does, and so does whatever is above one that fits.
+
+    Looked for near ``few`` first, where it nearly always is.
+    """
+    count, step = few, 1
+    while count < most and not fits(count):
+        few, count, step = count + 1, min(most, count + step), 2 * step
+    while few < count:
+        middle = (few + count) // 2
+        if fits(middle):
+            count = middle
+        else:
+            few = middle + 1
+    return count
+
+
+def _at_least(slots: np.ndarray, config: MegatronConfig) -> int:
+    """No fewer micro-batches than this hold sequences of these slots."""
+    if config.layout == "bshd":
+        return 1
+    budget = _pack_budget(config)
+    alone = slots > budget
+    return int(alone.sum()) + -(-int(slots[~alone].sum()) // budget)
+
+
+def _pack_budget(config: MegatronConfig) -> int:
+    return min(config.micro_batch_tokens, config.slots or config.micro_batch_tokens)
+
+
+def _cut_packs(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count: int) -> list[np.ndarray]:
+    """Cut sequences into ``count`` micro-batches, the last of which stay empty where there are too few; an empty list
+    where they would not fit."""
+    owner = balanced(slots[rows], count, counts_matter=False)
+    loads = np.bincount(owner, weights=slots[rows], minlength=count)
+    if ((loads > _pack_budget(config)) & (np.bincount(owner, minlength=count) > 1)).any():
+        return []
+    return _grouped(rows, owner, count)
+
+
+def _cut_rows(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count: int) -> list[np.ndarray]:
+    """As ``_cut_packs``, of rows: those of like lengths go together, since each is as wide as the longest."""
+    rest, parts = rows[np.argsort(-slots[rows], kind="stable")], []
+    while len(rest):
+        taken = max(1, config.micro_batch_tokens // (config.slots or int(slots[rest[0]])))
+        parts.append(rest[:taken])
+        rest = rest[taken:]
+    if len(parts) > count:
+        return []
+    while len(parts) < min(count, len(rows)):
+        parts.sort(key=len)
+        parts += np.array_split(parts.pop(), 2)
+    return [np.sort(part) for part in parts] + [rows[:0]] * (count - len(parts))
