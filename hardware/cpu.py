@@ -50,6 +50,9 @@ class CpuPlatform:
             find_backend(self.attention_backends, spec.kind, spec.cp, rule, override)
         return attention_inputs(spec, rotary)
 
+    def driver_env(self) -> dict[str, str]:
+        return _MEMORY
+
     def train_env(self) -> dict[str, str]:
         # Ray gives an actor as many threads as it has CPUs, one, unless the user says otherwise.
         return _MEMORY | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}

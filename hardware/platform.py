@@ -74,6 +74,9 @@ class Platform(Protocol):
             ValueError: the capability table says that no backend of the platform honours a rule.
         """
 
+    def driver_env(self) -> dict[str, str]:
+        """Environment of the process that runs the steps, set before it makes large tensors."""
+
     def train_env(self) -> dict[str, str]:
         """Environment of a training process, set before torch is imported."""
 

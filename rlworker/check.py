@@ -20,8 +20,8 @@ from hardware.capabilities import find_backend
 from hardware.platform import get_platform
 from hardware.rules import CAUSAL, Rule
 from rlworker.check_case import Case, make_case
+from rlworker.check_config import CheckConfig
 from rlworker.cluster import naming_failures, ray_for
-from rlworker.config import CheckConfig
 from rlworker.data import Row
 from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.reference import Reference, huggingface_reference

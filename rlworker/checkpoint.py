@@ -6,7 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from rlworker.config import RunConfig
+from rlworker.config import TrainingConfig
+from rlworker.errors import RunError
 
 _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
@@ -26,7 +27,7 @@ class RunFolder:
         self.given = path
         self.path = Path(path).absolute()  # other processes may run elsewhere
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, config: TrainingConfig) -> None:
         """See whether the folder can hold the run.
 
         Raises:
@@ -46,7 +47,7 @@ class RunFolder:
                 f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir, or add --resume"
             )
 
-    def _check_same(self, config: RunConfig) -> None:
+    def _check_same(self, config: TrainingConfig) -> None:
         try:
             stored = json.loads((self.path / "config.json").read_text())
         except ValueError as error:
@@ -60,8 +61,8 @@ class RunFolder:
             was = ", ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed)
             raise ValueError(f"run_dir: {str(self.path)!r} cannot be resumed with other settings: {was}")
 
-    def claim(self, config: RunConfig) -> dict | None:
-        """Make the folder this run's own. Raises FileExistsError where another run took it since ``check``.
+    def claim(self, config: TrainingConfig) -> dict | None:
+        """Make the folder this run's own. Raises RunError where another run took it since ``check``.
 
         Returns:
             when resuming, the newest checkpoint's state with its ``folder``, or None where the run was cut short before
@@ -69,7 +70,12 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if not config.resume:
-            _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2), replace=False)
+            try:
+                _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2), replace=False)
+            except FileExistsError:
+                raise RunError(
+                    f"run_dir: another run took {str(self.path)!r} while this one started; choose another --run-dir"
+                ) from None
             return None
         self._clear_leftovers()
         newest = self.newest()

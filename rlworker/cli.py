@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from rlworker.config import CheckConfig
+from rlworker.check_config import CheckConfig
 from rlworker.errors import RunError
 
 

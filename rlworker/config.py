@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from tyro.conf import Positional
-
 from engines.checks import LARGEST, check_numbers, check_types
 from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
+from hardware.rules import slot_unit
 from rlworker.model_checks import check_engines, check_trained
 
 _LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}
@@ -28,11 +27,14 @@ class DataConfig:
     prompt_field: str = "prompt"
     """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]."""
     answer_field: str = "answer"
-    """Field of a row that holds the answer: text, given to the reward function."""
+    """Field of a row that holds the answer: text, given to the reward function or learned."""
+    instruction: str = ""
+    """A text prompt becomes a user's message that ends with this, by the chat template; empty leaves it as it is. Rows
+    of messages have their own."""
     max_prompt_tokens: int = 1024
     """A longer prompt is an error that names its row, or is skipped with skip_long_prompts."""
     skip_long_prompts: bool = False
-    """Leave rows out whose prompt is longer than max_prompt_tokens."""
+    """Leave rows out whose prompt is longer than max_prompt_tokens, or in supervised training the answer too long."""
 
     def __post_init__(self):
         check_types("data", self)
@@ -126,42 +128,26 @@ class RewardConfig:
         check("a finite number", math.isfinite, "default")
 
 
-@dataclass(frozen=True)
-class CheckConfig:
-    """What ``rlworker check`` proves, and of what."""
+def check_slots(actor: MegatronConfig, longest: int) -> None:
+    """Raise ValueError where a fixed number of slots does not hold the longest sequence; its last token is no input."""
+    unit = slot_unit(actor.tp, actor.cp, actor.multiple)
+    need = -(-(longest - 1) // unit) * unit
+    if 0 < actor.slots < need:
+        raise ValueError(
+            f"actor: slots={actor.slots} does not hold the longest sequence, {longest} tokens, which takes {need}; "
+            "raise --actor.slots or leave it out"
+        )
 
-    model: Positional[str] = ""
-    """HuggingFace folder; without one a tiny model is made on the spot."""
-    platform: Literal["cpu"] = "cpu"
-    """Kind of machine the engines run on."""
-    actor: MegatronConfig = field(default_factory=MegatronConfig)
-    rollout: VllmConfig = field(
-        default_factory=lambda: VllmConfig(max_new_tokens=8, max_model_len=64, max_num_seqs=16, kv_cache_mb=256)
-    )
-    huggingface: bool = True
-    """Compare with HuggingFace, whose model is held in this process as well."""
-    self_test: bool = False
-    """Plant known faults one at a time; each must be found."""
-    json: bool = False
-    """Print JSON in place of the table."""
 
-    def __post_init__(self):
-        check_types("check", self)
-        types = {self.actor.dtype, self.rollout.dtype}
-        if self.self_test and (self.model or not self.huggingface or types != {"float32"}):
-            raise ValueError(
-                "check: the self-test's faults show on its own tiny model, in float32 and against HuggingFace; leave "
-                "out the model, --no-huggingface and --*.dtype"
-            )
-
-    def check_model(self) -> ModelSpec:
-        """``check_engines`` of what is checked."""
-        return check_engines(self.model, self.platform, self.actor, self.rollout)
+def decaying_over(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
+    """The settings with a decay over the whole run where no other length was asked for."""
+    whole = max(optimizer_steps, engine.lr_warmup_steps + 1)
+    return replace(engine, lr_decay_steps=engine.lr_decay_steps or whole)
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """One RL run."""
+class TrainingConfig:
+    """What every run that trains has."""
 
     model: str = ""
     """Folder of a saved HuggingFace model with its tokenizer."""
@@ -169,44 +155,55 @@ class RunConfig:
     """Folder that receives everything the run writes."""
     data: DataConfig = field(default_factory=DataConfig)
     actor: MegatronConfig = field(default_factory=MegatronConfig)
-    rollout: VllmConfig = field(default_factory=VllmConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    separate: tuple[Literal["critic", "reference"], ...] = ()
-    """Models that get processes of their own; the others share the actor's."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
     platform: Literal["cpu"] = "cpu"
     """Kind of machine the engines run on."""
     steps: int = 100
-    """Rollouts, each followed by its update."""
-    prompts_per_step: int = 32
-    """Prompts sampled in a step."""
-    samples_per_prompt: int = 8
-    """Completions of each prompt."""
+    """Steps of the run: of RL rollouts, each followed by its update; of supervised training optimizer steps."""
     eval_every: int = 0
-    """Steps between greedy evaluations on the held-out rows; 0 evaluates before and after only."""
+    """Steps between evaluations on the held-out rows; 0 evaluates before and after only."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end only."""
     seed: int = 0
     """Decides the order of prompts and every sample."""
     resume: bool = False
     """Go on from the newest checkpoint in run_dir."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go beside metrics.jsonl: run_dir/tensorboard, run_dir/wandb (offline unless WANDB_MODE is set)."""
+
+    def __post_init__(self):
+        check_types("config", self)
+        check_numbers("config", self, "at least 1", lambda x: x >= 1, "steps")
+        check_numbers("config", self, "0 or more", lambda x: x >= 0, "eval_every", "save_every")
+        # Generators of 64 bits are seeded with a million times it and the step.
+        check_numbers("config", self, "from 0 to 4294967295", lambda x: 0 <= x < 2**32, "seed")
+
+
+@dataclass(frozen=True)
+class RunConfig(TrainingConfig):
+    """One RL run."""
+
+    rollout: VllmConfig = field(default_factory=VllmConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    separate: tuple[Literal["critic", "reference"], ...] = ()
+    """Models that get processes of their own; the others share the actor's."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    prompts_per_step: int = 32
+    """Prompts sampled in a step."""
+    samples_per_prompt: int = 8
+    """Completions of each prompt."""
     logprob_diff_mean: float | None = None
     """Largest mean |rollout - trainer logprob| of a step; None takes 2e-5 (float32) or 0.05 (bfloat16)."""
     logprob_diff_max: float | None = None
     """Largest single difference; None takes 5e-3 (float32) or no limit (bfloat16)."""
     ignore_logprob_diff: bool = False
     """Go on, with a warning at each step, where rollout and trainer disagree."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go beside metrics.jsonl: run_dir/tensorboard, run_dir/wandb (offline unless WANDB_MODE is set)."""
 
     def __post_init__(self):
-        check_types("config", self)
+        super().__post_init__()
         check = partial(check_numbers, "config", self)
-        check("at least 1", lambda x: x >= 1, "steps", "prompts_per_step", "samples_per_prompt")
-        check("0 or more", lambda x: x >= 0, "eval_every", "save_every", "logprob_diff_mean", "logprob_diff_max")
-        # Generators of 64 bits are seeded with a million times it and the step.
-        check("from 0 to 4294967295", lambda x: 0 <= x < 2**32, "seed")
+        check("at least 1", lambda x: x >= 1, "prompts_per_step", "samples_per_prompt")
+        check("0 or more", lambda x: x >= 0, "logprob_diff_mean", "logprob_diff_max")
         if unused := [role for role in self.separate if role not in self.models]:
             raise ValueError(
                 f"config: separate names {unused}, which this run does not have; leave it out, or set --critic.train "
@@ -227,15 +224,15 @@ class RunConfig:
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
                 f"mini_batches={self.algorithm.mini_batches} on {self.actor.dp} data-parallel ranks; raise one of them"
             )
+        check_slots(self.actor, self.longest)
         if self.prompts_per_step < self.rollout.engines:
             raise ValueError(
                 f"config: prompts_per_step={self.prompts_per_step} leaves some of {self.rollout.engines} rollout "
                 "engines without work; lower --rollout.engines"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        if longest > self.rollout.max_model_len:
+        if self.longest > self.rollout.max_model_len:
             raise ValueError(
-                f"config: max_prompt_tokens + max_new_tokens = {longest} exceeds "
+                f"config: max_prompt_tokens + max_new_tokens = {self.longest} exceeds "
                 f"rollout.max_model_len={self.rollout.max_model_len}; raise it or lower one of them"
             )
 
@@ -244,19 +241,27 @@ class RunConfig:
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
+    def rows_per_mini_batch(self) -> int:
+        """Samples of the largest mini-batch."""
+        return -(-self.samples_per_step // self.algorithm.mini_batches)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def actor_of_run(self) -> MegatronConfig:
         """The actor's settings with a decay over the whole run where no other length was asked for."""
-        return self._over_steps(self.actor, self.steps - (self.critic.warmup_steps if self.critic.train else 0))
+        steps = self.steps - (self.critic.warmup_steps if self.critic.train else 0)
+        return decaying_over(self.actor, steps * self.algorithm.mini_batches)
 
     @property
     def critic_of_run(self) -> MegatronConfig:
         """The actor's settings at the critic's rate."""
         lr, share = self.critic.lr, self.actor.min_lr / self.actor.lr if self.actor.lr else 0.0
-        return self._over_steps(replace(self.actor, lr=lr, min_lr=lr * share), self.steps)
-
-    def _over_steps(self, engine: MegatronConfig, steps: int) -> MegatronConfig:
-        whole = max(steps * self.algorithm.mini_batches, engine.lr_warmup_steps + 1)
-        return replace(engine, lr_decay_steps=engine.lr_decay_steps or whole)
+        critic = replace(self.actor, lr=lr, min_lr=lr * share)
+        return decaying_over(critic, self.steps * self.algorithm.mini_batches)
 
     @property
     def models(self) -> dict[str, str]:
@@ -291,7 +296,6 @@ class RunConfig:
             ValueError: one cannot be held, or the reference does not know the actor's vocabulary.
         """
         specs = {"actor": check_engines(self.model, self.platform, self.actor, self.rollout)}
-        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         for role, folder in self.models.items():
             if role == "actor":
                 continue
@@ -302,7 +306,7 @@ class RunConfig:
             except ValueError as error:
                 raise ValueError(f"{role} ({option}): {error}") from None
             wanted = (("tokens in its vocabulary", spec.vocab, specs["actor"].vocab),)
-            wanted += (("positions", spec.max_positions, longest),)
+            wanted += (("positions", spec.max_positions, self.longest),)
             for what, have, need in wanted:
                 if have < need:
                     raise ValueError(

@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,14 +75,18 @@ def load_tokenizer(folder: str):
     return tokenizer
 
 
-def check_vocabulary(rows: list["Row"], tokenizer, vocab: int) -> None:
-    """Raise ValueError where the tokenizer knows tokens, used here, that the model of ``vocab`` tokens does not."""
+def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], tokenizer, vocab: int) -> None:
+    """Raise ValueError where the tokenizer knows tokens, used here, that the model of ``vocab`` tokens does not.
+
+    Args:
+        texts: what the message calls each of ``ids``.
+    """
     if tokenizer.eos_token_id >= vocab:
         raise ValueError(f"model: the tokenizer's eos token is {tokenizer.eos_token_id}, the model has {vocab} tokens")
-    for row in rows:
-        if max(row.prompt_ids) >= vocab:
+    for text, numbers in zip(texts, ids, strict=True):
+        if max(numbers) >= vocab:
             raise ValueError(
-                f"data: prompt {row.prompt[:80]!r} has token {max(row.prompt_ids)}, the model has {vocab} tokens; take "
+                f"data: the row of prompt {text[:80]!r} has token {max(numbers)}, the model has {vocab} tokens; take "
                 "the tokenizer that belongs to the model"
             )
 
@@ -100,7 +104,8 @@ def check_rows(path: str, data: DataConfig) -> None:
 def read_rows(path: str, tokenizer, data: DataConfig) -> Rows:
     """Read the rows at ``path``, which ``DataConfig.train`` describes, and tokenise their prompts.
 
-    Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text stays as it is.
+    Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text stays as it is
+    where ``data.instruction`` does not make a message of it.
 
     Raises:
         ValueError: there are no such rows, or a broken one, by place, row and field; a prompt is too long, or all are
@@ -108,7 +113,7 @@ def read_rows(path: str, tokenizer, data: DataConfig) -> Rows:
     """
     places, sources = zip(*_checked(path, data), strict=True)
     prompts = [(where, source[data.prompt_field]) for where, source in zip(places, sources, strict=True)]
-    texts = [p if isinstance(p, str) else _apply_template(p, tokenizer, where, data) for where, p in prompts]
+    texts = [_text_of(prompt, tokenizer, where, data) for where, prompt in prompts]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     rows, limit = [], data.max_prompt_tokens
     for where, source, text, ids in zip(places, sources, texts, encoded, strict=True):
@@ -262,6 +267,11 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
         raise ValueError(
             f'{prompt_place} must be text or a list of {{"role": text, "content": text}}, got {reprlib.repr(prompt)}'
         )
+    if is_chat and data.instruction:
+        raise ValueError(
+            f"{prompt_place} has messages, which data.instruction does not go into; write it into them and set "
+            '--data.instruction ""'
+        )
     if not isinstance(answer, str):
         raise ValueError(
             f"{answer_place} must be text, got {type(answer).__name__}, the row has {', '.join(source)}; make it text "
@@ -279,10 +289,21 @@ def _check_encodable(place: str, text: str) -> None:
         raise ValueError(f"{place} is no valid Unicode text: {error}; remove that character") from None
 
 
+def _text_of(prompt: str | list[dict], tokenizer, where: str, data: DataConfig) -> str:
+    if isinstance(prompt, str) and not data.instruction:
+        return prompt
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": f"{prompt}\n\n{data.instruction}"}]
+    return _apply_template(prompt, tokenizer, where, data)
+
+
 def _apply_template(messages: list[dict], tokenizer, where: str, data: DataConfig) -> str:
     place = f'{where}: field "{data.prompt_field}"'
     if not tokenizer.chat_template:
-        raise ValueError(f"{place} has messages, but the tokenizer has no chat template; give text")
+        has, remedy = "has messages", "give text"
+        if data.instruction:
+            has, remedy = "would become a message by data.instruction", 'set --data.instruction ""'
+        raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:  # templates refuse roles and orders that they do not know

@@ -1,16 +1,16 @@
 """What a run tells: metrics.jsonl, trackers, sampled rollouts, a progress bar and one line per step."""
 
 import json
+import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 from tqdm import tqdm
 
 from rlworker.trackers import Trackers
 
-_LINE = (
+_RL_LINE = (
     ("reward", "reward", "6.3f"),
     ("heldout", "heldout", "6.3f"),
     ("|dlogp|", "logprob_diff_mean", "8.1e"),
@@ -22,6 +22,27 @@ _LINE = (
     ("s", "time_step", "5.2f"),
 )
 """Fields of a step's line: label, metric, format. A metric that a step lacks leaves its place blank."""
+SUPERVISED_LINE = (
+    ("loss", "train_loss", "6.3f"),
+    ("heldout", "heldout_loss", "6.3f"),
+    ("gnorm", "grad_norm", "6.3f"),
+    ("lr", "lr", "8.1e"),
+    ("tok/s", "tokens_per_second", "6.0f"),
+    ("s", "time_step", "5.2f"),
+)
+"""The same of supervised training."""
+
+
+def seconds_since_start() -> float:
+    """Of this process. psutil's answer is up to a second too long: it adds the time of boot, of which the kernel tells
+    whole seconds."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc(5), field 22
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether what is done every so many steps is done after this one; 0 is never."""
+    return bool(every) and step % every == 0
 
 
 class StepClock:
@@ -46,30 +67,30 @@ class RunLog:
 
     Args:
         steps: of the whole run. first_step: steps done so far.
-        trackers: open ones; they are closed with this.
+        trackers: open ones; they are closed with this. line: what the terminal shows of a step.
     """
 
-    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers):
+    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = _RL_LINE):
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")
         self._rollouts = folder / "rollouts"
-        self._rollouts.mkdir(exist_ok=True)
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
         self._steps = steps
-        self._trackers = trackers
+        self._trackers, self._line = trackers, line
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record step ``step`` (steps done so far), with the seconds since this process started (``time_wall``)."""
-        metrics = metrics | {"time_wall": time.time() - psutil.Process().create_time()}
+        metrics = metrics | {"time_wall": seconds_since_start()}
         self._metrics.write(json.dumps({"step": step} | metrics) + "\n")
         self._metrics.flush()
         self._trackers.step(step, metrics)
-        fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in _LINE)
+        fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in self._line)
         self._bar.write(f"step {step:4d}/{self._steps}  " + "  ".join(fields))
         self._bar.n = step
         self._bar.refresh()
 
     def rollouts(self, step: int, rows: list[dict]) -> None:
         """Keep some samples of a step."""
+        self._rollouts.mkdir(exist_ok=True)
         with open(self._rollouts / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -83,6 +104,13 @@ class RunLog:
         self._bar.close()
         self._metrics.close()
         self._trackers.close()
+
+
+def note_skipped(log: RunLog, skipped: dict[str, int]) -> None:
+    """Say how many rows were left out because they are too long, where there are any (``{"skipped_train": 3}``)."""
+    if any(skipped.values()):
+        counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in skipped.items())
+        log.note(f"data: skipped rows that are too long: {counts}")
 
 
 def read_metrics(folder: Path) -> list[dict]:

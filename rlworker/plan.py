@@ -12,7 +12,11 @@ from engines.config import MegatronConfig
 from engines.memory import RankMemory, bytes_of, padding_share, parameters_of, rank_memory
 from engines.models import ModelSpec
 from hardware.platform import get_platform
+from hardware.rules import slot_unit
 from rlworker.config import RunConfig
+from rlworker.sft_config import SftConfig
+
+Config = RunConfig | SftConfig
 
 _GB = 2**30
 _PROCESS = {"trainer": 0.5 * _GB, "rollout": 1.7 * _GB, "ray": 0.6 * _GB}
@@ -47,7 +51,7 @@ class Need:
 @dataclass(frozen=True)
 class Plan:
     """Attributes:
-    batch: what a step is made of, label and value. needs: the largest rank of each stage, and a rollout engine.
+    batch: what a step is made of, label and value. needs: the largest rank of each stage, and of RL a rollout engine.
     padding: share of the trainer's slots without a token.
     """
 
@@ -84,7 +88,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
     return f"{in_words(plan)}\n{text}", fits
 
 
-def _verdict(config: RunConfig, models: dict[str, ModelSpec], plan: Plan, memory_gb: float) -> tuple[str, bool]:
+def _verdict(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: float) -> tuple[str, bool]:
     if not memory_gb:
         held = _PROCESS["ray"]
         for need in plan.needs:
@@ -101,68 +105,96 @@ def _verdict(config: RunConfig, models: dict[str, ModelSpec], plan: Plan, memory
     return text, False
 
 
-def make_plan(config: RunConfig, models: dict[str, ModelSpec]) -> Plan:
+def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     """Plan a run.
 
     Args:
         models: of each role of ``config.models``, from ``config.json`` alone.
     """
-    longest = _longest(config)
-    return Plan(_batch(config, longest), list(_needs(config, models)), padding_share(config.actor, longest))
+    batch = (_rl_batch if isinstance(config, RunConfig) else _supervised_batch)(config) | _cut(config)
+    needs = list(_trainers(config, models))
+    if isinstance(config, RunConfig):
+        needs.append(_rollout(config, models["actor"]))
+    return Plan(batch, needs, padding_share(config.actor, config.longest))
 
 
-def _batch(config: RunConfig, longest: int) -> dict[str, str]:
-    minis, actor, rollout = config.algorithm.mini_batches, config.actor, config.rollout
+def _rl_batch(config: RunConfig) -> dict[str, str]:
+    minis, steps, longest = config.algorithm.mini_batches, config.steps, config.longest
     prompts, count, samples = config.prompts_per_step, config.samples_per_prompt, config.samples_per_step
-    share = _share(config)
-    most = -(-share * longest // actor.micro_batch_tokens)
-    sizes = f"tp {actor.tp} x pp {actor.pp} x cp {actor.cp} = {actor.ranks // actor.dp} ranks"
     return {
         "a step": f"{prompts} prompts x {count} samples = {samples} samples",
-        "a sample": f"{config.data.max_prompt_tokens} + {rollout.max_new_tokens} = {longest} tokens at most",
+        "a sample": f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest} tokens at most",
         "a mini-batch": f"{samples // minis} samples, one optimizer step; {minis} in a step",
-        "a replica": f"{sizes}; {share} samples of a mini-batch for each of {actor.dp}",
-        "a micro-batch": f"{actor.micro_batch_tokens:,} tokens at most, so some {most} in a mini-batch at most",
-        "the run": f"{config.steps} steps, {config.steps * minis} optimizer steps, {config.steps * prompts:,} prompts, "
-        f"{config.steps * samples:,} samples, {config.steps * samples * longest:,} tokens at most",
+        "the run": f"{steps} steps, {steps * minis} optimizer steps, {steps * prompts:,} prompts, "
+        f"{steps * samples:,} samples, {steps * samples * longest:,} tokens at most",
     }
 
 
-def _needs(config: RunConfig, models: dict[str, ModelSpec]) -> Iterator[Need]:
-    shared = [role for role in models if role not in config.separate]
-    for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(config.separate))):
+def _supervised_batch(config: SftConfig) -> dict[str, str]:
+    rows, longest = config.rows_per_step, config.longest
+    return {
+        "a step": f"{rows} samples, one optimizer step",
+        "a sample": f"{config.data.max_prompt_tokens} + {config.max_answer_tokens} = {longest} tokens at most",
+        "the run": f"{config.steps} steps, {config.steps * rows:,} samples, "
+        f"{config.steps * rows * longest:,} tokens at most",
+    }
+
+
+def _cut(config: Config) -> dict[str, str]:
+    """How what an optimizer step takes is spread over ranks and cut."""
+    actor, share = config.actor, _share(config)
+    budget = actor.slots if actor.layout == "thd" and actor.slots else actor.micro_batch_tokens
+    each = max(1, min(budget, actor.micro_batch_tokens) // _row(config))
+    most = max(-(-share // each), min(actor.pp, share))
+    sizes = f"tp {actor.tp} x pp {actor.pp} x cp {actor.cp} = {actor.ranks // actor.dp} ranks"
+    return {
+        "a replica": f"{sizes}; {share} samples of an optimizer step for each of {actor.dp}",
+        "a micro-batch": f"{actor.micro_batch_tokens:,} slots at most, so {most} on a replica where all are longest",
+    }
+
+
+def _trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
+    separate = config.separate if isinstance(config, RunConfig) else ()
+    shared = [role for role in models if role not in separate]
+    for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(separate))):
         for stage in range(config.actor.pp):
             held = {role: largest_rank(models[role], config, stage, role != "reference") for role in roles}
             where = f"{name} ranks, stage {stage}" if config.actor.pp > 1 else f"{name} ranks"
             yield Need(where, config.actor.ranks // config.actor.pp, held)
-    platform, model = get_platform(config.platform), models["actor"]
+
+
+def _rollout(config: RunConfig, model: ModelSpec) -> Need:
+    platform = get_platform(config.platform)
     weights = sum(parameter.numbers for parameter in parameters_of(model, MegatronConfig(), 0))
     weights = weights * bytes_of(config.rollout.dtype) // int(config.rollout.vllm.get("tensor_parallel_size", 1))
     cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
-    yield Need("rollout engines", config.rollout.engines, {"rollout": RankMemory(weights, 0, 0, cache)})
+    return Need("rollout engines", config.rollout.engines, {"rollout": RankMemory(weights, 0, 0, cache)})
 
 
-def largest_rank(model: ModelSpec, config: RunConfig, stage: int, trainable: bool) -> RankMemory:
+def largest_rank(model: ModelSpec, config: Config, stage: int, trainable: bool) -> RankMemory:
     """Of the ranks that hold the same parameters, the one with the most optimizer state."""
     actor, slots = config.actor, micro_batch_slots(config)
     ranks = range(actor.dp * actor.cp if trainable else 1)
     return max((rank_memory(model, actor, stage, rank, slots, trainable) for rank in ranks), key=lambda m: m.total)
 
 
-def micro_batch_slots(config: RunConfig) -> int:
+def micro_batch_slots(config: Config) -> int:
     """Slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at most."""
-    actor, longest = config.actor, _longest(config)
-    tokens = max(longest, min(actor.micro_batch_tokens, _share(config) * longest))
-    return actor.slots or int(tokens / (1 - padding_share(actor, longest)))
+    actor, row = config.actor, _row(config)
+    most = max(row, min(actor.micro_batch_tokens, _share(config) * row))
+    return most // row * row if actor.layout == "bshd" else actor.slots or most
 
 
-def _share(config: RunConfig) -> int:
+def _row(config: Config) -> int:
+    """Slots of the longest sample."""
+    actor = config.actor
+    unit = slot_unit(actor.tp, actor.cp, actor.multiple)
+    return (actor.layout == "bshd" and actor.slots) or -(-config.longest // unit) * unit
+
+
+def _share(config: Config) -> int:
     """Samples of a mini-batch on each replica."""
-    return -(-config.samples_per_step // (config.algorithm.mini_batches * config.actor.dp))
-
-
-def _longest(config: RunConfig) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return -(-config.rows_per_mini_batch // config.actor.dp)
 
 
 def over(plan: Plan, memory_gb: float) -> list[Need]:
@@ -170,13 +202,13 @@ def over(plan: Plan, memory_gb: float) -> list[Need]:
     return [need for need in plan.needs if need.total > memory_gb * _GB]
 
 
-def nearest(config: RunConfig, models: dict[str, ModelSpec], memory_gb: float) -> str:
+def nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float) -> str:
     """Settings under which the trainers fit, as few changes from the given ones as will do; empty where none of those
     tried does."""
     actor = config.actor
     recompute = dict.fromkeys((actor.recompute, "full"))
     tokens = [actor.micro_batch_tokens // cut for cut in (1, 2, 4, 8)]
-    longest = _longest(config)
+    longest = config.longest
     sizes = (1, 2, 4, 8, 16)
     found = []
     for kind, most, tp, pp, dp in product(recompute, tokens, sizes, sizes, dict.fromkeys((actor.dp, 1))):

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from engines.batch import COLUMNS, TrainBatch
+from engines.interfaces import Outputs
+from rlworker.errors import RunError
 
 
 def offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[int, list[str]]:
@@ -45,3 +47,15 @@ def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], toke
                     line[name] = [value if abs(value) < float("inf") else str(value) for value in column.tolist()]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(rows)
+
+
+def refuse_step(run: Path, step: int, role: str, batch: TrainBatch, outputs: Outputs, tokenizer) -> None:
+    """Raise RunError for step ``step``, whose gradient the ``role``'s engine refused, once the rows that may be why are
+    written into the run folder."""
+    path = run / "refused" / f"step_{step:06d}.jsonl"
+    count = save_refused(path, batch, vars(outputs), tokenizer)
+    raise RunError(
+        f"step {step}: the {role}'s gradient is not finite, so the step was not taken. {count} of {len(batch)} rows "
+        f"may be why: see {path}. If their numbers are finite, lower --{role}.lr or --actor.clip-grad; if not, mend "
+        "what made them"
+    )

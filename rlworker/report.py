@@ -23,6 +23,7 @@ _PHASES = (
 _PLOT = {"responsive": True, "displayModeBar": False}
 
 _CURVES = (
+    ("Loss (nats per token)", {"train_loss": "training", "heldout_loss": "held-out rows"}, "linear"),
     ("Reward", {"reward": "sampled, training prompts", "heldout": "greedy, held-out prompts"}, "linear"),
     (
         "Rollout against trainer: |difference of logprobs|",
@@ -128,8 +129,10 @@ def _start_table(lines: list[dict]) -> list[tuple[str, float]]:
 
 
 def _summary(lines: list[dict]) -> dict:
-    heldout = [line["heldout"] for line in lines if "heldout" in line]
-    ends = {"heldout_before": heldout[0], "heldout_after": heldout[-1]} if heldout else {}
+    ends = {}
+    for name in ("heldout", "heldout_loss"):
+        if found := [line[name] for line in lines if name in line]:
+            ends |= {f"{name}_before": found[0], f"{name}_after": found[-1]}
     names = ("skipped_train", "skipped_heldout", "reward_failures")
     counts = {name: count for name in names if (count := sum(line.get(name, 0) for line in lines))}
     return ends | {"steps": lines[-1]["step"] if lines else 0} | counts

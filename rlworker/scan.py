@@ -32,14 +32,15 @@ class Chosen:
         sizes = torch.tensor(lengths)
         if mask.all():
             return cls(len(mask), sizes, (0, len(mask)), None)
-        counts = torch.cat([torch.zeros(1, dtype=torch.int32), mask.cumsum(0, dtype=torch.int32)]).long()
         ends = sizes.cumsum(0)
+        counted = mask.cumsum(0, dtype=torch.int32)[(ends - 1).clamp_min(0)].long() * (ends > 0)  # to each one's end
+        chosen = counted.diff(prepend=counted.new_zeros(1))
         edges = (mask[1:] != mask[:-1]).nonzero()[:, 0] + 1
         if len(edges) * _LONG_RUN > len(mask):
-            return cls(len(mask), counts[ends] - counts[ends - sizes], (), mask.nonzero()[:, 0])
+            return cls(len(mask), chosen, (), mask.nonzero()[:, 0])
         bounds = [0, *([0] if mask[0] else []), *edges.tolist(), len(mask)]
         runs = tuple(b - a for a, b in zip(bounds, bounds[1:]))
-        return cls(len(mask), counts[ends] - counts[ends - sizes], runs, None)
+        return cls(len(mask), chosen, runs, None)
 
     def take(self, column: Tensor) -> Tensor:
         """``[N] -> [n]``; a view where all are chosen."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from engines.faults import FAULTS, Fault
 from rlworker.check import Bench, Finding, bench, check_all, send_weights
+from rlworker.check_config import CheckConfig
 from rlworker.cluster import ray_for
-from rlworker.config import CheckConfig
 from rlworker.rollout import Rollouts
 
 

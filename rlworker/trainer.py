@@ -1,6 +1,7 @@
 """The controller: one process that starts the engines and runs the steps."""
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -9,8 +10,9 @@ from functools import partial
 import torch
 
 from engines.batch import TrainBatch
-from engines.interfaces import LossFn, Outputs, join_outputs
+from engines.interfaces import LossFn, Outputs
 from hardware.capabilities import override_warnings
+from hardware.platform import get_platform
 from rlworker import step_metrics
 from rlworker.advantages import AdvantageFn, configured_advantage, with_kl_penalty
 from rlworker.checkpoint import RunFolder
@@ -18,10 +20,10 @@ from rlworker.cluster import naming_failures, ray_for
 from rlworker.config import RunConfig
 from rlworker.data import Rows, check_vocabulary, load_tokenizer, read_rows
 from rlworker.errors import RunError
-from rlworker.group import BUCKET_BYTES, SHARD_BYTES, StartingGroup, WorkerGroup
+from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup, save_groups
 from rlworker.losses import Aggregation, configured_loss, token_mean, value_loss
-from rlworker.metrics import RunLog, StepClock
-from rlworker.refused import save_refused
+from rlworker.metrics import RunLog, StepClock, is_due, note_skipped
+from rlworker.refused import refuse_step
 from rlworker.report import write_report
 from rlworker.reward_pool import RewardPool, pickled
 from rlworker.rewards import BatchRewardFn, RewardFn
@@ -70,7 +72,9 @@ class Trainer:
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
         self.rows, self.heldout = train.rows, heldout.rows
-        check_vocabulary([*self.rows, *self.heldout], self.tokenizer, self.models["actor"].vocab)
+        every = [*self.rows, *self.heldout]
+        ids = [row.prompt_ids for row in every]
+        check_vocabulary([row.prompt for row in every], ids, self.tokenizer, self.models["actor"].vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         critic, algorithm = config.critic, config.algorithm
         self.advantage = advantage or configured_advantage(critic)
@@ -97,16 +101,17 @@ class Trainer:
     def start(self) -> None:
         """Start every engine at the same time, then claim the run folder."""
         config, clock = self.config, StepClock()
+        os.environ.update(get_platform(config.platform).driver_env())
         self.running.enter_context(ray_for(config.actors))
         rollouts = self._start(Rollouts(config.platform, self.models["actor"], config.rollout))  # vLLM takes longest
         trainers = [self._start(StartingGroup(*group)) for group in self._groups()]
-        self.rewards = self._start(RewardPool(self.reward, config.reward))  # last: it is soon there
         with self._phase(clock, "start_trainers"):
             groups: dict[str, WorkerGroup] = {}
             for starting in trainers:
                 groups |= starting.ready()
             self.actor = groups["actor"]
             self.reference, self.critic = groups.get("reference"), groups.get("critic")
+        self.rewards = self._start(RewardPool(self.reward, config.reward))  # while vLLM alone is still starting
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
         parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
@@ -119,9 +124,7 @@ class Trainer:
         self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done, trackers))
         for warning in override_warnings(config.actor.attention_override):
             self.log.note(warning)
-        if any(self.skipped.values()):
-            counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in self.skipped.items())
-            self.log.note(f"data: skipped prompts longer than {config.data.max_prompt_tokens} tokens: {counts}")
+        note_skipped(self.log, self.skipped)
         if state:
             with self._phase(clock, "restore"):
                 self._restore(state)
@@ -171,12 +174,12 @@ class Trainer:
             while self.steps_done < config.steps:
                 metrics, samples = self.step()
                 last = self.steps_done == config.steps
-                if last or _is_due(self.steps_done, config.eval_every):
+                if last or is_due(self.steps_done, config.eval_every):
                     metrics |= self.evaluate()
                 if self.steps_done == 1 or "heldout" in metrics:
                     self.log.rollouts(self.steps_done, samples)
                 self.log.step(self.steps_done, metrics)
-                if last or _is_due(self.steps_done, config.save_every):
+                if last or is_due(self.steps_done, config.save_every):
                     self.save()
         finally:  # a run that stops has a report too
             self.log.note(f"report: {write_report(self.folder.path)}")
@@ -271,21 +274,11 @@ class Trainer:
         """One optimizer step; its metrics, and the outputs from before it."""
         weights, denominator = aggregation(batch)
         batch = replace(batch, weights=weights)
-        results = group.call_sharded("train_step", batch, loss, denominator)
-        outputs = join_outputs([result.outputs for result in results])
+        results, outputs = group.train_step(batch, loss, denominator)
         metrics = step_metrics.of_update(results, float(batch.mask.sum()), prefix)
         if math.isnan(metrics[f"{prefix}grad_norm"]):  # the engine did not step
-            self._refuse(batch, group.role, outputs)
+            refuse_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
         return metrics, outputs
-
-    def _refuse(self, batch: TrainBatch, role: str, outputs: Outputs) -> None:
-        path = self.folder.path / "refused" / f"step_{self.steps_done + 1:06d}.jsonl"
-        count = save_refused(path, batch, vars(outputs), self.tokenizer)
-        raise RunError(
-            f"step {self.steps_done + 1}: the {role}'s gradient is not finite, so the step was not taken. "
-            f"{count} of {len(batch)} rows may be why: see {path}. If their numbers are finite, lower --{role}.lr or "
-            "--actor.clip-grad; if not, mend what made them (reward, advantage, loss)"
-        )
 
     def _check_difference(self, where: str, difference: dict[str, float]) -> None:
         limits = self.config.logprob_limits
@@ -325,24 +318,16 @@ class Trainer:
 
     def _save(self) -> None:
         partial_folder = self.folder.begin_checkpoint(self.steps_done)
-        for group in self._learning():
-            (partial_folder / group.role).mkdir()
-            group.call("save", str(partial_folder / group.role))
-            hf = partial_folder / ("hf" if group is self.actor else f"hf_{group.role}")
-            group.call("save_hf", str(hf), SHARD_BYTES)
+        save_groups(self._learning(), partial_folder)
         state = {"step": self.steps_done, "version": self.version, "rollouts": self.sampler.rollouts_done}
         self.folder.finish_checkpoint(partial_folder, state)
 
     def _restore(self, state: dict) -> None:
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         for group in self._learning():
-            group.call("load", f"{state['folder']}/{group.role}")
+            group.call("load", f"{state['folder']}/{group.name}")
         self.sync_weights()
         self.check_canary()
 
     def _learning(self) -> list[WorkerGroup]:
         return [self.actor, self.critic] if self.critic else [self.actor]
-
-
-def _is_due(step: int, every: int) -> bool:
-    return bool(every) and step % every == 0

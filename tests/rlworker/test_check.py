@@ -13,7 +13,7 @@ from engines.models import ModelSpec
 from engines.probe_case import Influence
 from rlworker import check, cli
 from rlworker.check_case import make_case, tiny_model
-from rlworker.config import CheckConfig
+from rlworker.check_config import CheckConfig
 
 COMMAND = [str(Path(sys.executable).parent / "rlworker"), "check"]
 

@@ -5,6 +5,7 @@ import pytest
 from engines.config import MegatronConfig
 from rlworker.checkpoint import RunFolder
 from rlworker.config import RunConfig
+from rlworker.errors import RunError
 
 
 def write_metrics(folder, *steps, tail=""):
@@ -24,7 +25,7 @@ def test_a_folder_with_a_run_is_refused(tmp_path):
     folder.claim(RunConfig())
     with pytest.raises(ValueError, match="already holds a run; choose another --run-dir, or add --resume"):
         folder.check(RunConfig())
-    with pytest.raises(FileExistsError):
+    with pytest.raises(RunError, match="another run took"):
         folder.claim(RunConfig())
 
 

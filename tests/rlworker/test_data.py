@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import datasets
@@ -13,7 +14,7 @@ from pyarrow import parquet
 
 from recipes.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config import DataConfig
-from rlworker.data import Row, check_rows, check_vocabulary, read_rows, rows_of_step
+from rlworker.data import check_rows, check_vocabulary, read_rows, rows_of_step
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -129,6 +130,19 @@ def test_messages_need_a_template(tmp_path, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no role ' + messages[0].role) }}"
     said = message_of(read_rows, path, tokenizer, DATA)
     assert 'line 2: field "prompt": the chat template refuses these messages: no role u' in said
+
+
+def test_an_instruction_makes_a_message_of_a_text(tmp_path, tokenizer):
+    data = replace(DATA, instruction="Say it.", max_prompt_tokens=30)
+    path = write(tmp_path, {"prompt": "1+1=", "answer": "2"})
+    said = message_of(read_rows, path, tokenizer, data)
+    assert 'field "prompt" would become a message by data.instruction, but the tokenizer has no chat template' in said
+    assert said.endswith('set --data.instruction ""')
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    (row,) = read_rows(path, tokenizer, data).rows
+    assert row.prompt == "user: 1+1=\n\nSay it.;"
+    path = write(tmp_path, {"prompt": [{"role": "u", "content": "x"}], "answer": "2"})
+    assert "has messages, which data.instruction does not go into" in message_of(check_rows, path, data)
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path):
@@ -310,9 +324,9 @@ def test_heldout_additions_are_apart_and_without_pattern(tmp_path):
 
 def test_tokens_that_the_model_does_not_have_are_named():
     tokenizer = SimpleNamespace(eos_token_id=2)
-    rows = [Row("ab", (5, 9), "x", {}), Row("cd", (5, 10), "x", {})]
-    check_vocabulary(rows, tokenizer, vocab=11)
+    texts, ids = ["ab", "cd"], [(5, 9), (5, 10)]
+    check_vocabulary(texts, ids, tokenizer, vocab=11)
     with pytest.raises(ValueError, match="prompt 'cd' has token 10, the model has 10 tokens"):
-        check_vocabulary(rows, tokenizer, vocab=10)
+        check_vocabulary(texts, ids, tokenizer, vocab=10)
     with pytest.raises(ValueError, match="eos token is 2, the model has 2 tokens"):
-        check_vocabulary([], tokenizer, vocab=2)
+        check_vocabulary([], [], tokenizer, vocab=2)

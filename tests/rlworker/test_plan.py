@@ -72,11 +72,24 @@ def test_batches_in_one_vocabulary(folder):
         "64 prompts x 8 samples = 512 samples",
         "512 + 1536 = 2048 tokens at most",
         "256 samples, one optimizer step; 2 in a step",
-        "tp 4 x pp 1 x cp 1 = 4 ranks; 128 samples of a mini-batch for each of 2",
-        "16,384 tokens at most, so some 16 in a mini-batch at most",
+        "tp 4 x pp 1 x cp 1 = 4 ranks; 128 samples of an optimizer step for each of 2",
+        "16,384 slots at most, so 16 on a replica where all are longest",
         "10 steps, 20 optimizer steps, 640 prompts, 5,120 samples, 10,485,760 tokens at most",
     ):
         assert words in text
+
+
+def test_micro_batches_that_stages_and_slots_ask_for(folder):
+    """Eight samples of 2,048: all in one of 16,384, but one for each of four stages, and two where slots hold four."""
+    model, batch = {"actor": ModelSpec.from_folder(folder)}, dict(prompts_per_step=2, samples_per_prompt=8)
+
+    def micro_batches(**settings) -> str:
+        actor = MegatronConfig(dtype="bfloat16", recompute="full", **settings)
+        return make_plan(config_of(folder, actor=actor, **batch), model).batch["a micro-batch"]
+
+    assert "so 1 on a replica" in micro_batches()
+    assert "so 4 on a replica" in micro_batches(ranks=4, pp=4)
+    assert "so 2 on a replica" in micro_batches(slots=8192)
 
 
 def test_engines_that_share_a_process_add_up_but_for_activations(folder):

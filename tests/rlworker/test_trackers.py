@@ -197,7 +197,7 @@ print([m for m in ("torch", "tensorboard", "wandb") if m in sys.modules])
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "rollouts"}
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
 
 
 def test_trackers_are_named_on_the_command_line():

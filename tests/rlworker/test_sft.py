@@ -1,0 +1,95 @@
+"""Supervised training: its loss against HuggingFace, a run that is cut short, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from recipes.sft_text import DEFAULT
+from recipes.smoke import SftRecipeConfig, small_supervised
+from rlworker.data import load_tokenizer
+from rlworker.metrics import read_metrics
+from rlworker.sft import SftTrainer, launch_supervised
+from rlworker.sft_config import SftConfig
+
+
+@pytest.fixture
+def config(tmp_path) -> SftRecipeConfig:
+    """Two ranks, sixteen questions, eight a step."""
+    config = small_supervised(replace(DEFAULT, run_dir=str(tmp_path / "sft")))
+    actor = replace(config.actor, lr=1e-2, lr_warmup_steps=0, lr_decay="constant")
+    return replace(config, actor=actor, steps=3, save_every=1, eval_every=1)
+
+
+def fit(config: SftConfig) -> Path:
+    SftTrainer(config).fit()
+    return Path(config.run_dir)
+
+
+def heldout_loss(model: str, config: SftConfig) -> float:
+    """Mean over the answers' tokens, their ends included: HuggingFace, one row at a time, from the text."""
+    tokenizer, model = load_tokenizer(config.model), AutoModelForCausalLM.from_pretrained(model)
+    total, count = 0.0, 0
+    for line in Path(config.data.heldout).open():
+        row = json.loads(line)
+        messages = [{"role": "user", "content": f"{row['question']}\n\n{config.data.instruction}"}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        start, whole = (tokenizer(text)["input_ids"] for text in (prompt, prompt + row["answer"]))
+        ids = torch.tensor([[*whole, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            log_p = model(ids).logits[0, :-1].log_softmax(-1)
+        chosen = log_p.gather(-1, ids[0, 1:, None])[len(start) - 1 :]
+        total, count = total - float(chosen.sum()), count + len(chosen)
+    return total / count
+
+
+def test_the_loss_is_huggingfaces_and_falls(cluster, config):
+    run = fit(config)
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert lines[0]["heldout_loss"] == pytest.approx(heldout_loss(config.model, config), abs=1e-5)
+    assert lines[-1]["heldout_loss"] == pytest.approx(heldout_loss(f"{run}/checkpoints/step_3/hf", config), abs=1e-5)
+    assert lines[-1]["heldout_loss"] < 0.8 * lines[0]["heldout_loss"]
+    assert (run / "report.html").stat().st_size > 10**6
+
+
+def test_a_resumed_run_is_the_unbroken_one(cluster, config, tmp_path):
+    whole = fit(config)
+    part = fit(replace(config, run_dir=str(tmp_path / "part"), steps=1))
+    fit(replace(config, run_dir=str(part), resume=True))
+    keys = ("step", "train_loss", "heldout_loss", "grad_norm", "lr")
+    found = [[{key: line.get(key) for key in keys} for line in read_metrics(run)] for run in (whole, part)]
+    assert found[0] == found[1]
+    weights = [load_file(next(run.glob("checkpoints/step_3/hf/*.safetensors"))) for run in (whole, part)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_long_answers_are_an_error_or_left_out(config):
+    short = replace(config, max_answer_tokens=20)
+    with pytest.raises(ValueError, match=r"has \d+ tokens and an end, expected at most 20; raise --max-answer-tokens"):
+        SftTrainer(short)
+    trainer = SftTrainer(replace(short, data=replace(config.data, skip_long_prompts=True)))
+    answers = [json.loads(line)["answer"] for line in Path(config.data.train).open()]
+    kept = [answer for answer in answers if len(answer) < 20]  # a token a character
+    assert 0 < len(trainer.train) == len(kept) < len(answers)
+    assert trainer.skipped["skipped_train"] == len(answers) - len(kept)
+    with pytest.raises(ValueError, match="all answers are longer than 2 tokens"):
+        SftTrainer(replace(short, data=replace(config.data, skip_long_prompts=True), max_answer_tokens=2))
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(config, capsys):
+    with pytest.raises(ValueError, match="rows_per_step=1 cannot feed 2 data-parallel ranks"):
+        replace(config, rows_per_step=1)
+    with pytest.raises(ValueError, match="slots=64 does not hold the longest sequence, 256 tokens, which takes 255"):
+        replace(config, actor=replace(config.actor, slots=64))
+    with pytest.raises(ValueError, match="= 392 is above the model's 256 positions"):
+        SftTrainer(replace(config, max_answer_tokens=200))
+    Path(config.run_dir).mkdir(parents=True)
+    (Path(config.run_dir) / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"error: run_dir: .* already holds a run"):
+        launch_supervised(config)
