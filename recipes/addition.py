@@ -11,17 +11,17 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **names)
 
 
-def make_model(folder: Path, seed: int) -> Path:
+def make_model(folder: Path, seed: int, chat_template: str | None = None) -> Path:
     """Save a Qwen2 of 115 thousand random parameters, with its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -38,7 +38,7 @@ def make_model(folder: Path, seed: int) -> Path:
         tie_word_embeddings=True,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    make_tokenizer(chat_template).save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,26 @@
+"""On-policy distillation: the student samples and learns at every token from what a teacher thinks of it (Agarwal et
+al. 2023, https://arxiv.org/abs/2306.13649). The reward is reported and teaches nothing.
+
+    python -m recipes.distill --model STUDENT --algorithm.reference TEACHER
+    python -m recipes.distill --smoke                  the same recipe, tiny, on a CPU
+"""
+
+from dataclasses import replace
+
+from recipes import grpo_gsm8k
+from recipes.mathematics import math_reward
+from recipes.smoke import recipe_config
+from rlworker.advantages import distill
+from rlworker.config import AlgorithmConfig
+from rlworker.launch import launch
+
+DEFAULT = replace(
+    grpo_gsm8k.DEFAULT,
+    run_dir="runs/distill",
+    algorithm=AlgorithmConfig(reference="TEACHER"),  # no such folder: the run and the plan ask for it by its option
+    samples_per_prompt=4,
+    steps=100,
+)
+
+if __name__ == "__main__":
+    launch(recipe_config(DEFAULT, __doc__), math_reward, advantage=distill)

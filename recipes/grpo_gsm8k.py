@@ -1,0 +1,36 @@
+"""GRPO on the grade-school questions of GSM8K (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168).
+
+python -m recipes.grpo_gsm8k --model FOLDER        an instruct model of up to 8 billion parameters
+python -m recipes.grpo_gsm8k --smoke               the same recipe, tiny, on a CPU
+
+In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB.
+"""
+
+from engines.config import MegatronConfig, VllmConfig
+from recipes.mathematics import INSTRUCTION, math_reward
+from recipes.smoke import RecipeConfig, recipe_config
+from rlworker.config import AlgorithmConfig, DataConfig, RewardConfig
+from rlworker.launch import launch
+
+DEFAULT = RecipeConfig(
+    run_dir="runs/grpo_gsm8k",
+    data=DataConfig(
+        "hf:openai/gsm8k/main:train",
+        "hf:openai/gsm8k/main:test",
+        prompt_field="question",
+        instruction=INSTRUCTION,
+        max_prompt_tokens=512,
+    ),
+    actor=MegatronConfig(ranks=8, tp=4, dtype="bfloat16", recompute="full", lr=1e-6, weight_decay=0.01),
+    rollout=VllmConfig(engines=4, max_new_tokens=1024, max_model_len=1536, dtype="bfloat16", kv_cache_mb=32768),
+    algorithm=AlgorithmConfig(kl_coef=0.001, mini_batches=4),
+    reward=RewardConfig(workers=8),
+    steps=435,
+    prompts_per_step=256,
+    samples_per_prompt=5,
+    eval_every=10,
+    save_every=50,
+)
+
+if __name__ == "__main__":
+    launch(recipe_config(DEFAULT, __doc__), math_reward)

@@ -1,0 +1,26 @@
+"""PPO on GSM8K: the same questions as recipes.grpo_gsm8k, a critic in place of groups.
+
+python -m recipes.ppo_gsm8k --model FOLDER         an instruct model of up to 8 billion parameters
+python -m recipes.ppo_gsm8k --smoke                the same recipe, tiny, on a CPU
+"""
+
+from dataclasses import replace
+
+from recipes import grpo_gsm8k
+from recipes.mathematics import math_reward
+from recipes.smoke import recipe_config
+from rlworker.config import AlgorithmConfig, CriticConfig
+from rlworker.launch import launch
+
+DEFAULT = replace(
+    grpo_gsm8k.DEFAULT,
+    run_dir="runs/ppo_gsm8k",
+    algorithm=AlgorithmConfig(kl_coef=0.001, kl_in="reward", mini_batches=4),
+    critic=CriticConfig(train=True, lr=1e-5, clip=0.5, lam=1.0, warmup_steps=10),
+    prompts_per_step=1024,
+    samples_per_prompt=1,
+    steps=105,
+)
+
+if __name__ == "__main__":
+    launch(recipe_config(DEFAULT, __doc__), math_reward)

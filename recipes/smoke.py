@@ -1,0 +1,96 @@
+"""The settings of the recipes for real models, and what ``--smoke`` makes of them."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from engines.config import VllmConfig
+from rlworker.config import RunConfig
+from rlworker.sft_config import SftConfig
+
+_QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
+_CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+@dataclass(frozen=True)
+class RecipeConfig(RunConfig):
+    """A recipe: a RunConfig that can be tried on any machine."""
+
+    smoke: bool = False
+    """Two steps on a CPU, of tiny models made on the spot and a data file of sixteen rows: sizes and settings of the
+    engines and of the data are those of the smoke, what else the recipe decides is as given."""
+
+
+@dataclass(frozen=True)
+class SftRecipeConfig(SftConfig):
+    """A recipe of supervised training that can be tried on any machine."""
+
+    smoke: bool = False
+    """Two steps on a CPU, of tiny models made on the spot and a data file of sixteen rows: sizes and settings of the
+    engines and of the data are those of the smoke, what else the recipe decides is as given."""
+
+
+Recipe = TypeVar("Recipe", RecipeConfig, SftRecipeConfig)
+
+
+def recipe_config(default: Recipe, description: str) -> Recipe:
+    """A recipe's settings from the command line, and with ``--smoke`` their small likeness."""
+    config = tyro.cli(type(default), default=default, description=description)
+    if config.smoke:
+        return small(config) if isinstance(config, RecipeConfig) else small_supervised(config)
+    return config
+
+
+def small(config: RecipeConfig) -> RecipeConfig:
+    """The recipe on two CPU ranks, models of 115 thousand parameters and sixteen questions.
+
+    What the recipe decides (algorithm, critic, reward, layout, rates) stays; what only its size decides does not.
+    """
+    algorithm = replace(config.algorithm, mini_batches=min(2, config.algorithm.mini_batches))
+    if algorithm.reference:
+        algorithm = replace(algorithm, reference=_tiny_model(config, "reference", seed=config.seed + 1))
+    rollout = VllmConfig(max_new_tokens=16, max_model_len=256, max_num_seqs=32, kv_cache_mb=64)
+    return replace(
+        config,
+        **_small_parts(config),
+        rollout=replace(rollout, temperature=config.rollout.temperature),
+        algorithm=algorithm,
+        critic=replace(config.critic, model="", warmup_steps=min(1, config.critic.warmup_steps)),
+        reward=replace(config.reward, workers=1),
+        separate=(),
+        prompts_per_step=8,
+        samples_per_prompt=min(4, config.samples_per_prompt),
+    )
+
+
+def small_supervised(config: SftRecipeConfig) -> SftRecipeConfig:
+    """As ``small``, of supervised training."""
+    return replace(config, **_small_parts(config), rows_per_step=8, max_answer_tokens=64)
+
+
+def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
+    """The settings that small recipes of both kinds share."""
+    fields = dict(prompt_field="question", answer_field="answer", max_prompt_tokens=192)
+    sizes = dict(ranks=2, tp=1, pp=1, cp=1, dtype="float32", recompute="none", micro_batch_tokens=4096)
+    return dict(
+        model=_tiny_model(config, "model", config.seed),
+        run_dir=str(_folder(config) / "run"),
+        data=replace(config.data, train=_QUESTIONS, heldout=_QUESTIONS, **fields),
+        actor=replace(config.actor, **sizes),
+        platform="cpu",
+        steps=2,
+        eval_every=0,
+        save_every=0,
+    )
+
+
+def _tiny_model(config: RecipeConfig | SftRecipeConfig, name: str, seed: int) -> str:
+    from recipes.addition import make_model  # imports torch, which a recipe that is not tried has no use for yet
+
+    return str(make_model(_folder(config) / name, seed, chat_template=_CHAT))
+
+
+def _folder(config: RecipeConfig | SftRecipeConfig) -> Path:
+    return Path(f"{config.run_dir}_smoke")

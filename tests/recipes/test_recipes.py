@@ -1,0 +1,119 @@
+"""The recipes for real models: each whole and small, and each in full as a plan."""
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engines.batch import TrainBatch
+from recipes import dapo_math
+from recipes.addition import make_model
+from recipes.mathematics import math_reward
+from rlworker.data import Row, load_tokenizer
+from rlworker.metrics import read_metrics
+from rlworker.plan import plan_recipe
+
+RECIPES = {"grpo_gsm8k": (), "ppo_gsm8k": (), "dapo_math": (), "distill": ("--algorithm.reference",), "sft_text": ()}
+"""Recipe -> options that name further models."""
+LLAMA_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+"""The shape of Llama 3.1 8B."""
+
+
+@pytest.fixture
+def run_recipe(monkeypatch):
+    """``run_recipe(name, arguments)``: what ``python -m recipes.name`` does, in this process."""
+
+    def run(name: str, arguments: list[str]) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.delitem(sys.modules, f"recipes.{name}", raising=False)  # or runpy warns of it
+        runpy.run_module(f"recipes.{name}", run_name="__main__")
+
+    return run
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe):
+    run_recipe(recipe, ["--smoke", "--run-dir", str(tmp_path / recipe)])
+    run = tmp_path / f"{recipe}_smoke" / "run"
+    start, first, last = read_metrics(run)
+    assert (first["step"], last["step"]) == (1, 2)
+    assert load_tokenizer(str(run / "checkpoints" / "step_2" / "hf")).chat_template
+    if recipe == "sft_text":
+        assert last["heldout_loss"] < start["heldout_loss"]
+        return
+    assert "heldout" in start and 0 < last["logprob_diff_mean"] <= 1e-5
+    # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
+    assert ("explained_variance" in last, "penalty" in last) == ((recipe == "ppo_gsm8k",) * 2)
+    assert ("kl" in last) == (recipe == "grpo_gsm8k")
+    if recipe == "distill":
+        assert first["groups_alike"] == 1 and first["grad_norm"] > 0
+    if recipe == "dapo_math":  # wrong is -1, and rollouts are repeated for want of a difference
+        assert first["reward"] < -0.5 and first["samples"] == 3 * 8 * 4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_full_it_fits_eight_devices_of_80_gb(tmp_path, recipe):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    others = [word for option in RECIPES[recipe] for word in (option, str(tmp_path))]
+    text, fits = plan_recipe(f"recipes.{recipe}", ["--model", str(tmp_path), *others], 80.0)
+    assert fits, text
+
+
+@pytest.mark.parametrize("recipe", ["demo_cpu", "ppo_addition", "grpo"])
+def test_small_ones_fit_this_machine(tmp_path, recipe):
+    text, fits = plan_recipe(f"recipes.{recipe}", ["--model", str(make_model(tmp_path, 0))], memory_gb=0)
+    assert fits, text
+
+
+def test_a_recipe_with_a_teacher_asks_for_one(run_recipe, tmp_path):
+    model = str(make_model(tmp_path, 0))
+    sizes = ["--actor.tp", "2", "--rollout.max-new-tokens", "8", "--rollout.max-model-len", "256"]
+    sizes += ["--data.max-prompt-tokens", "64"]
+    with pytest.raises(SystemExit, match=r"reference \(--algorithm\.reference\): .*'TEACHER'"):
+        run_recipe("distill", ["--model", model, *sizes])
+
+
+def test_dapo_holds_length_against_right_and_wrong_alike():
+    """Of 20 tokens at most the last 4 cost: none at 16, half at 18, 1 at 20. Then the group of three is normalised."""
+    tokens, right = (16, 18, 20), (1.0, 1.0, -1.0)
+    batch = TrainBatch.from_ids([[5] * (n + 1) for n in tokens], [1] * 3)
+    batch = replace(batch, rewards=torch.tensor(right), group=torch.zeros(3, dtype=torch.long))
+    config = replace(dapo_math.DEFAULT, rollout=replace(dapo_math.DEFAULT.rollout, max_new_tokens=20))
+    found = dapo_math.overlong(config)(batch).split(tokens)
+    rewards = torch.tensor([1.0, 0.5, -2.0])
+    want = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    assert [float(part[0]) for part in found] == pytest.approx(want.tolist())
+    assert dapo_math.right_or_wrong(r"\boxed{7}", Row("", (1,), "7", {})) == 1
+    assert dapo_math.right_or_wrong("7 it is not", Row("", (1,), "8", {})) == -1
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        (r"So it is \boxed{72}.", "48 / 2 = 24. 48 + 24 = 72.\n#### 72", 1.0),
+        (r"So it is \boxed{71}.", "#### 72", 0.0),
+        (r"\boxed{1,234}", "#### 1234", 1.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{0.5}", r"\frac12", 1.0),
+        (r"\boxed{x + 1}", "1 + x", 1.0),
+        ("no idea", "3", 0.0),
+        ("", "3", 0.0),
+    ],
+)
+def test_an_answer_is_right_as_mathematics(text, answer, reward):
+    assert math_reward(text, Row("", (1,), answer, {})) == reward
