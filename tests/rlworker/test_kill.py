@@ -8,6 +8,7 @@ from recipes.addition import make_data, make_model
 KILL = Kill("actor rank 1", step=3, phase="sync", delay_ms=10)
 
 
+@pytest.mark.large
 @pytest.mark.timeout(900)
 def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(tmp_path, capsys):
     make_data(tmp_path / "data")
