@@ -25,7 +25,8 @@ from rlworker.cluster import naming_failures, ray_for
 from rlworker.data import Row
 from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.reference import Reference, huggingface_reference
-from rlworker.rollout import Rollouts, logprob_difference, to_batch
+from rlworker.rollout import logprob_difference, to_batch
+from rlworker.rollout_engines import Rollouts
 from rlworker.worker import Role
 
 KINDS = ("bshd", "thd")
@@ -99,7 +100,7 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
     with ExitStack() as running:
         if rollouts is None:
             running.enter_context(ray_for(config.actor.ranks + config.rollout.engines))
-            rollouts = Rollouts(config.platform, model, config.rollout)
+            rollouts = Rollouts(config.platform, config.rollout.engines).start(model, config.rollout)
             running.callback(rollouts.stop)
         actor = StartingGroup("actor", config.platform, (Role("actor", model, config.actor, temperature),), seed=0)
         running.callback(actor.stop)

@@ -11,6 +11,7 @@ from rlworker.config import RunConfig
 from rlworker.data import check_rows
 from rlworker.errors import RunError
 from rlworker.rewards import BatchRewardFn, RewardFn
+from rlworker.rollout_engines import Rollouts
 from rlworker.trackers import check_trackers
 
 
@@ -20,7 +21,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
     A mistake in the settings or a worker that fails ends the program with a message.
 
     Ray takes seconds to start and so do the imports of torch and transformers, so they go side by side; what can be
-    checked without them is checked before either.
+    checked without them is checked before either. vLLM's imports take longest, and begin as soon as there is a Ray.
 
     Args:
         parts: further arguments of ``Trainer``: ``advantage``, ``loss`` and ``aggregation``.
@@ -35,7 +36,10 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
                 building = beside.submit(_build_trainer, config, reward, parts)
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(ray_for(config.actors))
+                rollouts = Rollouts(config.platform, config.rollout.engines)
+                running.callback(rollouts.stop)
                 trainer = building.result()
+            trainer.rollouts = rollouts
         except (ValueError, RunError) as error:
             sys.exit(f"error: {error}")
         try:

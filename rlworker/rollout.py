@@ -1,20 +1,13 @@
-"""Rollouts: prompts to completions over the vLLM actors, and completions to a batch."""
+"""Completions to a batch, and how far rollout and trainer are apart."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import ray
 import torch
 
 from engines.batch import Completion, TrainBatch
-from engines.config import VllmConfig
-from engines.interfaces import Sampling
-from engines.models import ModelSpec
-from hardware.platform import get_platform
 from rlworker.data import Row
-from rlworker.worker import RolloutWorker
 
 
 @dataclass(frozen=True)
@@ -30,42 +23,6 @@ class Group:
     def is_alike(self) -> bool:
         """Every completion has the same reward, so that none is better than the others."""
         return len(set(self.rewards)) == 1
-
-
-class Rollouts:
-    """The vLLM engines of a run. They start when this is built; ``ready()`` waits for them."""
-
-    def __init__(self, platform: str, model: ModelSpec, config: VllmConfig):
-        actor = ray.remote(RolloutWorker).options(**get_platform(platform).ray_options)
-        self.actors = [actor.remote(platform, index) for index in range(config.engines)]
-        self._started = [a.start.remote(model, config) for a in self.actors]
-
-    def ready(self) -> "Rollouts":
-        ray.get(self._started)
-        return self
-
-    def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
-        """``[P][count]`` completions; each engine takes a run of consecutive prompts and draws from its own seed."""
-        prompts = [row.prompt_ids for row in rows]
-        bounds = [len(prompts) * i // len(self.actors) for i in range(len(self.actors) + 1)]
-        calls = [
-            actor.generate.remote(prompts[a:b], replace(sampling, seed=sampling.seed + i))
-            for i, (actor, a, b) in enumerate(zip(self.actors, bounds, bounds[1:]))
-            if b > a
-        ]
-        return [group for part in ray.get(calls) for group in part]
-
-    def call(self, method: str, *args: Any) -> list:
-        """``method(*args)`` on every engine; the results in order."""
-        return ray.get([getattr(actor, method).remote(*args) for actor in self.actors])
-
-    def workers(self) -> dict[str, ray.actor.ActorHandle]:
-        """Every engine by the name that a message gives it."""
-        return {f"rollout engine {i}": actor for i, actor in enumerate(self.actors)}
-
-    def stop(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
 
 
 def to_batch(rows: Sequence[Row], completions: Sequence[Sequence[Completion]], rewards: Sequence[float]) -> TrainBatch:

@@ -10,7 +10,8 @@ from rlworker.data import Row, rows_of_step
 from rlworker.errors import RunError
 from rlworker.metrics import StepClock
 from rlworker.reward_pool import RewardPool, Scores
-from rlworker.rollout import Group, Rollouts
+from rlworker.rollout import Group
+from rlworker.rollout_engines import Rollouts
 from rlworker.step_metrics import of_groups
 
 

@@ -8,7 +8,7 @@ from engines.faults import FAULTS, Fault
 from rlworker.check import Bench, Finding, bench, check_all, send_weights
 from rlworker.check_config import CheckConfig
 from rlworker.cluster import ray_for
-from rlworker.rollout import Rollouts
+from rlworker.rollout_engines import Rollouts
 
 
 def self_test(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]:
@@ -24,7 +24,7 @@ def self_test(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]
     found: list[Finding] = []
     with ExitStack() as running:
         running.enter_context(ray_for(2 + config.rollout.engines))
-        rollouts = Rollouts(config.platform, config.check_model(), config.rollout)
+        rollouts = Rollouts(config.platform, config.rollout.engines).start(config.check_model(), config.rollout)
         running.callback(rollouts.stop)
         version = 1
         for cp in sorted({fault.cp for fault in FAULTS.values()}):

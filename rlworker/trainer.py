@@ -27,7 +27,8 @@ from rlworker.refused import refuse_step
 from rlworker.report import write_report
 from rlworker.reward_pool import RewardPool, pickled
 from rlworker.rewards import BatchRewardFn, RewardFn
-from rlworker.rollout import Group, Rollouts, batch_of, logprob_difference, to_batch
+from rlworker.rollout import Group, batch_of, logprob_difference, to_batch
+from rlworker.rollout_engines import Rollouts
 from rlworker.sampler import Sampler
 from rlworker.trackers import Trackers, check_trackers
 from rlworker.worker import Role
@@ -84,6 +85,7 @@ class Trainer:
         self.steps_done = self.version = 0
         self.running, self.engines = ExitStack(), []
         self.log: RunLog | None = None
+        self.rollouts: Rollouts | None = None
 
     # -- engines
 
@@ -99,11 +101,12 @@ class Trainer:
         self.stop()
 
     def start(self) -> None:
-        """Start every engine at the same time, then claim the run folder."""
+        """Start every engine at the same time, then claim the run folder. ``rollouts`` may be on their way already."""
         config, clock = self.config, StepClock()
         os.environ.update(get_platform(config.platform).driver_env())
         self.running.enter_context(ray_for(config.actors))
-        rollouts = self._start(Rollouts(config.platform, self.models["actor"], config.rollout))  # vLLM takes longest
+        rollouts = self._start(self.rollouts or Rollouts(config.platform, config.rollout.engines))
+        rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
         trainers = [self._start(StartingGroup(*group)) for group in self._groups()]
         with self._phase(clock, "start_trainers"):
             groups: dict[str, WorkerGroup] = {}

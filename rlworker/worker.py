@@ -4,14 +4,19 @@ Each sets its platform's environment before torch is imported and imports its en
 imports neither.
 """
 
+from __future__ import annotations
+
 import gc
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.interfaces import RolloutEngine, TrainEngine
 from engines.models import ModelSpec
 from rlworker.cluster import no_collection
+
+if TYPE_CHECKING:
+    from engines.interfaces import RolloutEngine, TrainEngine
 
 
 @dataclass(frozen=True)
@@ -132,13 +137,18 @@ class RolloutWorker:
     def __repr__(self) -> str:
         return f"rollout engine {self.index}"
 
-    def start(self, model: ModelSpec, config: VllmConfig) -> None:
+    def prepare(self) -> None:
+        """Import what the engine needs, which takes longer than all the rest of a start."""
         import warnings
 
         warnings.filterwarnings("ignore")
         with no_collection():
-            from engines.vllm.engine import VllmEngine
+            import engines.vllm.engine  # noqa: F401
 
+    def start(self, model: ModelSpec, config: VllmConfig) -> None:
+        from engines.vllm.engine import VllmEngine
+
+        with no_collection():
             gc.freeze()  # vLLM collects five times of its own while it starts
             self.engine: RolloutEngine = VllmEngine(model, config)
 
