@@ -48,9 +48,12 @@ def mend(_engine) -> None:
 
 
 def _thd_plan(change: Callable) -> list[Patch]:
-    from hardware import cpu_plan
+    from hardware import cpu_plan, npu_plan
 
-    return [(cpu_plan, "_plan_thd", lambda plan: lambda spec: plan(change(spec)))]
+    def wrap(plan):
+        return lambda spec, *args: plan(change(spec), *args)
+
+    return [(cpu_plan, "_plan_thd", wrap), (npu_plan, "_plan_thd", wrap)]
 
 
 def _whole_buffer_causal() -> list[Patch]:
@@ -72,12 +75,15 @@ def _boundaries_off_by_one() -> list[Patch]:
 
 
 def _mask_of_another_rule(change: Callable) -> list[Patch]:
-    from hardware import cpu_plan
+    from hardware import cpu_plan, npu_plan
 
     def wrap(mask):
         return lambda spec, rule, *args: mask(spec, change(rule), *args)
 
-    return [(cpu_plan, "_mask", wrap)]
+    def wrap_call(call):
+        return lambda rule, *args: call(change(rule), *args)
+
+    return [(cpu_plan, "dense_mask", wrap), (npu_plan, "dense_mask", wrap), (npu_plan, "_compressed", wrap_call)]
 
 
 def _window_off_by_one() -> list[Patch]:
@@ -89,29 +95,35 @@ def _causal_for_images() -> list[Patch]:
 
 
 def _inverted_polarity() -> list[Patch]:
-    from hardware import cpu_plan
+    from hardware import cpu_plan, npu_plan
 
     def wrap(mask):
         def inverted(*args):
-            keep = mask(*args)
-            return None if keep is None else ~keep
+            if (keep := mask(*args)) is None:
+                return None
+            return ~keep | keep.all(-1, keepdim=True)  # who then sees nothing sees everyone, as on a device
 
         return inverted
 
-    return [(cpu_plan, "_mask", wrap)]
+    return [(cpu_plan, "dense_mask", wrap), (npu_plan, "dense_mask", wrap)]
 
 
 def _none_means_full() -> list[Patch]:
     import torch.nn.functional as F
 
+    from hardware import npu_plan
+
     def wrap(sdpa):
         return lambda *args, is_causal=False, **kwargs: sdpa(*args, **kwargs)
 
-    return [(F, "scaled_dot_product_attention", wrap)]
+    def wrap_call(_):
+        return lambda *_: npu_plan.KernelCall(atten_mask=None, sparse_mode=0)
+
+    return [(F, "scaled_dot_product_attention", wrap), (npu_plan, "_compressed", wrap_call)]
 
 
 def _padding_seen() -> list[Patch]:
-    from hardware import cpu_plan
+    from hardware import cpu_plan, npu_plan
 
     def wrap(mask):
         def open_to_padding(spec, rule, *args):
@@ -120,7 +132,7 @@ def _padding_seen() -> list[Patch]:
 
         return open_to_padding
 
-    return [(cpu_plan, "_mask", wrap)]
+    return [(cpu_plan, "dense_mask", wrap), (npu_plan, "dense_mask", wrap)]
 
 
 # -- places

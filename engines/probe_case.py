@@ -28,9 +28,11 @@ class ProbeCase:
         spec = MaskSpec("thd", self.lengths, self.lengths, rules=(rule,), image_block=blocks, prefixes=self.prefixes)
         return spec.visible()[0].numpy()
 
-    def passes(self, slots: int) -> list["ProbeCase"]:
-        """The case with some of its columns at a time, so that ``repeated`` takes about ``slots``."""
-        room = max(1, slots // (len(self.lengths) * max(self.lengths)))
+    def passes(self, slots: int, sequences: int | None) -> list["ProbeCase"]:
+        """The case with some of its columns at a time, so that ``repeated`` takes about ``slots``, of at most so many
+        sequences."""
+        room = slots // (len(self.lengths) * max(self.lengths))
+        room = max(1, room if sequences is None else min(room, (sequences - 1) // len(self.lengths)))
         return [replace(self, columns=self.columns[i : i + room]) for i in range(0, len(self.columns), room)]
 
     def repeated(self) -> "ProbeCase":

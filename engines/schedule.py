@@ -68,7 +68,9 @@ class Schedule:
         return tokens.index_select(0, self._places.to(tokens.device))
 
 
-def plan_schedule(lengths: Sequence[int], config: MegatronConfig, hidden: int, replicas: int) -> Schedule:
+def plan_schedule(
+    lengths: Sequence[int], config: MegatronConfig, hidden: int, replicas: int, most_sequences: int | None = None
+) -> Schedule:
     """Balance sequences over replicas by cost, then cut each replica's into micro-batches of at most
     ``config.micro_batch_tokens`` slots; a sequence that is longer is a micro-batch of its own.
 
@@ -78,6 +80,7 @@ def plan_schedule(lengths: Sequence[int], config: MegatronConfig, hidden: int, r
 
     Args:
         lengths: tokens of each sequence. hidden: the model's hidden size, which weighs attention against the rest.
+        most_sequences: sequences that the platform's kernels take in a pack (``Platform.max_pack_sequences``).
 
     Raises:
         ValueError: no sequence has a token.
@@ -90,8 +93,13 @@ def plan_schedule(lengths: Sequence[int], config: MegatronConfig, hidden: int, r
     shares = _grouped(held, owner, replicas)
     unit = slot_unit(config.tp, config.cp, config.multiple)
     slots = -(-sizes // unit) * unit
-    cut = partial(_cut_rows if config.layout == "bshd" else _cut_packs, slots=slots, config=config)
-    few, most = max(config.pp, *(_at_least(slots[rows], config) for rows in shares)), max(map(len, shares))
+    if config.layout == "bshd":
+        cut, few = partial(_cut_rows, slots=slots, config=config), config.pp
+    else:  # the rest of a pack of a fixed size is a sequence of its own
+        each = (most_sequences or len(sizes) + 1) - bool(config.slots)
+        cut = partial(_cut_packs, slots=slots, budget=_pack_budget(config), each=each)
+        few = max(config.pp, *(_at_least(slots[rows], _pack_budget(config), each) for rows in shares))
+    most = max(map(len, shares))
     count = _fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(few, most), most)
     return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths))
 
@@ -154,25 +162,22 @@ def _fewest(fits: Callable[[int], bool], few: int, most: int) -> int:
     return count
 
 
-def _at_least(slots: np.ndarray, config: MegatronConfig) -> int:
-    """No fewer micro-batches than this hold sequences of these slots."""
-    if config.layout == "bshd":
-        return 1
-    budget = _pack_budget(config)
+def _at_least(slots: np.ndarray, budget: int, each: int) -> int:
+    """No fewer packs than this hold sequences of these slots, of at most ``each`` sequences."""
     alone = slots > budget
-    return int(alone.sum()) + -(-int(slots[~alone].sum()) // budget)
+    return max(int(alone.sum()) + -(-int(slots[~alone].sum()) // budget), -(-len(slots) // each))
 
 
 def _pack_budget(config: MegatronConfig) -> int:
     return min(config.micro_batch_tokens, config.slots or config.micro_batch_tokens)
 
 
-def _cut_packs(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count: int) -> list[np.ndarray]:
+def _cut_packs(rows: np.ndarray, slots: np.ndarray, budget: int, each: int, count: int) -> list[np.ndarray]:
     """Cut sequences into ``count`` micro-batches, the last of which stay empty where there are too few; an empty list
     where they would not fit."""
     owner = balanced(slots[rows], count, counts_matter=False)
-    loads = np.bincount(owner, weights=slots[rows], minlength=count)
-    if ((loads > _pack_budget(config)) & (np.bincount(owner, minlength=count) > 1)).any():
+    loads, held = np.bincount(owner, weights=slots[rows], minlength=count), np.bincount(owner, minlength=count)
+    if ((loads > budget) & (held > 1)).any() or held.max() > each:
         return []
     return _grouped(rows, owner, count)
 

@@ -200,6 +200,8 @@ _NPU_MODES = {
     "full": "npu_mode1",
 }
 """Rule -> the sparse mode of ``npu_fusion_attention`` that honours it."""
+_NPU_CP_MODES = {"causal": "npu_mode3", "window": "npu_mode4"}
+"""Those that honour it in both layouts under context parallelism."""
 
 
 def _npu(mode: int) -> Rows:
@@ -208,42 +210,42 @@ def _npu(mode: int) -> Rows:
     def row(cp: bool, cells: dict[str, Cell]) -> dict[str, Cell]:
         other = {rule: _no(f"sparse_mode {mode} does not compute it", _NPU_MODES[rule]) for rule in RULES}
         if cp:
-            other = _each(_UNPROVEN, {rule: f"{mode} without CP" for rule, mode in _NPU_MODES.items()})
-            other["causal"] = _no(_UNPROVEN, "npu_mode3")
+            other = _each(_UNPROVEN, dict.fromkeys(RULES, "npu_mode1 in bshd") | _NPU_CP_MODES)
         return other | cells
 
     triangle = "2048 x 2048 upper triangle, True blocks; mask None would be full attention"
     lengths = "; cumulative lengths as a list of ints"
     if mode in (0, 1):
-        dense = "[b, 1, s, s] mask, True blocks"
-        bshd = _all(_mask(dense))
+        bshd = _all(_mask("[b, 1, s, s] mask, True blocks", "emulated"))
+        bshd_cp = _all(_mask("[b, 1, s, cp * s] mask of the rank's own queries, True blocks", "emulated"))
         if mode == 0:
-            skips = _no("sparse_mode 0 may skip blocks above the diagonal that the mask keeps", "npu_mode1")
+            skips = _no("with next_tockens 0 it skips blocks above the diagonal that the mask keeps", "npu_mode1")
             bshd |= _all(skips, ("full", "images", "prefix"))
         shared = _all(
-            _mask("[max s, max s] mask for all sequences, True blocks" + lengths), ("causal", "window", "chunk")
+            _mask("[max s, max s] mask for all sequences, True blocks" + lengths, "emulated"),
+            ("causal", "window", "chunk"),
         )
         shared["full"] = _no("tokens would see the padding that the lengths cover", "npu_mode1 in bshd")
         each = _no("a pack has one mask for all of its sequences", "npu_mode1 in bshd")
-        return _rows(
-            row(False, bshd), row(False, shared | _all(each, ("images", "prefix"))), row(True, {}), row(True, {})
-        )
+        thd = shared | _all(each, ("images", "prefix"))
+        return _rows(row(False, bshd), row(False, thd), row(True, bshd_cp if mode == 1 else {}), row(True, {}))
     if mode in (2, 3):
-        bshd = {"causal": _said(triangle)}
-        thd = {"causal": _said(triangle + lengths)}
-        cp = {"causal": _said(f"{_CP_CALLS}; {triangle}")} if mode == 3 else {}
+        bshd = {"causal": _said(triangle, "emulated")}
+        thd = {"causal": _said(triangle + lengths, "emulated")}
+        cp = {"causal": _said(f"{_CP_CALLS}; {triangle}", "emulated")} if mode == 3 else {}
         return _rows(row(False, bshd), row(False, thd), row(True, cp), row(True, cp))
     if mode == 4:
         band = triangle + ", pre_tockens tokens_before(w), next_tockens 0"
+        cp = {"window": _said(f"{_CP_CALLS}; {band}", "emulated")}
         return _rows(
-            row(False, {"window": _said(band)}),
-            row(False, {"window": _said(band + lengths)}),
-            row(True, {}),
-            row(True, {}),
+            row(False, {"window": _said(band, "emulated")}),
+            row(False, {"window": _said(band + lengths, "emulated")}),
+            row(True, cp),
+            row(True, cp),
         )
     if mode in (5, 6):
         mask = "[b, 1, s, s] mask" if mode == 5 else "3072 x 2048 compressed mask"
-        prefix = {"prefix": _said(f"{mask}, True blocks, and the prefix of each sequence")}
+        prefix = {"prefix": _said(f"{mask}, True blocks, and the prefix of each sequence", "emulated")}
         why = "it raises in TND" if mode == 5 else "not shown to be right in TND"
         never = {"prefix": _no(why, "npu_mode1 in bshd")}
         return _rows(row(False, prefix), row(False, never), row(True, {}), row(True, {}))

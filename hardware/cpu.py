@@ -3,6 +3,7 @@
 This module is read to check settings, so it imports torch and Megatron only where they are used.
 """
 
+import contextlib
 import os
 from typing import ClassVar
 
@@ -17,9 +18,13 @@ class CpuPlatform:
 
     name = "cpu"
     evidence = "executed"
+    not_covered: tuple[str, ...] = ()
+    proven = "executed"
+    stand_in = "cpu"
     dist_backend = "gloo"
     ray_options: ClassVar[dict] = {"num_cpus": 1}
     attention_backends = ("torch_sdpa",)
+    max_pack_sequences = None
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
     rollout_block_tokens = 128  # vllm 0.32, platforms/cpu
 
@@ -32,16 +37,17 @@ class CpuPlatform:
     def init_process(self, local_rank: int):
         import torch
 
-        from hardware.megatron_shims import install
+        from hardware.megatron_shims import CPU, install
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        install()
+        install(CPU)
         return torch.device("cpu")
 
     def layer_spec(self, config):
-        from hardware.cpu_attention import layer_spec
+        from hardware.cpu_attention import CpuAttention
+        from hardware.layers import layer_spec
 
-        return layer_spec(config)
+        return layer_spec(config, CpuAttention)
 
     def attention_inputs(self, spec, rotary, override=()):
         from hardware.cpu_plan import attention_inputs
@@ -49,6 +55,9 @@ class CpuPlatform:
         for rule in set(spec.rules):
             find_backend(self.attention_backends, spec.kind, spec.cp, rule, override)
         return attention_inputs(spec, rotary)
+
+    def around_forward(self, inputs):
+        return contextlib.nullcontext()
 
     def driver_env(self) -> dict[str, str]:
         return _MEMORY

@@ -1,92 +1,20 @@
-"""Megatron modules of the CPU platform: RMSNorm, core attention and the layer spec that holds them.
-
-Imported by ``CpuPlatform.layer_spec`` alone, after the shims are in place.
-"""
+"""Core attention of the CPU platform: torch's SDPA over groups of sequences of like length."""
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from hardware.context_parallel import gather_keys_values
 from hardware.cpu_plan import CpuPlan
-from hardware.platform import AttentionInputs
+from hardware.layers import CoreAttention
 from hardware.rules import Rule
 
 
-class RMSNorm(torch.nn.Module):
-    """Root mean square norm (arXiv:1910.07467). Megatron's own refuses sequence parallelism without fused kernels."""
+class CpuAttention(CoreAttention):
+    """One SDPA call for a batch of rows, or for each group of a pack."""
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each rank sees a part of the tokens: Megatron sums this weight's gradient over TP.
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) in the half-split form of HuggingFace models: ``x * cos + half(x) * sin``."""
-    cos, sin = rotary
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
-
-
-class CoreAttention(MegatronModule):
-    """Scaled dot-product attention over sbhd ``[s, b, h, d]`` or thd ``[s, h, d]``, grouped-query and context-parallel.
-
-    It rotates queries and keys from this rank's own slots (before keys are gathered over the context-parallel group)
-    and takes its rule from ``AttentionInputs`` by layer number.
-    """
-
-    def __init__(
-        self,
-        config,
-        layer_number: int,
-        attn_mask_type,
-        attention_type: str,
-        cp_comm_type=None,
-        softmax_scale: float | None = None,
-        pg_collection=None,
-    ):
-        super().__init__(config=config)
-        self.layer_number = layer_number
-        self.softmax_scale = softmax_scale
-        self.cp_group = pg_collection.cp
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask,
-        *,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params: AttentionInputs,
-    ) -> Tensor:
-        """Returns ``[s, b, h * d]`` (sbhd) or ``[s, h * d]`` (thd).
-
-        Raises:
-            ValueError: a dense mask or a bias was passed, which this module would otherwise ignore.
-        """
-        if attention_mask is not None or attention_bias is not None:
-            raise ValueError(
-                f"cpu core attention, layer {self.layer_number}: attention_mask and attention_bias must be None; "
-                "state the rule in the MaskSpec"
-            )
-        inputs = packed_seq_params
-        rule = inputs.spec.rule(self.layer_number)
-        query, key = rotate(query, inputs.rotary), rotate(key, inputs.rotary)
-        if self.cp_group.size() > 1:
-            key, value = gather_keys_values(key, value, self.cp_group)
-        attend = self._attend_bshd if inputs.qkv_format == "sbhd" else self._attend_thd
-        return attend(query, key, value, inputs.plan, rule)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule) -> Tensor:
+        attend = self._attend_bshd if query.dim() == 4 else self._attend_thd
+        return attend(query, key, value, plan, rule)
 
     def _attend_bshd(self, query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule) -> Tensor:
         if plan.key_index is not None:
@@ -119,22 +47,3 @@ class CoreAttention(MegatronModule):
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-
-
-def layer_spec(config) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our norm and core attention.
-
-    Raises:
-        ValueError: the configuration asks for attention dropout, which the core attention does not do.
-    """
-    if config.attention_dropout:
-        raise ValueError(f"cpu platform: attention_dropout must be 0, got {config.attention_dropout}")
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.
-    layer.submodules.sharded_state_dict_keys_map = {}
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = CoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)

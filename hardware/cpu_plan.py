@@ -1,14 +1,15 @@
 """How the CPU attends: one SDPA call per group of sequences of like length, never a mask over a whole pack."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hardware.masks import MaskSpec, slot_places, zigzag_positions
+from hardware.dense_mask import dense_mask
+from hardware.masks import MaskSpec, gathered_slots, zigzag_positions
 from hardware.platform import AttentionInputs
-from hardware.rules import CAUSAL, Rule
+from hardware.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -45,50 +46,15 @@ class CpuPlan:
 
 def attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
     """``CpuPlatform.attention_inputs``, for rules that the capability table lets through."""
-    plan = _plan_bshd(spec) if spec.kind == "bshd" else _plan_thd(spec)
-    if spec.kind == "bshd":
-        rotary = tuple(x.transpose(0, 1).unsqueeze(2) for x in rotary)  # [b, s, d] -> [s, b, 1, d]
-    else:
-        rotary = tuple(x[0].unsqueeze(1) for x in rotary)  # [1, s, d] -> [s, 1, d]
-    return AttentionInputs("sbhd" if spec.kind == "bshd" else "thd", spec, rotary, plan)
+    return AttentionInputs.of(spec, rotary, _plan_bshd(spec) if spec.kind == "bshd" else _plan_thd(spec))
 
 
 def _group(spec: MaskSpec, members: np.ndarray, keys: int) -> Group:
     """The group of these sequences, each of ``keys`` slots over all context-parallel ranks."""
     query = zigzag_positions(keys, spec.cp, spec.cp_rank)
     return Group(
-        len(members), len(query), keys, {rule: _mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
+        len(members), len(query), keys, {rule: dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
     )
-
-
-def _mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.ndarray, keys: int) -> Tensor | None:
-    """What a rule lets queries at positions ``query`` see of keys at positions ``0..keys-1``, for each sequence.
-
-    Right padding needs no bit of its own where the rule is causal: it lies after every real token of its sequence.
-    """
-    key = np.arange(keys)
-    image, prefix = np.full((1, 1, 1, 1), -1), np.zeros((1, 1, 1, 1), np.int64)
-    if rule.images:
-        image = spec.images_at(members[:, None], key)[:, None, None, :]  # [rows, 1, 1, k]
-    if rule.prefix:
-        prefix = np.asarray(spec.prefixes)[members, None, None, None]
-    # What changes nothing here is left out, so that a group without pictures takes the kernel's own causal rule.
-    rule = replace(
-        rule,
-        window=None if rule.window is None or rule.window >= keys else rule.window,
-        chunk=None if rule.chunk is None or rule.chunk >= keys else rule.chunk,
-        images=bool((image >= 0).any()),
-        prefix=bool((prefix > 1).any()),
-    )
-    if rule == CAUSAL and spec.cp == 1:
-        return None
-    own = image[..., query].swapaxes(2, 3) if rule.images else image  # [rows, 1, q, 1]
-    query = query[:, None]
-    see = rule.allows(query - key, (own == image) & (own >= 0), (query < prefix) & (key < prefix), query, key)
-    if not rule.causal:
-        lengths = np.asarray(spec.lengths)[members, None, None, None]
-        see = see & (key < np.maximum(lengths, 1))  # a row without any key would be 0 / 0
-    return torch.from_numpy(see if see.ndim == 4 else see[None, None])
 
 
 def _plan_bshd(spec: MaskSpec) -> CpuPlan:
@@ -96,8 +62,12 @@ def _plan_bshd(spec: MaskSpec) -> CpuPlan:
     group = _group(spec, np.arange(len(spec.padded)), length)
     if spec.cp == 1:
         return CpuPlan((group,))
-    order = np.argsort(np.concatenate([zigzag_positions(length, spec.cp, rank) for rank in range(spec.cp)]))
-    return CpuPlan((group,), key_index=torch.from_numpy(order))
+    key_index = _gathered(spec, np.zeros(1, np.int64), length, length // spec.cp)
+    return CpuPlan((group,), key_index=torch.from_numpy(key_index))
+
+
+def _gathered(spec: MaskSpec, start: np.ndarray, length: int, slots: int) -> np.ndarray:
+    return gathered_slots(spec.cp, start, length // (2 * spec.cp), np.arange(length), slots)
 
 
 def _bucket(length: int, spec: MaskSpec) -> int:
@@ -125,7 +95,7 @@ def _plan_thd(spec: MaskSpec) -> CpuPlan:
         own = np.arange(width) < local[members, None]
         slot_row[queries[own]] = base + np.arange(own.size).reshape(own.shape)[own]
         query_index.append(queries.ravel())
-        key_index.append(_key_slots(spec, start[members], keys, slots).ravel() if spec.cp > 1 else queries.ravel())
+        key_index.append(_gathered(spec, start[members, None], keys, slots).ravel() if spec.cp > 1 else queries.ravel())
         groups.append(_group(spec, members, keys))
         base += own.size
     flat = np.concatenate(query_index)
@@ -133,12 +103,3 @@ def _plan_thd(spec: MaskSpec) -> CpuPlan:
         return CpuPlan(tuple(groups))
     tensors = (torch.from_numpy(x) for x in (flat, np.concatenate(key_index), slot_row))
     return CpuPlan(tuple(groups), *tensors)
-
-
-def _key_slots(spec: MaskSpec, start: np.ndarray, keys: int, slots: int) -> np.ndarray:
-    """Where positions ``0..keys-1`` of each sequence lie in the keys gathered over ranks: ``[members, keys]``."""
-    rank_of, within = np.empty(keys, np.int64), np.empty(keys, np.int64)
-    for rank in range(spec.cp):
-        _, position = slot_places((keys,), spec.cp, rank)
-        rank_of[position], within[position] = rank, np.arange(len(position))
-    return rank_of * slots + start[:, None] + within

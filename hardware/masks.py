@@ -30,6 +30,12 @@ def zigzag_positions(padded: int, cp: int, cp_rank: int) -> np.ndarray:
     return np.concatenate([chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]])
 
 
+def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``(owner, within)``, both ``[sum(counts)]``: ``counts[0]`` places of the first, then those of the second, ..."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def slot_places(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Sequence number and position of every slot of a context-parallel rank, sequences one after another.
 
@@ -40,14 +46,24 @@ def slot_places(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndar
         ``(sequence, position)``, both ``[sum(padded) / cp]``; a position past the sequence's end is padding.
     """
     total = np.asarray(padded, dtype=np.int64)
-    local = total // cp
-    sequence = np.repeat(np.arange(len(total)), local)
-    within = np.arange(int(local.sum())) - np.repeat(np.cumsum(local) - local, local)
+    sequence, within = ragged(total // cp)
     if cp == 1:
         return sequence, within
-    chunk = np.repeat(total // (2 * cp), local)
+    chunk = (total // (2 * cp))[sequence]
     low = within < chunk
     return sequence, np.where(low, cp_rank * chunk + within, (2 * cp - 1 - cp_rank) * chunk + within - chunk)
+
+
+def gathered_slots(cp: int, start: np.ndarray, chunk: np.ndarray, position: np.ndarray, slots: int) -> np.ndarray:
+    """Where positions of sequences lie in the keys gathered over context-parallel ranks. The arrays broadcast.
+
+    Args:
+        start: where the position's sequence begins on a rank. chunk: the ``2 * cp``-th part of its length.
+        slots: what each rank holds in all.
+    """
+    number = position // chunk
+    rank = np.minimum(number, 2 * cp - 1 - number)
+    return rank * slots + start + (number >= cp) * chunk + position % chunk
 
 
 @dataclass(frozen=True)

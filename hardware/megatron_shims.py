@@ -1,4 +1,4 @@
-"""What megatron-core 0.16 needs where there is no accelerator: narrow patches, in training processes only.
+"""What megatron-core 0.16 needs where the accelerator is not CUDA: narrow patches, in training processes only.
 
 Each shim names one fault, says why it exists and returns how to take it back; the tests take each back alone and expect
 a training step to fail, so that a shim which upstream no longer needs does not stay.
@@ -17,12 +17,38 @@ Undo = Callable[[], None]
 
 
 @dataclass(frozen=True)
+class Runtime:
+    """What stands in for ``torch.cuda``.
+
+    Attributes:
+        device_type: as in ``torch.device``; also the middle of a tensor's type string (``torch.npu.FloatTensor``).
+    """
+
+    device_type: str
+    current_device: Callable
+    synchronize: Callable
+    get_rng_state: Callable
+    set_rng_state: Callable
+    manual_seed: Callable
+
+
+CPU = Runtime(
+    "cpu",
+    lambda: torch.device("cpu"),
+    lambda *_: None,
+    lambda *_, **__: torch.get_rng_state(),
+    torch.set_rng_state,
+    torch.manual_seed,
+)
+
+
+@dataclass(frozen=True)
 class Shim:
-    """One patch. ``apply`` installs it and returns the function that removes it."""
+    """One patch. ``apply`` installs it for a runtime and returns the function that removes it."""
 
     name: str
     reason: str
-    apply: Callable[[], Undo]
+    apply: Callable[[Runtime], Undo]
 
 
 def _replace(owner, attribute: str, value) -> Undo:
@@ -35,41 +61,43 @@ def _together(*undos: Undo) -> Undo:
     return lambda: [undo() for undo in undos]
 
 
-def _current_device() -> Undo:
-    return _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
+def _current_device(runtime: Runtime) -> Undo:
+    return _replace(torch.cuda, "current_device", runtime.current_device)
 
 
-def _synchronize() -> Undo:
-    return _replace(torch.cuda, "synchronize", lambda *_: None)
+def _synchronize(runtime: Runtime) -> Undo:
+    return _replace(torch.cuda, "synchronize", runtime.synchronize)
 
 
-def _factories() -> Undo:
-    def on_cpu(factory):
+def _factories(runtime: Runtime) -> Undo:
+    def elsewhere(factory):
         @functools.wraps(factory)
         def build(*args, **kwargs):
             if kwargs.get("device") == "cuda":
-                kwargs["device"] = "cpu"
-            if kwargs.get("pin_memory"):
+                kwargs["device"] = runtime.device_type
+            if kwargs.get("pin_memory") and runtime.device_type == "cpu":
                 kwargs["pin_memory"] = False
             return factory(*args, **kwargs)
 
         return build
 
-    return _together(*(_replace(torch, name, on_cpu(getattr(torch, name))) for name in ("tensor", "zeros")))
+    return _together(*(_replace(torch, name, elsewhere(getattr(torch, name))) for name in ("tensor", "zeros")))
 
 
-def _tensor_cuda() -> Undo:
-    return _replace(torch.Tensor, "cuda", lambda self, *_, **__: self)
+def _tensor_cuda(runtime: Runtime) -> Undo:
+    return _replace(torch.Tensor, "cuda", lambda self, *_, **__: self.to(runtime.device_type))
 
 
-def _tensor_types() -> Undo:
+def _tensor_types(runtime: Runtime) -> Undo:
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+    own = "torch." if runtime.device_type == "cpu" else f"torch.{runtime.device_type}."
+
     def rename(constant):
         if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
-            return constant.replace("torch.cuda.", "torch.")
+            return constant.replace("torch.cuda.", own)
         if isinstance(constant, tuple):
             return tuple(rename(item) for item in constant)
         if isinstance(constant, types.CodeType):
@@ -85,31 +113,31 @@ def _tensor_types() -> Undo:
     return _together(*(_replace(f, "__code__", rename(f.__code__)) for f in functions))
 
 
-def _rng() -> Undo:
+def _rng(runtime: Runtime) -> Undo:
     import megatron.core.tensor_parallel.random as rng
 
     @contextlib.contextmanager
     def fork(self, name="model-parallel-rng"):
         if name not in self.states_:
             raise KeyError(f"rng state {name!r} was not added")
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.states_[name])
+        outside = runtime.get_rng_state()
+        runtime.set_rng_state(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = torch.get_rng_state()
-            torch.set_rng_state(outside)
+            self.states_[name] = runtime.get_rng_state()
+            runtime.set_rng_state(outside)
 
     return _together(
-        _replace(rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
-        _replace(rng, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        _replace(rng, "_get_cuda_rng_state", lambda *_, **__: runtime.get_rng_state()),
+        _replace(rng, "_set_cuda_rng_state", lambda state, *_, **__: runtime.set_rng_state(state)),
         _replace(rng.CudaRNGStatesTracker, "fork", fork),
-        _replace(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
-        _replace(torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
+        _replace(torch.cuda, "get_rng_state", lambda *_, **__: runtime.get_rng_state()),
+        _replace(torch.cuda, "manual_seed", runtime.manual_seed),
     )
 
 
-def _adam() -> Undo:
+def _adam(_: Runtime) -> Undo:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -173,7 +201,7 @@ SHIMS = (
     ),
     Shim(
         "rng",
-        "the RNG tracker saves and restores the CUDA generator; here it keeps its states on the CPU generator, so that "
+        "the RNG tracker saves and restores the CUDA generator; here it keeps its states on the device's own, so that "
         "dropout repeats under recomputation and differs between tensor-parallel ranks",
         _rng,
     ),
@@ -190,8 +218,8 @@ INSTALLED: dict[str, Undo] = {}
 """Shims in place in this process, by name, with what takes each back."""
 
 
-def install() -> None:
+def install(runtime: Runtime) -> None:
     """Import megatron-core and apply every shim. Call once per process, before anything else imports megatron."""
     import_megatron_without_compile()
     for shim in SHIMS:
-        INSTALLED[shim.name] = shim.apply()
+        INSTALLED[shim.name] = shim.apply(runtime)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # settings are checked against a platform before anything takes the time to import torch
     import torch
@@ -11,6 +12,9 @@ if TYPE_CHECKING:  # settings are checked against a platform before anything tak
 
     from hardware.capabilities import Evidence
     from hardware.masks import MaskSpec
+
+
+PlatformName = Literal["cpu", "npu", "npu-emulated"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,13 @@ class AttentionInputs:
     attention_mask: Tensor | None = None
     cp_group: None = None
 
+    @classmethod
+    def of(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
+        """``rotary`` as ``Platform.attention_inputs`` is given it: ``[b, s, d]``."""
+        if spec.kind == "bshd":
+            return cls("sbhd", spec, tuple(x.transpose(0, 1).unsqueeze(2) for x in rotary), plan)  # [s, b, 1, d]
+        return cls("thd", spec, tuple(x[0].unsqueeze(1) for x in rotary), plan)  # [s, 1, d]
+
 
 class Platform(Protocol):
     """One kind of machine. Everything that depends on the accelerator goes through these members."""
@@ -43,11 +54,19 @@ class Platform(Protocol):
     name: str
     evidence: Evidence
     """What a check that passes here shows."""
+    not_covered: tuple[str, ...]
+    """What it says nothing about."""
+    proven: Evidence
+    """How far this project itself has run the platform."""
+    stand_in: PlatformName
+    """The platform to try its runs with on any machine."""
     dist_backend: str
     ray_options: dict
     """Options of one Ray actor that holds one device."""
     attention_backends: tuple[str, ...]
     """Backends of the capability table that it has, the one to be preferred first."""
+    max_pack_sequences: int | None
+    """Sequences that its kernels take in one pack; None is any number."""
     rollout_head_dims: tuple[int, ...]
     """Attention head sizes that vLLM has kernels for here."""
     rollout_block_tokens: int
@@ -74,6 +93,9 @@ class Platform(Protocol):
             ValueError: the capability table says that no backend of the platform honours a rule.
         """
 
+    def around_forward(self, inputs: AttentionInputs) -> AbstractContextManager:
+        """What a forward of the model runs within."""
+
     def driver_env(self) -> dict[str, str]:
         """Environment of the process that runs the steps, set before it makes large tensors."""
 
@@ -84,10 +106,20 @@ class Platform(Protocol):
         """Environment of a vLLM process, set before vllm is imported."""
 
 
+def describe(platform: Platform) -> str:
+    """What a report says of where it comes from."""
+    text = f"{platform.name} ({platform.evidence})"
+    if platform.proven == "untested":
+        text += ", which nobody ran this project on before its release: begin with rlworker check"
+    return f"{text}, which says nothing about {', '.join(platform.not_covered)}" if platform.not_covered else text
+
+
 def get_platform(name: str) -> Platform:
     """The platform called ``name``. Raises ValueError when there is none."""
-    if name != "cpu":
-        raise ValueError(f"platform: {name!r} is not available, expected 'cpu'")
     from hardware.cpu import CpuPlatform
+    from hardware.npu import EmulatedNpuPlatform, NpuPlatform
 
-    return CpuPlatform()
+    platforms = {platform.name: platform for platform in (CpuPlatform, NpuPlatform, EmulatedNpuPlatform)}
+    if name not in platforms:
+        raise ValueError(f"platform: {name!r} is not available, expected one of {list(platforms)}")
+    return platforms[name]()

@@ -18,6 +18,7 @@ import tyro
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
+from hardware.platform import describe, get_platform
 from recipes.addition import make_data, make_model
 from rlworker.advantages import AdvantageFn, configured_advantage
 from rlworker.checkpoint import RunFolder
@@ -114,6 +115,7 @@ def summarise(config: DemoConfig, wall_seconds: float, warm_up_seconds: float) -
         "seconds_per_step": float(np.median([line["time_step"] for line in steps])),
         "shuffle_rewards": config.shuffle_rewards,
         "seed": config.seed,
+        "platform": describe(get_platform(config.platform)),
     } | {name: getattr(actor, name) for name in ("layout", "tp", "pp", "cp", "dp")}
 
 
@@ -149,7 +151,7 @@ def main(config: DemoConfig) -> dict:
     advantage = configured_advantage(config.critic)
     if config.shuffle_rewards:
         advantage = shuffled(advantage)
-    with ray_for(config.actors):  # once for both parts
+    with ray_for(config.actors, config.platform):  # once for both parts
         if not warm.exists():
             warm_up(config, str(warm))
         warm_up_seconds = time.perf_counter() - began

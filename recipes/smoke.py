@@ -7,6 +7,7 @@ from typing import TypeVar
 import tyro
 
 from engines.config import VllmConfig
+from hardware.platform import get_platform
 from rlworker.config import RunConfig
 from rlworker.sft_config import SftConfig
 
@@ -19,8 +20,8 @@ class RecipeConfig(RunConfig):
     """A recipe: a RunConfig that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, of tiny models made on the spot and a data file of sixteen rows: sizes and settings of the
-    engines and of the data are those of the smoke, what else the recipe decides is as given."""
+    """Two steps on a CPU, where an NPU is emulated, of tiny models made on the spot and a data file of sixteen rows:
+    sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class SftRecipeConfig(SftConfig):
     """A recipe of supervised training that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, of tiny models made on the spot and a data file of sixteen rows: sizes and settings of the
-    engines and of the data are those of the smoke, what else the recipe decides is as given."""
+    """Two steps on a CPU, where an NPU is emulated, of tiny models made on the spot and a data file of sixteen rows:
+    sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
 
 
 Recipe = TypeVar("Recipe", RecipeConfig, SftRecipeConfig)
@@ -79,7 +80,7 @@ def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
         run_dir=str(_folder(config) / "run"),
         data=replace(config.data, train=_QUESTIONS, heldout=_QUESTIONS, **fields),
         actor=replace(config.actor, **sizes),
-        platform="cpu",
+        platform=get_platform(config.platform).stand_in,
         steps=2,
         eval_every=0,
         save_every=0,

@@ -17,7 +17,7 @@ from engines.batch import TrainBatch
 from engines.interfaces import Sampling, TokenOutputs
 from engines.models import ModelSpec
 from hardware.capabilities import find_backend
-from hardware.platform import get_platform
+from hardware.platform import describe, get_platform
 from hardware.rules import CAUSAL, Rule
 from rlworker.check_case import Case, make_case
 from rlworker.check_config import CheckConfig
@@ -86,6 +86,11 @@ class Bench:
     def finding(self, check: str, where: str, passed: bool, text: str) -> Finding:
         return Finding(check, where, "ok" if passed else "FAILED", text, get_platform(self.config.platform).evidence)
 
+    def limits_of_platform(self) -> list[Finding]:
+        """What its evidence says nothing about, as the last line of the report."""
+        platform = get_platform(self.config.platform)
+        return [self.finding("platform", platform.name, True, describe(platform))] if platform.not_covered else []
+
 
 @contextmanager
 def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Bench]:
@@ -99,7 +104,7 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
     temperature = config.rollout.temperature
     with ExitStack() as running:
         if rollouts is None:
-            running.enter_context(ray_for(config.actor.ranks + config.rollout.engines))
+            running.enter_context(ray_for(config.actor.ranks + config.rollout.engines, config.platform))
             rollouts = Rollouts(config.platform, config.rollout.engines).start(model, config.rollout)
             running.callback(rollouts.stop)
         actor = StartingGroup("actor", config.platform, (Role("actor", model, config.actor, temperature),), seed=0)
@@ -115,7 +120,7 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
 def run_check(config: CheckConfig) -> list[Finding]:
     """Start the engines, run every check once, end them."""
     with bench(config) as engines:
-        return check_all(engines, version=1)
+        return [*check_all(engines, version=1), *engines.limits_of_platform()]
 
 
 def check_all(bench: Bench, version: int, only: str = "") -> list[Finding]:

@@ -1,13 +1,13 @@
 """Settings of ``rlworker check``."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from tyro.conf import Positional
 
 from engines.checks import check_types
 from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
+from hardware.platform import PlatformName
 from rlworker.model_checks import check_engines
 
 
@@ -17,7 +17,7 @@ class CheckConfig:
 
     model: Positional[str] = ""
     """HuggingFace folder; without one a tiny model is made on the spot."""
-    platform: Literal["cpu"] = "cpu"
+    platform: PlatformName = "cpu"
     """Kind of machine the engines run on."""
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     rollout: VllmConfig = field(

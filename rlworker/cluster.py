@@ -9,6 +9,7 @@ import ray
 from ray._private.node import Node
 from ray.exceptions import RayActorError, RayError
 
+from hardware.platform import get_platform
 from rlworker.errors import RunError
 
 _ANSWER_S = 3.0
@@ -16,14 +17,14 @@ _ANSWER_S = 3.0
 
 
 @contextmanager
-def ray_for(actors: int) -> Iterator[None]:
-    """Ray with room for ``actors``: one that runs in this program, the cluster of RAY_ADDRESS, or a new one.
+def ray_for(actors: int, platform: str) -> Iterator[None]:
+    """Ray with room for ``actors`` of a platform: one of this program, the cluster of RAY_ADDRESS, or a new one.
 
     A new one belongs to this program alone. A small machine may hold more actors than it has cores: they take turns.
     What was started (or joined) here is left at the end.
 
     Raises:
-        RunError: Ray has too few CPUs for the actors, which would wait for them for ever.
+        RunError: Ray has too few CPUs or devices for the actors, which would wait for them for ever.
     """
     mine = not ray.is_initialized()
     if mine:
@@ -37,9 +38,13 @@ def ray_for(actors: int) -> Iterator[None]:
             with _bare_head():
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=2**30, **quiet)
     try:
-        have = ray.cluster_resources().get("CPU", 0)
-        if have < actors:
-            raise RunError(f"ray: the run's actors need {actors} CPUs and Ray has {have:.0f}; start it with more")
+        options, have = get_platform(platform).ray_options, ray.cluster_resources()
+        for name, each in {"CPU": options["num_cpus"], **options.get("resources", {})}.items():
+            if have.get(name, 0) < actors * each:
+                raise RunError(
+                    f"ray: the run's actors need {actors * each} {name}s and Ray has {have.get(name, 0):.0f}; start it "
+                    "with more"
+                )
         yield
     finally:
         if mine:

@@ -8,6 +8,7 @@ from typing import Literal
 from engines.checks import LARGEST, check_numbers, check_types
 from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
+from hardware.platform import PlatformName
 from hardware.rules import slot_unit
 from rlworker.model_checks import check_engines, check_trained
 
@@ -155,7 +156,7 @@ class TrainingConfig:
     """Folder that receives everything the run writes."""
     data: DataConfig = field(default_factory=DataConfig)
     actor: MegatronConfig = field(default_factory=MegatronConfig)
-    platform: Literal["cpu"] = "cpu"
+    platform: PlatformName = "cpu"
     """Kind of machine the engines run on."""
     steps: int = 100
     """Steps of the run: of RL rollouts, each followed by its update; of supervised training optimizer steps."""

@@ -10,7 +10,7 @@ import ray
 from engines.batch import TrainBatch
 from engines.interfaces import LossFn, Outputs, StepResult
 from engines.schedule import Schedule, plan_schedule
-from hardware.platform import get_platform
+from hardware.platform import Platform, get_platform
 from rlworker.worker import Role, TrainWorker
 
 BUCKET_BYTES = 256 * 2**20
@@ -27,8 +27,8 @@ class WorkerGroup:
         actors: one handle per rank. places: each rank's ``dp_rank`` and ``is_leader``.
     """
 
-    def __init__(self, role: Role, actors: list, places: list[dict]):
-        self.role, self.name, self.actors, self.places = role, role.name, actors, places
+    def __init__(self, role: Role, platform: Platform, actors: list, places: list[dict]):
+        self.role, self.name, self.platform, self.actors, self.places = role, role.name, platform, actors, places
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
 
     def call(self, method: str, *args: Any) -> list:
@@ -68,7 +68,8 @@ class WorkerGroup:
         return [leaders[rank] for rank in range(self.dp_size)]
 
     def _plan(self, batch: TrainBatch) -> Schedule:
-        return plan_schedule(batch.lengths, self.role.config, self.role.model.hidden, self.dp_size)
+        role, most = self.role, self.platform.max_pack_sequences
+        return plan_schedule(batch.lengths, role.config, role.model.hidden, self.dp_size, most)
 
 
 def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:
@@ -90,9 +91,8 @@ class StartingGroup:
     """
 
     def __init__(self, name: str, platform: str, roles: tuple[Role, ...], seed: int):
-        self.name, self.roles = name, roles
-        options = get_platform(platform).ray_options
-        actor = ray.remote(TrainWorker).options(**options)
+        self.name, self.roles, self.platform = name, roles, get_platform(platform)
+        actor = ray.remote(TrainWorker).options(**self.platform.ray_options)
         self.actors = [actor.remote(platform, name, rank) for rank in range(roles[0].config.ranks)]
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.
@@ -107,7 +107,7 @@ class StartingGroup:
     def ready(self) -> dict[str, WorkerGroup]:
         """The engines by the names of their roles."""
         places = ray.get(self._places)
-        return {role.name: WorkerGroup(role, self.actors, places) for role in self.roles}
+        return {role.name: WorkerGroup(role, self.platform, self.actors, places) for role in self.roles}
 
     def workers(self) -> dict[str, ray.actor.ActorHandle]:
         """Every rank by the name that a message gives it."""

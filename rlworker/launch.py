@@ -35,7 +35,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
             with ThreadPoolExecutor(1) as beside:
                 building = beside.submit(_build_trainer, config, reward, parts)
                 # Ray's processes end with the thread that starts them, which is therefore this one.
-                running.enter_context(ray_for(config.actors))
+                running.enter_context(ray_for(config.actors, config.platform))
                 rollouts = Rollouts(config.platform, config.rollout.engines)
                 running.callback(rollouts.stop)
                 trainer = building.result()

@@ -5,8 +5,8 @@ import math
 from engines.config import MegatronConfig, VllmConfig
 from engines.hf_folder import SafetensorsFolder
 from engines.models import ModelSpec
-from hardware.capabilities import find_backend
-from hardware.platform import Platform, get_platform
+from hardware.capabilities import find_backend, override_warnings
+from hardware.platform import Platform, describe, get_platform
 from hardware.rules import CAUSAL
 
 
@@ -46,6 +46,13 @@ def check_rules(model: ModelSpec, actor: MegatronConfig, platform: Platform) -> 
             )
     for rule in set(model.rules):
         find_backend(platform.attention_backends, actor.layout, actor.cp, rule, actor.attention_override)
+
+
+def start_notes(platform_name: str, actor: MegatronConfig) -> list[str]:
+    """What a run says of itself as it starts: refused cells that it uses, and a platform that is not the device."""
+    platform = get_platform(platform_name)
+    notes = [] if platform.proven == "executed" else [f"NOTE platform: {describe(platform)}"]
+    return notes + override_warnings(actor.attention_override)
 
 
 def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:

@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
+from hardware.platform import describe, get_platform
 from rlworker.metrics import read_metrics
 
 _PHASES = (
@@ -45,6 +46,7 @@ def write_report(folder: Path) -> Path:
     """
     if not (folder / "metrics.jsonl").is_file() or not (folder / "config.json").is_file():
         raise ValueError(f"report: {str(folder)!r} is not a run folder (it needs config.json and metrics.jsonl)")
+    stored = json.loads((folder / "config.json").read_text())
     lines = read_metrics(folder)
     steps = [line for line in lines if "time_step" in line]
     plots = [_curves(title, lines, names, scale) for title, names, scale in _CURVES]
@@ -53,12 +55,13 @@ def write_report(folder: Path) -> Path:
     page = Environment(loader=PackageLoader("rlworker", "."), autoescape=True).get_template("report.html.j2")
     html = page.render(
         name=folder.name,
-        summary=json.loads(summary.read_text()) if summary.is_file() else _summary(lines),
+        summary={"platform": describe(get_platform(stored["platform"]))}
+        | (json.loads(summary.read_text()) if summary.is_file() else _summary(lines)),
         plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
         phases=_phase_table(steps),
         start=_start_table(lines),
         samples=_samples(folder),
-        config=json.dumps(json.loads((folder / "config.json").read_text()), indent=2),
+        config=json.dumps(stored, indent=2),
         plotlyjs=get_plotlyjs(),
     )
     path = folder / "report.html"

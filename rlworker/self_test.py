@@ -23,7 +23,7 @@ def self_test(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]
     """
     found: list[Finding] = []
     with ExitStack() as running:
-        running.enter_context(ray_for(2 + config.rollout.engines))
+        running.enter_context(ray_for(2 + config.rollout.engines, config.platform))
         rollouts = Rollouts(config.platform, config.rollout.engines).start(config.check_model(), config.rollout)
         running.callback(rollouts.stop)
         version = 1
@@ -39,7 +39,7 @@ def self_test(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]
                         found.append(_with_fault(engines, name, fault, version))
                         tell(f"{found[-1].outcome:6s} {name}: {found[-1].text}")
                 version += 3
-    return found
+    return [*found, *engines.limits_of_platform()]
 
 
 def _with_fault(engines: Bench, name: str, fault: Fault, version: int) -> Finding:

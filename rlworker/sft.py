@@ -11,7 +11,6 @@ from engines.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.interfaces import Outputs
 from engines.models import ModelSpec
-from hardware.capabilities import override_warnings
 from rlworker import step_metrics
 from rlworker.checkpoint import RunFolder
 from rlworker.cluster import naming_failures, ray_for
@@ -20,7 +19,7 @@ from rlworker.errors import RunError
 from rlworker.group import SHARD_BYTES, StartingGroup, WorkerGroup, save_groups
 from rlworker.losses import sft_loss
 from rlworker.metrics import SUPERVISED_LINE, RunLog, StepClock, is_due, note_skipped
-from rlworker.model_checks import check_trained
+from rlworker.model_checks import check_trained, start_notes
 from rlworker.refused import refuse_step
 from rlworker.report import write_report
 from rlworker.sft_config import SftConfig
@@ -87,8 +86,8 @@ class SftTrainer:
             trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
             path = self.folder.path
             with RunLog(path, config.steps, self.steps_done, trackers, SUPERVISED_LINE) as log:
-                for warning in override_warnings(config.actor.attention_override):
-                    log.note(warning)
+                for note in start_notes(config.platform, config.actor):
+                    log.note(note)
                 note_skipped(log, self.skipped)
                 try:
                     return self._run(log)
@@ -155,7 +154,7 @@ def training_group(
     model: ModelSpec, config: MegatronConfig, platform: str, seed: int
 ) -> Iterator[tuple[WorkerGroup, dict]]:
     """One engine in processes of its own, which end with this, and each of them by its name."""
-    with ray_for(config.ranks):
+    with ray_for(config.ranks, platform):
         starting = StartingGroup("actor", platform, (Role("actor", model, config),), seed)
         try:
             with naming_failures("phase start_trainers", starting.workers()):

@@ -11,7 +11,6 @@ import torch
 
 from engines.batch import TrainBatch
 from engines.interfaces import LossFn, Outputs
-from hardware.capabilities import override_warnings
 from hardware.platform import get_platform
 from rlworker import step_metrics
 from rlworker.advantages import AdvantageFn, configured_advantage, with_kl_penalty
@@ -23,6 +22,7 @@ from rlworker.errors import RunError
 from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup, save_groups
 from rlworker.losses import Aggregation, configured_loss, token_mean, value_loss
 from rlworker.metrics import RunLog, StepClock, is_due, note_skipped
+from rlworker.model_checks import start_notes
 from rlworker.refused import refuse_step
 from rlworker.report import write_report
 from rlworker.reward_pool import RewardPool, pickled
@@ -104,7 +104,7 @@ class Trainer:
         """Start every engine at the same time, then claim the run folder. ``rollouts`` may be on their way already."""
         config, clock = self.config, StepClock()
         os.environ.update(get_platform(config.platform).driver_env())
-        self.running.enter_context(ray_for(config.actors))
+        self.running.enter_context(ray_for(config.actors, config.platform))
         rollouts = self._start(self.rollouts or Rollouts(config.platform, config.rollout.engines))
         rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
         trainers = [self._start(StartingGroup(*group)) for group in self._groups()]
@@ -125,8 +125,8 @@ class Trainer:
             self.sampler.rollouts_done = state.get("rollouts", self.steps_done)  # older runs had one of each
         trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
         self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done, trackers))
-        for warning in override_warnings(config.actor.attention_override):
-            self.log.note(warning)
+        for note in start_notes(config.platform, config.actor):
+            self.log.note(note)
         note_skipped(self.log, self.skipped)
         if state:
             with self._phase(clock, "restore"):

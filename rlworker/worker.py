@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig, VllmConfig
@@ -131,8 +131,8 @@ class RolloutWorker:
     def __init__(self, platform: str, index: int):
         from hardware.platform import get_platform
 
-        self.index = index
-        os.environ.update(get_platform(platform).rollout_env() | {"HF_HUB_OFFLINE": "1"})
+        self.index, self.platform = index, get_platform(platform)
+        os.environ.update(self.platform.rollout_env() | {"HF_HUB_OFFLINE": "1"})
 
     def __repr__(self) -> str:
         return f"rollout engine {self.index}"
@@ -150,7 +150,8 @@ class RolloutWorker:
 
         with no_collection():
             gc.freeze()  # vLLM collects five times of its own while it starts
-            self.engine: RolloutEngine = VllmEngine(model, config)
+            cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
+            self.engine: RolloutEngine = VllmEngine(model, replace(config, kv_cache_mb=cache_mb))
 
     def generate(self, prompts, sampling):
         return self.engine.generate(prompts, sampling)

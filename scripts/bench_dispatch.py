@@ -52,7 +52,7 @@ def main() -> None:
     os.environ.update(get_platform("cpu").driver_env())
     batch = make_batch()
     size = sum(column.nbytes for column in batch.columns().values()) / 1e6
-    with ray_for(ACTORS):
+    with ray_for(ACTORS, "cpu"):
         actors = [ray.remote(Echo).options(num_cpus=1).remote() for _ in range(ACTORS)]
         role = Role("actor", SimpleNamespace(hidden=4096), MegatronConfig(ranks=ACTORS))
         group = WorkerGroup(role, actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])

@@ -108,7 +108,7 @@ def make_critic(make_hf_model, tmp_path_factory):
 @pytest.fixture(scope="session")
 def cluster():
     """One Ray for all tests that run actors in this process, with room for the largest of them."""
-    with ray_for(5):
+    with ray_for(5, "cpu"):
         yield
 
 

@@ -5,11 +5,15 @@ LENGTHS = (13, 2, 5, 30, 1, 9, 6, 21, 4)
 that alignment pads after the last one too."""
 
 
-def start_process(rank: int):
+def start_process(rank: int, name: str = "cpu"):
     """Platform and device; Megatron is imported and patched once per process."""
     from hardware.platform import get_platform
 
-    platform = get_platform("cpu")
+    platform = get_platform(name)
+    if name == "npu-emulated":  # in a pool that has started as another platform too: beyond that it adds the operator
+        from hardware.npu_emulator import install
+
+        install()
     if not getattr(start_process, "done", False):
         import warnings
 
@@ -42,10 +46,10 @@ def leave_groups() -> None:
     build_engine.sizes = None
 
 
-def build_engine(rank: int, world: int, address: str, model, settings: dict, **options):
+def build_engine(rank: int, world: int, address: str, model, settings: dict, platform: str = "cpu", **options):
     """A fresh engine of a ModelSpec, or of the language model in a folder. The parallel groups of the one before it are
     kept where they are of the same sizes."""
-    platform = start_process(rank)
+    platform = start_process(rank, platform)
     import torch
 
     from engines.config import MegatronConfig

@@ -144,6 +144,8 @@ PASSED_ON = {
     ("engines/megatron/probe.py", "attn_mask_type"),
     # A fault is planted into the platform's kernel.
     ("engines/faults.py", "is_causal"),
+    ("engines/faults.py", "atten_mask"),
+    ("engines/faults.py", "sparse_mode"),
 }
 
 

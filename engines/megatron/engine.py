@@ -105,11 +105,12 @@ class MegatronEngine:
         return StepResult(_reduce(metrics), self._outputs_of(shard, parts), float(grad_norm), lr)
 
     def _outputs_of(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
-        """Of the real micro-batches, which come before the fillers, end to end."""
+        """Of the real micro-batches, which come before the fillers, end to end; in the host's memory, since they leave
+        for a process that may have no such device."""
         if not self.is_leader:
             return None
         outputs = join_outputs(parts)
-        return type(outputs)(*(column[: shard.num_tokens] for column in vars(outputs).values()))
+        return type(outputs)(*(column[: shard.num_tokens].cpu() for column in vars(outputs).values()))
 
     def backward(self, shard: Shard, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
         """Gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
@@ -177,7 +178,8 @@ class MegatronEngine:
         spec = layout.mask_spec(self.model.rules, micro.image_block)
         inputs = self.platform.attention_inputs(spec, rotary, self.config.attention_override)
         ids = layout.pack(micro.inputs, fill=self.pad_id)
-        return module(ids, None, inputs.attention_mask, packed_seq_params=inputs)
+        with self.platform.around_forward(inputs):
+            return module(ids, None, inputs.attention_mask, packed_seq_params=inputs)
 
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
         """Last hidden states ``[s / tp, b, h]`` -> outputs ``[N]`` of the whole micro-batch, on every rank."""

@@ -20,7 +20,7 @@ from engines.interfaces import LossFn, TokenOutputs
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
 from engines.probe_case import Influence, ProbeCase
-from engines.schedule import plan_schedule
+from engines.schedule import Schedule, plan_schedule
 from hardware.rules import Rule
 
 _PASS_SLOTS, _PASS_LOGITS = 2**14, 2**26
@@ -39,7 +39,7 @@ def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCa
     changed, is compared with one of unchanged copies; then one of a single copy with one that has other padding.
     """
     see, parts = case.visible(rule)[:, list(case.columns)], {}
-    for few in case.passes(_PASS_SLOTS):
+    for few in case.passes(_PASS_SLOTS, engine.platform.max_pack_sequences):
         many = few.repeated()
         attend, draw = _attention(engine, kind, rule, many)
         plain, other = draw(), draw(many.changed)
@@ -118,7 +118,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, engine.model.vocab - 1, (sum(case.lengths),), generator=generator)
     heard, pads = [], 0
-    for few in case.passes(max(1, _PASS_LOGITS // engine.model.vocab)):
+    for few in case.passes(max(1, _PASS_LOGITS // engine.model.vocab), engine.platform.max_pack_sequences):
         many = few.repeated()
         plain = ids.repeat(len(few.columns))
         other = plain.index_add(0, torch.tensor(many.changed), torch.ones(len(few.columns), dtype=torch.long))
@@ -152,10 +152,15 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
 # -- numbers to compare
 
 
+def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
+    most = engine.platform.max_pack_sequences
+    return plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas, most)
+
+
 def outputs_of(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
     """The engine's outputs in a layout, of a batch that every replica computes; on the leader."""
     with _settings(engine, layout=kind):
-        schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas=1)
+        schedule = _plan(engine, batch, 1)
         (shard,) = schedule.shards(batch)
         outputs = engine.forward(replace(shard, replica=engine.dp_rank))
     return None if outputs is None else schedule.restore([outputs])
@@ -186,7 +191,7 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
         for hook in hooks:
             hook.remove()
     with _settings(engine, layout=kind):
-        schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas=1)
+        schedule = _plan(engine, batch, 1)
     return {number: schedule.in_order(torch.cat(parts)) for number, parts in states.items()}
 
 
@@ -199,7 +204,7 @@ def gradients_of(
         batch: of all replicas; each takes its share.
     """
     with _settings(engine, layout=kind):
-        schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size)
+        schedule = _plan(engine, batch, engine.dp_size)
         engine.backward(schedule.shards(batch)[engine.dp_rank], loss, denominator)
     gradients = whole_gradients(engine)
     return gradients if engine.is_leader and engine.dp_rank == 0 else {}

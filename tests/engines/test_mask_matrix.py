@@ -2,6 +2,7 @@
 own mask, which is drawn here one pair at a time."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from ranks import Ranks, free_address
 from transformers import AutoModelForCausalLM
 
 from engines.probe_case import ProbeCase
+from hardware.capabilities import find_backend
 from hardware.rules import CAUSAL, Rule
 
 RULES = {"causal": CAUSAL, "window": Rule(window=4), "images": Rule(images=True)}
@@ -77,14 +79,23 @@ def reference(make_hf_model):
     return found
 
 
-def run_rules(rank, world, address, folder, settings):
-    """For each layout and rule: what the probes found on this rank, and the leader's logits and gradients."""
-    engine = build_engine(rank, world, address, folder, settings)
+PLATFORMS = {"cpu": set(), "npu-emulated": {("thd", "images")}}
+"""Platform -> layouts and rules that it refuses."""
+
+
+def run_rules(rank, world, address, folder, settings, platform):
+    """For each layout and rule that a platform honours: what the probes found on this rank, and the leader's logits and
+    gradients."""
+    engine = build_engine(rank, world, address, folder, settings, platform)
     from engines.megatron.probe import gradients_of, probe_attention, probe_tokens
 
     batch, results = batch_with_images(), {}
     for kind in ("bshd", "thd"):
         for name, rule in RULES.items():
+            try:
+                find_backend(engine.platform.attention_backends, kind, settings.get("cp", 1), rule)
+            except ValueError:
+                continue
             engine.model = dataclasses.replace(engine.model, rules=(rule,))
             engine.config = dataclasses.replace(engine.config, layout=kind)
             leaks = [*probe_attention(engine, kind, rule, PROBED), *probe_tokens(engine, kind, (rule,), PROBED)]
@@ -96,21 +107,28 @@ def run_rules(rank, world, address, folder, settings):
 
 
 def check_sizes(pool, folder, settings, reference, capsys, label):
-    ranks = pool.run(run_rules, free_address(), folder, settings)
-    worst = {"logits": 0.0, "gradients": 0.0}
-    for kind, name in ranks[0]:
-        results = [rank[kind, name] for rank in ranks]
-        assert [leaks for leaks, *_ in results] == [[]] * len(ranks), (label, kind, name)
-        want_logits, want_gradients = reference[name]
-        _, logits, gradients = next(result for result in results if result[1] is not None)
-        found = {
-            "logits": float((logits - want_logits).abs().max()),
-            "gradients": max(float((gradients[n] - g).abs().max()) for n, g in want_gradients.items()),
-        }
-        assert found["logits"] <= 1e-5 and found["gradients"] <= 1e-6, (label, kind, name, found)
-        worst = {key: max(worst[key], found[key]) for key in worst}
-    with capsys.disabled():
-        print(f"\n{label}: probes silent, " + "  ".join(f"{k} {v:.1e}" for k, v in worst.items()), end="")
+    """Each platform against HuggingFace, and the others against the first."""
+    first = {}
+    for platform, refused in PLATFORMS.items():
+        ranks = pool.run(run_rules, free_address(), folder, settings, platform)
+        assert set(ranks[0]) == set(itertools.product(("bshd", "thd"), RULES)) - refused
+        worst = {"logits": 0.0, "gradients": 0.0, "logits from cpu": 0.0}
+        for kind, name in ranks[0]:
+            results = [rank[kind, name] for rank in ranks]
+            assert [leaks for leaks, *_ in results] == [[]] * len(ranks), (label, platform, kind, name)
+            want_logits, want_gradients = reference[name]
+            _, logits, gradients = next(result for result in results if result[1] is not None)
+            found = {
+                "logits": float((logits - want_logits).abs().max()),
+                "gradients": max(float((gradients[n] - g).abs().max()) for n, g in want_gradients.items()),
+                "logits from cpu": float((logits - first.setdefault((kind, name), logits)).abs().max()),
+            }
+            worst = {key: max(worst[key], found[key]) for key in worst}
+            assert max(found["logits"], found["logits from cpu"]) <= 1e-5, (label, platform, kind, name, found)
+            assert found["gradients"] <= 1e-6, (label, platform, kind, name, found)
+        with capsys.disabled():
+            numbers = "  ".join(f"{name} {value:.1e}" for name, value in worst.items())
+            print(f"\n{label}, {platform}: probes silent, {numbers}", end="")
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -55,11 +55,12 @@ def held_rows(replica) -> list:
     budget=st.integers(1, 200),
     sizes=st.sampled_from([{}, {"tp": 2}, {"cp": 2}, {"pp": 3}, {"tp": 2, "cp": 2}]),
     more=st.sampled_from([{}, {"multiple": 4}, {"slots": 64}, {"slots": 128, "multiple": 8}]),
+    each=st.sampled_from([None, None, 2, 5]),
 )
-def test_every_token_is_computed_once_within_the_budget(lengths, replicas, layout, budget, sizes, more):
+def test_every_token_is_computed_once_within_the_budget(lengths, replicas, layout, budget, sizes, more, each):
     ranks = int(np.prod(list(sizes.values()) or [1])) * replicas
     config = MegatronConfig(ranks=ranks, layout=layout, micro_batch_tokens=budget, **sizes, **more)
-    schedule = plan_schedule(lengths, config, 64, replicas)
+    schedule = plan_schedule(lengths, config, 64, replicas, each)
     held = [row for replica in schedule.rows for rows in replica for row in rows.tolist()]
     assert sorted(held) == np.flatnonzero(lengths).tolist()
     assert len({len(replica) for replica in schedule.rows}) == 1, "equal numbers of micro-batches"
@@ -76,8 +77,9 @@ def test_every_token_is_computed_once_within_the_budget(lengths, replicas, layou
 
     for rows in (rows for replica in schedule.rows for rows in replica if len(rows) > 1):
         assert takes(rows) <= most
+        assert layout == "bshd" or each is None or len(rows) + bool(config.slots) <= each
     count = len(schedule.rows[0])
-    if layout == "thd" and count > config.pp and 2 * max(slots) <= most:
+    if layout == "thd" and count > config.pp and 2 * max(slots) <= most and each is None:
         # One fewer would have overflowed on some replica, whose others were then more than half full.
         assert any((count - 1) * most < 2 * sum(map(takes, replica)) for replica in map(held_rows, schedule.rows))
 
@@ -98,6 +100,8 @@ def test_micro_batches_are_as_few_as_the_budget_allows_by_hand():
     assert parts([5, 5, 5], tp=2, ranks=2) == [[[5, 5], [5]]], "six slots each"
     assert parts([8, 7, 2, 2, 2], layout="bshd") == [[[7, 8], [2, 2, 2]]], "rows of like lengths"
     assert parts([4, 4, 4, 4], pp=2, ranks=2) == [[[4, 4], [4, 4]]], "one for each stage"
+    schedule = plan_schedule([1] * 10, MegatronConfig(micro_batch_tokens=16), 64, 1, most_sequences=4)
+    assert sorted(map(len, schedule.rows[0])) == [3, 3, 4], "of four sequences at most"
     assert len(parts([4, 4, 4, 4], slots=8)[0]) == 2
 
 

@@ -15,6 +15,8 @@ from hardware import capabilities
 from hardware.capabilities import PLACES, TABLE, check_override, find_backend, place_name
 from hardware.cpu import CpuPlatform
 from hardware.masks import MaskSpec, blocked_where_true
+from hardware.npu_call import prefix_mask, triangle
+from hardware.npu_emulator import install
 from hardware.rules import CAUSAL, RULES, Rule
 
 RULE_OF = {
@@ -28,12 +30,30 @@ RULE_OF = {
 LENGTHS = (5, 1, 0, 12)
 PLACES_OF = list(itertools.product(("bshd", "thd"), (False, True)))
 EXECUTED = (
-    # test_cpu_plan.py runs every rule through the platform's core attention, in both layouts, with CP 1, 2 and 4.
+    # test_core_attention.py runs every rule through the platform's core attention, in both layouts, with CP 1, 2 and 4.
     {("torch_sdpa", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
     | {("flex_attention", kind, False, rule) for kind in ("bshd", "thd") for rule in RULES}
     | {("megatron_local", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
 )
-"""What this file and test_cpu_plan.py run."""
+"""What this file and test_core_attention.py run."""
+EMULATED = {
+    (f"npu_mode{mode}", kind, cp, rule)
+    for mode, kind, cp, rules in (
+        (0, "bshd", False, ("causal", "window", "chunk")),
+        (0, "thd", False, ("causal", "window", "chunk")),
+        (1, "bshd", False, RULES),
+        (1, "thd", False, ("causal", "window", "chunk")),
+        (1, "bshd", True, RULES),
+        (2, "bshd", False, ("causal",)),
+        (2, "thd", False, ("causal",)),
+        *((3, kind, cp, ("causal",)) for kind, cp in PLACES_OF),
+        *((4, kind, cp, ("window",)) for kind, cp in PLACES_OF),
+        (5, "bshd", False, ("prefix",)),
+        (6, "bshd", False, ("prefix",)),
+    )
+    for rule in rules
+}
+"""What this file, and test_core_attention.py for those under context parallelism, run through the emulated operator."""
 
 
 def spec_of(kind: str, rule: Rule) -> MaskSpec:
@@ -49,8 +69,9 @@ def test_the_table_is_complete():
         assert bool(cell.nearest) != cell.honoured, f"{place}: what is refused names what works, and nothing else does"
 
 
-def test_what_is_called_executed_is_what_tests_execute():
-    assert {place for place, cell in TABLE.items() if cell.evidence == "executed"} == EXECUTED
+@pytest.mark.parametrize(("evidence", "places"), [("executed", EXECUTED), ("emulated", EMULATED)])
+def test_what_is_called_executed_or_emulated_is_what_tests_run(evidence, places):
+    assert {place for place, cell in TABLE.items() if cell.evidence == evidence} == places
 
 
 def test_what_a_refusal_points_to_is_honoured():
@@ -176,6 +197,51 @@ def test_megatron_local_refuses_packs_and_context_parallelism(one_rank):
     assert (
         "Packed sequence is not supported" in packed and "Context parallelism is only supported by" in context_parallel
     )
+
+
+def npu_arguments(mode: int, spec, rule: Rule) -> dict:
+    """What the cell's text says of a ``sparse_mode``, without the code that says it in production."""
+    if mode in (2, 3):
+        return dict(sparse_mode=mode, atten_mask=triangle())
+    if mode == 4:
+        return dict(sparse_mode=4, atten_mask=triangle(), pre_tockens=rule.window - 1, next_tockens=0)
+    if mode == 6:
+        return dict(sparse_mode=6, atten_mask=prefix_mask(), prefix=list(spec.prefixes))
+    if spec.kind == "bshd":
+        mask = ~spec.visible()[:, None]
+        mask[:, 0].diagonal(dim1=1, dim2=2).fill_(False)  # so that padding sees something: itself
+        if mode == 5:  # padding is causal there too
+            position = torch.arange(mask.shape[-1])
+            causal = position > position[:, None]
+            mask = torch.stack([causal & (position >= prefix) for prefix in spec.prefixes])[:, None]
+        return dict(sparse_mode=mode, atten_mask=mask) | (dict(prefix=list(spec.prefixes)) if mode == 5 else {})
+    position = torch.arange(max(spec.padded))
+    distance = position[:, None] - position
+    mask = distance < 0
+    if rule.window:
+        mask |= distance >= rule.window
+    if rule.chunk:
+        mask |= position[:, None] // rule.chunk != position // rule.chunk
+    return dict(sparse_mode=mode, atten_mask=mask)
+
+
+@pytest.mark.parametrize("place", sorted(place for place in EMULATED if not place[2]), ids=place_name)
+def test_the_emulated_operator_honours_what_the_table_says(place):
+    backend, kind, _, rule = place
+    install()
+    spec = spec_of(kind, RULE_OF[rule])
+    see = spec.visible()
+    query, key, value = (x.detach() for x in draw_qkv(*see.shape[:2]))
+    arguments = npu_arguments(int(backend[-1]), spec, RULE_OF[rule]) | dict(scale=DIM**-0.5)
+    operator = torch.ops.npu.npu_fusion_attention
+    if kind == "bshd":
+        got = operator(query, key, value, HEADS, "BSND", **arguments)[0].flatten(2)
+    else:
+        ends = torch.tensor(spec.padded).cumsum(0).tolist()
+        lengths = dict(actual_seq_qlen=ends, actual_seq_kvlen=ends)
+        got = operator(query[0], key[0], value[0], HEADS, "TND", **arguments, **lengths)[0].flatten(1)[None]
+    valid = spec.places(0)[0] >= 0
+    assert torch.allclose(got[valid], dense_attention(query, key, value, see)[valid], atol=1e-6)
 
 
 # -- who reads it

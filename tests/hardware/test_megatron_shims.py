@@ -45,7 +45,7 @@ def taken_back(shim):
     megatron_shims.INSTALLED.pop(shim.name)()
 
     def again():
-        megatron_shims.INSTALLED[shim.name] = shim.apply()
+        megatron_shims.INSTALLED[shim.name] = shim.apply(megatron_shims.CPU)
 
     return again
 

@@ -34,10 +34,10 @@ def through_platform(layout, rules=(CAUSAL,)):
 
     from megatron.core.transformer import TransformerConfig
 
-    from hardware.cpu_attention import CoreAttention
+    from hardware.cpu_attention import CpuAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
-    core = CoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))
+    core = CpuAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))
     inputs = CpuPlatform().attention_inputs(layout.mask_spec(rules), no_turn(layout))
 
     def attend(query, key, value):

@@ -35,8 +35,9 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model):
 
 
 @pytest.mark.timeout(820)
-def test_every_planted_fault_is_found_and_the_clean_path_is_silent():
-    status, found = run("--self-test")
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("npu-emulated", marks=pytest.mark.large)])
+def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
+    status, found = run("--self-test", "--platform", platform)
     by_name = {finding["where"]: finding for finding in found if finding["check"] == "fault"}
     assert status == 0 and set(by_name) == set(FAULTS) and len(FAULTS) >= 12
     for name, finding in by_name.items():
@@ -44,6 +45,8 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent():
         assert "raised" not in finding["text"], "found by its numbers, not because something fell over"
     clean = [finding for finding in found if finding["check"] == "no fault"]
     assert [finding["where"] for finding in clean] == ["cp=1", "cp=2"]
+    if platform == "npu-emulated":
+        assert found[-1]["evidence"] == "emulated" and "says nothing about pse" in found[-1]["text"]
     words = {name: finding["text"] for name, finding in by_name.items()}
     assert "see a neighbour in the pack" in words["whole-buffer causal"]
     assert "see the future" in words["None where None means full"]

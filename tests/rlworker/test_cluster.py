@@ -39,9 +39,11 @@ def test_who_failed_is_named_among_workers_that_hang(cluster):
 
 
 def test_whoever_found_ray_there_leaves_it_there(cluster):
-    with ray_for(1):
+    with ray_for(1, "cpu"):
         pass
-    with pytest.raises(RuntimeError, match="need 40 CPUs"), ray_for(40):
+    with pytest.raises(RuntimeError, match="need 2 NPUs and Ray has 0"), ray_for(2, "npu"):
+        pass
+    with pytest.raises(RuntimeError, match="need 40 CPUs"), ray_for(40, "cpu"):
         pass
     assert ray.is_initialized()
 
@@ -50,7 +52,7 @@ def test_ray_that_was_started_for_a_run_ends_with_it():
     program = (
         "import os, ray\n"
         "from rlworker.cluster import ray_for\n"
-        "with ray_for(3):\n"
+        "with ray_for(3, 'cpu'):\n"
         "    assert ray.cluster_resources()['CPU'] == max(3, os.cpu_count())\n"
         "assert not ray.is_initialized()\n"
     )

@@ -1,11 +1,17 @@
-"""The CPU lowering of a mask rule against dense attention under the oracle, through the real core attention."""
+"""Every platform's lowering of a mask rule against dense attention under the oracle, through its core attention."""
 
+import itertools
+import re
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from dense_attention import DIM, HEADS, KV_HEADS, dense_attention, image_blocks
 from engines_cases import start_process
 
+from engines.megatron.layout import Layout
+from hardware.platform import get_platform
 from hardware.rules import CAUSAL, Rule
 
 LENGTHS = [(5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38)]
@@ -21,16 +27,18 @@ RULES = (
 )
 
 
-def attend_all_ranks(rank, world, lengths, kind, cp, rules, layer, slots):
+def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, mode=None):
     """Outputs and gradients of every context-parallel rank in one process: the gather is done by hand."""
-    start_process(rank)
+    platform = start_process(rank, name)
     from types import SimpleNamespace
 
     from megatron.core.transformer import TransformerConfig
 
-    import hardware.cpu_attention as cpu_attention
-    from engines.megatron.layout import Layout
-    from hardware.cpu import CpuPlatform
+    from hardware import layers, npu_plan
+    from hardware.cpu_attention import CpuAttention
+    from hardware.npu_attention import NpuAttention
+
+    attention = {"cpu": CpuAttention, "npu-emulated": NpuAttention}[name]
 
     torch.manual_seed(0)
     layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r, slots=slots) for r in range(cp)]
@@ -43,12 +51,15 @@ def attend_all_ranks(rank, world, lengths, kind, cp, rules, layer, slots):
         prefixes = tuple(min(2 + i, n) for i, n in enumerate(lengths))
         spec = layout.mask_spec(rules, image_blocks(lengths), prefixes)
         no_turn = torch.ones(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
-        inputs = CpuPlatform().attention_inputs(spec, no_turn)
+        if mode is None:
+            inputs = platform.attention_inputs(spec, no_turn)
+        else:
+            inputs = npu_plan.attention_inputs(spec, no_turn, dict.fromkeys(spec.rules, mode))
         form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
         gathered = [torch.cat([form(p[i]) for p in packed]) for i in (1, 2)]
-        cpu_attention.gather_keys_values = lambda key, value, group, g=gathered: g
+        layers.gather_keys_values = lambda key, value, group, g=gathered: g
         group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp, rank=lambda r=r: r))
-        core = cpu_attention.CoreAttention(config, layer, None, "self", pg_collection=group)
+        core = attention(config, layer, None, "self", pg_collection=group)
         out = core(form(packed[r][0]), form(packed[r][1]), form(packed[r][2]), None, packed_seq_params=inputs)
         outputs = outputs + layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None])
         keys, values = (torch.cat([p[i] for p in packed], dim=1) for i in (1, 2))
@@ -64,23 +75,81 @@ def attend_all_ranks(rank, world, lengths, kind, cp, rules, layer, slots):
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_attention_is_what_the_oracle_allows(one_rank, lengths, kind, cp, rule):
-    differences = one_rank.run(attend_all_ranks, lengths, kind, cp, (rule,), 1, 0)[0]
+    differences = one_rank.run(attend_all_ranks, "cpu", lengths, kind, cp, (rule,), 1, 0)[0]
     assert max(differences) <= 5e-6, differences
+
+
+def on_npu(kind: str, cp: int, rule: Rule) -> bool:
+    """What the NPU's kernel computes: a band in both layouts, without CP anything of the position alone; rows all."""
+    if kind == "bshd" or rule in (CAUSAL, Rule(window=3)):
+        return True
+    return cp == 1 and rule == Rule(chunk=4)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("kind", ["bshd", "thd"])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_an_emulated_npu_attends_so_or_refuses(one_rank, lengths, kind, cp, rule):
+    if on_npu(kind, cp, rule):
+        differences = one_rank.run(attend_all_ranks, "npu-emulated", lengths, kind, cp, (rule,), 1, 0)[0]
+        assert max(differences) <= 5e-6, differences
+        return
+    layout = Layout.build(lengths, kind, cp=cp)
+    spec = layout.mask_spec((rule,), image_blocks(lengths), tuple(min(2, n) for n in lengths))
+    with pytest.raises(ValueError, match=f"no backend honours the rule {re.escape(str(rule))} in {kind} with cp={cp}"):
+        get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2)
+
+
+@pytest.mark.parametrize("rule", [CAUSAL, Rule(window=3)], ids=str)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_an_npu_may_be_told_a_band_by_a_mask_too(one_rank, rule, cp):
+    differences = one_rank.run(attend_all_ranks, "npu-emulated", LENGTHS[3], "bshd", cp, (rule,), 1, 0, 1)[0]
+    assert max(differences) <= 5e-6, differences
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_rest_of_a_pack_does_not_cost_its_square(cp):
+    layout = Layout.build((100, 7), "thd", cp=cp, slots=8192)
+    inputs = get_platform("npu-emulated").attention_inputs(layout.mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2)
+    for call in inputs.plan.calls[CAUSAL]:
+        queries, keys = (np.diff([0, *ends]) for ends in (call.actual_seq_qlen, call.actual_seq_kvlen))
+        assert len(queries) == len(keys) == 2 + 81
+        assert queries.max() <= 104 and sum(queries) == layout.shape[1] // (1 if cp == 1 else 2)
+    few = Layout.build((2,) * 1000, "thd", slots=8192)
+    (call,) = (
+        get_platform("npu-emulated")
+        .attention_inputs(few.mask_spec(), (torch.zeros(*few.shape, DIM),) * 2)
+        .plan.calls[CAUSAL]
+    )
+    assert len(call.actual_seq_qlen) == 1024 and call.actual_seq_qlen[-1] == 8192
+
+
+@pytest.mark.parametrize(("rule", "cp"), [(Rule(images=True), 1), (Rule(causal=False), 1), (Rule(chunk=4), 2)], ids=str)
+def test_an_override_that_no_call_can_follow_is_refused(rule, cp):
+    layout = Layout.build((5, 9), "thd", cp=cp)
+    override = (f"npu_mode1/thd/{'cp' if cp > 1 else 'no-cp'}/{rule.parts[0]}",)
+    spec = layout.mask_spec((rule,), image_blocks((5, 9)))
+    with pytest.raises(ValueError, match="leave out the override"):
+        get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2, override)
 
 
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_each_layer_has_its_rule_and_a_pack_may_be_of_a_fixed_size(one_rank, kind, cp):
+@pytest.mark.parametrize("platform", ["cpu", "npu-emulated"])
+def test_each_layer_has_its_rule_and_a_pack_may_be_of_a_fixed_size(one_rank, platform, kind, cp):
     rules = (CAUSAL, Rule(window=4), Rule(images=True))
-    for layer in (1, 2, 3):
-        for slots in (0, 64):
-            differences = one_rank.run(attend_all_ranks, LENGTHS[0], kind, cp, rules, layer, slots)[0]
-            assert max(differences) <= 5e-6, (layer, slots, differences)
+    for layer, slots in itertools.product((1, 2, 3), (0, 64)):
+        if platform == "cpu" or kind == "bshd":
+            args = (LENGTHS[0], kind, cp, rules, layer, slots)
+        else:  # without the rule that a pack on an NPU cannot have
+            args = (LENGTHS[0], kind, cp, rules[:2], min(layer, 2), slots)
+        differences = one_rank.run(attend_all_ranks, platform, *args)[0]
+        assert max(differences) <= 5e-6, (layer, slots, differences)
 
 
 def test_no_mask_is_as_large_as_the_pack():
     """Masks stay within a group's own length, whatever the number of tokens in the pack."""
-    from engines.megatron.layout import Layout
     from hardware.cpu import CpuPlatform
 
     lengths = tuple(range(10, 60)) * 4
@@ -98,10 +167,10 @@ def test_a_dense_mask_or_bias_is_refused(one_rank):
 
         from megatron.core.transformer import TransformerConfig
 
-        from hardware.cpu_attention import CoreAttention
+        from hardware.cpu_attention import CpuAttention
 
         config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
-        core = CoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=None))
+        core = CpuAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=None))
         x = torch.zeros(2, 1, 4, 8)
         try:
             core(x, x, x, torch.ones(1, 1, 2, 2, dtype=torch.bool), packed_seq_params=None)
@@ -121,7 +190,7 @@ def test_rotation_is_that_of_huggingface(one_rank, make_hf_model):
 
         from engines.megatron.rotary import Rotary
         from engines.models import ModelSpec
-        from hardware.cpu_attention import rotate
+        from hardware.layers import rotate
 
         spec = ModelSpec.from_folder(folder)
         position = torch.tensor([[0, 1, 2, 0, 100, 200]])
@@ -143,7 +212,7 @@ def test_norm_is_that_of_huggingface(one_rank):
 
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-        from hardware.cpu_attention import RMSNorm
+        from hardware.layers import RMSNorm
 
         x = torch.randn(5, 3, 16)
         config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)

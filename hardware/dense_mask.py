@@ -1,0 +1,42 @@
+"""A rule as a dense mask over sequences of one length, for kernels that take one."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hardware.masks import MaskSpec
+from hardware.rules import CAUSAL, Rule
+
+
+def dense_mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.ndarray, keys: int) -> Tensor | None:
+    """What a rule lets queries at positions ``query`` see of keys at positions ``0..keys-1``, for each sequence.
+
+    ``[members or 1, 1, queries, keys]`` bool, True where seen; None where that is causal and no more, over one rank.
+    Right padding needs no bit of its own where the rule is causal: it lies after every real token of its sequence.
+    Every query sees a key.
+    """
+    key = np.arange(keys)
+    image, prefix = np.full((1, 1, 1, 1), -1), np.zeros((1, 1, 1, 1), np.int64)
+    if rule.images:
+        image = spec.images_at(members[:, None], key)[:, None, None, :]  # [rows, 1, 1, k]
+    if rule.prefix:
+        prefix = np.asarray(spec.prefixes)[members, None, None, None]
+    # What changes nothing here is left out, so that sequences without pictures take the kernel's own causal rule.
+    rule = replace(
+        rule,
+        window=None if rule.window is None or rule.window >= keys else rule.window,
+        chunk=None if rule.chunk is None or rule.chunk >= keys else rule.chunk,
+        images=bool((image >= 0).any()),
+        prefix=bool((prefix > 1).any()),
+    )
+    if rule == CAUSAL and spec.cp == 1:
+        return None
+    own = image[..., query].swapaxes(2, 3) if rule.images else image  # [rows, 1, q, 1]
+    query = query[:, None]
+    see = rule.allows(query - key, (own == image) & (own >= 0), (query < prefix) & (key < prefix), query, key)
+    if not rule.causal:
+        lengths = np.asarray(spec.lengths)[members, None, None, None]
+        see = see & (key < np.maximum(lengths, 1))  # a row without any key would be 0 / 0
+    return torch.from_numpy(see if see.ndim == 4 else see[None, None])

@@ -1,0 +1,61 @@
+"""MindSpeed beside the NPU platform, where it is asked for: when it is imported, and what it is told around a forward.
+
+MindSpeed replaces functions of Megatron while ``mindspeed.megatron_adaptor`` is imported, and so has to come first. It
+keeps the lengths of the sequences of a pack in a variable of the process (``_ACTUAL_SEQ_LEN``, in two of its modules),
+which whatever it replaced may read. Our core attention has its own and never reads them.
+
+``RLWORKER_MINDSPEED=1`` asks for it. It is not taken merely because it is there: the MindSpeed of July 2026 is for
+megatron-core 0.12.1, and its patches replace functions of any other version without a word.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+
+from hardware.platform import AttentionInputs
+
+KEEPERS = ("mindspeed.utils", "mindspeed.core.context_parallel.get_batch_utils")
+"""Modules of MindSpeed that keep lengths (its commit a97d6a7, July 2026)."""
+
+
+def patch_megatron() -> None:
+    """Let MindSpeed patch Megatron, where it is asked for.
+
+    Raises:
+        RuntimeError: MindSpeed is not installed, or Megatron was imported before.
+    """
+    if os.environ.get("RLWORKER_MINDSPEED") != "1":
+        return
+    if importlib.util.find_spec("mindspeed") is None:
+        raise RuntimeError("mindspeed: RLWORKER_MINDSPEED=1 asks for it and it is not installed; unset it")
+    if "megatron.core" in sys.modules and "mindspeed.megatron_adaptor" not in sys.modules:
+        raise RuntimeError(
+            "mindspeed: megatron was imported before mindspeed.megatron_adaptor, which would patch it in part; start "
+            "the platform (init_process) before anything that imports megatron"
+        )
+    importlib.import_module("mindspeed.megatron_adaptor")
+
+
+@contextlib.contextmanager
+def lengths_around_forward(inputs: AttentionInputs) -> Iterator[None]:
+    """Tell MindSpeed the pack's boundaries for one forward, and take them back: the next micro-batch has others.
+
+    Recomputation in the backward pass runs without them, where nothing but what MindSpeed replaced would look.
+    """
+    keepers = [sys.modules[name] for name in KEEPERS if name in sys.modules]
+    before = [keeper.get_actual_seq_len() for keeper in keepers]
+    spec = inputs.spec
+    ends = torch.tensor([end // spec.cp for end in accumulate(spec.padded)]) if spec.kind == "thd" else None
+    for keeper in keepers:
+        keeper.set_actual_seq_len(ends)
+    try:
+        yield
+    finally:
+        for keeper, value in zip(keepers, before):
+            keeper.set_actual_seq_len(value)

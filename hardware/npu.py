@@ -1,0 +1,136 @@
+"""The NPU platforms: Ascend through torch_npu, without MindSpeed or beside it; and the same path emulated on a CPU.
+
+This module is read to check settings, so it imports torch, torch_npu and Megatron only where they are used.
+"""
+
+import os
+from typing import ClassVar
+
+from hardware.capabilities import find_backend
+from hardware.cpu import CpuPlatform
+
+MAX_PACK_SEQUENCES = 1024
+"""Sequences that ``npu_fusion_attention`` takes in TND (op-plugin documentation)."""
+NOT_COVERED = (
+    "pse",
+    "sink",
+    "dropout",
+    "softmax_max and softmax_sum",
+    "the precision of the device's arithmetic",
+    "which device a tensor is on",
+    "how Ascend 950 differs",
+    "hccl",
+    "vllm-ascend (the rollout is vLLM on this CPU)",
+)
+"""What a check that passes against the emulated operator does not speak of."""
+
+
+class NpuPlatform:
+    """Runs Megatron-core over hccl with ``npu_fusion_attention``, in bf16 or fp32."""
+
+    name = "npu"
+    evidence = "executed"
+    not_covered: tuple[str, ...] = ()
+    proven = "untested"
+    stand_in = "npu-emulated"
+    dist_backend = "hccl"
+    ray_options: ClassVar[dict] = {"num_cpus": 1, "resources": {"NPU": 1}}
+    attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
+    max_pack_sequences = MAX_PACK_SEQUENCES
+    rollout_head_dims = (64, 128, 192, 256)  # untested: sizes of the models that vllm-ascend's documentation lists
+    rollout_block_tokens = 128  # vllm-ascend 0.23, utils.refresh_block_size
+    rollout_kv_cache_mb = 16 * 1024
+
+    def init_process(self, local_rank: int):
+        import torch
+
+        try:
+            import torch_npu
+        except ImportError as error:
+            raise RuntimeError(
+                f"platform: 'npu' needs torch_npu and CANN in every training process, and importing it said: {error}; "
+                "install requirements/npu.txt and source CANN's set_env.sh, or take 'npu-emulated', which runs the "
+                "same code on a CPU"
+            ) from error
+        if (devices := torch_npu.npu.device_count()) != 1:
+            raise RuntimeError(
+                f"platform: a training process is to see its own NPU alone and sees {devices}; unset "
+                "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES where Ray is started"
+            )
+        from hardware import megatron_shims, mindspeed
+
+        mindspeed.patch_megatron()
+        torch_npu.npu.set_device(0)
+        megatron_shims.install(
+            megatron_shims.Runtime(
+                "npu",
+                torch_npu.npu.current_device,
+                torch_npu.npu.synchronize,
+                torch_npu.npu.get_rng_state,
+                torch_npu.npu.set_rng_state,
+                torch_npu.npu.manual_seed,
+            )
+        )
+        return torch.device("npu", 0)
+
+    def layer_spec(self, config):
+        from hardware.layers import layer_spec
+        from hardware.npu_attention import NpuAttention
+
+        return layer_spec(config, NpuAttention)
+
+    def attention_inputs(self, spec, rotary, override=()):
+        from hardware.npu_plan import attention_inputs
+
+        backends = self.attention_backends
+        found = {rule: find_backend(backends, spec.kind, spec.cp, rule, override)[0] for rule in spec.rules}
+        return attention_inputs(spec, rotary, {rule: int(backend[-1]) for rule, backend in found.items()})
+
+    def around_forward(self, inputs):
+        from hardware.mindspeed import lengths_around_forward
+
+        return lengths_around_forward(inputs)
+
+    def driver_env(self) -> dict[str, str]:
+        return {}
+
+    def train_env(self) -> dict[str, str]:
+        # expandable_segments: micro-batches differ in length, and blocks of fixed sizes would be left in pieces.
+        # Ranks read weights for minutes before their first collective, for which hccl waits two by default.
+        return {
+            "HCCL_CONNECT_TIMEOUT": os.environ.get("HCCL_CONNECT_TIMEOUT", "1200"),
+            "PYTORCH_NPU_ALLOC_CONF": os.environ.get("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True"),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def rollout_env(self) -> dict[str, str]:
+        # NZ: weights would be kept in another order than the one in which a sync writes them.
+        return {
+            "VLLM_ASCEND_ENABLE_NZ": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+
+class EmulatedNpuPlatform(CpuPlatform):
+    """The NPU's lowering and core attention on a CPU: the operator is emulated, the rest is the CPU platform."""
+
+    name = "npu-emulated"
+    evidence = "emulated"
+    not_covered = NOT_COVERED
+    proven = "emulated"
+    stand_in = "npu-emulated"
+    attention_backends = NpuPlatform.attention_backends
+    max_pack_sequences = NpuPlatform.max_pack_sequences
+
+    layer_spec = NpuPlatform.layer_spec
+    attention_inputs = NpuPlatform.attention_inputs
+
+    def init_process(self, local_rank: int):
+        from hardware.npu_emulator import install
+
+        device = super().init_process(local_rank)
+        install()
+        return device

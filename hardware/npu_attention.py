@@ -1,0 +1,41 @@
+"""Core attention of the NPU platforms: ``npu_fusion_attention``, told its mask and its scale at every call."""
+
+import torch
+from torch import Tensor
+
+from hardware.layers import CoreAttention
+from hardware.npu_plan import KernelCall, NpuPlan
+from hardware.rules import Rule
+
+
+class NpuAttention(CoreAttention):
+    """One call of the kernel for a micro-batch, two under context parallelism."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: NpuPlan, rule: Rule) -> Tensor:
+        outs = [self._call(query, key, value, call) for call in plan.calls[rule]]
+        out = torch.cat(outs) if len(outs) > 1 else outs[0]
+        return out if plan.slot_row is None else out.index_select(0, plan.slot_row)
+
+    def _call(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> Tensor:
+        if call.query_index is not None:
+            query = query.index_select(0, call.query_index)
+        if call.key_index is not None:
+            key, value = (x.index_select(0, call.key_index) for x in (key, value))
+        heads, packed = query.shape[-2], query.dim() == 3
+        if not packed:  # [s, b, h, d] -> [s, b, h * d]
+            query, key, value = (x.flatten(2) for x in (query, key, value))
+        out = torch.ops.npu.npu_fusion_attention(
+            query,
+            key,
+            value,
+            heads,
+            "TND" if packed else "SBH",
+            atten_mask=call.atten_mask,
+            scale=self.softmax_scale,
+            pre_tockens=call.pre_tockens,
+            next_tockens=call.next_tockens,
+            actual_seq_qlen=call.actual_seq_qlen,
+            actual_seq_kvlen=call.actual_seq_kvlen,
+            sparse_mode=call.sparse_mode,
+        )[0]
+        return out.flatten(1) if packed else out

@@ -1,0 +1,145 @@
+"""A call of ``npu_fusion_attention``: its arguments, the sizes that follow from them, and who sees whom.
+
+Sources: the operator's page in the op-plugin documentation, and its tiling in CANN.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
+TRIANGLE = 2048
+"""Side of the compressed causal mask."""
+NO_LIMIT = 2147483647
+"""Default of ``pre_tockens`` and ``next_tockens``."""
+
+
+def triangle(device: torch.device | str = "cpu") -> Tensor:
+    """``[2048, 2048]`` bool, True above the diagonal: the mask that ``sparse_mode`` 2, 3, 4, 7 and 8 expect."""
+    return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device).triu(1)
+
+
+def prefix_mask(device: torch.device | str = "cpu") -> Tensor:
+    """``[3072, 2048]`` bool: the triangle, and below it a block that is False on the left and True on the right."""
+    block = torch.arange(TRIANGLE, device=device) >= TRIANGLE // 2
+    return torch.cat([triangle(device), block.expand(TRIANGLE // 2, -1)])
+
+
+class Call:
+    """The arguments of one call by their names in the schema, and the sizes that follow from them.
+
+    Sizes may be asked of only once the rules before have held that they follow from.
+    """
+
+    def __init__(self, arguments: dict[str, Any]):
+        self.arguments = arguments
+
+    def __getattr__(self, name: str):
+        try:
+            return self.arguments[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @cached_property
+    def packed(self) -> bool:
+        return self.input_layout == "TND"
+
+    def _size(self, tensor: Tensor, letter: str) -> int:
+        return tensor.shape[self.input_layout.index(letter)]
+
+    @cached_property
+    def head_dim(self) -> int:
+        if "H" in self.input_layout:
+            return self._size(self.query, "H") // self.head_num
+        return self._size(self.query, "D")
+
+    @cached_property
+    def kv_heads(self) -> int:
+        if "H" in self.input_layout:
+            return self._size(self.key, "H") // self.head_dim
+        return self._size(self.key, "N")
+
+    @cached_property
+    def query_lengths(self) -> list[int]:
+        """Queries of each sequence."""
+        return self._lengths(self.query, self.actual_seq_qlen)
+
+    @cached_property
+    def key_lengths(self) -> list[int]:
+        return self._lengths(self.key, self.actual_seq_kvlen)
+
+    def _lengths(self, tensor: Tensor, cumulative: list[int] | None) -> list[int]:
+        if not self.packed:
+            return [self._size(tensor, "S")] * self._size(tensor, "B")
+        # What does not grow is a sequence of no tokens: so does the tiling, and so are sequences left out at the end.
+        return [max(0, end - start) for start, end in zip([0, *cumulative], cumulative)]
+
+    @cached_property
+    def compressed(self) -> bool:
+        return self.sparse_mode in (2, 3, 4, 7, 8)
+
+    @cached_property
+    def band_sequence(self) -> int | None:
+        """The one sequence of a pack that ``sparse_mode`` 7 and 8 give a band: the last and the first that has any."""
+        held = [number for number, length in enumerate(self.query_lengths) if length]
+        if self.sparse_mode not in (7, 8) or not held:
+            return None
+        return held[-1] if self.sparse_mode == 7 else held[0]
+
+    def allowed(self, sequence: int) -> Tensor:
+        """``[1 or N, Sq, Skv]`` bool, True where a query of a sequence sees a key."""
+        queries, keys = self.query_lengths[sequence], self.key_lengths[sequence]
+        if self.atten_mask is None:
+            return torch.ones(1, queries, keys, dtype=torch.bool)
+        query, key = torch.arange(queries)[:, None], torch.arange(keys)
+        corner = query + keys - queries  # the key of a query's diagonal where the last query sees the last key
+        mode = self.sparse_mode
+        if mode in (7, 8):  # a pack of mode 3 or 2, of which one sequence was cut
+            mode = 4 if sequence == self.band_sequence else {7: 3, 8: 2}[mode]
+        if mode == 2:
+            return (key <= query)[None]
+        if mode == 3:
+            return (key <= corner)[None]
+        if mode == 4:
+            return ((key <= corner + self.next_tockens) & (key >= corner - self.pre_tockens))[None]
+        if mode == 6:
+            return ((key <= corner) | (key < self.prefix[sequence]))[None]
+        seen = ~self.mask_of(sequence).bool()
+        return seen & self.band(query, key) if mode == 0 else seen
+
+    def mask_of(self, sequence: int) -> Tensor:
+        """``[1 or N, Sq, Skv]`` of an uncompressed mask, for one sequence."""
+        mask, queries, keys = self.atten_mask, self.query_lengths[sequence], self.key_lengths[sequence]
+        if mask.dim() == 4:
+            return mask[min(sequence, len(mask) - 1)]
+        if self._own_masks:
+            start, key_start = sum(self.query_lengths[:sequence]), sum(self.key_lengths[:sequence])
+            return mask[None, start : start + queries, key_start : key_start + keys]
+        return mask[None, :queries, :keys]
+
+    @cached_property
+    def _own_masks(self) -> bool:
+        """Each sequence has a mask of its own: ``[B, ...]``, or the part of ``[T, T]`` on the diagonal."""
+        if self.atten_mask is None or self.sparse_mode not in (0, 1, 5):
+            return False
+        if self.atten_mask.dim() == 4:
+            return self.atten_mask.shape[0] > 1
+        shared = (max(self.query_lengths), max(self.key_lengths))
+        return self.packed and self.atten_mask.shape != shared
+
+    def band(self, query: Tensor, key: Tensor) -> Tensor:
+        """What ``sparse_mode`` 0 computes, counted from the top left corner; the rest it may skip."""
+        return (key <= query + self.next_tockens) & (key >= query - self.pre_tockens)
+
+    def groups(self) -> dict[tuple, list[int]]:
+        """Sequences that see alike and are equally long, and so can be computed, or checked, together."""
+        grouped: dict[tuple, list[int]] = {}
+        masked = self.atten_mask is not None
+        for number, sizes in enumerate(zip(self.query_lengths, self.key_lengths)):
+            if sizes[0]:
+                prefix = self.prefix[number] if masked and self.sparse_mode in (5, 6) else None
+                key = (*sizes, number == self.band_sequence, prefix, number if self._own_masks else None)
+                grouped.setdefault(key, []).append(number)
+        return grouped

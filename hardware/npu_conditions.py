@@ -1,0 +1,172 @@
+"""What ``npu_contract.py`` states of a call of ``npu_fusion_attention``: each function is True of a right one."""
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hardware.npu_call import TRIANGLE, Call, prefix_mask, triangle
+
+_PROVEN_TRIANGLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Compressed masks that were found right, with the version of their contents."""
+
+
+def is_triangle(mask: Tensor) -> bool:
+    if _PROVEN_TRIANGLES.get(mask) == mask._version:
+        return True
+    right = torch.equal(mask.reshape(-1, TRIANGLE, TRIANGLE)[0].bool(), triangle(mask.device))
+    if right:
+        _PROVEN_TRIANGLES[mask] = mask._version
+    return right
+
+
+def lengths_are_cumulative(call: Call) -> bool:
+    """Of queries and of keys; sequences left out at the end are the same of both."""
+    lists = (call.actual_seq_qlen, call.actual_seq_kvlen)
+    ends = [next((i for i, end in enumerate(reversed(each)) if end), len(each)) for each in lists]
+    totals = (len(call.query), len(call.key))
+    return ends[0] == ends[1] and all(are_cumulative(each, total) for each, total in zip(lists, totals))
+
+
+def mask_shapes(call: Call) -> set[tuple[int, ...]]:
+    queries, keys = max(call.query_lengths), max(call.key_lengths)
+    if call.packed:
+        return {(queries, keys), (sum(call.query_lengths), sum(call.key_lengths))}
+    batch = len(call.query_lengths)
+    each = {(batch, 1, queries, keys), (batch, call.head_num, queries, keys)}
+    return each if call.sparse_mode == 5 else each | {(1, 1, queries, keys), (queries, keys)}
+
+
+def are_cumulative(lengths: list[int], total: int) -> bool:
+    """Sums that never fall but to zeros at the end, the last of them every token."""
+    ends = list(lengths)
+    while ends and ends[-1] == 0:
+        ends.pop()
+    return bool(ends) and ends[0] >= 0 and all(a <= b for a, b in zip(ends, ends[1:])) and ends[-1] == total
+
+
+def prefixes_are_in_range(call: Call) -> bool:
+    least = (max(0, keys - queries) for queries, keys in zip(call.query_lengths, call.key_lengths))
+    return len(call.query_lengths) <= 32 and all(
+        low <= prefix <= keys for low, prefix, keys in zip(least, call.prefix, call.key_lengths)
+    )
+
+
+def full_mask_is_the_prefix(call: Call) -> bool:
+    if call.sparse_mode != 5:
+        return True
+    for number, (queries, keys) in enumerate(zip(call.query_lengths, call.key_lengths)):
+        query, key = torch.arange(queries)[:, None], torch.arange(keys)
+        want = (key <= query + keys - queries) | (key < call.prefix[number])
+        if not torch.equal(~call.mask_of(number).bool(), want.expand(call.mask_of(number).shape)):
+            return False
+    return True
+
+
+def mask_is_within_band(call: Call) -> bool:
+    if call.sparse_mode != 0 or call.atten_mask is None:
+        return True
+    if min(call.pre_tockens, call.next_tockens) >= max(*call.query_lengths, *call.key_lengths):
+        return True
+    for members in call.groups().values():
+        mask = call.mask_of(members[0])
+        band = call.band(torch.arange(mask.shape[-2])[:, None], torch.arange(mask.shape[-1]))
+        if (~mask.bool() & ~band).any():
+            return False
+    return True
+
+
+def every_row_sees_a_key(call: Call) -> bool:
+    if call.packed and any(queries and not keys for queries, keys in zip(call.query_lengths, call.key_lengths)):
+        return False
+    if call.atten_mask is None or (call.inner_precise == 2 and not call.packed):
+        return True
+    if call.sparse_mode in (2, 3) and all(a <= b for a, b in zip(call.query_lengths, call.key_lengths)):
+        return True
+    if call.sparse_mode == 3 and not call.packed:
+        return True  # more queries than keys: the operator finds the rows without a key by itself
+    return all(bool(call.allowed(members[0]).any(-1).all()) for members in call.groups().values())
+
+
+def band_is_not_empty(call: Call) -> bool:
+    if call.sparse_mode != 4:
+        return True
+    pairs = zip(call.query_lengths, call.key_lengths)
+    return all(
+        -call.pre_tockens <= call.next_tockens and call.next_tockens > -keys and call.pre_tockens > -queries
+        for queries, keys in pairs
+        if queries
+    )
+
+
+def cut_band_covers_its_keys(call: Call) -> bool:
+    if call.band_sequence is None:
+        return True
+    keys = call.key_lengths[call.band_sequence]
+    return call.pre_tockens >= keys and (call.sparse_mode == 8 or call.next_tockens <= 0)
+
+
+def sizes_are_alike(call: Call) -> bool:
+    """Keys and values of the same tokens and heads, in as many sequences as the queries."""
+    tokens = call.key.shape[:-1] == call.value.shape[:-1]
+    if call.packed:
+        return tokens
+    batch = call.input_layout.index("B")
+    return tokens and call.query.shape[batch] == call.key.shape[batch]
+
+
+def dims_are_alike(call: Call) -> bool:
+    """Heads of queries and keys of one size, of values no larger."""
+    if "H" in call.input_layout:
+        key, value = call.key.shape[-1], call.value.shape[-1]
+        return key % call.head_dim == 0 and key > 0 and value % (key // call.head_dim) == 0 and value <= key
+    return call.key.shape[-1] == call.head_dim >= call.value.shape[-1]
+
+
+def heads_match(call: Call) -> bool:
+    if "H" in call.input_layout:
+        return call.query.shape[-1] % call.head_num == 0
+    return call.query.shape[call.input_layout.index("N")] == call.head_num
+
+
+def is_small_enough(call: Call) -> bool:
+    if not call.packed:
+        return max(*call.query_lengths, *call.key_lengths) <= 2**20
+    return max(len(call.query), len(call.key)) <= 2**20
+
+
+def has_mask_shape(call: Call) -> bool:
+    if call.atten_mask is None or call.compressed or call.sparse_mode == 6:
+        return True
+    return tuple(call.atten_mask.shape) in mask_shapes(call)
+
+
+def has_compressed_shape(call: Call) -> bool:
+    if call.atten_mask is None or not (call.compressed or call.sparse_mode == 6):
+        return True
+    rows = 3 * TRIANGLE // 2 if call.sparse_mode == 6 else TRIANGLE
+    shape = tuple(call.atten_mask.shape)
+    if shape[-2:] != (rows, TRIANGLE) or any(size != 1 for size in shape[:-2]):
+        return False
+    return len(shape) == 2 or (len(shape) == 4 and not call.packed)
+
+
+def has_compressed_content(call: Call) -> bool:
+    if call.atten_mask is None:
+        return True
+    if call.compressed:
+        return is_triangle(call.atten_mask)
+    if call.sparse_mode == 6:
+        mask = call.atten_mask.reshape(-1, TRIANGLE).bool()
+        return torch.equal(mask, prefix_mask(mask.device))
+    return True
+
+
+def limits_leave_something(call: Call) -> bool:
+    """``sparse_mode`` 0: a negative limit leaves a band that lies within the matrix."""
+    if call.sparse_mode != 0 or call.atten_mask is None:
+        return True
+    before, after = call.pre_tockens, call.next_tockens
+    queries, keys = max(call.query_lengths), max(call.key_lengths)
+    return (after >= 0 or (before >= -after and -after < keys)) and (
+        before >= 0 or (after >= -before and -before < queries)
+    )

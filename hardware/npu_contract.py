@@ -1,0 +1,305 @@
+"""What ``npu_fusion_attention`` asks of a call: every documented rule, and every misuse that it computes in silence.
+
+Each requirement names its source: the operator's page in the op-plugin documentation; op-plugin's host code,
+FlashAttentionKernelNpuOpApi.cpp; the operator's tiling in CANN. What the host code or the tiling checks, a device
+refuses. What the page alone says is not allowed, and what a device then does is not known here. What is known to be
+computed as something else, without an error, is ``silent``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hardware.npu import MAX_PACK_SEQUENCES
+from hardware.npu_call import LAYOUTS, NO_LIMIT, Call
+from hardware.npu_conditions import (
+    band_is_not_empty,
+    cut_band_covers_its_keys,
+    dims_are_alike,
+    every_row_sees_a_key,
+    full_mask_is_the_prefix,
+    has_compressed_content,
+    has_compressed_shape,
+    has_mask_shape,
+    heads_match,
+    is_small_enough,
+    lengths_are_cumulative,
+    limits_leave_something,
+    mask_is_within_band,
+    mask_shapes,
+    prefixes_are_in_range,
+    sizes_are_alike,
+)
+
+
+class NpuError(RuntimeError):
+    """A call that the device refuses, or that its documentation does not allow."""
+
+
+class NpuSilentError(RuntimeError):
+    """A call that the device takes and computes wrong, or not as documented."""
+
+
+class NotEmulatedError(NotImplementedError):
+    """A call that the device computes and the emulator does not."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One rule: ``holds`` of a call that keeps it; ``source`` says where it is written; ``text`` says what is wrong."""
+
+    name: str
+    source: str
+    holds: Callable[[Call], bool]
+    text: Callable[[Call], str]
+    silent: bool = False
+
+    @property
+    def on_a_device(self) -> str:
+        if self.silent:
+            return "computed as something else, without an error"
+        return "not allowed; what happens is not known" if self.source == _D else "refused"
+
+
+_D, _H, _T = "op-plugin documentation", "op-plugin host code", "CANN tiling"
+_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    return call.query, call.key, call.value
+
+
+REQUIREMENTS = (
+    Requirement("head_num", _H, lambda c: c.head_num > 0, lambda c: f"head_num must be above 0, got {c.head_num}"),
+    Requirement(
+        "rank",
+        _H,
+        lambda c: all(x.dim() in (3, 4) for x in _tensors(c)),
+        lambda c: f"query, key and value have 3 or 4 dimensions, got {[x.dim() for x in _tensors(c)]}",
+    ),
+    Requirement(
+        "keep_prob", _H, lambda c: 0 < c.keep_prob <= 1, lambda c: f"keep_prob is in (0, 1], got {c.keep_prob}"
+    ),
+    Requirement(
+        "input_layout",
+        _H,
+        lambda c: c.input_layout in LAYOUTS,
+        lambda c: (
+            f"input_layout is one of {LAYOUTS}, in capitals: the host code looks for TND before it makes them, got "
+            f"{c.input_layout!r}"
+        ),
+    ),
+    Requirement(
+        "layout rank",
+        _T,
+        lambda c: all(x.dim() == len(c.input_layout) for x in _tensors(c)),
+        lambda c: f"{c.input_layout} has {len(c.input_layout)} dimensions, got {[x.dim() for x in _tensors(c)]}",
+    ),
+    Requirement(
+        "softmax_layout",
+        _H,
+        lambda c: c.softmax_layout == "" or (c.softmax_layout == "TND" and c.packed),
+        lambda c: f"softmax_layout is '', or 'TND' with input_layout TND, got {c.softmax_layout!r}",
+    ),
+    Requirement(
+        "sparse_mode",
+        _H,
+        lambda c: c.sparse_mode in ((0, 1, 2, 3, 4, 6, 7, 8) if c.packed else range(7)),
+        lambda c: f"sparse_mode is 0 to 6, in TND 0 to 4 or 6 to 8, got {c.sparse_mode}",
+    ),
+    Requirement(
+        "lengths given",
+        _H,
+        lambda c: not c.packed or len(c.actual_seq_qlen or ()) == len(c.actual_seq_kvlen or ()) > 0,
+        lambda c: "TND needs actual_seq_qlen and actual_seq_kvlen, equally many",
+    ),
+    Requirement(
+        "lengths unasked",
+        _H,
+        lambda c: c.packed or not (c.actual_seq_qlen or c.actual_seq_kvlen),
+        lambda c: f"lengths were given with {c.input_layout}, which then runs the kernel of packs on rows",
+        silent=True,
+    ),
+    Requirement(
+        "dtype",
+        _D,
+        lambda c: c.query.dtype in _TYPES and c.query.dtype == c.key.dtype == c.value.dtype,
+        lambda c: f"query, key and value are all fp16, bf16 or fp32, got {[x.dtype for x in _tensors(c)]}",
+    ),
+    Requirement("padding_mask", _D, lambda c: c.padding_mask is None, lambda c: "padding_mask is not supported"),
+    Requirement(
+        "query heads",
+        _T,
+        heads_match,
+        lambda c: f"head_num {c.head_num} is not that of a {c.input_layout} query of shape {tuple(c.query.shape)}",
+    ),
+    Requirement(
+        "sizes alike",
+        _D,
+        sizes_are_alike,
+        lambda c: f"tokens, heads or sequences differ: {[tuple(x.shape) for x in _tensors(c)]}",
+    ),
+    Requirement(
+        "something to attend",
+        _D,
+        lambda c: min(x.numel() for x in _tensors(c)) > 0,
+        lambda c: f"a sequence has at least one token, got {[tuple(x.shape) for x in _tensors(c)]}",
+    ),
+    Requirement(
+        "head size",
+        _D,
+        lambda c: 1 <= c.head_dim <= 768 and dims_are_alike(c),
+        lambda c: f"heads are 1 to 768 wide, alike in query and key, no wider in value, got {c.head_dim}",
+    ),
+    Requirement(
+        "grouped heads",
+        _D,
+        lambda c: c.kv_heads > 0 and c.head_num % c.kv_heads == 0,
+        lambda c: f"{c.head_num} query heads are no multiple of {c.kv_heads} key heads",
+    ),
+    Requirement("most heads", _D, lambda c: c.head_num <= 256, lambda c: f"at most 256 heads, got {c.head_num}"),
+    Requirement(
+        "lengths cumulative",
+        _D,
+        lambda c: not c.packed or lengths_are_cumulative(c),
+        lambda c: (
+            "lengths add up and end with the last token. The length of each sequence in their place is computed as "
+            "another pack; of a tail that no sequence covers, which the page allows by zeros at the end of both lists, "
+            f"the output is whatever was there; got {c.actual_seq_qlen} for {len(c.query)} queries and "
+            f"{c.actual_seq_kvlen} for {len(c.key)} keys"
+        ),
+        silent=True,
+    ),
+    Requirement(
+        "most sequences",
+        _D,
+        lambda c: len(c.query_lengths) <= (MAX_PACK_SEQUENCES if c.packed else 2**21),
+        lambda c: f"a pack holds at most {MAX_PACK_SEQUENCES} sequences, a batch 2 M, got {len(c.query_lengths)}",
+    ),
+    Requirement("most tokens", _D, is_small_enough, lambda c: "a sequence, or a pack, has at most 1 M tokens"),
+    Requirement(
+        "scale",
+        _D,
+        lambda c: c.scale != 1.0 or c.head_dim == 1,
+        lambda c: f"scale is 1.0, its default, with heads of {c.head_dim}: 1 / sqrt(d) is for the caller to pass",
+        silent=True,
+    ),
+    Requirement(
+        "mask given",
+        _D,
+        lambda c: (
+            c.atten_mask is not None
+            or (c.sparse_mode == 0 and min(c.pre_tockens, c.next_tockens) == NO_LIMIT and c.prefix is None)
+        ),
+        lambda c: (
+            f"without atten_mask everyone sees everyone: sparse_mode {c.sparse_mode}, pre_tockens "
+            f"{c.pre_tockens}, next_tockens {c.next_tockens} and prefix are ignored"
+        ),
+        silent=True,
+    ),
+    Requirement(
+        "mask type",
+        _D,
+        lambda c: c.atten_mask is None or c.atten_mask.dtype in (torch.bool, torch.uint8),
+        lambda c: f"atten_mask is bool or uint8, got {c.atten_mask.dtype}",
+    ),
+    Requirement(
+        "mask shape",
+        _D,
+        has_mask_shape,
+        lambda c: f"atten_mask is one of {sorted(mask_shapes(c))}, got {tuple(c.atten_mask.shape)}",
+    ),
+    Requirement(
+        "compressed mask shape",
+        _D,
+        has_compressed_shape,
+        lambda c: (
+            f"sparse_mode {c.sparse_mode} takes a mask of {3072 if c.sparse_mode == 6 else 2048} x 2048, got "
+            f"{tuple(c.atten_mask.shape)}"
+        ),
+    ),
+    Requirement(
+        "compressed mask content",
+        _D,
+        has_compressed_content,
+        lambda c: (
+            "the compressed mask is not True above the diagonal and False elsewhere (sparse_mode 6: with the "
+            "half-True block below)"
+        ),
+        silent=True,
+    ),
+    Requirement(
+        "prefix",
+        _D,
+        lambda c: c.sparse_mode not in (5, 6) or len(c.prefix or ()) == len(c.query_lengths),
+        lambda c: f"sparse_mode {c.sparse_mode} needs the prefix of each of {len(c.query_lengths)} sequences",
+    ),
+    Requirement(
+        "prefix range",
+        _D,
+        lambda c: c.sparse_mode not in (5, 6) or prefixes_are_in_range(c),
+        lambda c: f"at most 32 prefixes, each of max(0, Skv - Sq) to Skv tokens, got {c.prefix}",
+    ),
+    Requirement(
+        "prefix mask content",
+        _D,
+        full_mask_is_the_prefix,
+        lambda c: "the mask of sparse_mode 5 is not bottom-right causal with the prefix opened",
+        silent=True,
+    ),
+    Requirement(
+        "negative limits",
+        _D,
+        limits_leave_something,
+        lambda c: f"sparse_mode 0: pre_tockens {c.pre_tockens} and next_tockens {c.next_tockens} leave the matrix",
+    ),
+    Requirement(
+        "mask within band",
+        _D,
+        mask_is_within_band,
+        lambda c: (
+            "sparse_mode 0: atten_mask keeps places that pre_tockens and next_tockens leave out, and blocks of "
+            "them are skipped"
+        ),
+        silent=True,
+    ),
+    Requirement(
+        "band",
+        _D,
+        band_is_not_empty,
+        lambda c: (
+            f"sparse_mode 4: pre_tockens {c.pre_tockens} and next_tockens {c.next_tockens} have nothing in common"
+        ),
+    ),
+    Requirement(
+        "cut bands",
+        _D,
+        cut_band_covers_its_keys,
+        lambda c: (
+            f"sparse_mode {c.sparse_mode}: pre_tockens covers all keys of the cut sequence, and of mode 7 "
+            f"next_tockens is at most 0, got {c.pre_tockens} and {c.next_tockens}"
+        ),
+        silent=True,
+    ),
+    Requirement(
+        "rows that see nothing",
+        _D,
+        every_row_sees_a_key,
+        lambda c: "a query sees no key: its output is undefined, of a pack always, else without inner_precise=2",
+        silent=True,
+    ),
+)
+"""In an order in which each may rely on those before it."""
+
+
+def check(call: Call) -> None:
+    """Raise NpuError or NpuSilentError at the first requirement that a call does not meet."""
+    for requirement in REQUIREMENTS:
+        if not requirement.holds(call):
+            kind = NpuSilentError if requirement.silent else NpuError
+            raise kind(
+                f"npu_fusion_attention, emulated: {requirement.name} ({requirement.source}; on a device: "
+                f"{requirement.on_a_device}): {requirement.text(call)}"
+            )

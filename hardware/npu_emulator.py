@@ -1,0 +1,99 @@
+"""``torch.ops.npu.npu_fusion_attention`` on a CPU: the operator's own schema, every documented rule, its arithmetic.
+
+A call is parsed by torch.library from the schema of the torch-npu that the npu profile names, so that a wrong keyword,
+or a tensor where a list of ints belongs, fails as it does on the device. ``npu_contract.py`` then checks it, and is
+strict: what the device would compute wrong in silence raises here.
+"""
+
+import importlib.resources
+import json
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hardware.npu_call import Call
+from hardware.npu_contract import NotEmulatedError, check
+
+OPERATOR = "npu_fusion_attention"
+_LIBRARY: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Register the operator in this process; once is enough. Where torch_npu has it already, for tensors of the CPU."""
+    if _LIBRARY:
+        return
+    profile = json.loads(importlib.resources.files("hardware").joinpath("npu_profile.json").read_text())
+    schema = profile["operators"][OPERATOR]
+    real = hasattr(torch.ops.npu, OPERATOR)
+    library = torch.library.Library("npu", "IMPL" if real else "DEF")
+    if not real:
+        library.define(schema)
+    declared = torch._C.parse_schema(schema).arguments
+
+    def fusion_attention(*args, **kwargs):
+        given = dict(zip((argument.name for argument in declared), args)) | kwargs
+        return _fusion_attention({argument.name: argument.default_value for argument in declared} | given)
+
+    for key in ("CPU", "AutogradCPU") if real else ("CompositeImplicitAutograd",):
+        library.impl(OPERATOR, fusion_attention, key)
+    _LIBRARY.append(library)
+
+
+def _fusion_attention(arguments: dict) -> tuple:
+    call = Call(arguments)
+    check(call)
+    unknown = [name for name in ("pse", "sink", "dropout_mask") if arguments[name] is not None]
+    if unknown or call.keep_prob < 1:
+        raise NotEmulatedError(f"npu_fusion_attention, emulated: {unknown or ['keep_prob below 1']} is not computed")
+    groups = call.groups()
+    outputs = [_attend(call, members) for members in groups.values()]
+    if call.packed:
+        rows = torch.cat([_rows(call.query_lengths, members) for members in groups.values()])
+        out = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in outputs])[rows.argsort()]
+        statistics = torch.full((*call.query.shape[:2], 8), torch.nan)
+    else:
+        order = torch.tensor([number for members in groups.values() for number in members])
+        out = torch.cat(outputs)[order.argsort()]  # [B, N, S, D]
+        statistics = torch.full((*out.shape[:3], 8), torch.nan)
+        out = _from_bnsd(out, call.input_layout)
+    return out.contiguous(), statistics, statistics.clone(), call.query.new_empty(0), 0, 0, 0
+
+
+def _attend(call: Call, members: list[int]) -> Tensor:
+    """``[members, N, Sq, D]`` of sequences that see alike."""
+    see = call.allowed(members[0])
+    blind = ~see.any(-1, keepdim=True)
+    query, key, value = (
+        _take(call, tensor, lengths, members).float()
+        for tensor, lengths in (
+            (call.query, call.query_lengths),
+            (call.key, call.key_lengths),
+            (call.value, call.key_lengths),
+        )
+    )
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, see | blind, scale=call.scale, enable_gqa=grouped)
+    return out.masked_fill(blind, 0.0).to(call.query.dtype)
+
+
+def _rows(lengths: list[int], members: list[int]) -> Tensor:
+    """Where the tokens of some sequences of one length are in a pack."""
+    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    return (starts[members][:, None] + torch.arange(lengths[members[0]])).flatten()
+
+
+def _take(call: Call, tensor: Tensor, lengths: list[int], members: list[int]) -> Tensor:
+    """``[members, N, S, D]``."""
+    if call.packed:
+        return tensor[_rows(lengths, members)].unflatten(0, (len(members), -1)).transpose(1, 2)
+    if "H" in call.input_layout:
+        tensor = tensor.unflatten(-1, (call.head_num if tensor is call.query else call.kv_heads, -1))
+    places = {"BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
+    return tensor.permute(places[call.input_layout])[members]
+
+
+def _from_bnsd(out: Tensor, layout: str) -> Tensor:
+    places = {"BSH": (0, 2, 1, 3), "SBH": (2, 0, 1, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
+    out = out.permute(places[layout])
+    return out.flatten(2) if "H" in layout else out

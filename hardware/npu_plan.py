@@ -1,0 +1,182 @@
+"""How an NPU attends: each rule as calls of ``npu_fusion_attention``, whose arguments are built once for all layers."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hardware.dense_mask import dense_mask
+from hardware.masks import MaskSpec, gathered_slots, ragged, zigzag_positions
+from hardware.npu import MAX_PACK_SEQUENCES
+from hardware.npu_call import NO_LIMIT, triangle
+from hardware.platform import AttentionInputs
+from hardware.rules import CAUSAL, Rule, tokens_before
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of the kernel.
+
+    Attributes:
+        atten_mask, ..., actual_seq_kvlen: the kernel's keywords of the same names.
+        query_index: ``[q]``, the slots whose queries it takes; None takes all.
+        key_index: ``[k]``, into the keys gathered over the context-parallel ranks; None takes all.
+    """
+
+    atten_mask: Tensor | None
+    sparse_mode: int
+    pre_tockens: int = NO_LIMIT
+    next_tockens: int = NO_LIMIT
+    actual_seq_qlen: list[int] | None = None
+    actual_seq_kvlen: list[int] | None = None
+    query_index: Tensor | None = None
+    key_index: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class NpuPlan:
+    """The calls of every rule. Their outputs end to end are the slots', reordered by ``slot_row`` ``[s]`` if given."""
+
+    calls: dict[Rule, tuple[KernelCall, ...]]
+    slot_row: Tensor | None = None
+
+
+@cache
+def _triangle(device: torch.device) -> Tensor:
+    return triangle(device)
+
+
+def attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes: dict[Rule, int]) -> AttentionInputs:
+    """``NpuPlatform.attention_inputs``, for rules that the capability table lets through.
+
+    Args:
+        modes: the ``sparse_mode`` that the table names for each rule.
+
+    Raises:
+        ValueError: more sequences than the kernel takes in a pack.
+    """
+    device = rotary[0].device
+    if spec.kind == "bshd":
+        return AttentionInputs.of(spec, rotary, _plan_bshd(spec, modes, device))
+    if len(spec.padded) > MAX_PACK_SEQUENCES:
+        raise ValueError(
+            f"attention: an NPU takes at most {MAX_PACK_SEQUENCES} sequences in a pack, got {len(spec.padded)}; lower "
+            "--actor.micro-batch-tokens"
+        )
+    plan = _plan_thd(spec, modes, device) if spec.cp == 1 else _plan_thd_cp(spec, modes, device)
+    return AttentionInputs.of(spec, rotary, plan)
+
+
+def _compressed(rule: Rule, mode: int, device: torch.device) -> KernelCall:
+    """``sparse_mode`` 2 and 3, causal from the first or the last key on, and 4, a window."""
+    if mode == 4:
+        return KernelCall(_triangle(device), mode, tokens_before(rule.window), next_tockens=0)
+    return KernelCall(_triangle(device), mode)
+
+
+def _plan_bshd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> NpuPlan:
+    length, rows = spec.padded[0], np.arange(len(spec.padded))
+    order = None if spec.cp == 1 else _positions(spec, device)
+    chunks, calls = _chunks_bshd(spec, order, device), {}
+    for rule, mode in modes.items():
+        if mode == 1:
+            mask = dense_mask(spec, rule, rows, zigzag_positions(length, spec.cp, spec.cp_rank), length)
+            if mask is None:  # no row has what the rule adds to causal
+                calls[rule] = (_compressed(CAUSAL, 2, device),)
+            else:
+                calls[rule] = (KernelCall(~mask.to(device), 1, key_index=order),)
+        else:
+            call = _compressed(rule, mode, device)
+            calls[rule] = tuple(replace(call, query_index=query, key_index=key) for query, key in chunks)
+    return NpuPlan(calls)
+
+
+def _positions(spec: MaskSpec, device: torch.device) -> Tensor:
+    """``[length]``, where the keys of each position of a row are among those that the ranks deliver."""
+    chunk = spec.padded[0] // (2 * spec.cp)
+    keys = gathered_slots(spec.cp, np.zeros(1, np.int64), chunk, np.arange(spec.padded[0]), 2 * chunk)
+    return torch.from_numpy(keys).to(device)
+
+
+def _chunks_bshd(
+    spec: MaskSpec, order: Tensor | None, device: torch.device
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Queries and keys of each call: the low and the high chunk of a rank, each with the positions up to its end."""
+    if order is None:
+        return [(None, None)]
+    chunk = spec.padded[0] // (2 * spec.cp)
+    slots = torch.arange(2 * chunk, device=device)
+    return [(slots[half * chunk : (half + 1) * chunk], order[: chunk * end]) for half, end in enumerate(_ends(spec))]
+
+
+def _ends(spec: MaskSpec) -> tuple[int, int]:
+    """How many chunks of a sequence the low and the high chunk of a rank end after (zigzag)."""
+    return spec.cp_rank + 1, 2 * spec.cp - spec.cp_rank
+
+
+def _pieces(spec: MaskSpec, sizes: np.ndarray) -> np.ndarray:
+    """What the kernel is told of sequences of these sizes: each as it is, but one without a token, the rest of a pack
+    of a fixed size, in pieces no longer than the longest that has one: whole, it would cost its square."""
+    longest = max(size for size, tokens in zip(sizes, spec.lengths) if tokens)
+    room, pieces = MAX_PACK_SEQUENCES - len(sizes), []
+    for size, tokens in zip(sizes.tolist(), spec.lengths):
+        count = 1 if tokens or not size else min(-(-size // int(longest)), room + 1)
+        room -= count - 1
+        pieces += [size // count + (number < size % count) for number in range(count)]
+    return np.asarray(pieces)
+
+
+def _plan_thd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> NpuPlan:
+    pieces = _pieces(spec, np.asarray(spec.padded))
+    ends = np.cumsum(pieces).tolist()  # padding too: no slot may be left to the tail that nobody computes
+    calls = {}
+    for rule, mode in modes.items():
+        if mode == 1:
+            call = KernelCall(_shared_mask(rule, int(pieces.max())).to(device), mode)
+        else:
+            call = _compressed(rule, mode, device)
+        calls[rule] = (replace(call, actual_seq_qlen=ends, actual_seq_kvlen=ends),)
+    return NpuPlan(calls)
+
+
+def _shared_mask(rule: Rule, length: int) -> Tensor:
+    """``[length, length]``, True blocks: of a rule that depends on the position alone, for every sequence of a pack.
+
+    Raises:
+        ValueError: it depends on more, and got here by an override of the table.
+    """
+    if rule.images or rule.prefix or not rule.causal:
+        raise ValueError(f"attention: the NPU's kernel cannot be told {rule} of a pack; leave out the override")
+    position = np.arange(length)
+    query, key = position[:, None], position[None]
+    return torch.from_numpy(~rule.allows(query - key, False, False, query, key))
+
+
+def _plan_thd_cp(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> NpuPlan:
+    """Two calls, the low chunks of all sequences and the high ones, each bottom-right against its own prefix."""
+    if 1 in modes.values():
+        raise ValueError("attention: an NPU takes no mask of a pack under context parallelism; leave out the override")
+    padded = np.asarray(spec.padded, dtype=np.int64)
+    pieces = _pieces(spec, padded // (2 * spec.cp))
+    chunk, local = padded // (2 * spec.cp), padded // spec.cp
+    start = np.cumsum(local) - local
+    halves = []
+    for half, end in enumerate(_ends(spec)):
+        owner, within = ragged(chunk)
+        key_owner, position = ragged(chunk * end)
+        queries = start[owner] + half * chunk[owner] + within
+        keys = gathered_slots(spec.cp, start[key_owner], chunk[key_owner], position, int(local.sum()))
+        halves.append(
+            {
+                "actual_seq_qlen": np.cumsum(pieces).tolist(),
+                "actual_seq_kvlen": np.cumsum(pieces * end).tolist(),
+                "query_index": torch.from_numpy(queries).to(device),
+                "key_index": torch.from_numpy(keys).to(device),
+            }
+        )
+    calls = {
+        rule: tuple(replace(_compressed(rule, mode, device), **half) for half in halves) for rule, mode in modes.items()
+    }
+    return NpuPlan(calls, torch.cat([half["query_index"] for half in halves]).argsort())

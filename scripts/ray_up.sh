@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Starts this machine's part of a Ray cluster, for runs over more than one process tree or more than one machine.
+#   bash scripts/ray_up.sh head                       on the first machine; prints what the others are to run
+#   bash scripts/ray_up.sh worker HEAD_ADDRESS:6379   on every other machine
+#   bash scripts/ray_up.sh down                       ends this machine's part
+# then, on the first machine:  RAY_ADDRESS=auto python -m recipes.NAME ...
+#
+#   DEVICES=N     accelerators to offer; left out, as many as Ray finds
+#   PORT=6379     of the head
+# Settings for the engines (HCCL_*, NCCL_*, *_VISIBLE_DEVICES) are to be exported before this, on every machine: processes
+# that Ray starts get the environment of `ray start`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fail() {
+  echo "ray_up: $*" >&2
+  exit 1
+}
+
+ray=.venv/bin/ray
+[ -x "$ray" ] || ray=$(command -v ray) || fail "no ray; run scripts/setup.sh, or install the profile under requirements/ that fits"
+port=${PORT:-6379}
+
+# Ray finds a machine's devices by itself, and of them those that *_VISIBLE_DEVICES leaves visible.
+resources=()
+if [ -n "${DEVICES:-}" ]; then
+  if compgen -G '/dev/davinci[0-9]*' >/dev/null; then
+    resources=(--resources "{\"NPU\": $DEVICES}")
+  elif command -v nvidia-smi >/dev/null; then
+    resources=(--num-gpus "$DEVICES")
+  else
+    fail "DEVICES=$DEVICES was asked for, and this machine has neither /dev/davinci* nor nvidia-smi"
+  fi
+fi
+
+case "${1:-}" in
+head)
+  "$ray" start --head --port "$port" --include-dashboard false "${resources[@]}"
+  echo "ray_up: on every other machine: bash scripts/ray_up.sh worker $(hostname -I | cut -d' ' -f1):$port"
+  ;;
+worker)
+  [ -n "${2:-}" ] || fail "worker needs the head's address: bash $0 worker HEAD_ADDRESS:$port"
+  "$ray" start --address "$2" "${resources[@]}"
+  ;;
+down)
+  "$ray" stop
+  ;;
+*)
+  fail "expected head, worker ADDRESS or down; see the top of $0"
+  ;;
+esac

@@ -1,0 +1,331 @@
+"""The emulated ``npu_fusion_attention``: for each rule a call that breaks it and one that does not; its arithmetic."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hardware.npu import EmulatedNpuPlatform
+from hardware.npu_call import LAYOUTS, prefix_mask, triangle
+from hardware.npu_contract import REQUIREMENTS, NotEmulatedError, NpuError, NpuSilentError
+from hardware.npu_emulator import install
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+OPEN = torch.zeros(6, 6, dtype=torch.bool)
+PREFIXES = [2, 4]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator():
+    install()
+
+
+def call(**changes):
+    """Two sequences of six tokens in BNSD, or of three and five in TND, causal by ``sparse_mode`` 2; with changes."""
+    torch.manual_seed(0)
+    layout = changes.get("input_layout", "BNSD").upper()
+    shape = (lambda heads: (8, heads, DIM)) if layout == "TND" else (lambda heads: (2, heads, 6, DIM))
+    arguments = dict(
+        query=torch.randn(shape(HEADS)),
+        key=torch.randn(shape(KV_HEADS)),
+        value=torch.randn(shape(KV_HEADS)),
+        head_num=HEADS,
+        input_layout="BNSD",
+        atten_mask=triangle(),
+        scale=DIM**-0.5,
+        sparse_mode=2,
+    )
+    if layout == "TND":
+        arguments |= dict(actual_seq_qlen=[3, 8], actual_seq_kvlen=[3, 8])
+    return torch.ops.npu.npu_fusion_attention(**arguments | changes)[0]
+
+
+def packed(queries: list[int], keys: list[int], **changes) -> dict:
+    """A pack of sequences of so many queries and keys."""
+    totals = [torch.tensor(lengths).cumsum(0).tolist() for lengths in (queries, keys)]
+    drawn = dict(
+        query=torch.randn(sum(queries), HEADS, DIM),
+        key=torch.randn(sum(keys), KV_HEADS, DIM),
+        value=torch.randn(sum(keys), KV_HEADS, DIM),
+    )
+    return drawn | dict(input_layout="TND", actual_seq_qlen=totals[0], actual_seq_kvlen=totals[1]) | changes
+
+
+def prefix_full(prefixes: list[int]) -> torch.Tensor:
+    position = torch.arange(6)
+    opened = [(position <= position[:, None]) | (position < prefix) for prefix in prefixes]
+    return ~torch.stack(opened)[:, None]
+
+
+def band_mask(before: int, after: int) -> torch.Tensor:
+    query, key = torch.arange(6)[:, None], torch.arange(6)
+    return (key > query + after) | (key < query - before)
+
+
+TND = {"input_layout": "TND"}
+EXAMPLES = {
+    "head_num": (dict(head_num=0), {}),
+    "rank": (dict(query=torch.zeros(2, 4)), {}),
+    "keep_prob": (dict(keep_prob=0.0), dict(keep_prob=1.0)),
+    "input_layout": (dict(input_layout="bnsd"), dict(input_layout="BNSD")),
+    "layout rank": (dict(input_layout="BSH"), TND),
+    "softmax_layout": (dict(softmax_layout="TND"), dict(softmax_layout="TND", **TND)),
+    "sparse_mode": (dict(sparse_mode=5, **TND), dict(sparse_mode=3, **TND)),
+    "lengths given": (dict(actual_seq_kvlen=None, **TND), TND),
+    "lengths unasked": (dict(actual_seq_qlen=[6, 12], actual_seq_kvlen=[6, 12]), {}),
+    "dtype": (dict(query=torch.randn(2, HEADS, 6, DIM, dtype=torch.float64)), {}),
+    "padding_mask": (dict(padding_mask=torch.zeros(2, 6)), dict(padding_mask=None)),
+    "query heads": (dict(head_num=2), dict(head_num=HEADS)),
+    "sizes alike": (dict(value=torch.randn(2, KV_HEADS, 7, DIM)), {}),
+    "something to attend": (dict(query=torch.randn(2, HEADS, 0, DIM)), dict(query=torch.randn(2, HEADS, 1, DIM))),
+    "head size": (
+        dict(key=torch.randn(2, KV_HEADS, 6, 4), value=torch.randn(2, KV_HEADS, 6, 4)),
+        dict(value=torch.randn(2, KV_HEADS, 6, 4)),
+    ),
+    "grouped heads": (
+        dict(key=torch.randn(2, 3, 6, DIM), value=torch.randn(2, 3, 6, DIM)),
+        dict(key=torch.randn(2, 1, 6, DIM), value=torch.randn(2, 1, 6, DIM)),
+    ),
+    "most heads": tuple(
+        dict.fromkeys(("query", "key", "value"), torch.zeros(1, heads, 2, 2)) | {"head_num": heads}
+        for heads in (257, 256)
+    ),
+    "lengths cumulative": (
+        dict(actual_seq_qlen=[3, 5], actual_seq_kvlen=[3, 5], **TND),
+        dict(actual_seq_qlen=[3, 3, 8, 0], actual_seq_kvlen=[3, 3, 8, 0], **TND),
+    ),
+    "most sequences": (packed([1] * 1025, [1] * 1025), packed([1] * 1024, [1] * 1024)),
+    "most tokens": (
+        dict.fromkeys(("query", "key", "value"), torch.zeros(2**20 + 1, 1, 2, dtype=torch.float16))
+        | dict(head_num=1, actual_seq_qlen=[1, 2**20 + 1], actual_seq_kvlen=[1, 2**20 + 1], **TND),
+        {},
+    ),
+    "scale": (dict(scale=1.0), dict(scale=0.3)),
+    "mask given": (dict(atten_mask=None), dict(atten_mask=None, sparse_mode=0)),
+    "mask type": (dict(atten_mask=triangle().float()), dict(atten_mask=triangle().to(torch.uint8))),
+    "mask shape": (
+        dict(atten_mask=torch.zeros(2, 6, dtype=torch.bool), sparse_mode=1),
+        dict(atten_mask=torch.zeros(2, 1, 6, 6, dtype=torch.bool), sparse_mode=1),
+    ),
+    "compressed mask shape": (dict(atten_mask=triangle()[:6, :6]), dict(atten_mask=triangle()[None, None])),
+    "compressed mask content": (dict(atten_mask=~triangle()), {}),
+    "prefix": (
+        dict(atten_mask=prefix_mask(), sparse_mode=6),
+        dict(atten_mask=prefix_mask(), sparse_mode=6, prefix=PREFIXES),
+    ),
+    "prefix range": (
+        dict(atten_mask=prefix_mask(), sparse_mode=6, prefix=[2, 7]),
+        dict(atten_mask=prefix_mask(), sparse_mode=6, prefix=[0, 6]),
+    ),
+    "prefix mask content": (
+        dict(atten_mask=prefix_full([2, 2]), sparse_mode=5, prefix=PREFIXES),
+        dict(atten_mask=prefix_full(PREFIXES), sparse_mode=5, prefix=PREFIXES),
+    ),
+    "negative limits": (
+        dict(atten_mask=band_mask(1, -2), sparse_mode=0, pre_tockens=1, next_tockens=-2, inner_precise=2),
+        dict(atten_mask=band_mask(3, -2), sparse_mode=0, pre_tockens=3, next_tockens=-2, inner_precise=2),
+    ),
+    "mask within band": (
+        dict(atten_mask=OPEN, sparse_mode=0, pre_tockens=6, next_tockens=0),
+        dict(atten_mask=band_mask(6, 0), sparse_mode=0, pre_tockens=6, next_tockens=0),
+    ),
+    "band": (
+        dict(sparse_mode=4, pre_tockens=-3, next_tockens=0),
+        dict(sparse_mode=4, pre_tockens=2, next_tockens=0),
+    ),
+    "cut bands": tuple(packed([3, 2], [3, 6], sparse_mode=7, pre_tockens=before, next_tockens=-2) for before in (5, 6)),
+    "rows that see nothing": (packed([4], [2], sparse_mode=3), packed([2], [4], sparse_mode=3)),
+}
+"""Requirement -> what breaks it in a call that is right otherwise, and what keeps it."""
+
+
+def test_every_requirement_has_its_calls():
+    assert list(EXAMPLES) == [requirement.name for requirement in REQUIREMENTS]
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda requirement: requirement.name)
+def test_a_call_that_breaks_it_raises_and_one_that_keeps_it_does_not(requirement):
+    wrong, right = EXAMPLES[requirement.name]
+    with pytest.raises((NpuError, NpuSilentError), match=f"emulated: {requirement.name} \\(") as raised:
+        call(**wrong)
+    assert isinstance(raised.value, NpuSilentError) == requirement.silent
+    assert requirement.source in str(raised.value) and requirement.on_a_device in str(raised.value)
+    assert call(**right).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "requirement"),
+    [
+        (packed([2, 3, 4], [2, 3, 4], actual_seq_qlen=[2, 5, 0], actual_seq_kvlen=[2, 5, 0]), "lengths cumulative"),
+        (packed([3, 5], [3, 5], actual_seq_qlen=[3, 8, 0], actual_seq_kvlen=[3, 5, 8]), "lengths cumulative"),
+        (packed([3, 5], [3, 5], atten_mask=triangle()[None, None]), "compressed mask shape"),
+        (packed([3, 5], [8, 0], atten_mask=None, sparse_mode=0), "rows that see nothing"),
+        (packed([3, 5], [3, 5], input_layout="tnd"), "input_layout"),
+    ],
+    ids=["tail left out", "left out of one", "4-D in a pack", "a sequence without keys", "small letters"],
+)
+def test_further_calls_that_break_a_requirement(changes, requirement):
+    with pytest.raises((NpuError, NpuSilentError), match=f"emulated: {requirement}"):
+        call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (dict(attention_mask=triangle()), "attention_mask"),
+        (dict(pre_tokens=3), "pre_tokens"),
+        (packed([3, 5], [3, 5], actual_seq_qlen=torch.tensor([3, 8])), "actual_seq_qlen"),
+        (packed([3, 5], [3, 5], actual_seq_qlen=[3.0, 8.0]), "actual_seq_qlen"),
+    ],
+    ids=["keyword of another operator", "keyword of v2", "tensor for a list", "floats"],
+)
+def test_arguments_are_parsed_as_on_the_device(changes, error):
+    with pytest.raises((RuntimeError, TypeError), match=error):
+        call(**changes)
+
+
+@pytest.mark.parametrize("changes", [dict(pse=torch.zeros(2, 4, 6, 6)), dict(keep_prob=0.5)])
+def test_what_is_not_computed_raises(changes):
+    with pytest.raises(NotEmulatedError, match="is not computed"):
+        call(**changes)
+    assert {"pse", "sink", "dropout", "hccl"} < set(EmulatedNpuPlatform.not_covered)
+
+
+BESIDE = """
+import json, torch
+from pathlib import Path
+import hardware.npu_emulator
+schema = json.loads((Path(hardware.npu_emulator.__file__).parent / "npu_profile.json").read_text())["operators"]
+library = torch.library.Library("npu", "DEF")
+library.define(schema["npu_fusion_attention"])
+library.impl("npu_fusion_attention", lambda *_, **__: None, "PrivateUse1")
+hardware.npu_emulator.install()
+x = torch.randn(3, 1, 4, requires_grad=True)
+ends = dict(actual_seq_qlen=[3], actual_seq_kvlen=[3])
+out = torch.ops.npu.npu_fusion_attention(x, x, x, 1, "TND", scale=0.5, **ends)[0]
+out.sum().backward()
+print(torch.allclose(out[:, 0], ((x[:, 0] @ x[:, 0].T) * 0.5).softmax(-1) @ x[:, 0]), bool(x.grad.abs().sum() > 0))
+"""
+
+
+def test_beside_the_real_operator_it_takes_the_tensors_of_the_cpu():
+    """Where torch_npu is installed torch loads it by itself, and the operator is there before."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", BESIDE], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+# -- arithmetic
+
+
+def by_hand(query, key, value, see):
+    """``[N, Sq, D]`` by the formula: softmax over what a query sees, each key head for a group of query heads."""
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (key, value))
+    scores = (query @ key.transpose(1, 2)) * DIM**-0.5
+    return scores.masked_fill(~see, -torch.inf).softmax(-1) @ value
+
+
+def matrix(*rows: str) -> torch.Tensor:
+    return torch.tensor([[letter == "x" for letter in row] for row in rows])
+
+
+MODES = {
+    "0": (3, 3, dict(sparse_mode=0, atten_mask=~matrix("x..", "xx.", ".xx"), pre_tockens=1, next_tockens=0)),
+    "1": (2, 3, dict(sparse_mode=1, atten_mask=~matrix("x.x", ".xx"))),
+    "2": (2, 4, dict(sparse_mode=2)),
+    "3": (2, 4, dict(sparse_mode=3)),
+    "4": (3, 4, dict(sparse_mode=4, pre_tockens=1, next_tockens=0)),
+    "5": (2, 4, dict(sparse_mode=5, atten_mask=~matrix("xxx.", "xxxx")[None, None], prefix=[3])),
+    "6": (3, 5, dict(sparse_mode=6, atten_mask=prefix_mask(), prefix=[4])),
+    "no mask": (2, 3, dict(sparse_mode=0, atten_mask=None)),
+}
+"""``sparse_mode`` -> queries, keys and arguments of one sequence."""
+SEEN = {
+    "0": matrix("x..", "xx.", ".xx"),
+    "1": matrix("x.x", ".xx"),
+    "2": matrix("x...", "xx.."),
+    "3": matrix("xxx.", "xxxx"),
+    "4": matrix("xx..", ".xx.", "..xx"),
+    "5": matrix("xxx.", "xxxx"),
+    "6": matrix("xxxx.", "xxxx.", "xxxxx"),
+    "no mask": matrix("xxx", "xxx"),
+}
+"""Who then sees whom, as the documentation's pictures have it."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [(mode, layout) for mode in MODES for layout in LAYOUTS if (mode, layout) != ("5", "TND")],  # which there is not
+)
+def test_who_sees_whom_in_each_mode(mode, layout):
+    queries, keys, arguments = MODES[mode]
+    torch.manual_seed(1)
+    drawn = [
+        torch.randn(h, n, DIM, requires_grad=True) for h, n in ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys))
+    ]
+    forms = {
+        "BNSD": lambda x: x[None],
+        "BSND": lambda x: x.transpose(0, 1)[None],
+        "BSH": lambda x: x.transpose(0, 1).flatten(1)[None],
+        "SBH": lambda x: x.transpose(0, 1).flatten(1)[:, None],
+        "TND": lambda x: x.transpose(0, 1),
+    }
+    lengths = dict(actual_seq_qlen=[queries], actual_seq_kvlen=[keys]) if layout == "TND" else {}
+    tensors = dict(zip(("query", "key", "value"), map(forms[layout], drawn)))
+    got = call(input_layout=layout, **{"atten_mask": triangle(), **tensors, **lengths, **arguments})
+    want = by_hand(*drawn, SEEN[mode])
+    assert torch.allclose(got, forms[layout](want), atol=1e-6)
+    weight = torch.randn_like(want)
+    gradients = [torch.autograd.grad((x * w).sum(), drawn) for x, w in ((got, forms[layout](weight)), (want, weight))]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
+
+
+def test_cut_packs_are_the_uncut_one():
+    """The documentation's example: the second sequence of a bottom-right causal pack is cut in two between devices."""
+    torch.manual_seed(2)
+    whole = packed([3, 4, 4], [3, 6, 4], sparse_mode=3)
+    uncut = call(**whole)
+    first = whole | dict(
+        query=whole["query"][:5],
+        key=whole["key"][:9],
+        value=whole["value"][:9],
+        **dict(actual_seq_qlen=[3, 5], actual_seq_kvlen=[3, 9], sparse_mode=7, pre_tockens=6, next_tockens=-2),
+    )
+    second = whole | dict(
+        query=whole["query"][5:],
+        key=whole["key"][3:],
+        value=whole["value"][3:],
+        **dict(actual_seq_qlen=[2, 6], actual_seq_kvlen=[6, 10], sparse_mode=3),
+    )
+    assert torch.allclose(torch.cat([call(**first), call(**second)]), uncut, atol=1e-6)
+
+
+def test_cut_packs_of_the_top_left_are_the_uncut_one():
+    torch.manual_seed(3)
+    whole = packed([3, 5, 4], [3, 4, 4], sparse_mode=2)
+    uncut = call(**whole)
+    first = whole | dict(query=whole["query"][:5], key=whole["key"][:7], value=whole["value"][:7])
+    first |= dict(actual_seq_qlen=[3, 5], actual_seq_kvlen=[3, 7])
+    second = whole | dict(query=whole["query"][5:], key=whole["key"][3:], value=whole["value"][3:])
+    second |= dict(actual_seq_qlen=[3, 7], actual_seq_kvlen=[4, 8], sparse_mode=8, pre_tockens=4, next_tockens=1)
+    assert torch.allclose(torch.cat([call(**first), call(**second)]), uncut, atol=1e-6)
+
+
+def test_sequences_of_a_pack_have_their_own_part_of_a_whole_mask():
+    """A mask ``[T, T]`` in TND, which the tiling takes: each sequence reads the block on its diagonal."""
+    torch.manual_seed(4)
+    mask = torch.rand(8, 8) < 0.5
+    mask.fill_diagonal_(False)
+    arguments = packed([3, 5], [3, 5], sparse_mode=1, atten_mask=mask)
+    out = call(**arguments)
+    for start, end in ((0, 3), (3, 8)):
+        parts = [arguments[name][start:end].transpose(0, 1) for name in ("query", "key", "value")]
+        want = by_hand(*parts, ~mask[start:end, start:end])
+        assert torch.allclose(out[start:end].transpose(0, 1), want, atol=1e-6)
+
+
+def test_a_row_without_a_key_is_zero_where_the_call_allows_for_it():
+    mask = OPEN.clone()
+    mask[2] = True
+    out = call(atten_mask=mask, sparse_mode=1, inner_precise=2)
+    assert (out[:, :, 2] == 0).all() and (out[:, :, 1] != 0).all()
