@@ -6,6 +6,7 @@ import pytest
 import torch
 from engines_cases import build_engine, make_batch, plan, weighted_loss
 from ranks import free_address
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 def poisoned_step(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
@@ -26,6 +27,39 @@ def poisoned_step(rank: int, world: int, address: str, folder: str, settings: di
         result = engine.train_step(shard, loss, float(batch.mask.sum()))
         steps.append((result.grad_norm, result.lr, weights()))
     return {"steps": steps}
+
+
+def resumed_step(rank: int, world: int, address: str, folder: str, out: str) -> dict:
+    """Weights after two steps, and after one step, a checkpoint, another engine and one more."""
+    settings = {"pp": 2, "lr": 1e-3}
+    engine, batch = build_engine(rank, world, address, folder, settings), make_batch()
+    _, shard = plan(engine, batch)
+    engine.train_step(shard, weighted_loss, float(batch.mask.sum()))
+    engine.save(out)
+    again = build_engine(rank, world, address, folder, settings)
+    again.load(out)
+    for each in (engine, again):
+        each.train_step(shard, weighted_loss, float(batch.mask.sum()))
+    return [{name: tensor.clone() for name, tensor in each.export_weights()} for each in (engine, again)]
+
+
+def test_moments_behind_a_padded_bucket_are_resumed(two_ranks, tmp_path):
+    """The tied embedding has a bucket of its own, after one that ends between two multiples of 128."""
+    config = Qwen2Config(
+        vocab_size=99,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    for straight, resumed in two_ranks.run(
+        resumed_step, free_address(), str(tmp_path / "model"), str(tmp_path / "out")
+    ):
+        assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
 
 
 @pytest.mark.parametrize("settings", [{}, {"tp": 2}, {"pp": 2, "micro_batch_tokens": 16}], ids=["DP2", "TP2", "PP2"])
