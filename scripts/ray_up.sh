@@ -6,7 +6,9 @@
 # then, on the first machine:  RAY_ADDRESS=auto python -m recipes.NAME ...
 #
 #   DEVICES=N     accelerators to offer; left out, as many as Ray finds
+#   CPUS=N        cores to offer, one for each process of a run; left out, as many as there are
 #   PORT=6379     of the head
+#   RAY_AUTH_MODE=disabled   lets everybody in who reaches the port
 # Settings for the engines (HCCL_*, NCCL_*, *_VISIBLE_DEVICES) are to be exported before this, on every machine: processes
 # that Ray starts get the environment of `ray start`.
 set -euo pipefail
@@ -33,10 +35,15 @@ if [ -n "${DEVICES:-}" ]; then
   fi
 fi
 
+[ -z "${CPUS:-}" ] || resources+=(--num-cpus "$CPUS")
+
+# A cluster answers those who have its token, which a head makes where it has none.
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 case "${1:-}" in
 head)
+  [ "$RAY_AUTH_MODE" != token ] || "$ray" get-auth-token --generate >/dev/null 2>&1 || fail "ray made no token for its cluster"
   "$ray" start --head --port "$port" --include-dashboard false "${resources[@]}"
-  echo "ray_up: on every other machine: bash scripts/ray_up.sh worker $(hostname -I | cut -d' ' -f1):$port"
+  echo "ray_up: on every other machine, with a copy of this one's ~/.ray/auth_token: bash scripts/ray_up.sh worker $(hostname -I | cut -d' ' -f1):$port"
   ;;
 worker)
   [ -n "${2:-}" ] || fail "worker needs the head's address: bash $0 worker HEAD_ADDRESS:$port"
