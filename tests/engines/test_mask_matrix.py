@@ -106,10 +106,10 @@ def run_rules(rank, world, address, folder, settings, platform):
     return results
 
 
-def check_sizes(pool, folder, settings, reference, capsys, label):
+def check_sizes(pool, folder, settings, reference, capsys, label, platforms=tuple(PLATFORMS)):
     """Each platform against HuggingFace, and the others against the first."""
     first = {}
-    for platform, refused in PLATFORMS.items():
+    for platform, refused in ((name, PLATFORMS[name]) for name in platforms):
         ranks = pool.run(run_rules, free_address(), folder, settings, platform)
         assert set(ranks[0]) == set(itertools.product(("bshd", "thd"), RULES)) - refused
         worst = {"logits": 0.0, "gradients": 0.0, "logits from cpu": 0.0}
@@ -131,12 +131,24 @@ def check_sizes(pool, folder, settings, reference, capsys, label):
             print(f"\n{label}, {platform}: probes silent, {numbers}", end="")
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_rules_at_every_size(request, make_hf_model, reference, capsys, sizes):
+def sizes_and_platforms() -> list:
+    """Every run has the CPU at every size, and the emulated NPU beside it on one rank and two; ``-m large`` on four."""
+    cases = []
+    for name, settings in SIZES.items():
+        if np.prod(list(settings.values()), initial=1) < 4:
+            cases.append(pytest.param(name, tuple(PLATFORMS), id=name))
+        else:
+            cases.append(pytest.param(name, ("cpu",), id=f"{name}-cpu"))
+            cases.append(pytest.param(name, tuple(PLATFORMS), id=name, marks=pytest.mark.large))
+    return cases
+
+
+@pytest.mark.parametrize(("sizes", "platforms"), sizes_and_platforms())
+def test_rules_at_every_size(request, make_hf_model, reference, capsys, sizes, platforms):
     settings = SIZES[sizes]
     world = int(np.prod(list(settings.values()), initial=1))
     pool = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[world])
-    check_sizes(pool, make_hf_model("qwen2", True), settings, reference, capsys, sizes)
+    check_sizes(pool, make_hf_model("qwen2", True), settings, reference, capsys, sizes, platforms)
 
 
 @pytest.mark.large

@@ -54,7 +54,9 @@ def run_recipe(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=pytest.mark.large if name == "ppo_npu" else ()) for name in RECIPES]
+)
 def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe):
     run_recipe(recipe, ["--smoke", "--run-dir", str(tmp_path / recipe)])
     run = tmp_path / f"{recipe}_smoke" / "run"

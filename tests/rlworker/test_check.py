@@ -35,7 +35,8 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model):
 
 
 @pytest.mark.timeout(820)
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("npu-emulated", marks=pytest.mark.large)])
+@pytest.mark.large
+@pytest.mark.parametrize("platform", ["cpu", "npu-emulated"])
 def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
     status, found = run("--self-test", "--platform", platform)
     by_name = {finding["where"]: finding for finding in found if finding["check"] == "fault"}

@@ -12,7 +12,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_report_draws_a_run_cut_short(tmp_path):
     """A run that was killed after its first step still has a report."""
-    (tmp_path / "config.json").write_text(json.dumps({"model": "m<script>"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model": "m<script>", "platform": "cpu"}))
     step = {"step": 1, "reward": 0.25, "time_step": 2.0, "time_rollout": 1.5, "time_update": 0.4, "time_wall": 21.5}
     step |= {"reward_failures": 3, "reward_raised": 3}
     start = {"step": 0, "heldout": 0.5, "time_evaluate": 1.0, "time_wall": 19.0}
