@@ -2,7 +2,7 @@
 # Starts this machine's part of a Ray cluster, for runs over more than one process tree or more than one machine.
 #   bash scripts/ray_up.sh head                       on the first machine; prints what the others are to run
 #   bash scripts/ray_up.sh worker HEAD_ADDRESS:6379   on every other machine
-#   bash scripts/ray_up.sh down                       ends this machine's part
+#   bash scripts/ray_up.sh down                       ends this machine's part, and every other Ray that runs on it
 # then, on the first machine:  RAY_ADDRESS=auto python -m recipes.NAME ...
 #
 #   DEVICES=N     accelerators to offer; left out, as many as Ray finds

@@ -72,7 +72,7 @@ class MegatronEngine:
         )
         self.transformer = transformer_config(model, config)
         self.rotary = Rotary(model, device)
-        module = build_model(model, self.transformer, platform)
+        module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
         load_weights(module, model)
         # fp32 gradients, because a bf16 sum over micro-batches loses the small ones.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
