@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.images import Image
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -46,8 +48,10 @@ class TrainBatch:
 
     Attributes:
         lengths: inputs per sequence; a sequence of L ids has L - 1.
-        inputs, positions: ``[N]`` long, what goes in and its place in its own sequence.
+        inputs, positions: ``[N]`` long, what goes in and its place in its own sequence; positions ``[N, 3]`` in time,
+            height and width where the model has them (``engines.images``).
         image_block: ``[N]`` long, which image of its sequence an input belongs to, -1 for text.
+        images: those of each sequence, in their order; None where there are none.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
         values, returns: ``[N]`` float32, the critic's value of the prefix that ends at the input, and what it should
@@ -78,9 +82,12 @@ class TrainBatch:
     group: Tensor | None = _column("sequence")
     versions: Tensor | None = _column("sequence")
     greedy_rewards: Tensor | None = _column("sequence")
+    images: tuple[tuple[Image, ...], ...] | None = None
 
     def __post_init__(self):
         tokens = sum(self.lengths)
+        if self.images is not None and len(self.images) != len(self.lengths):
+            raise ValueError(f"TrainBatch: images of {len(self.images)} sequences, the batch has {len(self.lengths)}")
         for name, kind in COLUMNS.items():
             column = getattr(self, name)
             wanted, unit = (len(self.lengths), "sequences") if kind == "sequence" else (tokens, "tokens")
@@ -122,7 +129,7 @@ class TrainBatch:
         positions = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         mask = positions + 1 >= np.repeat(np.asarray(prompt_lengths), lengths)
         tensors = {"inputs": flat[~is_last], "targets": flat[~is_first], "positions": positions, "mask": mask}
-        return cls(tuple(lengths.tolist()), **{k: torch.from_numpy(v) for k, v in tensors.items()}, **columns)
+        return cls(tuple(lengths.tolist()), **{k: torch.from_numpy(v) for k, v in tensors.items()} | columns)
 
     def columns(self) -> dict[str, Tensor]:
         """The columns that are present, by name."""
@@ -145,7 +152,8 @@ class TrainBatch:
             name: column[start:stop] if COLUMNS[name] == "sequence" else column[first:last]
             for name, column in self.columns().items()
         }
-        return replace(self, lengths=self.lengths[start:stop], **cut)
+        images = None if self.images is None else self.images[start:stop]
+        return replace(self, lengths=self.lengths[start:stop], images=images, **cut)
 
     def take(self, rows: np.ndarray) -> "TrainBatch":
         """The sequences of these numbers, in this order."""
@@ -156,7 +164,8 @@ class TrainBatch:
             name: column.index_select(0, sequences if COLUMNS[name] == "sequence" else tokens)
             for name, column in self.columns().items()
         }
-        return replace(self, lengths=tuple(np.asarray(self.lengths)[rows].tolist()), **taken)
+        images = None if self.images is None else tuple(self.images[row] for row in rows)
+        return replace(self, lengths=tuple(np.asarray(self.lengths)[rows].tolist()), images=images, **taken)
 
     def split(self, parts: int) -> list["TrainBatch"]:
         """``parts`` runs of consecutive sequences of as equal count as possible.
@@ -178,7 +187,7 @@ class TrainBatch:
     # Numpy arrays cross process borders without a copy; a torch view would pickle the storage it looks into.
     def __getstate__(self) -> dict:
         arrays = {name: np.ascontiguousarray(column.cpu().numpy()) for name, column in self.columns().items()}
-        return {"lengths": self.lengths, **arrays}
+        return {"lengths": self.lengths, "images": self.images, **arrays}
 
     def __setstate__(self, state: dict) -> None:
         with warnings.catch_warnings():  # torch warns that shared memory is read-only; columns are never written
@@ -187,6 +196,7 @@ class TrainBatch:
                 array = state.get(name)
                 object.__setattr__(self, name, None if array is None else torch.from_numpy(array))
         object.__setattr__(self, "lengths", state["lengths"])
+        object.__setattr__(self, "images", state["images"])
 
 
 def token_numbers(lengths: Sequence[int], rows: np.ndarray) -> np.ndarray:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from engines.checks import LARGEST, PassThrough, check_numbers, check_pass_through, check_types, installed_fields
 from engines.models import ModelSpec
+from engines.vision_spec import Part
 from hardware.capabilities import check_override
 from hardware.rules import slot_unit
 
@@ -16,7 +17,8 @@ def _names(text: str) -> frozenset[str]:
 
 VLLM_OWN = _names(
     "model dtype max_model_len max_num_seqs enforce_eager logprobs_mode worker_extension_cls disable_log_stats "
-    "skip_tokenizer_init kv_cache_memory_bytes"
+    "skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
+    "mm_device_do_normalize"
 )
 """Arguments of vLLM's LLM that the engine sets itself."""
 
@@ -27,6 +29,8 @@ VLLM_REFUSED = _names(
     # another model than the folder's, or other weights
     "hf_overrides hf_config_path config_format model_class_overrides model_weights load_format ignore_patterns "
     "quantization quantization_config enable_lora disable_sliding_window "
+    # other pixels than the trainer sees
+    "mm_processor_kwargs media_io_kwargs "
     # vLLM's LLM refuses it: what is split over engines here is the prompts
     "data_parallel_size"
 )
@@ -110,6 +114,10 @@ class MegatronConfig:
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    image_memory_mb: int = 1024
+    """Memory that a process's pictures may take at once while they are decoded; the others wait."""
+    freeze: tuple[Part, ...] = ()
+    """Parts of a vision-language model that do not learn."""
     timeout_s: int = 600
     """How long a collective may wait for another rank."""
     megatron: PassThrough = field(default_factory=dict)
@@ -118,7 +126,8 @@ class MegatronConfig:
     def __post_init__(self):
         check_types("actor", self)
         check = partial(check_numbers, "actor", self)
-        check("at least 1", lambda x: x >= 1, "ranks", "tp", "pp", "cp", "micro_batch_tokens", "multiple")
+        at_least_1 = ("ranks", "tp", "pp", "cp", "micro_batch_tokens", "multiple", "image_memory_mb")
+        check("at least 1", lambda x: x >= 1, *at_least_1)
         check("from 1 to 1000000000 seconds", lambda x: 1 <= x <= 10**9, "timeout_s")
         check("0 or more", lambda x: x >= 0, "lr_warmup_steps", "lr_decay_steps", "slots")
         check("finite and not negative", lambda x: 0 <= x <= LARGEST, "lr", "min_lr", "weight_decay", "clip_grad")
@@ -165,9 +174,22 @@ class MegatronConfig:
             raise ValueError(
                 f"actor: tp={self.tp} leaves a rank none of the model's {model.vocab} tokens; lower --actor.tp"
             )
+        if self.freeze and not model.vision:
+            raise ValueError(f"actor: freeze={self.freeze} names parts of a vision-language model; leave it out")
+        if set(self.freeze) == set(get_args(Part)):
+            raise ValueError("actor: freeze leaves nothing to learn; leave one part out")
+        if "language" in self.freeze and self.pp > 1:
+            raise ValueError(f"actor: freeze=language leaves stages of pp={self.pp} nothing to learn; set --actor.pp 1")
         if model.layers % self.pp:
             raise ValueError(
                 f"actor: pp={self.pp} does not divide the model's {model.layers} layers; change --actor.pp"
+            )
+        if model.vision and (levels := model.vision.deepstack) > model.layers // self.pp:
+            fewer = [n for n in range(1, self.pp) if not model.layers % n and model.layers // n >= levels]
+            advice = f"set --actor.pp {max(fewer)}" if fewer else "the model has fewer layers than that"
+            raise ValueError(
+                f"actor: pp={self.pp} leaves the first stage {model.layers // self.pp} layers, and image features are "
+                f"added after the first {levels}; {advice}"
             )
 
 
@@ -189,17 +211,21 @@ class VllmConfig:
     """Memory for keys and values; 0 leaves it to vLLM (1 GiB on a CPU)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
+    image_memory_mb: int = 8192
+    """Memory that an engine's pictures may take at once while they are decoded; the other prompts wait for these to be
+    answered."""
     vllm: PassThrough = field(default_factory=dict)
     """Further arguments of vLLM's LLM."""
 
     def __post_init__(self):
         check_types("rollout", self)
         check = partial(check_numbers, "rollout", self)
-        check("at least 1", lambda x: x >= 1, "engines", "max_new_tokens", "max_model_len", "max_num_seqs")
+        at_least_1 = ("engines", "max_new_tokens", "max_model_len", "max_num_seqs", "image_memory_mb")
+        check("at least 1", lambda x: x >= 1, *at_least_1)
         check("0 or more", lambda x: x >= 0, "kv_cache_mb")
-        # Below it vLLM samples at 0.01 (0.32, sampling_params), or greedily.
-        rule = "above 0 (a greedy policy has no gradient), finite and at least 0.01, which is vLLM's least"
-        check(rule, lambda x: 0.01 <= x <= LARGEST, "temperature")
+        # Below vLLM samples at 0.01 (0.32, sampling_params), or greedily; above it refuses.
+        rule = "from 0.01 to 2, which vLLM takes (a greedy policy has no gradient)"
+        check(rule, lambda x: 0.01 <= x <= 2, "temperature")
         if self.max_new_tokens >= self.max_model_len:
             raise ValueError(
                 f"rollout: max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "

@@ -21,6 +21,7 @@ class Fault:
     Attributes:
         patches: made when it is planted, because it imports what it patches.
         where: the processes it belongs into. cp: the context-parallel size at which it can show.
+        model: HF model_type of a tiny model that it can show on.
         found_by: the check that must find it; others may as well.
     """
 
@@ -28,6 +29,7 @@ class Fault:
     found_by: str
     where: Literal["actor", "rollouts"] = "actor"
     cp: int = 1
+    model: str = "qwen2"
 
 
 _PLANTED = ExitStack()
@@ -215,6 +217,47 @@ def _layer_computes_otherwise() -> list[Patch]:
     return [(TransformerLayer, "forward", wrap)]
 
 
+# -- pictures
+
+
+def _features_one_row_off() -> list[Patch]:
+    from engines.megatron.vision import Vision
+
+    def wrap(places):
+        def off_by_one(self, rows, layout):
+            slots, own = places(self, rows, layout)
+            return slots, own.roll(1)
+
+        return off_by_one
+
+    return [(Vision, "_places", wrap)]
+
+
+def _one_window_over_all_pictures() -> list[Patch]:
+    from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+    def wrap(seqlens):
+        def merged(*args, **kwargs):
+            ends, _ = seqlens(*args, **kwargs)
+            return ends[[0, -1]], int(ends[-1])
+
+        return merged
+
+    return [(modeling_qwen3_vl, "get_vision_attention_seqlens", wrap)]
+
+
+def _positions_of_the_neighbour() -> list[Patch]:
+    from engines.megatron.engine import MegatronEngine
+
+    def wrap(forward):
+        def of_the_token_before(self, module, micro, layout):
+            return forward(self, module, replace(micro, positions=micro.positions.roll(1, 0)), layout)
+
+        return of_the_token_before
+
+    return [(MegatronEngine, "forward_micro_batch", wrap)]
+
+
 # -- gradients and weights
 
 
@@ -276,6 +319,9 @@ FAULTS: dict[str, Fault] = {
     "two names swapped on the way": Fault(_swapped_names, "weight sync"),
     "rotation from the wrong positions": Fault(_wrong_positions, "layouts", cp=2),
     "context-parallel chunks swapped": Fault(_chunks_swapped, "attention", cp=2),
+    "one window over all pictures": Fault(_one_window_over_all_pictures, "pictures", model="qwen3_vl"),
+    "features one row off": Fault(_features_one_row_off, "layouts", model="qwen3_vl"),
+    "positions of the neighbour": Fault(_positions_of_the_neighbour, "layouts", model="qwen3_vl"),
     "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", cp=2),
 }
 """Every fault by its name."""

@@ -44,5 +44,13 @@ MODEL_TYPES: dict[str, Names] = {
     "llama": LAYER_NAMES,
     "qwen2": LAYER_NAMES | QKV_BIAS_NAMES,
     "qwen3": LAYER_NAMES | QK_NORM_NAMES,
+    "qwen2_5_vl": LAYER_NAMES | QKV_BIAS_NAMES,
+    "qwen3_vl": LAYER_NAMES | QK_NORM_NAMES,
 }
 """HF model_type -> the name table of its layers."""
+
+LANGUAGE_PREFIX: dict[str, str] = {"qwen3_vl": "model.language_model."}
+"""HF model_type -> what the names of the language model begin with, where it is not ``model.``."""
+
+VISION_PREFIX: dict[str, str] = {"qwen2_5_vl": "visual.", "qwen3_vl": "model.visual."}
+"""HF model_type -> what the names of the vision tower begin with."""

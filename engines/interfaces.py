@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engines.batch import Completion, TrainBatch
+from engines.images import Prompt
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class RolloutEngine(Protocol):
     version: int
     """Of its weights; those it started with are 0."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """``[P][count]`` completions."""
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from engines.config import MegatronConfig
 from engines.models import ModelSpec
+from engines.vision_spec import part_of
 from hardware.rules import slot_unit
 
 _ALIGNED, _BUCKET = 64, 128
@@ -71,6 +72,8 @@ def parameters_of(model: ModelSpec, config: MegatronConfig, stage: int) -> list[
             found += [Parameter("output_layer.weight", (1, model.hidden)), Parameter("output_layer.bias", (1,))]
         elif not model.tied or copied:
             found.append(Parameter("output_layer.weight", vocabulary, copied))
+    if model.vision and first:
+        found += [Parameter(f"vision.{name}", shape) for name, shape in model.vision.weight_shapes().items()]
     return found
 
 
@@ -105,7 +108,9 @@ def rank_memory(
     numbers, moments = sum(parameter.numbers for parameter in parameters), 0
     if not trainable:
         return RankMemory(numbers * size, 0, 0, activation_bytes(model, config, stage, tokens, trainable=False))
-    places, buckets = _buffer(parameters, config.dp * config.cp)
+    learning = [parameter for parameter in parameters if part_of(parameter.name) not in config.freeze]
+    frozen = numbers - sum(parameter.numbers for parameter in learning)
+    places, buckets = _buffer(learning, config.dp * config.cp)
     for start, end in buckets:
         share = (end - start) // (config.dp * config.cp)
         mine = start + rank * share, start + (rank + 1) * share
@@ -113,7 +118,7 @@ def rank_memory(
     masters = _FP32 * moments if config.dtype != "float32" else 0
     whole = buckets[-1][1]
     activations = activation_bytes(model, config, stage, tokens)
-    return RankMemory(whole * size, whole * _FP32, 2 * _FP32 * moments + masters, activations)
+    return RankMemory((whole + frozen) * size, whole * _FP32, 2 * _FP32 * moments + masters, activations)
 
 
 def _buffer(parameters: list[Parameter], ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -148,7 +153,8 @@ def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, token
     queries, keys and values before and after rotation, attention's output, and the MLP's four tensors (4 ffn). With
     full recomputation a layer keeps its input alone, and one layer at a time has all of it. Stage i of p has p - i
     micro-batches in flight. The last stage also has the logits of some tokens and their gradient, and the output
-    weight's gradient in fp32 and as it is handed on.
+    weight's gradient in fp32 and as it is handed on; the first what a vision tower keeps where every token is a
+    picture's.
     """
     tokens, size, tp = tokens / config.cp, bytes_of(config.dtype), config.tp
     heads = (2 * (model.heads + 2 * model.kv_heads) + model.heads) * model.head_dim
@@ -161,11 +167,33 @@ def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, token
     else:
         kept = layers * whole * (config.pp - stage)
     head = 0.0
+    if model.vision and stage == 0:
+        head = _tower_bytes(model, config, tokens, trainable) * (config.pp if trainable else 1)
     if stage == config.pp - 1 and model.head == "language":
-        head = _FP32 * 2 * min(tokens * model.vocab / tp, _HEAD_LOGITS)
+        head += _FP32 * 2 * min(tokens * model.vocab / tp, _HEAD_LOGITS)
         if trainable:
             head += (_FP32 + size) * model.vocab * model.hidden / tp
     return int(tokens * kept + head)
+
+
+def _tower_bytes(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
+    """What a vision tower keeps of so many image tokens of each context-parallel rank, about.
+
+    Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and after
+    rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are
+    held for all of a replica's tokens by each rank: as they are made, gathered, and as they are merged.
+    """
+    vision, size = model.vision, bytes_of(config.dtype)
+    gated = model.model_type == "qwen2_5_vl"
+    whole = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * _FP32 * vision.width * gated
+    if not trainable or "vision" in config.freeze:
+        kept = whole
+    elif config.recompute == "full":
+        kept = vision.depth * vision.width * size + whole
+    else:
+        kept = vision.depth * whole
+    features = 3 * tokens * config.cp * vision.levels * vision.out * size
+    return tokens * vision.merge**2 / config.tp * kept + features
 
 
 def padding_share(config: MegatronConfig, longest: int) -> float:

@@ -15,6 +15,9 @@ from engines.config import MegatronConfig
 from engines.interfaces import Outputs, Shard
 from hardware.rules import slot_unit
 
+_SMALL = 8
+"""Sequences stay together where they are at most this part of what a replica, or a pipeline stage of it, has to do."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -69,7 +72,12 @@ class Schedule:
 
 
 def plan_schedule(
-    lengths: Sequence[int], config: MegatronConfig, hidden: int, replicas: int, most_sequences: int | None = None
+    lengths: Sequence[int],
+    config: MegatronConfig,
+    hidden: int,
+    replicas: int,
+    most_sequences: int | None = None,
+    together: Sequence[int] | None = None,
 ) -> Schedule:
     """Balance sequences over replicas by cost, then cut each replica's into micro-batches of at most
     ``config.micro_batch_tokens`` slots; a sequence that is longer is a micro-batch of its own.
@@ -81,6 +89,9 @@ def plan_schedule(
     Args:
         lengths: tokens of each sequence. hidden: the model's hidden size, which weighs attention against the rest.
         most_sequences: sequences that the platform's kernels take in a pack (``Platform.max_pack_sequences``).
+        together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, where they
+            are few enough not to spoil the balance: the pictures of a prompt are then seen once. Replicas then hold
+            equal work rather than equal numbers.
 
     Raises:
         ValueError: no sequence has a token.
@@ -89,15 +100,20 @@ def plan_schedule(
     held = np.flatnonzero(sizes)
     if not len(held):
         raise ValueError(f"batch: none of its {len(sizes)} sequences has a token that could be predicted")
-    owner = balanced(sequence_costs(sizes[held], hidden), replicas)
-    shares = _grouped(held, owner, replicas)
     unit = slot_unit(config.tp, config.cp, config.multiple)
     slots = -(-sizes // unit) * unit
+    bundle, alone = np.arange(len(sizes)), together is None
+    if not alone:
+        largest = min(_pack_budget(config), int(slots.sum()) // (_SMALL * replicas * config.pp))
+        bundle = _bundles(np.asarray(together), slots, largest, most_sequences)
+    _, own = np.unique(bundle[held], return_inverse=True)
+    costs = np.bincount(own, weights=sequence_costs(sizes[held], hidden)).astype(np.int64)
+    shares = _grouped(held, balanced(costs, replicas, counts_matter=alone)[own], replicas)
     if config.layout == "bshd":
         cut, few = partial(_cut_rows, slots=slots, config=config), config.pp
     else:  # the rest of a pack of a fixed size is a sequence of its own
         each = (most_sequences or len(sizes) + 1) - bool(config.slots)
-        cut = partial(_cut_packs, slots=slots, budget=_pack_budget(config), each=each)
+        cut = partial(_cut_packs, slots=slots, bundle=bundle, budget=_pack_budget(config), each=each)
         few = max(config.pp, *(_at_least(slots[rows], _pack_budget(config), each) for rows in shares))
     most = max(map(len, shares))
     count = _fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(few, most), most)
@@ -172,10 +188,22 @@ def _pack_budget(config: MegatronConfig) -> int:
     return min(config.micro_batch_tokens, config.slots or config.micro_batch_tokens)
 
 
-def _cut_packs(rows: np.ndarray, slots: np.ndarray, budget: int, each: int, count: int) -> list[np.ndarray]:
+def _bundles(together: np.ndarray, slots: np.ndarray, largest: int, most_sequences: int | None) -> np.ndarray:
+    """``[B]``, which sequences stay together: those of a number that have at most ``largest`` slots in all."""
+    _, number = np.unique(together, return_inverse=True)
+    whole, count = np.bincount(number, weights=slots), np.bincount(number)
+    fits = (whole <= largest) & (count < (most_sequences or len(slots) + 2))
+    return np.where(fits[number], number, number.max() + 1 + np.arange(len(slots)))
+
+
+def _cut_packs(
+    rows: np.ndarray, slots: np.ndarray, bundle: np.ndarray, budget: int, each: int, count: int
+) -> list[np.ndarray]:
     """Cut sequences into ``count`` micro-batches, the last of which stay empty where there are too few; an empty list
     where they would not fit."""
-    owner = balanced(slots[rows], count, counts_matter=False)
+    _, own = np.unique(bundle[rows], return_inverse=True)
+    whole = np.bincount(own, weights=slots[rows]).astype(np.int64)
+    owner = balanced(whole, count, counts_matter=False)[own]
     loads, held = np.bincount(owner, weights=slots[rows], minlength=count), np.bincount(owner, minlength=count)
     if ((loads > budget) & (held > 1)).any() or held.max() > each:
         return []

@@ -49,6 +49,11 @@ def gather_keys_values(key: Tensor, value: Tensor, group) -> tuple[Tensor, Tenso
     return both[:, 0].flatten(0, 1), both[:, 1].flatten(0, 1)
 
 
+def gather_ranks(x: Tensor, group) -> Tensor:
+    """``[...] -> [group, ...]``, in rank order; the gradient of a rank's part is summed over the ranks that used it."""
+    return _GatherRanks.apply(x, group) if group.size() > 1 else x[None]
+
+
 def sum_over_ranks(x: Tensor, group) -> Tensor:
     """Sum over ``group`` whose backward hands each rank the gradient unchanged.
 

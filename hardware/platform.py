@@ -31,6 +31,7 @@ class AttentionInputs:
         spec: the rule, which names each layer's window.
         rotary: ``(cos, sin)`` of this rank's own slots, ``[s, b, 1, d]`` (sbhd) or ``[s, 1, d]`` (thd).
         plan: index tensors and masks that the platform's core attention built once for all layers.
+        deepstack: what the first layers add to their image tokens (``engines.megatron.vision``); None without images.
     """
 
     qkv_format: str
@@ -39,6 +40,7 @@ class AttentionInputs:
     plan: Any
     attention_mask: Tensor | None = None
     cp_group: None = None
+    deepstack: Any = None
 
     @classmethod
     def of(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:

@@ -21,8 +21,10 @@ from engines.megatron.logprobs import token_outputs
 from engines.megatron.model import build_model, transformer_config
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
+from engines.megatron.vision import Vision
 from engines.megatron.weights import export_weights, load_weights
 from engines.models import ModelSpec
+from engines.vision_spec import part_of
 from hardware.platform import Platform
 
 
@@ -74,6 +76,11 @@ class MegatronEngine:
         self.rotary = Rotary(model, device)
         module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
         load_weights(module, model)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(trainable and part_of(name) not in config.freeze)
+        self.vision = None
+        if model.vision and module.pre_process:
+            self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
         # fp32 gradients, because a bf16 sum over micro-batches loses the small ones.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.module = DistributedDataParallel(self.transformer, ddp, module) if trainable else _Frozen(module)
@@ -177,9 +184,11 @@ class MegatronEngine:
         rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)
         spec = layout.mask_spec(self.model.rules, micro.image_block)
         inputs = self.platform.attention_inputs(spec, rotary, self.config.attention_override)
-        ids = layout.pack(micro.inputs, fill=self.pad_id)
+        ids, embedded = layout.pack(micro.inputs, fill=self.pad_id), None
+        if self.vision:
+            embedded, inputs = self.vision.embed(ids, micro, layout, inputs)
         with self.platform.around_forward(inputs):
-            return module(ids, None, inputs.attention_mask, packed_seq_params=inputs)
+            return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs)
 
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
         """Last hidden states ``[s / tp, b, h]`` -> outputs ``[N]`` of the whole micro-batch, on every rank."""
@@ -192,6 +201,7 @@ class MegatronEngine:
             layout.own(micro.targets),
             temperature=self.temperature,
             vocab=self.model.vocab,
+            banned=self.model.banned_tokens,
             group=mpu.get_tensor_model_parallel_group(),
         )
         return TokenOutputs(*layout.spread(torch.stack([own.logprobs, own.entropy], -1), ranks).unbind(-1))
@@ -249,7 +259,7 @@ class _Frozen(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module):
         super().__init__()
-        self.module = module.requires_grad_(False)
+        self.module = module
         self.config = module.config
 
     def forward(self, *args, **kwargs):

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from engines.interfaces import TokenOutputs
 
+_NEVER = -1e30
+"""Logit of a token that is never sampled: its probability is 0, and unlike -inf 0 times it is 0."""
 _LOGITS_AT_ONCE = 2**25
 """Logits in one chunk of tokens (128 MiB in fp32)."""
 
@@ -25,13 +27,15 @@ class _VocabParallelHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, target: Tensor, scale: float, first: int, keep: bool, group):
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, target: Tensor, scale: float, first: int, banned, keep: bool, group
+    ):
         local = (target >= first) & (target < first + len(weight))
         column = torch.where(local, target - first, 0)[:, None]
         top, total, moment, chosen = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         ctx.kept = []
         for rows in _chunks(len(hidden), len(weight)):
-            logits = _logits(hidden[rows], weight, scale)
+            logits = _logits(hidden[rows], weight, scale, banned)
             chosen[rows] = logits.gather(-1, column[rows])[:, 0]
             top[rows] = logits.amax(dim=-1)
             shifted = logits - top[rows, None]
@@ -44,7 +48,7 @@ class _VocabParallelHead(torch.autograd.Function):
         log_total = total.log()
         entropy = log_total - moment / total
         log_sum = highest + log_total
-        ctx.scale = scale
+        ctx.scale, ctx.banned = scale, banned
         ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy)
         return chosen - log_total, entropy
 
@@ -56,7 +60,7 @@ class _VocabParallelHead(torch.autograd.Function):
         with_entropy, kept = bool(d_entropy.any()), ctx.kept[::-1]
         ctx.kept = []
         for rows in _chunks(len(hidden), len(weight)):
-            logits = kept.pop() if kept else _logits(hidden[rows], weight, ctx.scale)
+            logits = kept.pop() if kept else _logits(hidden[rows], weight, ctx.scale, ctx.banned)
             log_softmax = logits.sub_(log_sum[rows, None])
             gradient = log_softmax.exp()
             if with_entropy:
@@ -69,7 +73,7 @@ class _VocabParallelHead(torch.autograd.Function):
             d_hidden[rows] = gradient @ weight
             if d_weight is not None:
                 _add_product(d_weight, gradient, hidden[rows])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 6
 
 
 def _chunks(tokens: int, width: int) -> Iterator[slice]:
@@ -77,8 +81,10 @@ def _chunks(tokens: int, width: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, scale: float, banned: list[int]) -> Tensor:
     logits = (hidden @ weight.T).float()
+    if banned:
+        logits[:, banned] = _NEVER
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
@@ -111,6 +117,7 @@ def token_outputs(
     temperature: float,
     vocab: int,
     group,
+    banned: tuple[int, ...] = (),
     keep_logits: bool | None = None,
 ) -> TokenOutputs:
     """Outputs of ``n`` tokens, the same on every rank of the group.
@@ -120,6 +127,7 @@ def token_outputs(
         target: ``[n]`` long.
         temperature: divides the logits, as the sampler does.
         vocab: real size of the vocabulary; rows past it are padding and get no probability.
+        banned: ids that are never sampled: they get no probability, and as a target the logprob 0.
         keep_logits: keep them for the backward pass; None does where they are a single chunk.
         group: the tensor-parallel group.
 
@@ -131,4 +139,10 @@ def token_outputs(
     if keep_logits is None:
         keep_logits = len(hidden) * len(weight) <= _LOGITS_AT_ONCE
     keep = keep_logits and torch.is_grad_enabled()
-    return TokenOutputs(*_VocabParallelHead.apply(hidden, real, target, 1 / temperature, first, keep, group))
+    columns = [token - first for token in banned if first <= token < first + len(real)]
+    head = _VocabParallelHead.apply(hidden, real, target, 1 / temperature, first, columns, keep, group)
+    outputs = TokenOutputs(*head)
+    if not banned:
+        return outputs
+    is_banned = torch.isin(target, torch.tensor(banned, device=target.device))
+    return TokenOutputs(outputs.logprobs.masked_fill(is_banned, 0.0), outputs.entropy)

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engines.batch import TrainBatch
+from engines.images import Image, same_images
 from engines.interfaces import LossFn, TokenOutputs
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
@@ -64,7 +65,7 @@ def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
         layout = engine.layout(case.lengths)
     dtype, tp, model = engine.transformer.params_dtype, engine.config.tp, engine.model
     spec = layout.mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
-    rotary = engine.rotary(layout.pack(_positions(case.lengths).to(engine.device)), dtype)
+    rotary = engine.rotary(layout.pack(_axes(engine, _positions(case.lengths)).to(engine.device)), dtype)
     inputs = engine.platform.attention_inputs(spec, rotary, engine.config.attention_override)
 
     def draw(changed=(), padding: float = 0.0) -> list[Tensor]:
@@ -134,15 +135,32 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
     return [influence] if influence.leaks or influence.missing else []
 
 
+@torch.no_grad()
+def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]) -> int:
+    """How many pictures' features change in the vision tower with the pictures beside them; 0 on later stages.
+
+    Args:
+        others: for each picture another of its size.
+    """
+    if engine.vision is None:
+        return 0
+    before, seen, stops = engine.vision.see(images), 0, np.cumsum([i.tokens(engine.model.vision.merge) for i in images])
+    for number, stop in enumerate(stops):
+        beside = [image if place == number else others[place] for place, image in enumerate(images)]
+        own = slice(stop - images[number].tokens(engine.model.vision.merge), stop)
+        seen += not torch.equal(before[own], engine.vision.see(beside)[own])
+    return seen
+
+
 def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor) -> Tensor | None:
     """``[N, 2]``: at every token, the entropy and the logprob of a target that is always the same."""
     batch = TrainBatch(
         case.lengths,
         ids,
-        _positions(case.lengths),
+        _axes(engine, _positions(case.lengths)),
         torch.zeros_like(ids),
         torch.ones(len(ids), dtype=torch.bool),
-        torch.tensor(case.image_block),
+        None if engine.model.vision else torch.tensor(case.image_block),  # which would ask for pictures
     )
     with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)):
         outputs = outputs_of(engine, kind, batch)
@@ -154,7 +172,7 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
 
 def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
     most = engine.platform.max_pack_sequences
-    return plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas, most)
+    return plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas, most, same_images(batch))
 
 
 def outputs_of(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
@@ -220,7 +238,8 @@ def whole_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
             whole = [torch.empty_like(part) for part in parts]
             dist.all_gather(whole, parts[group.rank()].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(whole))
-    exported = export_weights(engine.module.module, engine.model, lambda p: p.main_grad)
+    gradient = lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)  # noqa: E731 (a frozen one has none)
+    exported = export_weights(engine.module.module, engine.model, gradient)
     return {name: tensor.clone().cpu() for name, tensor in exported}
 
 
@@ -268,6 +287,11 @@ def _pad_id(engine: MegatronEngine, pad_id: int):
 
 def _positions(lengths: tuple[int, ...]) -> Tensor:
     return torch.cat([torch.arange(n) for n in lengths])
+
+
+def _axes(engine: MegatronEngine, positions: Tensor) -> Tensor:
+    """``[N]``, or of a model that sees pictures ``[N, 3]``, alike as text has them."""
+    return positions[:, None].expand(-1, 3) if engine.model.vision else positions
 
 
 def _changes(before: Tensor, after: Tensor, copies: int) -> np.ndarray:

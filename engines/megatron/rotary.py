@@ -11,6 +11,7 @@ class Rotary:
 
     def __init__(self, model: ModelSpec, device: torch.device):
         kind = model.rope["rope_type"]
+        self.axes = torch.tensor(model.vision.axes, device=device) if model.vision else None
         self.scale = 1.0
         if kind == "default":
             steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
@@ -24,7 +25,9 @@ class Rotary:
             self.inverse_frequency, self.scale = ROPE_INIT_FUNCTIONS[kind](config, device)
 
     def __call__(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``(cos, sin)``, each ``[b, s, head_dim]``, of positions ``[b, s]``."""
-        angle = position.float()[..., None] * self.inverse_frequency
+        """``(cos, sin)``, each ``[b, s, head_dim]``, of positions ``[b, s]``, or ``[b, s, 3]`` of a model with vision,
+        in which each frequency is turned by one of the three."""
+        turned = position[..., None] if self.axes is None else position.index_select(-1, self.axes)
+        angle = turned.float() * self.inverse_frequency
         both = torch.cat([angle, angle], dim=-1)
         return (both.cos() * self.scale).to(dtype), (both.sin() * self.scale).to(dtype)

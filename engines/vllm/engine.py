@@ -4,12 +4,26 @@ import os
 from collections.abc import Sequence
 
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 
 from engines.batch import Completion
 from engines.config import VllmConfig
+from engines.images import Prompt, waves
 from engines.interfaces import Sampling
 from engines.models import ModelSpec
+from engines.pixels import decode
 from engines.weight_sync import WeightBucket
+
+
+def _tied_alike(config):
+    """A model's settings in which its language model is tied where the whole is.
+
+    transformers saves that once, for the whole; vLLM 0.32 asks the language model's own settings, and would leave an
+    output layer that has no weight of its own as it was born.
+    """
+    if hasattr(config, "tie_word_embeddings"):  # vLLM also asks with an empty one
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
+    return config
 
 
 class VllmEngine:
@@ -33,17 +47,29 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
             disable_log_stats=True,
-            # Prompts come as ids and leave as ids; text is the controller's business.
-            skip_tokenizer_init=True,
+            # Prompts come as ids and leave as ids; text is the controller's business. vLLM's processors of pictures
+            # will not start without a tokenizer all the same.
+            skip_tokenizer_init=model.vision is None,
         )
+        if model.vision:
+            # Pictures are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
+            settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}, "hf_overrides": _tied_alike}
+            # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
+            settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
         if config.kv_cache_mb:
             settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
         self.llm = LLM(**settings, **config.vllm)
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """As ``RolloutEngine``; no more prompts at a time than there is memory for their decoded pictures.
+
+        Raises:
+            ValueError: a picture cannot be read.
+            RuntimeError: vLLM made other tokens of the pictures than the trainer does.
+        """
         # What was asked before may not decide which tokens share a forward pass: a resumed run was not asked the same.
-        self._empty_prefix_cache()
+        self._empty_caches()
         self.llm.collective_rpc("seed_sampler", args=(sampling.seed,))
         greedy = sampling.temperature == 0
         params = SamplingParams(
@@ -55,10 +81,37 @@ class VllmEngine:
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # vLLM would stop at the end tokens of generation_config.json too
             detokenize=False,
+            logit_bias=dict.fromkeys(self.model.banned_tokens, float("-inf")) or None,
         )
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
-        return [[self._completion(sample) for sample in output.outputs] for output in outputs]
+        completions, vision = [], self.model.vision
+        costs = [sum(image.nbytes(vision) for image in prompt.images) for prompt in prompts]
+        for wave in waves(costs, self.config.image_memory_mb * 2**20):
+            requests = [self._request(prompt) for prompt in prompts[wave]]
+            outputs = self.llm.generate(requests, params, use_tqdm=False)
+            for prompt, output in zip(prompts[wave], outputs, strict=True):
+                if tuple(output.prompt_token_ids) != tuple(prompt.token_ids):
+                    place = prompt.images[0].place if prompt.images else "a prompt without pictures"
+                    raise RuntimeError(
+                        f"rollout: {place}: vLLM made {len(output.prompt_token_ids)} tokens of the prompt, the trainer "
+                        f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
+                    )
+                completions.append([self._completion(sample) for sample in output.outputs])
+            del requests, outputs  # their pictures, before the next are decoded
+        return completions
+
+    def _request(self, prompt: Prompt) -> dict:
+        """vLLM puts as many image tokens as there are in the place of one."""
+        if not prompt.images:
+            return {"prompt_token_ids": list(prompt.token_ids)}
+        vision, left, ids = self.model.vision, list(prompt.images), []
+        place = 0
+        while place < len(prompt.token_ids):
+            token = prompt.token_ids[place]
+            ids.append(token)
+            place += left.pop(0).tokens(vision.merge) if token == vision.image_token else 1
+        shown = {"image": [decode(image) for image in prompt.images]}
+        digests = {"image": [image.digest for image in prompt.images]}
+        return {"prompt_token_ids": ids, "multi_modal_data": shown, "multi_modal_uuids": digests}
 
     def _completion(self, sample) -> Completion:
         tokens = list(sample.token_ids)
@@ -68,7 +121,10 @@ class VllmEngine:
             raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
         return Completion(tokens, logprobs, sample.finish_reason == "stop", self.version)
 
-    def _empty_prefix_cache(self) -> None:
+    def _empty_caches(self) -> None:
+        """Keys and values of prompts, and features of pictures."""
+        if self.model.vision:
+            self.llm.llm_engine.reset_encoder_cache()
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("rollout: the prefix cache could not be emptied; are requests still running?")
 
@@ -95,5 +151,5 @@ class VllmEngine:
             )
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         self.llm.collective_rpc("end_sync")
-        self._empty_prefix_cache()  # its keys and values come from the old weights
+        self._empty_caches()  # what is in them comes from the old weights
         self.version = version

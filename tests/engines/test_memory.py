@@ -3,6 +3,7 @@
 import pytest
 from engines_cases import build_engine
 from ranks import free_address
+from vlm_cases import make_vlm
 
 MODELS = [("qwen2", True, "language"), ("qwen3", False, "language"), ("llama", False, "value")]
 SIZES = [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}]
@@ -26,7 +27,8 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     states = [state for part in parts for state in part.optimizer.state.values()]
     kept = [*masters, *(value for state in states for value in state.values())]
     held = {
-        "parameters": sum(buffer.param_data.nbytes for buffer in buffers),
+        "parameters": sum(buffer.param_data.nbytes for buffer in buffers)
+        + sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor)),
     }
@@ -46,3 +48,13 @@ def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, family,
     for rank in two_ranks.run(bytes_held, free_address(), folder, settings | {"dtype": dtype}, head):
         assert rank["parameters"] == rank["wanted"]
         assert rank["held"] == rank["planned"]
+
+
+@pytest.mark.parametrize("settings", SIZES, ids=["DP2", "TP2", "PP2", "CP2"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_planned_bytes_of_a_vision_language_model(two_ranks, tmp_path, family, settings):
+    folder = make_vlm(tmp_path, family)
+    for freeze in ((), ("vision",), ("vision", "projector"), *([("language",)] if "pp" not in settings else [])):
+        for rank in two_ranks.run(bytes_held, free_address(), folder, settings | {"freeze": freeze}, "language"):
+            assert rank["parameters"] == rank["wanted"]
+            assert rank["held"] == rank["planned"], freeze

@@ -47,8 +47,31 @@ def held_rows(replica) -> list:
     return [rows for rows in replica if len(rows)]
 
 
+def test_sequences_that_share_their_pictures_stay_together():
+    """24 prompts of eight samples over two replicas: each in one micro-batch. One that is large is not, nor are few."""
+    prompts = np.repeat(np.arange(24), 8)
+    lengths = np.random.default_rng(0).integers(5, 20, 192)
+    config = MegatronConfig(ranks=2, micro_batch_tokens=320)
+
+    def micro_batches(count: int = 192) -> list:
+        schedule = plan_schedule(lengths[:count], config, 64, 2, together=prompts[:count])
+        loads = [sequence_costs(lengths[np.concatenate(rows)], 64).sum() for rows in schedule.rows]
+        assert max(loads) <= 1.1 * min(loads)
+        parts = [rows for replica in schedule.rows for rows in held_rows(replica)]
+        assert sorted(np.concatenate(parts)) == list(range(count)) and all(lengths[p].sum() <= 320 for p in parts)
+        return parts
+
+    assert all(sum(prompt in prompts[rows] for rows in micro_batches()) == 1 for prompt in range(24))
+    assert all(sum(prompt in prompts[rows] for rows in micro_batches(24)) == 2 for prompt in range(3)), (
+        "of both replicas"
+    )
+    lengths[:8] = 60
+    assert sum(0 in prompts[rows] for rows in micro_batches()) > 1
+
+
 @settings(max_examples=300, deadline=None)
 @given(
+    together=st.lists(st.integers(0, 6), min_size=40, max_size=40) | st.none(),
     lengths=LENGTHS,
     replicas=st.integers(1, 5),
     layout=st.sampled_from(["thd", "bshd"]),
@@ -57,15 +80,16 @@ def held_rows(replica) -> list:
     more=st.sampled_from([{}, {"multiple": 4}, {"slots": 64}, {"slots": 128, "multiple": 8}]),
     each=st.sampled_from([None, None, 2, 5]),
 )
-def test_every_token_is_computed_once_within_the_budget(lengths, replicas, layout, budget, sizes, more, each):
+def test_every_token_is_computed_once_within_the_budget(together, lengths, replicas, layout, budget, sizes, more, each):
     ranks = int(np.prod(list(sizes.values()) or [1])) * replicas
     config = MegatronConfig(ranks=ranks, layout=layout, micro_batch_tokens=budget, **sizes, **more)
-    schedule = plan_schedule(lengths, config, 64, replicas, each)
+    schedule = plan_schedule(lengths, config, 64, replicas, each, together and together[: len(lengths)])
     held = [row for replica in schedule.rows for rows in replica for row in rows.tolist()]
     assert sorted(held) == np.flatnonzero(lengths).tolist()
     assert len({len(replica) for replica in schedule.rows}) == 1, "equal numbers of micro-batches"
     counts = [sum(map(len, replica)) for replica in schedule.rows]
-    assert max(counts) - min(counts) <= 1
+    loads = [sum(lengths[row] for rows in replica for row in rows) for replica in schedule.rows]
+    assert max(counts) - min(counts) <= 1 or (together and max(loads) <= 1.25 * sum(loads) / replicas + max(lengths))
     assert len(schedule.rows[0]) >= min(config.pp, max(counts))
     unit = slot_unit(config.tp, config.cp, config.multiple)
     slots = [-(-length // unit) * unit for length in lengths]
@@ -79,7 +103,7 @@ def test_every_token_is_computed_once_within_the_budget(lengths, replicas, layou
         assert takes(rows) <= most
         assert layout == "bshd" or each is None or len(rows) + bool(config.slots) <= each
     count = len(schedule.rows[0])
-    if layout == "thd" and count > config.pp and 2 * max(slots) <= most and each is None:
+    if layout == "thd" and count > config.pp and 2 * max(slots) <= most and each is None and not together:
         # One fewer would have overflowed on some replica, whose others were then more than half full.
         assert any((count - 1) * most < 2 * sum(map(takes, replica)) for replica in map(held_rows, schedule.rows))
 

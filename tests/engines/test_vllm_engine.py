@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engines.config import VllmConfig
+from engines.images import Prompt
 from engines.interfaces import Sampling
 from engines.models import ModelSpec
 from engines.weight_sync import pack_buckets
@@ -32,6 +33,11 @@ def rollout(request, cluster, make_hf_model):
     ray.get(actor.start.remote(ModelSpec.from_folder(folder), CONFIG))
     yield actor, folder, request.param
     ray.kill(actor)
+
+
+def generate(actor, prompts, how):
+    """The actor's answer, on its way."""
+    return actor.generate.remote([Prompt(tuple(prompt)) for prompt in prompts], how)
 
 
 def worst(model, completions, temperature=1.0, prompts=PROMPTS) -> float:
@@ -73,7 +79,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(rollout, temperature):
     actor, folder, tied = rollout
     model = AutoModelForCausalLM.from_pretrained(folder)
     version = send(actor, weights_of(model, tied))
-    completions = ray.get(actor.generate.remote(PROMPTS, sampling(temperature=temperature)))
+    completions = ray.get(generate(actor, PROMPTS, sampling(temperature=temperature)))
     assert worst(model, completions, temperature) <= 1e-5
     samples = [sample for group in completions for sample in group]
     assert all(sample.version == version for sample in samples)
@@ -86,7 +92,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(rollout, temperature):
 
 def test_a_seed_repeats(rollout):
     actor, *_ = rollout
-    first, again, other = ray.get([actor.generate.remote(PROMPTS, sampling(seed=seed)) for seed in (1, 1, 2)])
+    first, again, other = ray.get([generate(actor, PROMPTS, sampling(seed=seed)) for seed in (1, 1, 2)])
     assert first == again and first != other
 
 
@@ -94,7 +100,7 @@ def test_greedy_is_the_argmax(rollout):
     actor, folder, tied = rollout
     model = AutoModelForCausalLM.from_pretrained(folder)
     send(actor, weights_of(model, tied))
-    ((sample,),) = ray.get(actor.generate.remote([PROMPTS[0]], sampling(count=1, temperature=0.0)))
+    ((sample,),) = ray.get(generate(actor, [PROMPTS[0]], sampling(count=1, temperature=0.0)))
     ids = list(PROMPTS[0])
     for token in sample.token_ids:
         with torch.no_grad():
@@ -108,7 +114,7 @@ def test_new_weights_arrive_whole(rollout, bucket_bytes):
     actor, folder, tied = rollout
     model = changed(folder)
     version = send(actor, weights_of(model, tied), bucket_bytes)
-    completions = ray.get(actor.generate.remote(PROMPTS, sampling(seed=4)))
+    completions = ray.get(generate(actor, PROMPTS, sampling(seed=4)))
     assert worst(model, completions) <= 1e-5
     assert {sample.version for group in completions for sample in group} == {version}
     old = AutoModelForCausalLM.from_pretrained(folder)
@@ -121,7 +127,7 @@ def test_a_cached_prompt_is_computed_anew_after_a_sync(rollout):
     old, new = AutoModelForCausalLM.from_pretrained(folder), changed(folder)
     for model in (old, new):
         send(actor, weights_of(model, tied))
-        first, again = (ray.get(actor.generate.remote(prompt, sampling(count=2))) for _ in range(2))
+        first, again = (ray.get(generate(actor, prompt, sampling(count=2))) for _ in range(2))
         assert worst(model, first, prompts=prompt) <= 1e-5
         assert first == again, "bit for bit: a call does not depend on what the one before it left in the cache"
 
@@ -135,9 +141,7 @@ def test_a_dropped_tensor_and_an_unknown_one_are_refused(rollout):
     (bucket, last), *_ = pack_buckets(iter(weights), 2**30)
     with pytest.raises(ValueError, match=f"version {version} was sent to an engine that has version {version}"):
         ray.get(actor.load_weights.remote(bucket, version, last))
-    assert (
-        worst(AutoModelForCausalLM.from_pretrained(folder), ray.get(actor.generate.remote(PROMPTS, sampling()))) <= 1e-5
-    )
+    assert worst(AutoModelForCausalLM.from_pretrained(folder), ray.get(generate(actor, PROMPTS, sampling()))) <= 1e-5
 
 
 def test_the_tied_head_workaround_is_still_needed(rollout):
@@ -158,10 +162,10 @@ def test_the_tied_head_workaround_is_still_needed(rollout):
     ray.get(actor.__ray_call__.remote(patch, True))
     send(actor, weights_of(AutoModelForCausalLM.from_pretrained(folder), tied))
     send(actor, weights_of(model, tied))
-    stale = worst(model, ray.get(actor.generate.remote(PROMPTS, sampling())))
+    stale = worst(model, ray.get(generate(actor, PROMPTS, sampling())))
     ray.get(actor.__ray_call__.remote(patch, False))
     send(actor, weights_of(model, tied))
-    assert stale > 1e-2 and worst(model, ray.get(actor.generate.remote(PROMPTS, sampling()))) <= 1e-5
+    assert stale > 1e-2 and worst(model, ray.get(generate(actor, PROMPTS, sampling()))) <= 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,165 @@
+"""Pictures into a Megatron decoder: the tower of transformers on the first pipeline stage, merged by index.
+
+Each image token knows the row of the tower's output that stands for it, and rows reach their slots through the
+``Layout`` like any column. So packs, context and sequence parallelism need no padded detour, and attention is told
+nothing about pictures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.initialization import no_init_weights
+
+from engines.batch import TrainBatch
+from engines.images import Image, VisionPlan, waves
+from engines.megatron.layout import Layout
+from engines.models import ModelSpec
+from engines.pixels import ImageProcessor
+from engines.vision_spec import VisionSpec
+from hardware.context_parallel import gather_ranks
+from hardware.platform import AttentionInputs
+
+
+def _classes(model_type: str) -> tuple[type, type]:
+    """transformers' classes of a tower and of its settings."""
+    if model_type == "qwen2_5_vl":
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+        return Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLVisionConfig
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    return Qwen3VLVisionModel, Qwen3VLVisionConfig
+
+
+def add_tower(module: GPTModel, vision: VisionSpec) -> None:
+    """Make ``module.vision``, whose weights are the same on every rank, and let its features into the first layers."""
+    tower, settings = _classes(vision.model_type)
+    dtype = module.config.params_dtype
+    with no_init_weights():  # every one is read from the folder
+        module.vision = tower._from_config(settings(**vision.config), attn_implementation="sdpa", dtype=dtype)
+    if module.config.recompute_granularity == "full":
+        for block in module.vision.blocks:  # none of which draws random numbers
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    for parameter in module.vision.parameters():
+        # Each rank sees its own pictures: Megatron adds gradients of such weights up over tensor-parallel ranks.
+        parameter.sequence_parallel = module.config.sequence_parallel
+    for level in range(vision.deepstack):
+        module.decoder.layers[level].register_forward_hook(partial(_add_level, level), with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class Deepstack:
+    """Features that the first layers add to their output.
+
+    Attributes:
+        features: ``[rows, levels - 1, h]``, a leaf: layers that are recomputed for their backward pass add to its
+            gradient without going back through the tower each.
+        slots, rows: ``[n]`` long, this rank's slots ``[s / tp, b]``, flattened, that hold image tokens, and their rows.
+    """
+
+    features: Tensor
+    slots: Tensor
+    rows: Tensor
+
+
+def _add_level(level: int, layer, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
+    deepstack = kwargs["packed_seq_params"].deepstack
+    if deepstack is None:
+        return None
+    hidden, *rest = output
+    added = deepstack.features[:, level].index_select(0, deepstack.rows)
+    return hidden.flatten(0, 1).index_add(0, deepstack.slots, added).view_as(hidden), *rest
+
+
+class _HandBack(torch.autograd.Function):
+    """Identity of ``x`` whose backward gives ``source`` the gradient that ``leaf``, a copy of it, has by then.
+
+    What uses the leaf comes after ``x``, so that its backward is over when that of ``x`` begins. The leaf comes within
+    a list: as an input of its own its gradient would wait for this node.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, source: Tensor, leaf: list[Tensor]):
+        (ctx.leaf,) = leaf
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, ctx.leaf.grad, None
+
+
+class Vision:
+    """What the first pipeline stage does with pictures.
+
+    Args:
+        module: the decoder with its tower. budget: bytes that pictures may take at once while they are decoded.
+    """
+
+    def __init__(self, model: ModelSpec, module: GPTModel, device: torch.device, budget: int):
+        self.budget = budget
+        self.spec, self.module, self.device = model.vision, module, device
+        self.processor = ImageProcessor(model.folder, model.vision)
+        self.learns = any(parameter.requires_grad for parameter in module.vision.parameters())
+
+    def embed(
+        self, ids: Tensor, micro: TrainBatch, layout: Layout, inputs: AttentionInputs
+    ) -> tuple[Tensor, AttentionInputs]:
+        """Embeddings ``[s / tp, b, h]`` of ids ``[b, s]``, features in the place of image tokens. Collective over the
+        tensor- and context-parallel ranks, which each run the tower on a part of the pictures.
+
+        Raises:
+            ValueError: a picture cannot be read.
+        """
+        embedded = self.module.embedding(ids, None)
+        group = mpu.get_tensor_and_context_parallel_group()
+        plan = VisionPlan.build(micro, self.spec.merge, group.size())
+        if not plan.height:  # every rank knows it
+            return embedded, inputs
+        features = gather_ranks(self._features(plan, group.rank()), group).flatten(0, 1)
+        slots, rows = self._places(plan.rows.to(self.device), layout)
+        merged = embedded.flatten(0, 1).index_copy(0, slots, features[:, 0].index_select(0, rows)).view_as(embedded)
+        if not self.spec.deepstack:
+            return merged, inputs
+        deeper = features[:, 1:]
+        leaf = deeper.detach().requires_grad_(deeper.requires_grad)
+        if leaf.requires_grad:
+            merged = _HandBack.apply(merged, deeper, [leaf])
+        return merged, replace(inputs, deepstack=Deepstack(leaf, slots, rows))
+
+    def _features(self, plan: VisionPlan, rank: int) -> Tensor:
+        """``[height, levels, h]`` of this rank's pictures, zero past them."""
+        learns, own = self.learns and torch.is_grad_enabled(), plan.images[rank]
+        dtype = self.module.config.params_dtype
+        blank = torch.zeros(plan.height, self.spec.levels, self.spec.out, dtype=dtype, device=self.device)
+        if not own:
+            return blank.requires_grad_(learns)
+        with torch.set_grad_enabled(learns):
+            features = torch.cat(
+                [self.see(own[wave]) for wave in waves([i.nbytes(self.spec) for i in own], self.budget)]
+            )
+        return torch.cat([features, blank[len(features) :]])
+
+    def see(self, images: Sequence[Image]) -> Tensor:
+        """Features of pictures in one pass of the tower: ``[rows, levels, h]``."""
+        pixels = self.processor.patches(images)
+        grid = torch.tensor([image.grid for image in images], device=self.device)
+        found = self.module.vision(pixels.to(self.device, self.module.config.params_dtype), grid_thw=grid)
+        return torch.stack([found.pooler_output, *(found.deepstack_features if self.spec.deepstack else ())], 1)
+
+    def _places(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Slots ``[n]`` of this rank's part of the embeddings that hold image tokens, and the row of each."""
+        local = layout.pack(rows, fill=-1).transpose(0, 1)
+        if self.module.config.sequence_parallel:
+            group = mpu.get_tensor_model_parallel_group()
+            local = local.chunk(group.size())[group.rank()]
+        local = local.flatten()
+        slots = (local >= 0).nonzero()[:, 0]
+        return slots, local[slots]

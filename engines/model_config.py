@@ -1,0 +1,186 @@
+"""What a text model's config.json may hold, and what of it an engine can build."""
+
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from engines.checks import fits, spell
+from hardware.rules import CAUSAL, Rule
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+"""HF model_type -> HuggingFace's class of the language model."""
+
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_NEEDED = {
+    "llama": (*_SIZES, "rms_norm_eps"),
+    # transformers would put numbers of its own for what these leave out.
+    "qwen2": (*_SIZES, "rms_norm_eps", "num_key_value_heads"),
+    "qwen3": (*_SIZES, "rms_norm_eps", "num_key_value_heads", "head_dim"),
+}
+_NEEDED |= {"qwen2_5_vl": _NEEDED["qwen2"], "qwen3_vl": _NEEDED["qwen3"]}
+"""HF model_type -> the keys that its config must have."""
+
+LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+"""Keys that limit the length; vLLM looks at each (0.32, model_arch_config_convertor), and the smallest holds."""
+
+_DTYPE = Literal["float32", "bfloat16", "float16", "float64"] | None
+
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(LENGTHS, int | None),
+    **dict.fromkeys(_SIZES, int),
+    "rms_norm_eps": float,
+    "num_key_value_heads": int | None,
+    "head_dim": int | None,
+    "tie_word_embeddings": bool,
+    "rope_theta": float | None,
+    "rope_parameters": dict[str, Any] | None,
+    "rope_scaling": dict[str, Any] | None,
+    "use_sliding_window": bool,
+    "sliding_window": int | None,
+    "max_window_layers": int,
+    "layer_types": list[Literal["full_attention", "sliding_attention"]] | None,
+    "architectures": list[str] | None,
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "bos_token_id": int | None,
+    "pad_token_id": int | None,
+    "eos_token_id": int | list[int] | None,
+    "initializer_range": float,
+    "use_cache": bool,
+}
+"""Key of a config -> what it may hold; transformers refuses most of the rest, but not before vLLM starts."""
+
+_MUST_BE_OFF = {
+    "llama": ("attention_bias", "mlp_bias", "bias", "qkv_bias", "sliding_window", "quantization_config"),
+    "qwen2": ("attention_bias", "mlp_bias", "qk_norm", "dual_chunk_attention_config", "quantization_config"),
+    "qwen3": ("attention_bias", "mlp_bias", "dual_chunk_attention_config", "quantization_config"),
+}
+_MUST_BE_OFF |= {"qwen2_5_vl": _MUST_BE_OFF["qwen2"], "qwen3_vl": _MUST_BE_OFF["qwen3"]}
+"""HF model_type -> keys of features that one engine would build and the other would not."""
+
+_ROPE_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""Kind of rotary embedding -> the keys that it needs."""
+
+
+def check_keys(config: dict, path: Path) -> None:
+    """Keys that are missing, of a wrong type or out of range."""
+    if missing := [key for key in _NEEDED[config["model_type"]] if key not in config]:
+        raise ValueError(f"model: {path} lacks the keys {missing}; save the model again with transformers")
+    for key, kind in _TYPES.items():
+        if key in config and not fits(kind, config[key]):
+            raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {spell(kind)}")
+    for key in (*_SIZES, *LENGTHS, "num_key_value_heads", "head_dim", "sliding_window"):
+        if config.get(key) is not None and config[key] < 1:
+            raise ValueError(f"model: {path} has {key} {config[key]}, expected at least 1")
+    if not 0 < config["rms_norm_eps"] < 1:
+        raise ValueError(f"model: {path} has rms_norm_eps {config['rms_norm_eps']}, expected between 0 and 1")
+
+
+def head_dim_of(config: dict, path: Path) -> int:
+    """Size of a head, where every reader of the config finds the same one."""
+    hidden, heads, given = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
+    if "head_dim" in _NEEDED[config["model_type"]]:
+        if given is None:
+            raise ValueError(f"model: {path} has head_dim null, expected a whole number")
+    elif hidden % heads:
+        raise ValueError(f"model: {path} has num_attention_heads {heads}, which do not divide its hidden_size {hidden}")
+    size = hidden // heads if given is None else given
+    if config["model_type"] in ("qwen2", "qwen2_5_vl") and size != hidden // heads:
+        raise ValueError(
+            f"model: {path} has head_dim {given}, expected hidden_size / num_attention_heads = {hidden // heads}: "
+            f"vLLM knows no other for {config['model_type']}"
+        )
+    if size % 2:
+        raise ValueError(f"model: {path} has head_dim {size}, expected an even number: rotary embeddings turn pairs")
+    return size
+
+
+def rope_of(config: dict, path: Path) -> dict:
+    """The rotary settings in the form of today's configs; older ones say ``rope_scaling``, and in it ``type``."""
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    kinds = {rope[key] for key in ("type", "rope_type") if isinstance(rope.get(key), str)}
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    kind = rope["rope_type"]
+    if not isinstance(kind, str) or kind not in _ROPE_NEEDED or len(kinds) > 1:
+        said = " and ".join(repr(k) for k in sorted(kinds)) if len(kinds) > 1 else repr(kind)
+        raise ValueError(f"model: {path} has rope_type {said}, expected one of {', '.join(_ROPE_NEEDED)}")
+    if missing := [key for key in _ROPE_NEEDED[kind] if key not in rope]:
+        raise ValueError(f"model: {path} has rope_type {kind!r} without {missing}; save the model again")
+    for key in ("rope_theta", *_ROPE_NEEDED[kind]):
+        if not fits(float, rope[key]) or not 0 < rope[key] <= sys.float_info.max:
+            raise ValueError(f"model: {path} has {key} {rope[key]!r}, expected a number above 0")
+    for key, value in rope.items():
+        if isinstance(value, dict | list):
+            raise ValueError(f"model: {path} has rotary settings of their own for {key!r}, which the engine lacks")
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise ValueError(
+            f"model: {path} has partial_rotary_factor {partial!r}, expected 1: the engine turns whole heads"
+        )
+    return rope
+
+
+def rules_of(config: dict, path: Path) -> tuple[Rule, ...]:
+    """Rule of each layer. Configs without ``layer_types`` slide on the layers from ``max_window_layers`` up."""
+    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    if kinds is not None and len(kinds) != layers:
+        raise ValueError(f"model: {path} has {len(kinds)} layer_types, expected one for each of its {layers} layers")
+    if kinds and "sliding_attention" in kinds and not window:
+        raise ValueError(
+            f"model: {path} has layer_types with 'sliding_attention', but no window: set use_sliding_window and "
+            "sliding_window, or 'full_attention'"
+        )
+    if not window:
+        return (CAUSAL,)
+    first = config.get("max_window_layers", 28)  # what transformers takes
+    kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    rules = tuple(Rule(window=window) if kind == "sliding_attention" else CAUSAL for kind in kinds)
+    return rules if set(rules) != {CAUSAL} else (CAUSAL,)
+
+
+def refuse_unsupported(config: dict, path: Path, head: str) -> None:
+    """Features that a config may ask for and an engine would drop in silence."""
+    model_type = config["model_type"]
+    for key in _MUST_BE_OFF[model_type]:
+        if config.get(key):
+            raise ValueError(f"model: {path} sets {key}, which the engine does not build; it must be false")
+    for key, built in (("hidden_act", "silu"), ("is_causal", True), ("logit_scale", 1)):
+        if config.get(key, built) != built:
+            raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {built!r}")
+    if config.get("attention_dropout"):
+        raise ValueError(f"model: {path} has attention_dropout {config['attention_dropout']}; set it to 0")
+    known = [ARCHITECTURES[model_type]]
+    known += [known[0].replace("ForCausalLM", "ForTokenClassification")] if head == "value" else []
+    if config.get("architectures") not in (None, [], *([name] for name in known)):
+        expected = " or ".join(f"[{name!r}]" for name in known)
+        raise ValueError(f"model: {path} has architectures {config['architectures']}, expected {expected}")

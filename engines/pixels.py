@@ -1,0 +1,162 @@
+"""Pictures to patches, by the processor that the model was saved with: the same for the trainer and for vLLM."""
+
+import hashlib
+import io
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.images import Image
+from engines.vision_spec import VisionSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+"""Pillow's modes that it cuts off at 255 instead of scaling them."""
+_ORIENTATION, _FIRST_ON_ITS_SIDE = 0x0112, 5
+"""The EXIF tag that says how the camera was held, and the first of its values that swap width and height."""
+_LAST_BYTES, _TAIL = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}, 1024
+"""What whole files of a kind end with, but for a little; others are decoded to find out."""
+
+
+class ImageProcessor:
+    """Transformers' image processor of a model's folder.
+
+    Attributes:
+        settings: all that decides about pixels, defaults included.
+
+    Raises:
+        ValueError: the folder has none, or it cuts images otherwise than the model's vision tower expects.
+    """
+
+    def __init__(self, folder: str, vision: VisionSpec):
+        from transformers import AutoImageProcessor
+
+        try:
+            self._process: Any = AutoImageProcessor.from_pretrained(folder)
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(
+                f"model: the image processor in {folder!r} cannot be read ({error}); save it there"
+            ) from None
+        self.vision = vision
+        self.settings = {key: value for key, value in self._process.to_dict().items() if not key.endswith("_type")}
+        for name, wanted in (
+            ("patch_size", vision.patch),
+            ("temporal_patch_size", vision.temporal_patch),
+            ("merge_size", vision.merge),
+        ):
+            if (found := getattr(self._process, name, None)) != wanted:
+                raise ValueError(
+                    f"model: preprocessor_config.json in {folder!r} has {name} {found}, expected {wanted}, which "
+                    "config.json has"
+                )
+
+    def open(self, path: str | Path, place: str) -> Image:
+        """A reference to a picture, of which the header alone is decoded.
+
+        Raises:
+            ValueError: there is no such file, it is no picture, or it is too narrow to be resized.
+        """
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        data = _bytes_of(path, place)
+        width, height = self.check(data, repr(str(path)), place)
+        cell, size = self.vision.patch * self.vision.merge, self._process.size
+        try:
+            rows, columns = smart_resize(height, width, cell, size["shortest_edge"], size["longest_edge"])
+        except ValueError as error:
+            raise ValueError(f"{place}: {str(path)!r} is {width} x {height} pixels: {error}") from None
+        grid = 1, rows // self.vision.patch, columns // self.vision.patch
+        digest = hashlib.sha256(data).hexdigest()
+        return Image(str(Path(path).absolute()), digest, (width, height), grid, place)
+
+    @staticmethod
+    def check(data: bytes, name: str, place: str) -> tuple[int, int]:
+        """Width and height of a picture as it is shown.
+
+        Raises:
+            ValueError: it is none, of a kind that has no colours as they are, or cut short.
+        """
+        with _opened(data, name, place) as picture:
+            if picture.mode in _WIDE_MODES:
+                raise ValueError(
+                    f"{place}: {name} has more than 8 bits of grey ({picture.mode}), which no model was shown; save it "
+                    "with 8 bits"
+                )
+            width, height = picture.size
+            turned = _orientation(picture) >= _FIRST_ON_ITS_SIDE
+            end = _LAST_BYTES.get(picture.format or "")
+            if end is None or end not in data[-_TAIL:]:  # the rest would be found in the middle of the run
+                _colours(picture, name, place)
+        return (height, width) if turned else (width, height)
+
+    def patches(self, images: Sequence[Image]) -> "Tensor":
+        """``[patches, patch_size]`` float32, of one picture after another.
+
+        Raises:
+            ValueError: a picture is gone, was changed, or cannot be decoded.
+        """
+        found = self._process(images=[decode(image) for image in images], return_tensors="pt")
+        for image, grid in zip(images, found["image_grid_thw"].tolist(), strict=True):
+            if tuple(grid) != image.grid:
+                raise ValueError(
+                    f"{image.place}: the processor cut {image.path!r} into {grid} patches, expected {list(image.grid)}"
+                )
+        return found["pixel_values"]
+
+
+def decode(image: Image) -> Any:
+    """The picture in RGB, as ``_colours`` shows it.
+
+    Raises:
+        ValueError: the picture is gone, was changed since it was first opened, or cannot be decoded.
+    """
+    data = _bytes_of(image.path, image.place)
+    if hashlib.sha256(data).hexdigest() != image.digest:
+        raise ValueError(f"{image.place}: {image.path!r} was changed since the run started; put it back")
+    with _opened(data, repr(image.path), image.place) as picture:
+        return _colours(picture, repr(image.path), image.place)
+
+
+def _colours(picture: Any, name: str, place: str) -> Any:
+    """A picture in RGB as a viewer shows it: turned as its camera was held, what is transparent on white."""
+    from PIL import Image as Pictures
+    from PIL import ImageOps
+
+    try:
+        if _orientation(picture) != 1:
+            picture = ImageOps.exif_transpose(picture)
+        if not picture.has_transparency_data:
+            return picture.convert("RGB")
+        layer = picture.convert("RGBA")
+        ground = Pictures.new("RGBA", layer.size, "white")
+        return Pictures.alpha_composite(ground, layer).convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's decoders raise
+        raise ValueError(f"{place}: {name} cannot be decoded: {error}; replace it") from None
+
+
+def _orientation(picture: Any) -> int:
+    """How the camera was held; upright where the file's metadata is broken, as viewers take it."""
+    try:
+        return picture.getexif().get(_ORIENTATION, 1)
+    except (OSError, SyntaxError, ValueError, struct.error):
+        return 1
+
+
+def _bytes_of(path: str | Path, place: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{place}: {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def _opened(data: bytes, name: str, place: str) -> Any:
+    from PIL import Image as Pictures
+    from PIL import UnidentifiedImageError
+
+    try:
+        return Pictures.open(io.BytesIO(data))
+    except (UnidentifiedImageError, OSError, Pictures.DecompressionBombError) as error:
+        raise ValueError(f"{place}: {name} cannot be read as a picture: {error}") from None

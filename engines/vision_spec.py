@@ -1,0 +1,221 @@
+"""The vision tower of a vision-language model, read from its config.json alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engines.checks import fits, spell
+
+_SIZES = ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size")
+_SIZES += ("spatial_merge_size", "temporal_patch_size")
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "qwen2_5_vl": (*_SIZES, "window_size", "fullatt_block_indexes"),
+    "qwen3_vl": (*_SIZES, "num_position_embeddings", "deepstack_visual_indexes"),
+}
+"""HF model_type -> the keys that its vision_config must have."""
+_ACTIVATIONS = {"qwen2_5_vl": "silu", "qwen3_vl": "gelu_pytorch_tanh"}
+_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_TYPES: dict[str, Any] = dict.fromkeys((*_SIZES, "window_size", "num_position_embeddings"), int) | dict.fromkeys(
+    ("fullatt_block_indexes", "deepstack_visual_indexes"), list[int]
+)
+
+VISION_TYPES = tuple(_NEEDED)
+
+Part = Literal["vision", "projector", "language"]
+"""Parts of a vision-language model: the tower's blocks, what maps their features to tokens, and the language model."""
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """The shape of a vision tower, and how its features enter the language model.
+
+    Attributes:
+        model_type: of the whole model. config: its ``vision_config`` as it was saved.
+        width, ffn, out: sizes of the tower's hidden states, of its MLPs and of what it hands to the language model.
+        patch, temporal_patch: pixels of a patch's side and frames in it; channels: colours of a pixel.
+        merge: an image token stands for ``merge x merge`` patches.
+        positions: places of a learned grid of positions; 0 without one.
+        deepstack: levels of features that are added to the hidden states after as many first layers (arXiv:2406.04334).
+        image_token, video_token, start_token, end_token: ids. pad_token: one more that some configs have.
+        axes: for each rotary frequency the axis that turns it: 0 time, 1 height, 2 width (arXiv:2409.12191).
+    """
+
+    model_type: str
+    config: dict
+    depth: int
+    width: int
+    ffn: int
+    out: int
+    patch: int
+    temporal_patch: int
+    channels: int
+    merge: int
+    positions: int
+    deepstack: int
+    image_token: int
+    video_token: int
+    start_token: int
+    end_token: int
+    pad_token: int | None
+    axes: tuple[int, ...]
+
+    @classmethod
+    def from_config(cls, config: dict, path: Path) -> "VisionSpec":
+        """Read a whole ``config.json``.
+
+        Raises:
+            ValueError: a key is missing, has a wrong type, or asks for something that is not built.
+        """
+        model_type, vision = config["model_type"], config.get("vision_config")
+        if not isinstance(vision, dict):
+            raise ValueError(f"model: {path} lacks vision_config; save the model again with transformers")
+        missing = [f"vision_config.{key}" for key in _NEEDED[model_type] if key not in vision]
+        missing += [key for key in _TOKENS if key not in config]
+        if missing:
+            raise ValueError(f"model: {path} lacks the keys {missing}; save the model again with transformers")
+        for key in _NEEDED[model_type]:
+            kind = _TYPES[key]
+            if not fits(kind, vision[key]) or (kind is int and vision[key] < 1):
+                raise ValueError(
+                    f"model: {path} has vision_config.{key} {vision[key]!r}, expected {spell(kind)} above 0"
+                )
+        for key in _TOKENS:
+            if not fits(int, config[key]) or config[key] < 0:
+                raise ValueError(f"model: {path} has {key} {config[key]!r}, expected the number of a token")
+        if config.get("vision_token_id") is not None and not fits(int, config["vision_token_id"]):
+            raise ValueError(
+                f"model: {path} has vision_token_id {config['vision_token_id']!r}, expected a token's number"
+            )
+        rope = _rope_of(_flat(config))
+        if {rope.get(key, "default") for key in ("type", "rope_type")} - {"default", "mrope"}:
+            raise ValueError(
+                f"model: {path} has scaled rotary embeddings ({rope}), which are not built for a model that sees "
+                "pictures; take rope_type 'default'"
+            )
+        if (activation := vision.get("hidden_act", _ACTIVATIONS[model_type])) != _ACTIVATIONS[model_type]:
+            raise ValueError(
+                f"model: {path} has vision_config.hidden_act {activation!r}, expected {_ACTIVATIONS[model_type]!r}"
+            )
+        return cls(
+            model_type=model_type,
+            config=vision,
+            depth=vision["depth"],
+            width=vision["hidden_size"],
+            ffn=vision["intermediate_size"],
+            out=vision["out_hidden_size"],
+            patch=vision["patch_size"],
+            temporal_patch=vision["temporal_patch_size"],
+            channels=vision.get("in_channels", vision.get("in_chans", 3)),
+            merge=vision["spatial_merge_size"],
+            positions=vision.get("num_position_embeddings", 0),
+            deepstack=len(vision.get("deepstack_visual_indexes", ())),
+            image_token=config["image_token_id"],
+            video_token=config["video_token_id"],
+            start_token=config["vision_start_token_id"],
+            end_token=config["vision_end_token_id"],
+            pad_token=config.get("vision_token_id"),
+            axes=_axes(rope, path),
+        )
+
+    def check_language(self, hidden: int, head_dim: int, vocab: int, path: Path) -> None:
+        """Raise ValueError where the tower does not fit a language model of these sizes."""
+        if self.out != hidden:
+            raise ValueError(
+                f"model: {path} has vision_config.out_hidden_size {self.out}, expected hidden_size {hidden}"
+            )
+        if len(self.axes) != head_dim // 2:
+            raise ValueError(
+                f"model: {path} has an mrope_section of {len(self.axes)} frequencies in all, expected {head_dim // 2}, "
+                "half of a head"
+            )
+        if self.banned_tokens[-1] >= vocab:
+            raise ValueError(
+                f"model: {path} has an image token {self.banned_tokens[-1]}, expected one below vocab_size {vocab}"
+            )
+
+    @property
+    def levels(self) -> int:
+        """Kinds of features of each image token: its embedding, and what is added after each of the first layers."""
+        return 1 + self.deepstack
+
+    @property
+    def patch_size(self) -> int:
+        """Numbers that describe a patch."""
+        return self.channels * self.temporal_patch * self.patch**2
+
+    @property
+    def banned_tokens(self) -> tuple[int, ...]:
+        """Ids that stand for pictures and mark where they are: never sampled, and never learned."""
+        ids = {self.image_token, self.video_token, self.start_token, self.end_token, self.pad_token}
+        return tuple(sorted(ids - {None}))
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name within the tower -> shape, of every weight, in the order of the tower's modules."""
+        v, f, merged = self.width, self.ffn, self.width * self.merge**2
+        plain = self.model_type == "qwen3_vl"  # norms and patches have a bias, MLPs no gate
+        shapes = {"patch_embed.proj.weight": (v, self.channels, self.temporal_patch, self.patch, self.patch)}
+        shapes |= {"patch_embed.proj.bias": (v,), "pos_embed.weight": (self.positions, v)} if plain else {}
+        norm = {"weight": (v,)} | ({"bias": (v,)} if plain else {})
+        mlp = {"linear_fc1": (f, v), "linear_fc2": (v, f)}
+        block = {f"{name}.{part}": shape for name in ("norm1", "norm2") for part, shape in norm.items()}
+        block |= _linear("attn.qkv", 3 * v, v) | _linear("attn.proj", v, v)
+        for name, shape in (mlp if plain else {"gate_proj": (f, v), "up_proj": (f, v), "down_proj": (v, f)}).items():
+            block |= _linear(f"mlp.{name}", *shape)
+        for layer in range(self.depth):
+            shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+        if not plain:
+            shapes["merger.ln_q.weight"] = (v,)
+            return shapes | _linear("merger.mlp.0", merged, merged) | _linear("merger.mlp.2", self.out, merged)
+        mergers = [("merger", v), *((f"deepstack_merger_list.{i}", merged) for i in range(self.deepstack))]
+        for name, normed in mergers:
+            shapes |= {f"{name}.norm.weight": (normed,), f"{name}.norm.bias": (normed,)}
+            shapes |= _linear(f"{name}.linear_fc1", merged, merged) | _linear(f"{name}.linear_fc2", self.out, merged)
+        return shapes
+
+
+def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def language_config(config: dict) -> dict:
+    """The settings of the language model alone, as a text model's config.json has them."""
+    flat = _flat(config)
+    rope = {key: value for key, value in _rope_of(flat).items() if not key.startswith("mrope")}
+    for key in ("type", "rope_type"):
+        if rope.get(key) == "mrope":
+            rope[key] = "default"
+    kept = {key: value for key, value in flat.items() if key not in ("rope_scaling", "rope_parameters")}
+    whole = ("model_type", "architectures", "tie_word_embeddings", "quantization_config")
+    return kept | {"rope_parameters": rope} | {key: config[key] for key in whole if key in config}
+
+
+def _flat(config: dict) -> dict:
+    """Where the language model's keys are: in ``text_config``, or in older folders among the others."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _rope_of(text: dict) -> dict:
+    rope = text.get("rope_scaling") or text.get("rope_parameters")
+    return rope if isinstance(rope, dict) else {}
+
+
+def part_of(name: str) -> Part:
+    """The part of the model that a Megatron parameter belongs to, by its name."""
+    if not name.startswith("vision."):
+        return "language"
+    return "projector" if "merger" in name else "vision"
+
+
+def _axes(rope: dict, path: Path) -> tuple[int, ...]:
+    """In sections of frequencies, or interleaved: time, height, width, time, ... as far as each section reaches."""
+    sections = rope.get("mrope_section")
+    if not fits(list[int], sections) or len(sections) != 3 or min(sections) < 0:
+        raise ValueError(f"model: {path} has mrope_section {sections!r}, expected three whole numbers")
+    if not rope.get("mrope_interleaved"):
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for place in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[place] = axis
+    return tuple(axes)

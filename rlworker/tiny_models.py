@@ -1,0 +1,143 @@
+"""Tiny models of random weights, made where no real one is at hand: to check with, and to try recipes with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
+    import torch
+
+TinyVlm = Literal["qwen2_5_vl", "qwen3_vl"]
+Tiny = Literal["qwen2", TinyVlm]
+"""HF model_type of a tiny model."""
+
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+"""What Qwen's processors call the tokens of pictures: start, image, end, video."""
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_LANGUAGE: dict[str, Any] = dict(
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+}
+_PATCH, _MERGE = 14, 2
+
+
+def tiny_model(folder: str | Path, kind: Tiny) -> str:
+    """Save a model whose weights are large enough that a wrong one would show."""
+    options = dict(initializer_range=0.08)
+    if kind == "qwen2":
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        _seed(0)
+        language = _LANGUAGE | options
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=131, tie_word_embeddings=True, **language))
+        return _saved(model, folder)
+    return tiny_vlm(folder, kind, bare_tokenizer(), 131, language=options, vision=options)
+
+
+def bare_tokenizer(first: int = 0) -> Any:
+    """A tokenizer of an end token, 0, and the tokens of pictures, from ``first + 1`` on; it has no words."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<eos>": 0} | {token: first + i for i, token in enumerate(IMAGE_TOKENS, start=1)}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    special = dict(eos_token="<eos>", unk_token="<eos>", additional_special_tokens=list(IMAGE_TOKENS))
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
+
+
+def tiny_vlm(
+    folder: str | Path,
+    family: str,
+    tokenizer: Any,
+    vocab: int,
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    language: dict | None = None,
+    vision: dict | None = None,
+    pixels: tuple[int, int] = (28 * 28, 28 * 28 * 64),
+    apart: float = 0.1,
+) -> str:
+    """Save a vision-language model with its tokenizer, which has ``IMAGE_TOKENS``, and its image processor.
+
+    Args:
+        language, vision: settings of both towers that differ. pixels: fewest and most of a picture.
+        apart: how far biases and norms, which are born alike, are moved from there: a swapped pair would go unseen.
+    """
+    name, settings_class, model_class = _classes(family)
+    rope, heads = _ROPE | {"mrope_section": [8, 4, 4]}, {}
+    if family == "qwen3_vl":
+        rope, heads = rope | {"mrope_interleaved": True}, {"head_dim": 32}
+    start, image, end, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
+    ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    text = _LANGUAGE | {"vocab_size": vocab, "rope_parameters": rope} | ends | heads
+    tower = dict(hidden_size=64, intermediate_size=48, num_heads=2, patch_size=_PATCH, spatial_merge_size=_MERGE)
+    text |= language or {}
+    tower |= _VISION[family] | {"out_hidden_size": text["hidden_size"]} | (vision or {})
+    _seed(seed)
+    config = settings_class(
+        text_config=text,
+        vision_config=tower,
+        vision_start_token_id=start,
+        image_token_id=image,
+        vision_end_token_id=end,
+        video_token_id=video,
+        tie_word_embeddings=tied,
+    )
+    saved = _saved(model_class(config), folder, apart)
+    tokenizer.save_pretrained(folder)
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": f"{name}Processor",
+        "size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]},
+        "patch_size": _PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": _MERGE,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
+    return saved
+
+
+def _classes(family: str) -> tuple[str, type, type]:
+    """What transformers calls a family, and its classes of the settings and of the model."""
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+    )
+
+    return {
+        "qwen2_5_vl": ("Qwen2_5_VL", Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+        "qwen3_vl": ("Qwen3VL", Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    }[family]
+
+
+def _seed(seed: int) -> None:
+    import torch
+
+    torch.manual_seed(seed)
+
+
+def _saved(model: torch.nn.Module, folder: str | Path, apart: float = 0.1) -> str:
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name or "ln_q" in name:
+                parameter.add_(apart * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return str(folder)
