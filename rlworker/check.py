@@ -5,122 +5,35 @@ logprobs with the trainer's, before and after new weights are sent. Everything g
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain
-from typing import Literal
 
+import numpy as np
+import torch
 from ray.exceptions import RayError
 
-from engines.batch import TrainBatch
 from engines.interfaces import Sampling, TokenOutputs
-from engines.models import ModelSpec
 from hardware.capabilities import find_backend
-from hardware.platform import describe, get_platform
+from hardware.platform import get_platform
 from hardware.rules import CAUSAL, Rule
-from rlworker.check_case import Case, make_case
+from rlworker.bench import Bench, Finding, bench, limits_of_platform, probe_loss
 from rlworker.check_config import CheckConfig
-from rlworker.cluster import naming_failures, ray_for
 from rlworker.data import Row
-from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup
-from rlworker.reference import Reference, huggingface_reference
+from rlworker.group import BUCKET_BYTES
 from rlworker.rollout import logprob_difference, to_batch
-from rlworker.rollout_engines import Rollouts
-from rlworker.worker import Role
 
 KINDS = ("bshd", "thd")
 RULES = (CAUSAL, Rule(window=3), Rule(chunk=4), Rule(images=True), Rule(prefix=True), Rule(causal=False))
-_PROBE = "engines.megatron.probe:"
-
-LIMITS = {
-    "float32": {"logprobs": 1e-4, "gradients": 1e-4, "layers": 1e-6, "rollout mean": 2e-5, "rollout max": 5e-3},
-    "bfloat16": {"logprobs": 0.2, "gradients": 0.1, "layers": 1e-2, "rollout mean": 0.05, "rollout max": math.inf},
-}
-"""By the type of weights: largest difference of a logprob, ``|difference| / |gradient|`` of a tensor, what a layer adds
-by rounding alone to the relative difference of a token's hidden state, mean and largest |rollout - trainer logprob|."""
 _SCALE = 1.25
 """Weights are multiplied by this before they are sent: logprobs then move by far more than any limit."""
 _JUMP = 5.0
 """A layer at which the difference grows by this factor is where it comes from."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        check: what was checked. where: layout, rule, engine.
-        outcome: "refused" is the capability table's word: nothing was run, and nothing is wrong.
-        text: what was found. evidence: what it shows (``Platform.evidence``), or "table".
-    """
-
-    check: str
-    where: str
-    outcome: Literal["ok", "FAILED", "refused"]
-    text: str
-    evidence: str
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The engines under check, and what they are checked with."""
-
-    config: CheckConfig
-    model: ModelSpec
-    actor: WorkerGroup
-    rollouts: Rollouts
-    case: Case
-    reference: Reference | None
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """Of the actor's type, and those of the rollout of the coarser of both."""
-        actor, both = self.config.actor.dtype, {self.config.actor.dtype, self.config.rollout.dtype}
-        rollout = LIMITS["float32" if both == {"float32"} else "bfloat16"]
-        return LIMITS[actor] | {name: limit for name, limit in rollout.items() if name.startswith("rollout")}
-
-    def on_ranks(self, function: str, *args) -> list:
-        return self.actor.call("run", _PROBE + function, *args)
-
-    def finding(self, check: str, where: str, passed: bool, text: str) -> Finding:
-        return Finding(check, where, "ok" if passed else "FAILED", text, get_platform(self.config.platform).evidence)
-
-    def limits_of_platform(self) -> list[Finding]:
-        """What its evidence says nothing about, as the last line of the report."""
-        platform = get_platform(self.config.platform)
-        return [self.finding("platform", platform.name, True, describe(platform))] if platform.not_covered else []
-
-
-@contextmanager
-def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Bench]:
-    """Start the engines; HuggingFace computes beside them.
-
-    Args:
-        rollouts: engines that run already.
-    """
-    model = config.check_model()
-    case = make_case(model, config.actor.dp)
-    temperature = config.rollout.temperature
-    with ExitStack() as running:
-        if rollouts is None:
-            running.enter_context(ray_for(config.actor.ranks + config.rollout.engines, config.platform))
-            rollouts = Rollouts(config.platform, config.rollout.engines).start(model, config.rollout)
-            running.callback(rollouts.stop)
-        actor = StartingGroup("actor", config.platform, (Role("actor", model, config.actor, temperature),), seed=0)
-        running.callback(actor.stop)
-        reference = None
-        if config.huggingface:
-            reference = huggingface_reference(model.folder, case.batch, probe_loss, case.denominator, temperature)
-        with naming_failures("check: start", actor.workers() | rollouts.workers()):
-            engines = Bench(config, model, actor.ready()["actor"], rollouts.ready(), case, reference)
-        yield engines
-
-
 def run_check(config: CheckConfig) -> list[Finding]:
     """Start the engines, run every check once, end them."""
     with bench(config) as engines:
-        return [*check_all(engines, version=1), *engines.limits_of_platform()]
+        return [*check_all(engines, version=1), *limits_of_platform(get_platform(config.platform))]
 
 
 def check_all(bench: Bench, version: int, only: str = "") -> list[Finding]:
@@ -136,6 +49,7 @@ def check_all(bench: Bench, version: int, only: str = "") -> list[Finding]:
     for name, check in (
         ("attention", check_attention),
         ("tokens", check_tokens),
+        ("pictures", check_pictures),
         ("layouts", check_layouts),
         ("gradients", check_gradients),
         ("rollout", check_rollout),
@@ -182,6 +96,34 @@ def check_tokens(bench: Bench) -> list[Finding]:
     return found
 
 
+def check_pictures(bench: Bench) -> list[Finding]:
+    """Who influences whom from pixels on: another picture moves what comes from its first token on, in its own sequence
+    and nowhere else; and within the tower nothing of the pictures beside it."""
+    found, batch, others = [], bench.case.batch, bench.case.others
+    if not others:
+        return []
+    starts = np.cumsum([0, *batch.lengths])
+    for kind in KINDS:
+        before, leaks, missing = bench.outputs(kind), 0, 0
+        for image, other in others.items():  # wherever it is: as many pictures are then seen, split in the same way
+            images = tuple(tuple(other if one == image else one for one in own) for own in batch.images)
+            after = bench.outputs(kind, replace(batch, images=images))
+            heard = (before.entropy != after.entropy) | (before.logprobs != after.logprobs)
+            sees = torch.zeros(batch.num_tokens, dtype=torch.bool)
+            for row, own in enumerate(batch.images):
+                if image in own:
+                    blocks = batch.image_block[starts[row] : starts[row + 1]]
+                    sees[starts[row] + int((blocks == own.index(image)).nonzero()[0]) : starts[row + 1]] = True
+            leaks, missing = leaks + int((heard & ~sees).sum()), missing + int((sees & ~heard).sum())
+        words = f"{leaks} tokens see a picture that they must not, {missing} do not see their own"
+        passed = not leaks and not missing
+        found.append(bench.finding("pictures", f"{kind}, whole model", passed, "no leak" if passed else words))
+    images = list(others)
+    seen = sum(bench.on_ranks("probe_tower", images, [others[image] for image in images]))
+    text = f"{seen} pictures see another in the tower" if seen else "no leak"
+    return [*found, bench.finding("pictures", "tower", not seen, text)]
+
+
 def _in_words(influences: list) -> str:
     if not influences:
         return "no leak, no missing link"
@@ -198,7 +140,7 @@ def _in_words(influences: list) -> str:
 def check_layouts(bench: Bench) -> list[Finding]:
     """Logprobs and entropies of both layouts against each other and against HuggingFace."""
     limit = bench.limits["logprobs"]
-    outputs = {kind: _outputs(bench, kind) for kind in KINDS}
+    outputs = {kind: bench.outputs(kind) for kind in KINDS}
     found = []
     for kind in KINDS if bench.reference else ():
         apart = _largest(outputs[kind], TokenOutputs(bench.reference.logprobs, bench.reference.entropy))
@@ -233,17 +175,12 @@ def check_gradients(bench: Bench) -> list[Finding]:
         apart = {
             name: float((gradients[name] - want).norm() / want.norm().clamp(min=1e-12))
             for name, want in bench.reference.gradients.items()
+            if bench.model.part_of(name) not in bench.config.actor.freeze
         }
         worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
         text = f"{apart[worst]:.1e} of the norm at most, in {worst}, limit {limit:.0e}"
         found.append(bench.finding("gradients", f"{kind} against HuggingFace", apart[worst] <= limit, text))
     return found
-
-
-def probe_loss(outputs: TokenOutputs, batch: TrainBatch):
-    """``-sum(advantage * logprob + 0.1 * entropy)`` over the tokens that count."""
-    terms = -(batch.advantages * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
-    return terms.sum(), {"loss": terms.sum().detach()}
 
 
 # -- rollout
@@ -256,10 +193,10 @@ def check_rollout(bench: Bench) -> list[Finding]:
 
 def check_weight_sync(bench: Bench, version: int) -> list[Finding]:
     """Other weights are sent, and both must agree on samples of these; then the first weights come back."""
-    before = _outputs(bench, bench.config.actor.layout)
+    before = bench.outputs(bench.config.actor.layout)
     bench.on_ranks("scale_weights", _SCALE)
     try:
-        moved = float((before.logprobs - _outputs(bench, bench.config.actor.layout).logprobs).abs().mean())
+        moved = float((before.logprobs - bench.outputs(bench.config.actor.layout).logprobs).abs().mean())
         send_weights(bench, version)
         found = _compare_rollouts(bench, "weight sync", "after new weights")
         if not moved > 5 * bench.limits["rollout mean"]:
@@ -281,9 +218,9 @@ def _compare_rollouts(bench: Bench, check: str, where: str) -> list[Finding]:
     """Each rollout engine's logprobs of its own samples against the trainer's."""
     config, engines = bench.config.rollout, len(bench.rollouts.actors)
     # Enough for every replica to have a share, and the same for every engine.
-    rows = [Row("", prompt, "", {}) for prompt in bench.case.prompts] * (engines * bench.actor.dp_size)
+    rows = [Row("", p.token_ids, "", {}, p.images) for p in bench.case.prompts] * (engines * bench.actor.dp_size)
     sampling = Sampling(2, config.temperature, config.max_new_tokens, seed=1, stop_token_ids=())
-    batch = to_batch(rows, bench.rollouts.generate(rows, sampling), [0.0] * (2 * len(rows)))
+    batch = to_batch(rows, bench.rollouts.generate(rows, sampling), [0.0] * (2 * len(rows)), bench.model.vision)
     logprobs = bench.actor.forward(batch).logprobs
     found, start, limits = [], 0, (bench.limits["rollout mean"], bench.limits["rollout max"])
     for number, part in enumerate(batch.split(engines)):
@@ -291,15 +228,15 @@ def _compare_rollouts(bench: Bench, check: str, where: str) -> list[Finding]:
         start += part.num_tokens
         mean, largest = difference["logprob_diff_mean"], difference["logprob_diff_max"]
         text = f"mean {mean:.1e}, max {largest:.1e}, limits {limits[0]:.0e} and {limits[1]:.0e}"
+        if "logprob_diff_pictures_max" in difference:
+            text += (
+                "; after pictures mean {logprob_diff_pictures_mean:.1e}, max {logprob_diff_pictures_max:.1e}".format(
+                    **difference
+                )
+            )
         passed = mean <= limits[0] and largest <= limits[1]
         found.append(bench.finding(check, where if engines == 1 else f"{where}, engine {number}", passed, text))
     return found
-
-
-def _outputs(bench: Bench, kind: str) -> TokenOutputs:
-    """Outputs of the whole batch, which every replica computes."""
-    outputs = bench.on_ranks("outputs_of", kind, bench.case.batch)
-    return next(part for part, place in zip(outputs, bench.actor.places, strict=True) if place["is_leader"])
 
 
 def _largest(a: TokenOutputs, b: TokenOutputs) -> float:

@@ -1,18 +1,23 @@
-"""What a check runs on: sequences of awkward lengths, and a tiny model where none is given."""
+"""What a check runs on: sequences of awkward lengths, and pictures for a model that sees them."""
 
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engines.batch import TrainBatch
+from engines.images import Image, Prompt, image_columns
 from engines.models import ModelSpec
+from engines.pixels import ImageProcessor
 from engines.probe_case import ProbeCase
 
 _LENGTHS = (9, 1, 14, 0, 6, 9, 21)
 _IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 6: ((0, 2),)}
 """Sequence -> where its images are; two lie side by side."""
+_PICTURES = (0, 1, 2, 0, 1)
+"""How many pictures a row has, by turns."""
 _PREFIXES = (3, 1, 5, 0, 2, 0, 4)
 _ALL_COLUMNS, _FEW_COLUMNS = 200, 12
 """In a stream of at most so many tokens each one's influence is looked for; in a longer one, that of so many."""
@@ -25,16 +30,21 @@ class Case:
     Attributes:
         probe: what masks are probed with. batch: what numbers are compared on.
         denominator: of the loss. prompts: what the rollout engine continues.
+        others: for each picture another of its size.
     """
 
     probe: ProbeCase
     batch: TrainBatch
     denominator: float
-    prompts: list[tuple[int, ...]]
+    prompts: list[Prompt]
+    others: dict[Image, Image]
 
 
-def make_case(model: ModelSpec, replicas: int) -> Case:
+def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     """Sequences for a model: longer than its windows, within its positions; as many for each data-parallel replica.
+
+    Args:
+        folder: for pictures.
 
     Raises:
         ValueError: the model has too few positions.
@@ -46,13 +56,49 @@ def make_case(model: ModelSpec, replicas: int) -> Case:
     if windows:
         lengths = (*_LENGTHS, min(max(windows) + 6, model.max_positions - 1))
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(0, model.vocab, (n + 1,), generator=generator).tolist() for n in lengths * replicas]
-    batch = TrainBatch.from_ids(ids, [1 + min(i % 3, len(s) - 1) for i, s in enumerate(ids)])
-    advantages = torch.randn(batch.num_tokens, generator=generator)
-    batch = TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": advantages})
-    return Case(
-        _probe_case(lengths), batch, float(batch.mask.sum()), [tuple(s[:4]) for s in ids[: len(lengths)] if len(s) > 4]
-    )
+    text = torch.tensor(sorted(set(range(model.vocab)) - set(model.banned_tokens)))
+    ids = [text[torch.randint(len(text), (n + 1,), generator=generator)].tolist() for n in lengths * replicas]
+    prompts = [1 + min(i % 3, len(s) - 1) for i, s in enumerate(ids)]
+    kept = [Prompt(tuple(s[:4])) for s in ids[: len(lengths)] if len(s) > 4]
+    images, others, columns = [()] * len(ids), {}, {}
+    if model.vision:
+        processor = ImageProcessor(model.folder, model.vision)
+        pairs = [_pictures(processor, Path(folder), row) for row in range(len(lengths))] * replicas
+        others = dict(chain(*pairs))
+        images = [tuple(image for image, _ in own) for own in pairs]
+        ids = [_with_pictures(s, n, own, model) for s, n, own in zip(ids, prompts, images, strict=True)]
+        prompts = [len(s) - was + n for s, n, was in zip(ids, prompts, (n + 1 for n in lengths * replicas))]
+        kept = [Prompt(tuple(s[: n + 1]), own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]
+        kept = kept[: len(lengths)]
+        columns = image_columns(ids, images, model.vision)
+    batch = TrainBatch.from_ids(ids, prompts, **columns)
+    batch = replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
+    return Case(_probe_case(lengths), batch, float(batch.mask.sum()), kept, others)
+
+
+def _pictures(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:
+    """None, one, two or none again for a row, each of another size, and for each another of its size."""
+    from PIL import Image as Pictures
+
+    cell, found = processor.vision.patch * processor.vision.merge, []
+    for number in range(_PICTURES[row % len(_PICTURES)]):
+        pair = []
+        for which in range(2):
+            generator = np.random.default_rng([row, number, which])
+            sides = ((1 + row % 3) * cell, (2 + number) * cell, 3)
+            path = folder / f"{row}-{number}-{which}.png"
+            Pictures.fromarray(generator.integers(0, 256, sides, dtype=np.uint8)).save(path)
+            pair.append(processor.open(path, f"check: picture {number} of sequence {row}"))
+        found.append(tuple(pair))
+    return found
+
+
+def _with_pictures(ids: list[int], prompt: int, images: tuple[Image, ...], model: ModelSpec) -> list[int]:
+    """Pictures at the end of a prompt, with their tokens around and between them."""
+    vision, shown = model.vision, []
+    for image in images:
+        shown += [vision.start_token, *[vision.image_token] * image.tokens(vision.merge), vision.end_token]
+    return ids[:prompt] + shown + ids[prompt:]
 
 
 def _probe_case(lengths: tuple[int, ...]) -> ProbeCase:
@@ -70,29 +116,3 @@ def _probe_case(lengths: tuple[int, ...]) -> ProbeCase:
         columns = sorted(edges | {end - 1 for end in ends[-4:] if end})[:_FEW_COLUMNS]
     prefixes = (*_PREFIXES, *(0 for _ in lengths[len(_PREFIXES) :]))
     return ProbeCase(lengths, tuple(columns), tuple(blocks), prefixes)
-
-
-def tiny_model() -> tempfile.TemporaryDirectory:
-    """A folder with a tiny Qwen2 of random weights: tied, with biases, and grouped key-value heads."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=131,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-    )
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():  # biases and norms are born alike; a swapped pair would go unseen
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    folder = tempfile.TemporaryDirectory(prefix="rlworker-check-")
-    model.save_pretrained(Path(folder.name))
-    return folder

@@ -9,6 +9,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
 from hardware.platform import PlatformName
 from rlworker.model_checks import check_engines
+from rlworker.tiny_models import Tiny
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,13 @@ class CheckConfig:
 
     model: Positional[str] = ""
     """HuggingFace folder; without one a tiny model is made on the spot."""
+    tiny: Tiny = "qwen2"
+    """Kind of that tiny model."""
     platform: PlatformName = "cpu"
     """Kind of machine the engines run on."""
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     rollout: VllmConfig = field(
-        default_factory=lambda: VllmConfig(max_new_tokens=8, max_model_len=64, max_num_seqs=16, kv_cache_mb=256)
+        default_factory=lambda: VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=16, kv_cache_mb=256)
     )
     huggingface: bool = True
     """Compare with HuggingFace, whose model is held in this process as well."""
@@ -32,6 +35,8 @@ class CheckConfig:
 
     def __post_init__(self):
         check_types("check", self)
+        if self.tiny != "qwen2" and (self.model or self.self_test):
+            raise ValueError("check: tiny names the model that is made where none is given; leave it out")
         types = {self.actor.dtype, self.rollout.dtype}
         if self.self_test and (self.model or not self.huggingface or types != {"float32"}):
             raise ValueError(

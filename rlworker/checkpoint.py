@@ -16,7 +16,7 @@ _COMPLETE = "trainer.json"
 _MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "save_every", "ignore_logprob_diff", "trackers"}
 _MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
 _MAY_CHANGE |= {"rollout.max_num_seqs", "actor.timeout_s", "logprob_diff_mean", "logprob_diff_max", "reward.workers"}
-_MAY_CHANGE |= {"reward.time_limit_s", "separate"}
+_MAY_CHANGE |= {"reward.time_limit_s", "separate", "actor.image_memory_mb", "rollout.image_memory_mb"}
 """Settings that a resumed run may change: how it is spread, how long it goes on and what it tells."""
 
 

@@ -3,9 +3,9 @@
 import argparse
 import json
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import tyro
@@ -33,13 +33,15 @@ def check(config: Annotated[CheckConfig, tyro.conf.arg(name="")]) -> None:
         config: What is checked.
     """
     from rlworker.check import run_check
-    from rlworker.check_case import tiny_model
     from rlworker.self_test import self_test
+    from rlworker.tiny_models import tiny_model
 
-    with tiny_model() if not config.model else nullcontext(config.model) as folder:
+    with TemporaryDirectory(prefix="rlworker-check-") as folder:
         tell = (lambda line: None) if config.json else print
-        of_model = replace(config, model=str(folder), self_test=False)
-        found = self_test(of_model, tell) if config.self_test else run_check(of_model)
+        if config.self_test:
+            found = self_test(replace(config, self_test=False), folder, tell)
+        else:
+            found = run_check(replace(config, model=config.model or tiny_model(folder, config.tiny)))
     if config.json:
         print(json.dumps([asdict(finding) for finding in found], indent=1))
     else:

@@ -10,7 +10,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
 from hardware.platform import PlatformName
 from hardware.rules import slot_unit
-from rlworker.model_checks import check_engines, check_trained
+from rlworker.model_checks import check_engines, check_sees_alike, check_trained
 
 _LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}
 """dtype -> mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
@@ -29,6 +29,9 @@ class DataConfig:
     """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]."""
     answer_field: str = "answer"
     """Field of a row that holds the answer: text, given to the reward function or learned."""
+    image_field: str = "images"
+    """Field of a row that holds its pictures, for a vision-language model: a list of paths (from the rows' folder) or
+    of {"bytes": ...}; the prompt has <image> where each belongs."""
     instruction: str = ""
     """A text prompt becomes a user's message that ends with this, by the chat template; empty leaves it as it is. Rows
     of messages have their own."""
@@ -238,6 +241,11 @@ class RunConfig(TrainingConfig):
             )
 
     @property
+    def image_memory_mb(self) -> int:
+        """What the largest picture may take, decoded, in every process that decodes it."""
+        return min(self.actor.image_memory_mb, self.rollout.image_memory_mb)
+
+    @property
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
 
@@ -304,6 +312,7 @@ class RunConfig(TrainingConfig):
             try:
                 spec = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
                 check_trained(spec, self.actor, self.platform)
+                check_sees_alike(spec, specs["actor"])
             except ValueError as error:
                 raise ValueError(f"{role} ({option}): {error}") from None
             wanted = (("tokens in its vocabulary", spec.vocab, specs["actor"].vocab),)

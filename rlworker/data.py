@@ -1,24 +1,20 @@
 """Rows to learn from: files and data sets in, tokenised prompts out, and which of them each step takes."""
 
-import json
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 
+from engines.images import Image
 from rlworker.config import DataConfig
+from rlworker.pictures import MARKER, Pictures, refuse_other_fields
+from rlworker.sources import folder_of, rows_at
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-_BATCH = 1000
-"""Rows of a table that become Python values at once."""
-
-_Table = tuple[list[str], Iterator[dict]]
-"""Names of a table's columns, and its rows."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +23,16 @@ class Row:
 
     Attributes:
         prompt: the text that the model sees, chat template applied.
-        prompt_ids: its token ids. answer: what a reward function compares with.
+        prompt_ids: its token ids, those of its pictures included. answer: what a reward function compares with.
         source: the whole row in plain Python values, for reward functions that need more.
+        images: its pictures in order.
     """
 
     prompt: str
     prompt_ids: tuple[int, ...]
     answer: str
     source: dict
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,22 +99,43 @@ def check_rows(path: str, data: DataConfig) -> None:
         pass
 
 
-def read_rows(path: str, tokenizer, data: DataConfig) -> Rows:
+def read_rows(path: str, tokenizer, data: DataConfig, pictures: Pictures | None = None) -> Rows:
     """Read the rows at ``path``, which ``DataConfig.train`` describes, and tokenise their prompts.
 
     Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text stays as it is
     where ``data.instruction`` does not make a message of it.
 
+    Args:
+        pictures: of a vision-language model.
+
     Raises:
         ValueError: there are no such rows, or a broken one, by place, row and field; a prompt is too long, or all are
-            where such are skipped.
+            where such are skipped; a picture cannot be read, or there is another number of them than places for them.
     """
-    places, sources = zip(*_checked(path, data), strict=True)
-    prompts = [(where, source[data.prompt_field]) for where, source in zip(places, sources, strict=True)]
-    texts = [_text_of(prompt, tokenizer, where, data) for where, prompt in prompts]
+    places, sources, texts, images = [], [], [], []
+    for where, source in _checked(path, data):
+        own: tuple[Image, ...] = ()
+        if pictures:
+            own = pictures.of_row(source, where, data, folder_of(path))
+            if own:  # what a row holds as bytes is on disk now, and need not be held by every process that sees the row
+                source = source | {data.image_field: [image.path for image in own]}
+        elif source.get(data.image_field) or _has_pictures(source[data.prompt_field]):
+            raise ValueError(
+                f'{where}: field "{data.image_field}" or the prompt has pictures, which this model cannot see; take a '
+                "vision-language model, or name another field with --data.image-field"
+            )
+        text = _text_of(source[data.prompt_field], tokenizer, where, data)
+        places.append(where)
+        sources.append(source)
+        texts.append(pictures.text_of(text, tokenizer) if pictures else text)
+        images.append(own)
+    if pictures and not any(images):
+        refuse_other_fields(sources[0], places[0], data)
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     rows, limit = [], data.max_prompt_tokens
-    for where, source, text, ids in zip(places, sources, texts, encoded, strict=True):
+    for where, source, text, ids, own in zip(places, sources, texts, encoded, images, strict=True):
+        if pictures:
+            ids = pictures.expanded(ids, own, where, data)
         if len(ids) > limit and data.skip_long_prompts:
             continue
         if not 0 < len(ids) <= limit:
@@ -124,7 +143,7 @@ def read_rows(path: str, tokenizer, data: DataConfig) -> Rows:
                 f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change it, raise '
                 "--data.max-prompt-tokens or leave long ones out with --data.skip-long-prompts"
             )
-        rows.append(Row(text, tuple(ids), source[data.answer_field], source))
+        rows.append(Row(text, tuple(ids), source[data.answer_field], source, own))
     if not rows:
         raise ValueError(
             f"data: {path}: all {len(encoded)} prompts are longer than {limit} tokens, the shortest has "
@@ -135,16 +154,7 @@ def read_rows(path: str, tokenizer, data: DataConfig) -> Rows:
 
 def _checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
     """Each row after where it stands, its fields checked. Rows of a table count from 0, lines of a file from 1."""
-    if not path:
-        raise ValueError("data: no rows were given; set --data.train, such as --data.train train.jsonl")
-    if path.startswith("hf:"):
-        rows = _numbered(path, _hub_rows(path), data)
-    elif path.endswith(".parquet") and Path(path).is_file():
-        rows = _numbered(path, _parquet_rows(path), data)
-    elif Path(path).is_file():
-        rows = _lines(path)
-    else:
-        rows = _numbered(path, _saved_rows(path), data)
+    rows = rows_at(path, data)
     empty = True
     for where, source in rows:
         _check_fields(where, source, data)
@@ -152,104 +162,6 @@ def _checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
         empty = False
     if empty:
         raise ValueError(f"data: {path} has no rows")
-
-
-def _lines(path: str) -> Iterator[tuple[str, dict]]:
-    """Each object of a JSONL file, after where it stands."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"data: {path}, line {number}"
-            try:
-                row = json.loads(line.decode())
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8: {error}; save the file as UTF-8") from None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not JSON: {error}; expected an object on each line") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: expected an object, got {type(row).__name__}")
-            yield where, row
-
-
-def _numbered(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[str, dict]]:
-    """Each row of a table, after where it stands; the columns must be there."""
-    columns, rows = table
-    for option, name in (("prompt-field", data.prompt_field), ("answer-field", data.answer_field)):
-        if name not in columns:
-            raise ValueError(
-                f'data: {path}: no column "{name}", there are {", ".join(columns)}; name one with --data.{option}'
-            )
-    for number, row in enumerate(rows):
-        yield f"data: {path}, row {number} (from 0)", row
-
-
-def _parquet_rows(path: str) -> _Table:
-    """Of a parquet file."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        table = parquet.ParquetFile(path).read()
-        table.validate(full=True)  # text that is no UTF-8
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"data: {path}: cannot be read as a parquet file: {error}") from None
-    return table.column_names, (row for batch in table.to_batches(_BATCH) for row in batch.to_pylist())
-
-
-def _saved_rows(path: str) -> _Table:
-    """Of ``FOLDER`` or ``FOLDER:SPLIT``, as ``save_to_disk`` of a Dataset or a DatasetDict wrote it."""
-    folder, split = (path, "") if Path(path).is_dir() else path.rpartition(":")[::2]
-    if not Path(folder).is_dir() or not folder:
-        raise ValueError(
-            f"data: {path!r} does not exist; set --data.train and --data.heldout to a JSONL or parquet file, a folder "
-            "of datasets.save_to_disk (FOLDER or FOLDER:SPLIT) or hf:OWNER/NAME:SPLIT"
-        )
-    splits = Path(folder) / "dataset_dict.json"
-    if splits.is_file():
-        known = json.loads(splits.read_text(encoding="utf-8"))["splits"]
-        if split not in known:
-            got = f"no split {split!r}" if split else "no split was given"
-            raise ValueError(
-                f"data: {path}: {got}, there are {', '.join(known)}; choose one, such as {folder}:{known[0]}"
-            )
-    elif split:
-        raise ValueError(f"data: {path}: {folder} has no splits; give the folder alone")
-    from datasets import load_from_disk
-
-    return _dataset_rows(path, partial(load_from_disk, str(Path(folder, split))), "a folder of datasets.save_to_disk")
-
-
-def _hub_rows(path: str) -> _Table:
-    """Of ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME/CONFIG:SPLIT``."""
-    form = "hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT"
-    name, _, split = path.removeprefix("hf:").partition(":")
-    owner, *rest = name.split("/")
-    if not split or len(rest) not in (1, 2) or not all((owner, *rest)):
-        raise ValueError(f"data: {path}: expected {form}, such as hf:openai/gsm8k/main:train")
-    from datasets import load_dataset
-
-    return _dataset_rows(path, partial(load_dataset, f"{owner}/{rest[0]}", *rest[1:], split=split), form)
-
-
-def _dataset_rows(path: str, load: Callable, expected: str) -> _Table:
-    """Of the Dataset that ``load`` loads: plain Python values, images and sounds as their bytes."""
-    from datasets import Features
-
-    try:
-        dataset = load()
-    except Exception as error:  # each kind of file and each way to the hub fails with errors of its own
-        raise ValueError(f"data: {path}: cannot be loaded as {expected}: {type(error).__name__}: {error}") from error
-    features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=_undecoded))
-    batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # whatever form its owner set
-    return dataset.column_names, (features.decode_example(row) for batch in batches for row in batch.to_pylist())
-
-
-def _undecoded(feature: dict) -> dict:
-    """A feature's description with its decoder off; that of Json stays on, for it gives plain values."""
-    if isinstance(kind := feature.get("_type"), str) and "feature" not in feature:  # neither a struct nor a list
-        return feature | {"decode": kind == "Json"}  # a kind without a decoder drops the key
-    return feature
 
 
 def _check_fields(where: str, source: dict, data: DataConfig) -> None:
@@ -261,11 +173,17 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
             "messages (another field: --data.prompt-field)"
         )
     is_chat = isinstance(prompt, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+        isinstance(m, dict) and isinstance(m.get("role"), str) and _plain(m.get("content")) is not None for m in prompt
     )
     if not isinstance(prompt, str) and not is_chat:
         raise ValueError(
-            f'{prompt_place} must be text or a list of {{"role": text, "content": text}}, got {reprlib.repr(prompt)}'
+            f'{prompt_place} must be text or a list of {{"role": text, "content": text or parts}}, parts being '
+            f'{{"type": "text", "text": text}} or {{"type": "image"}}, got {reprlib.repr(prompt)}'
+        )
+    if is_chat and any(set(part) - {"type", "text"} for m in prompt for part in _parts(m["content"])):
+        raise ValueError(
+            f"{prompt_place} has a part with more than its type and text; a picture is named in the field "
+            f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone'
         )
     if is_chat and data.instruction:
         raise ValueError(
@@ -277,9 +195,28 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
             f"{answer_place} must be text, got {type(answer).__name__}, the row has {', '.join(source)}; make it text "
             "or name another field with --data.answer-field"
         )
-    for text in [text for m in prompt for text in (m["role"], m["content"])] if is_chat else [prompt]:
+    for text in [text for m in prompt for text in (m["role"], _plain(m["content"]))] if is_chat else [prompt]:
         _check_encodable(prompt_place, text)
     _check_encodable(answer_place, answer)
+
+
+def _parts(content: Any) -> list[dict]:
+    return content if isinstance(content, list) else []
+
+
+def _has_pictures(prompt: Any) -> bool:
+    """Some part of a message is one."""
+    return any(part.get("type") == "image" for m in _parts(prompt) for part in _parts(m["content"]))
+
+
+def _plain(content: Any) -> str | None:
+    """A message's content as text, parts that are pictures as markers; None where it is neither text nor parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return None
+    texts = [MARKER if part.get("type") == "image" else part.get("text") for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 
 def _check_encodable(place: str, text: str) -> None:
@@ -304,6 +241,7 @@ def _apply_template(messages: list[dict], tokenizer, where: str, data: DataConfi
         if data.instruction:
             has, remedy = "would become a message by data.instruction", 'set --data.instruction ""'
         raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
+    messages = [message | {"content": _plain(message["content"])} for message in messages]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:  # templates refuse roles and orders that they do not know

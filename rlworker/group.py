@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from engines.batch import TrainBatch
+from engines.images import same_images
 from engines.interfaces import LossFn, Outputs, StepResult
 from engines.schedule import Schedule, plan_schedule
 from hardware.platform import Platform, get_platform
@@ -69,7 +70,7 @@ class WorkerGroup:
 
     def _plan(self, batch: TrainBatch) -> Schedule:
         role, most = self.role, self.platform.max_pack_sequences
-        return plan_schedule(batch.lengths, role.config, role.model.hidden, self.dp_size, most)
+        return plan_schedule(batch.lengths, role.config, role.model.hidden, self.dp_size, most, same_images(batch))
 
 
 def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:

@@ -1,10 +1,12 @@
 """Can the engines hold a model? Asked of its folder alone, before anything heavy starts."""
 
 import math
+from pathlib import Path
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.hf_folder import SafetensorsFolder
 from engines.models import ModelSpec
+from engines.pixels import ImageProcessor
 from hardware.capabilities import find_backend, override_warnings
 from hardware.platform import Platform, describe, get_platform
 from hardware.rules import CAUSAL
@@ -34,6 +36,38 @@ def check_trained(model: ModelSpec, config: MegatronConfig, platform_name: str) 
     config.check_model(model)
     check_rules(model, config, get_platform(platform_name))
     SafetensorsFolder(model.folder).check(model)
+    if model.vision:
+        _check_processor(model.folder)
+
+
+def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:
+    """Raise ValueError where a model is given other tokens or pixels for a picture than the actor, or none."""
+    if model.vision is None and actor.vision is None:
+        return
+    if model.vision is None or actor.vision is None:
+        who = "this model" if model.vision is None else "the actor"
+        raise ValueError(f"model: {who} cannot see pictures and the other can; take two of a kind")
+    tokens = (model.banned_tokens, model.vision.image_token), (actor.banned_tokens, actor.vision.image_token)
+    cut = [(spec.vision.patch, spec.vision.merge, spec.vision.temporal_patch) for spec in (model, actor)]
+    if tokens[0] != tokens[1] or cut[0] != cut[1]:
+        raise ValueError(
+            f"model: {model.folder!r} has image tokens {tokens[0]} and patches {cut[0]}, the actor {tokens[1]} and "
+            f"{cut[1]}; take two that agree"
+        )
+    own, other = (ImageProcessor(spec.folder, spec.vision).settings for spec in (model, actor))
+    if apart := sorted(key for key in own | other if own.get(key) != other.get(key)):
+        raise ValueError(
+            f"model: the image processors in {model.folder!r} and {actor.folder!r} differ in {', '.join(apart)}, so "
+            "that both would see other pixels; make them alike"
+        )
+
+
+def _check_processor(folder: str) -> None:
+    """Raise ValueError where a folder says nothing of its image processor."""
+    if not any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+        raise ValueError(
+            f"model: {folder!r} has no preprocessor_config.json, which says how pictures are cut; save it there"
+        )
 
 
 def check_rules(model: ModelSpec, actor: MegatronConfig, platform: Platform) -> None:

@@ -52,12 +52,13 @@ class Need:
 class Plan:
     """Attributes:
     batch: what a step is made of, label and value. needs: the largest rank of each stage, and of RL a rollout engine.
-    padding: share of the trainer's slots without a token.
+    padding: share of the trainer's slots without a token. sees: the model sees pictures.
     """
 
     batch: dict[str, str]
     needs: list[Need]
     padding: float
+    sees: bool
 
 
 def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str, bool]:
@@ -115,7 +116,8 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     needs = list(_trainers(config, models))
     if isinstance(config, RunConfig):
         needs.append(_rollout(config, models["actor"]))
-    return Plan(batch, needs, padding_share(config.actor, config.longest))
+    sees = models["actor"].vision is not None
+    return Plan(batch, needs, padding_share(config.actor, config.longest), sees)
 
 
 def _rl_batch(config: RunConfig) -> dict[str, str]:
@@ -252,4 +254,6 @@ def in_words(plan: Plan) -> str:
     lines.append(
         "Parameters, gradients and optimizer are exact; activations are an estimate; a rollout engine's are its cache."
     )
+    if plan.sees:
+        lines.append("The vision tower is counted as if every token of a micro-batch were a picture's.")
     return "\n".join(lines)

@@ -40,6 +40,8 @@ def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], toke
             one = batch.select(row, row + 1)
             ids = [*one.inputs[:1].tolist(), *one.targets.tolist()]
             line = {"row": row, "not_finite": columns, "text": tokenizer.decode(ids), "ids": ids}
+            if one.images and one.images[0]:
+                line["images"] = [{"path": i.path, "grid": i.grid, "place": i.place} for i in one.images[0]]
             first = sum(batch.lengths[:row])
             now = {f"now_{name}": column[first : first + one.num_tokens] for name, column in outputs.items()}
             for name, column in (one.columns() | now).items():

@@ -1,5 +1,7 @@
 """report.html: what a run did, as one file that opens anywhere."""
 
+import base64
+import io
 import json
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from plotly.offline import get_plotlyjs
 from hardware.platform import describe, get_platform
 from rlworker.metrics import read_metrics
 
+_THUMBNAIL = 160
+"""Pixels of a shown picture's longer side."""
 _PHASES = (
     "time_rollout",
     "time_reward",
@@ -146,5 +150,23 @@ def _samples(folder: Path) -> list[tuple[int, list[dict]]]:
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
     chosen = files if len(files) <= 6 else [*files[:2], *files[-4:]]
     return [
-        (int(f.stem.removeprefix("step_")), [json.loads(line) for line in f.open(encoding="utf-8")]) for f in chosen
+        (int(f.stem.removeprefix("step_")), [_shown(json.loads(line)) for line in f.open(encoding="utf-8")])
+        for f in chosen
     ]
+
+
+def _shown(sample: dict) -> dict:
+    """A sample with its pictures as small ones that the page can hold; one that is gone leaves its path."""
+    from PIL import Image  # which runs without pictures have no use for
+
+    pictures = []
+    for path in sample.get("images", ()):
+        try:
+            with Image.open(path) as picture:
+                picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+                data = io.BytesIO()
+                picture.convert("RGB").save(data, "PNG")
+            pictures.append((path, f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
+        except OSError:
+            pictures.append((path, ""))
+    return sample | {"pictures": pictures}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from engines.config import VllmConfig
+from engines.images import Prompt
 from engines.models import ModelSpec
 from hardware.platform import get_platform
 from rlworker.data import Row
@@ -43,7 +44,7 @@ class Rollouts:
 
     def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
         """``[P][count]`` completions; each engine takes a run of consecutive prompts and draws from its own seed."""
-        prompts = [row.prompt_ids for row in rows]
+        prompts = [Prompt(row.prompt_ids, row.images) for row in rows]
         bounds = [len(prompts) * i // len(self.actors) for i in range(len(self.actors) + 1)]
         calls = [
             actor.generate.remote(prompts[a:b], replace(sampling, seed=sampling.seed + i))

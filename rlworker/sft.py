@@ -5,12 +5,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
+from engines.images import Image, image_columns
 from engines.interfaces import Outputs
 from engines.models import ModelSpec
+from engines.vision_spec import VisionSpec
 from rlworker import step_metrics
 from rlworker.checkpoint import RunFolder
 from rlworker.cluster import naming_failures, ray_for
@@ -20,6 +23,7 @@ from rlworker.group import SHARD_BYTES, StartingGroup, WorkerGroup, save_groups
 from rlworker.losses import sft_loss
 from rlworker.metrics import SUPERVISED_LINE, RunLog, StepClock, is_due, note_skipped
 from rlworker.model_checks import check_trained, start_notes
+from rlworker.pictures import MARKER, Pictures, pictures_of
 from rlworker.refused import refuse_step
 from rlworker.report import write_report
 from rlworker.sft_config import SftConfig
@@ -29,10 +33,12 @@ from rlworker.worker import Role
 
 @dataclass(frozen=True)
 class Example:
-    """Prompt and answer in tokens, the end-of-sequence token last; ``prompt_length`` of them are the prompt."""
+    """Prompt and answer in tokens, the end-of-sequence token last; ``prompt_length`` of them are the prompt, which has
+    ``images``."""
 
     ids: tuple[int, ...]
     prompt_length: int
+    images: tuple[Image, ...] = ()
 
 
 def launch_supervised(config: SftConfig) -> dict[str, float]:
@@ -61,11 +67,10 @@ class SftTrainer:
         self.folder.check(config)
         check_trackers(config.trackers)
         self.tokenizer = load_tokenizer(config.model)
-        self.train, skipped = read_examples(config.data.train, self.tokenizer, config, self.model.vocab)
-        self.heldout, skipped_heldout = [], 0
-        if config.data.heldout:
-            read = read_examples(config.data.heldout, self.tokenizer, config, self.model.vocab)
-            self.heldout, skipped_heldout = read
+        pictures = pictures_of(self.model, config.run_dir, config.actor.image_memory_mb)
+        read = partial(read_examples, tokenizer=self.tokenizer, config=config, model=self.model, pictures=pictures)
+        self.train, skipped = read(config.data.train)
+        self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
         self.steps_done = 0
 
@@ -111,7 +116,8 @@ class SftTrainer:
     def step(self) -> dict[str, float]:
         """One optimizer step: its metrics."""
         clock, config = StepClock(), self.config
-        batch = to_batch(rows_of_step(self.train, config.rows_per_step, self.steps_done, config.seed))
+        rows = rows_of_step(self.train, config.rows_per_step, self.steps_done, config.seed)
+        batch = to_batch(rows, self.model.vision)
         with self._phase(clock, "update", self.steps_done + 1):
             metrics, outputs = supervised_step(self.group, batch)
         if math.isnan(metrics["grad_norm"]):  # the engine did not step
@@ -127,7 +133,7 @@ class SftTrainer:
         clock, each, total, tokens = StepClock(), self.config.rows_per_step, 0.0, 0
         with self._phase(clock, "evaluate", self.steps_done):
             for start in range(0, len(self.heldout), each):  # a few at a time: all of them need not fit into memory
-                batch = to_batch(self.heldout[start : start + each])
+                batch = to_batch(self.heldout[start : start + each], self.model.vision)
                 total += float(self.group.forward(batch).logprobs[batch.mask].sum())
                 tokens += int(batch.mask.sum())
         return {"heldout_loss": -total / tokens} | clock.seconds
@@ -172,19 +178,30 @@ def supervised_step(group: WorkerGroup, batch: TrainBatch) -> tuple[dict[str, fl
     return {"train_loss": metrics.pop("loss")} | metrics, outputs
 
 
-def read_examples(path: str, tokenizer, config: SftConfig, vocab: int) -> tuple[list[Example], int]:
+def read_examples(
+    path: str, tokenizer, config: SftConfig, model: ModelSpec, pictures: Pictures | None = None
+) -> tuple[list[Example], int]:
     """The rows at ``path`` as examples, and how many were skipped because they are too long.
 
     Raises:
-        ValueError: as ``read_rows``; an answer is too long, or a token is not in the model's vocabulary.
+        ValueError: as ``read_rows``; an answer is too long or has the token of a picture, or a token is not in the
+            model's vocabulary.
     """
-    read = read_rows(path, tokenizer, config.data)
+    read = read_rows(path, tokenizer, config.data, pictures)
     answers = tokenizer([row.answer for row in read.rows], add_special_tokens=False)["input_ids"]
     texts, examples, most = [], [], config.max_answer_tokens
     for row, answer in zip(read.rows, answers, strict=True):
+        if MARKER in row.answer and pictures:
+            raise ValueError(f"data: {path}: the answer {row.answer[:80]!r} has {MARKER}: only prompts have pictures")
+        if banned := set(answer) & set(model.banned_tokens):
+            raise ValueError(
+                f"data: {path}: the answer {row.answer[:80]!r} has tokens {sorted(banned)}, which stand for pictures; "
+                "leave them out"
+            )
         if len(answer) < most:
             texts.append(row.prompt)
-            examples.append(Example((*row.prompt_ids, *answer, tokenizer.eos_token_id), len(row.prompt_ids)))
+            ids = (*row.prompt_ids, *answer, tokenizer.eos_token_id)
+            examples.append(Example(ids, len(row.prompt_ids), row.images))
         elif not config.data.skip_long_prompts:
             raise ValueError(
                 f"data: {path}: the answer {row.answer[:80]!r} has {len(answer)} tokens and an end, expected at most "
@@ -192,13 +209,15 @@ def read_examples(path: str, tokenizer, config: SftConfig, vocab: int) -> tuple[
             )
     if not examples:
         raise ValueError(f"data: {path}: all answers are longer than {most} tokens; raise --max-answer-tokens")
-    check_vocabulary(texts, [example.ids for example in examples], tokenizer, vocab)
+    check_vocabulary(texts, [example.ids for example in examples], tokenizer, model.vocab)
     return examples, read.skipped + len(read.rows) - len(examples)
 
 
-def to_batch(examples: list[Example]) -> TrainBatch:
+def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:
     """The examples' tokens; the answers' are those that count."""
-    return TrainBatch.from_ids([example.ids for example in examples], [example.prompt_length for example in examples])
+    ids = [example.ids for example in examples]
+    columns = image_columns(ids, [example.images for example in examples], vision) if vision else {}
+    return TrainBatch.from_ids(ids, [example.prompt_length for example in examples], **columns)
 
 
 def train_supervised(

@@ -66,5 +66,6 @@ def some_samples(groups: list[Group]) -> list[dict]:
     return [
         {"prompt": group.row.prompt, "completion": group.texts[0], "answer": group.row.answer}
         | {"reward": group.rewards[0], "version": group.completions[0].version}
+        | ({"images": [image.path for image in group.row.images]} if group.row.images else {})
         for group in groups[:SAMPLES_KEPT]
     ]

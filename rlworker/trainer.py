@@ -23,6 +23,7 @@ from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup, save_groups
 from rlworker.losses import Aggregation, configured_loss, token_mean, value_loss
 from rlworker.metrics import RunLog, StepClock, is_due, note_skipped
 from rlworker.model_checks import start_notes
+from rlworker.pictures import pictures_of
 from rlworker.refused import refuse_step
 from rlworker.report import write_report
 from rlworker.reward_pool import RewardPool, pickled
@@ -69,7 +70,8 @@ class Trainer:
         self.folder.check(config)
         check_trackers(config.trackers)
         self.tokenizer = load_tokenizer(config.model)
-        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data)
+        pictures = pictures_of(self.models["actor"], config.run_dir, config.image_memory_mb)
+        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, pictures=pictures)
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
         self.rows, self.heldout = train.rows, heldout.rows
@@ -192,7 +194,7 @@ class Trainer:
         """One rollout and its update: its metrics, and some of its samples."""
         clock = StepClock()
         groups, metrics = self.sampler.sample(clock, self.version)
-        batch = batch_of(groups)
+        batch = batch_of(groups, self.models["actor"].vision)
         if self.config.algorithm.greedy_baseline:
             batch = self._with_greedy_rewards(batch, groups, clock)
         with self._phase(clock, "logprobs"):
@@ -306,9 +308,11 @@ class Trainer:
 
     def check_canary(self) -> None:
         """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
-        rows = self.rows[:1] * (len(self.rollouts.actors) * self.actor.dp_size)
+        # With a picture where there is one: the vision tower's weights have to show too.
+        row = next((row for row in self.rows if row.images), self.rows[0])
+        rows = [row] * (len(self.rollouts.actors) * self.actor.dp_size)
         sampling = replace(self.sampler.sampling(1), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens))
-        batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows))
+        batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
         logprobs = self.actor.forward(batch).logprobs
         self._check_difference(f"after sync {self.version}", logprob_difference(batch, logprobs))
 

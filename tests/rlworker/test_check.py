@@ -12,8 +12,9 @@ from engines.faults import FAULTS
 from engines.models import ModelSpec
 from engines.probe_case import Influence
 from rlworker import check, cli
-from rlworker.check_case import make_case, tiny_model
+from rlworker.check_case import make_case
 from rlworker.check_config import CheckConfig
+from rlworker.tiny_models import tiny_model
 
 COMMAND = [str(Path(sys.executable).parent / "rlworker"), "check"]
 
@@ -34,6 +35,23 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model):
     assert list(dict.fromkeys(checks)) == ["attention", "tokens", "layouts", "gradients", "rollout", "weight sync"]
 
 
+@pytest.mark.parametrize(
+    ("tiny", "sizes"),
+    [
+        ("qwen3_vl", MegatronConfig(ranks=2, cp=2)),
+        pytest.param("qwen2_5_vl", MegatronConfig(ranks=2, tp=2), marks=pytest.mark.large),
+        pytest.param("qwen2_5_vl", MegatronConfig(ranks=2, pp=2), marks=pytest.mark.large),
+        pytest.param("qwen3_vl", MegatronConfig(ranks=4, cp=2, tp=2), marks=pytest.mark.large),
+        pytest.param("qwen3_vl", MegatronConfig(ranks=2), marks=pytest.mark.large),
+    ],
+)
+def test_a_model_that_sees_pictures_passes(cluster, tmp_path, tiny, sizes):
+    found = check.run_check(CheckConfig(model=tiny_model(tmp_path, tiny), actor=sizes))
+    assert {finding.outcome for finding in found if finding.check != "attention"} == {"ok"}, found
+    pictures = [finding.where for finding in found if finding.check == "pictures"]
+    assert pictures == ["bshd, whole model", "thd, whole model", "tower"]
+
+
 @pytest.mark.timeout(820)
 @pytest.mark.large
 @pytest.mark.parametrize("platform", ["cpu", "npu-emulated"])
@@ -45,7 +63,7 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
         assert finding["outcome"] == "ok" and finding["text"].startswith(FAULTS[name].found_by), finding
         assert "raised" not in finding["text"], "found by its numbers, not because something fell over"
     clean = [finding for finding in found if finding["check"] == "no fault"]
-    assert [finding["where"] for finding in clean] == ["cp=1", "cp=2"]
+    assert [finding["where"] for finding in clean] == ["qwen2, cp=1", "qwen2, cp=2", "qwen3_vl, cp=1"]
     if platform == "npu-emulated":
         assert found[-1]["evidence"] == "emulated" and "says nothing about pse" in found[-1]["text"]
     words = {name: finding["text"] for name, finding in by_name.items()}
@@ -80,16 +98,15 @@ def test_a_fault_is_told_in_words():
     )
 
 
-def test_the_case_is_longer_than_the_window_and_within_the_positions(make_hf_model):
-    case = make_case(ModelSpec.from_folder(make_hf_model("qwen2-window", False)), replicas=3)
+def test_the_case_is_longer_than_the_window_and_within_the_positions(make_hf_model, tmp_path):
+    case = make_case(ModelSpec.from_folder(make_hf_model("qwen2-window", False)), 3, str(tmp_path))
     assert all(part.num_tokens for part in case.batch.split(3)), "every replica has its share"
     assert max(case.batch.lengths) >= 4 + 6 and {0, 1} < set(case.batch.lengths)
     assert case.probe.columns == tuple(range(sum(case.probe.lengths)))
-    with tiny_model() as folder:
-        config = json.loads((Path(folder) / "config.json").read_text())
-        config |= {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        case = make_case(ModelSpec.from_folder(folder), replicas=1).probe
+    config = json.loads(Path(tiny_model(tmp_path, "qwen2"), "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    case = make_case(ModelSpec.from_folder(tmp_path), 1, str(tmp_path)).probe
     assert case.lengths[-1] == 246, "the last token does not see the first six"
     last, window = sum(case.lengths) - 1, 240
     assert {last - window, last - window + 1} < set(case.columns), "both sides of the window's edge"

@@ -181,8 +181,8 @@ INF, NAN = float("inf"), float("nan")
         (MegatronConfig, "timeout_s", 0, "actor: timeout_s must be from 1 to 1000000000 seconds, got 0"),
         (MegatronConfig, "dtype", "float16", "actor: dtype must be one of 'float32', 'bfloat16', got 'float16'"),
         (VllmConfig, "kv_cache_mb", -1, "rollout: kv_cache_mb must be 0 or more, got -1"),
-        (VllmConfig, "temperature", 0.009, "rollout: temperature must be above 0 .*at least 0.01.*, got 0.009"),
-        (VllmConfig, "temperature", INF, "rollout: temperature must be above 0 .*finite.*, got inf"),
+        (VllmConfig, "temperature", 0.009, "rollout: temperature must be from 0.01 to 2.*, got 0.009"),
+        (VllmConfig, "temperature", INF, "rollout: temperature must be from 0.01 to 2.*, got inf"),
         (VllmConfig, "max_num_seqs", 4097, "rollout: max_num_seqs=4097 is above vLLM's max_num_batched_tokens=4096"),
     ],
 )
