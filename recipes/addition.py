@@ -11,14 +11,17 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
-def make_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character."""
-    vocab = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127))])}
+def make_tokenizer(chat_template: str | None = None, further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, and ``further`` special ones."""
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127)), *further])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **names)
+    special = list(further)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=chat_template, additional_special_tokens=special, **names
+    )
 
 
 def make_model(folder: Path, seed: int, chat_template: str | None = None) -> Path:

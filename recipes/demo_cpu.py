@@ -7,7 +7,7 @@ about four of ten, then trained by GRPO from the reward alone. Held-out question
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,12 +24,14 @@ from rlworker.advantages import AdvantageFn, configured_advantage
 from rlworker.checkpoint import RunFolder
 from rlworker.cluster import ray_for
 from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
-from rlworker.data import Row, load_tokenizer, read_rows
+from rlworker.data import load_tokenizer
 from rlworker.errors import RunError
 from rlworker.metrics import read_metrics
+from rlworker.pictures import pictures_of
 from rlworker.report import write_report
 from rlworker.rewards import exact_match
-from rlworker.sft import train_supervised
+from rlworker.sft import Example, read_examples, to_batch, train_supervised
+from rlworker.sft_config import SftConfig
 from rlworker.trackers import check_trackers
 from rlworker.trainer import Trainer
 
@@ -50,6 +52,25 @@ class DemoConfig(RunConfig):
         if self.warm_up_steps < 1:
             raise ValueError(f"demo: warm_up_steps must be at least 1, got {self.warm_up_steps}")
 
+
+@dataclass(frozen=True)
+class Toy:
+    """What a demo learns, made on the spot.
+
+    Attributes:
+        make_data: writes train.jsonl and heldout.jsonl into a folder. make_model: saves a model of a seed in a folder.
+        warm_up: the engine's settings of the warm-up. rows: examples of each of its steps.
+    """
+
+    make_data: Callable[[Path], Path]
+    make_model: Callable[[Path, int], Path]
+    warm_up: dict
+    rows: int = 256
+
+
+# A high rate finds flat weights, which GRPO learns from faster; left high, it can lose what it has found for good.
+_WARM_UP = dict(lr=3e-3, min_lr=5e-4, lr_warmup_steps=50, lr_decay="linear", lr_decay_steps=400, adam_beta2=0.98)
+ADDITION = Toy(make_data, make_model, _WARM_UP | {"weight_decay": 0.01})
 
 DEFAULT = DemoConfig(
     run_dir="runs/demo_cpu",
@@ -75,26 +96,22 @@ def shuffled(advantage: AdvantageFn) -> AdvantageFn:
     return of_shuffled
 
 
-def warm_up_batches(rows: list[Row], tokenizer, steps: int, seed: int) -> Iterator[TrainBatch]:
-    """Questions with their answers, 256 a step, drawn anew for each."""
-    answers = [[*tokenizer(row.answer)["input_ids"], tokenizer.eos_token_id] for row in rows]
-    draw = np.random.default_rng([seed, 1])
-    for _ in range(steps):
-        chosen = draw.integers(0, len(rows), 256)
-        sequences = [[*rows[i].prompt_ids, *answers[i]] for i in chosen]
-        yield TrainBatch.from_ids(sequences, [len(rows[i].prompt_ids) for i in chosen])
+def warm_up_batches(examples: list[Example], model: ModelSpec, config: DemoConfig, rows: int) -> Iterator[TrainBatch]:
+    """Questions with their answers, drawn anew for each step."""
+    draw = np.random.default_rng([config.seed, 1])
+    for _ in range(config.warm_up_steps):
+        yield to_batch([examples[i] for i in draw.integers(0, len(examples), rows)], model.vision)
 
 
-def warm_up(config: DemoConfig, output: str) -> None:
+def warm_up(config: DemoConfig, toy: Toy, output: str) -> None:
     """Supervised training of the model into ``output``, on the same ranks and layout as the run."""
-    tokenizer = load_tokenizer(config.model)
-    rows = read_rows(config.data.train, tokenizer, config.data).rows
-    # A high rate finds flat weights, which GRPO learns from faster; left high, it can lose what it has found for good.
-    settings = dict(lr=3e-3, min_lr=5e-4, lr_warmup_steps=50, lr_decay="linear", lr_decay_steps=400)
-    actor = replace(config.actor, **settings, adam_beta2=0.98, weight_decay=0.01)
-    batches = warm_up_batches(rows, tokenizer, config.warm_up_steps, config.seed)
+    tokenizer, model = load_tokenizer(config.model), ModelSpec.from_folder(config.model)
+    pictures = pictures_of(model, config.run_dir, config.image_memory_mb)
+    answers = SftConfig(model=config.model, data=config.data, max_answer_tokens=config.rollout.max_new_tokens)
+    examples, _ = read_examples(config.data.train, tokenizer, answers, model, pictures)
+    batches = warm_up_batches(examples, model, config, toy.rows)
     options = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)
-    losses = train_supervised(ModelSpec.from_folder(config.model), actor, batches, output, **options)
+    losses = train_supervised(model, replace(config.actor, **toy.warm_up), batches, output, **options)
     print(f"warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 
@@ -124,7 +141,7 @@ def warm_model(config: DemoConfig) -> Path:
     return Path(config.run_dir) / f"model_warm_seed{config.seed}"
 
 
-def prepare(config: DemoConfig) -> DemoConfig:
+def prepare(config: DemoConfig, toy: Toy) -> DemoConfig:
     """Make the data and the model, which take no engine, and check everything against them."""
     given = [
         key for key, value in (("model", config.model), ("data", config.data.train or config.data.heldout)) if value
@@ -136,14 +153,14 @@ def prepare(config: DemoConfig) -> DemoConfig:
     config = replace(config, data=replace(config.data, **files))
     RunFolder(config.run_dir).check(replace(config, model=str(warm_model(config))))
     check_trackers(config.trackers)
-    make_data(folder / "data")
-    model = make_model(folder / f"model_init_seed{config.seed}", config.seed)
+    toy.make_data(folder / "data")
+    model = toy.make_model(folder / f"model_init_seed{config.seed}", config.seed)
     config = replace(config, model=str(model))
     config.check_models()
     return config
 
 
-def main(config: DemoConfig) -> dict:
+def main(config: DemoConfig, toy: Toy) -> dict:
     """Run the demo in ``config``, which ``prepare`` returned."""
     began = time.perf_counter()
     folder = Path(config.run_dir)
@@ -153,7 +170,7 @@ def main(config: DemoConfig) -> dict:
         advantage = shuffled(advantage)
     with ray_for(config.actors, config.platform):  # once for both parts
         if not warm.exists():
-            warm_up(config, str(warm))
+            warm_up(config, toy, str(warm))
         warm_up_seconds = time.perf_counter() - began
         with Trainer(replace(config, model=str(warm)), exact_match, advantage=advantage) as trainer:
             trainer.fit()
@@ -164,15 +181,15 @@ def main(config: DemoConfig) -> dict:
     return summary
 
 
-def run(default: DemoConfig, description: str) -> None:
+def run(default: DemoConfig, description: str, toy: Toy = ADDITION) -> None:
     """What ``python -m`` does: settings from the command line, everything checked, the run."""
     config = tyro.cli(DemoConfig, default=default, description=description)
     try:
-        config = prepare(config)
+        config = prepare(config, toy)
     except ValueError as error:
         sys.exit(f"error: {error}")
     try:
-        main(config)
+        main(config, toy)
     except RunError as error:
         sys.exit(f"error: {error}")
 

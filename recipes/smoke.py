@@ -10,6 +10,7 @@ from engines.config import VllmConfig
 from hardware.platform import get_platform
 from rlworker.config import RunConfig
 from rlworker.sft_config import SftConfig
+from rlworker.tiny_models import TinyVlm
 
 _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
 _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -25,12 +26,28 @@ class RecipeConfig(RunConfig):
 
 
 @dataclass(frozen=True)
+class VlmRecipeConfig(RecipeConfig):
+    """A recipe for vision-language models."""
+
+    smoke_model: TinyVlm = "qwen2_5_vl"
+    """Kind of the tiny model that smoke makes."""
+
+
+@dataclass(frozen=True)
 class SftRecipeConfig(SftConfig):
     """A recipe of supervised training that can be tried on any machine."""
 
     smoke: bool = False
     """Two steps on a CPU, where an NPU is emulated, of tiny models made on the spot and a data file of sixteen rows:
     sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+
+
+@dataclass(frozen=True)
+class SftVlmRecipeConfig(SftRecipeConfig):
+    """A recipe of supervised training for vision-language models."""
+
+    smoke_model: TinyVlm = "qwen2_5_vl"
+    """Kind of the tiny model that smoke makes."""
 
 
 Recipe = TypeVar("Recipe", RecipeConfig, SftRecipeConfig)
@@ -74,11 +91,18 @@ def small_supervised(config: SftRecipeConfig) -> SftRecipeConfig:
 def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
     """The settings that small recipes of both kinds share."""
     fields = dict(prompt_field="question", answer_field="answer", max_prompt_tokens=192)
+    train = heldout = _QUESTIONS
+    if isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
+        from recipes.squares import make_data
+
+        rows = make_data(_folder(config) / "data", {"train": 16, "heldout": 8})
+        train, heldout = str(rows / "train.jsonl"), str(rows / "heldout.jsonl")
+        fields |= dict(prompt_field="prompt", image_field="images")
     sizes = dict(ranks=2, tp=1, pp=1, cp=1, dtype="float32", recompute="none", micro_batch_tokens=4096)
     return dict(
         model=_tiny_model(config, "model", config.seed),
         run_dir=str(_folder(config) / "run"),
-        data=replace(config.data, train=_QUESTIONS, heldout=_QUESTIONS, **fields),
+        data=replace(config.data, train=train, heldout=heldout, **fields),
         actor=replace(config.actor, **sizes),
         platform=get_platform(config.platform).stand_in,
         steps=2,
@@ -88,9 +112,14 @@ def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
 
 
 def _tiny_model(config: RecipeConfig | SftRecipeConfig, name: str, seed: int) -> str:
-    from recipes.addition import make_model  # imports torch, which a recipe that is not tried has no use for yet
+    # These import torch, which a recipe that is not tried has no use for yet.
+    from recipes.addition import make_model, make_tokenizer
+    from rlworker.tiny_models import IMAGE_TOKENS, tiny_vlm
 
-    return str(make_model(_folder(config) / name, seed, chat_template=_CHAT))
+    folder = _folder(config) / name
+    if not isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
+        return str(make_model(folder, seed, chat_template=_CHAT))
+    return tiny_vlm(folder, config.smoke_model, make_tokenizer(_CHAT, IMAGE_TOKENS), 128, seed=seed)
 
 
 def _folder(config: RecipeConfig | SftRecipeConfig) -> Path:

@@ -10,7 +10,7 @@ import torch
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
-from recipes.demo_cpu import DEFAULT, DemoConfig, prepare, shuffled
+from recipes.demo_cpu import ADDITION, DEFAULT, DemoConfig, prepare, shuffled
 from rlworker.advantages import grpo
 from rlworker.config import AlgorithmConfig, CriticConfig, RewardConfig
 from rlworker.metrics import read_metrics
@@ -23,7 +23,14 @@ PPO = ["--critic.warmup-steps", "1", "--shuffle-rewards", "--actor.layout", "bsh
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"), [("demo_cpu", ["--actor.tp", "2"]), ("ppo_addition", PPO)], ids=["tp2", "ppo-dp2"]
+    ("recipe", "options"),
+    [
+        ("demo_cpu", ["--actor.tp", "2"]),
+        pytest.param("ppo_addition", PPO, marks=pytest.mark.large),
+        pytest.param("demo_vlm", ["--actor.layout", "bshd", "--shuffle-rewards"], marks=pytest.mark.large),
+        pytest.param("demo_vlm", ["--actor.tp", "2", "--platform", "npu-emulated"], marks=pytest.mark.large),
+    ],
+    ids=["tp2", "ppo-dp2", "vlm-dp2", "vlm-tp2-npu"],
 )
 def test_it_runs_and_sums_itself_up(tmp_path, recipe, options):
     run = tmp_path / "demo"
@@ -41,17 +48,20 @@ def test_it_runs_and_sums_itself_up(tmp_path, recipe, options):
     assert (run / "report.html").stat().st_size > 10**6
     lines = read_metrics(run)
     assert ("explained_variance" in lines[-1]) == (recipe == "ppo_addition")
-    if tp == 2:  # the finished run is one that could be gone on with, under its own settings alone
+    if recipe == "demo_vlm":
+        assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
+    elif tp == 2:  # the finished run is one that could be gone on with, under its own settings alone
         config = DemoConfig(**json_config(run / "config.json") | {"model": "", "resume": True, "data": DEFAULT.data})
-        assert prepare(config).data.train == str(run / "data" / "train.jsonl")
+        assert prepare(config, ADDITION).data.train == str(run / "data" / "train.jsonl")
         with pytest.raises(ValueError, match=r"cannot be resumed with other settings: actor\.lr was"):
-            prepare(replace(config, actor=replace(config.actor, lr=1.0)))
+            prepare(replace(config, actor=replace(config.actor, lr=1.0)), ADDITION)
 
 
 def json_config(path) -> dict:
     """The fields of a run's stored configuration that the demo's command line can set, as dataclasses."""
     stored = json.loads(path.read_text())
-    stored["actor"]["attention_override"] = tuple(stored["actor"]["attention_override"])
+    for name in ("attention_override", "freeze"):
+        stored["actor"][name] = tuple(stored["actor"][name])
     kinds = {"actor": MegatronConfig, "rollout": VllmConfig, "algorithm": AlgorithmConfig, "critic": CriticConfig}
     kinds["reward"] = RewardConfig
     return stored | {name: kind(**stored[name]) for name, kind in kinds.items()} | {"trackers": (), "separate": ()}

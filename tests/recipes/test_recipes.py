@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vlm_cases import QWEN2_5_VL_7B
 
 from engines.batch import TrainBatch
-from recipes import dapo_math
+from recipes import dapo_math, squares
 from recipes.addition import make_model
 from recipes.mathematics import math_reward
 from rlworker.data import Row, load_tokenizer
@@ -24,6 +25,9 @@ RECIPES = {
     "sft_text": (),
     "grpo_npu": (),
     "ppo_npu": (),
+    "grpo_geo3k": (),
+    "sft_vlm": (),
+    "grpo_vlm_npu": (),
 }
 """Recipe -> options that name further models."""
 LLAMA_8B = {
@@ -40,6 +44,13 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }
 """The shape of Llama 3.1 8B."""
+SMOKES = [
+    *((name, ()) for name in RECIPES),
+    ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
+    ("sft_vlm", ("--smoke-model", "qwen3_vl")),
+]
+LARGE = {("ppo_npu", ()), ("grpo_vlm_npu", ()), *SMOKES[-2:]}
+"""Those that only ``-m large`` runs: what differs in them, others of every suite have too."""
 
 
 @pytest.fixture
@@ -55,21 +66,23 @@ def run_recipe(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=pytest.mark.large if name == "ppo_npu" else ()) for name in RECIPES]
+    ("recipe", "options"), [pytest.param(*case, marks=pytest.mark.large if case in LARGE else ()) for case in SMOKES]
 )
-def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe):
-    run_recipe(recipe, ["--smoke", "--run-dir", str(tmp_path / recipe)])
+def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe, options):
+    run_recipe(recipe, ["--smoke", "--run-dir", str(tmp_path / recipe), *options])
     run = tmp_path / f"{recipe}_smoke" / "run"
     start, first, last = read_metrics(run)
     assert (first["step"], last["step"]) == (1, 2)
     assert load_tokenizer(str(run / "checkpoints" / "step_2" / "hf")).chat_template
-    if recipe == "sft_text":
+    if recipe.startswith("sft"):
         assert last["heldout_loss"] < start["heldout_loss"]
         return
     assert "heldout" in start and 0 < last["logprob_diff_mean"] <= 1e-5
     # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
     assert ("explained_variance" in last, "penalty" in last) == ((recipe.startswith("ppo"),) * 2)
     assert ("kl" in last) == recipe.startswith("grpo")
+    if recipe in ("grpo_geo3k", "grpo_vlm_npu"):  # pictures beside answers and rewards
+        assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
     platform = "npu-emulated (emulated), which says nothing about pse" if recipe.endswith("npu") else "cpu (executed)<"
     assert platform in (run / "report.html").read_text()
     if recipe == "distill":
@@ -81,16 +94,18 @@ def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_full_it_fits_its_devices(tmp_path, recipe):
     """Of 80 GB, an NPU of 64 GB."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    sees = recipe in ("grpo_geo3k", "sft_vlm", "grpo_vlm_npu")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B if sees else LLAMA_8B))
     others = [word for option in RECIPES[recipe] for word in (option, str(tmp_path))]
     memory_gb = 64.0 if recipe.endswith("npu") else 80.0
     text, fits = plan_recipe(f"recipes.{recipe}", ["--model", str(tmp_path), *others], memory_gb)
     assert fits, text
 
 
-@pytest.mark.parametrize("recipe", ["demo_cpu", "ppo_addition", "grpo"])
+@pytest.mark.parametrize("recipe", ["demo_cpu", "ppo_addition", "grpo", "demo_vlm"])
 def test_small_ones_fit_this_machine(tmp_path, recipe):
-    text, fits = plan_recipe(f"recipes.{recipe}", ["--model", str(make_model(tmp_path, 0))], memory_gb=0)
+    make = squares.make_model if recipe == "demo_vlm" else make_model
+    text, fits = plan_recipe(f"recipes.{recipe}", ["--model", str(make(tmp_path, 0))], memory_gb=0)
     assert fits, text
 
 

@@ -1,0 +1,37 @@
+"""GRPO on the geometry problems of Geometry3K (Lu et al. 2021, https://arxiv.org/abs/2105.04165), each with a figure.
+
+python -m recipes.grpo_geo3k --model FOLDER        a Qwen2.5-VL or Qwen3-VL of 7 or 8 billion parameters
+python -m recipes.grpo_geo3k --smoke               the same recipe, tiny, on a CPU
+
+In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB.
+"""
+
+from engines.config import MegatronConfig, VllmConfig
+from recipes.mathematics import INSTRUCTION, math_reward
+from recipes.smoke import VlmRecipeConfig, recipe_config
+from rlworker.config import AlgorithmConfig, DataConfig, RewardConfig
+from rlworker.launch import launch
+
+DEFAULT = VlmRecipeConfig(
+    run_dir="runs/grpo_geo3k",
+    data=DataConfig(
+        "hf:hiyouga/geometry3k:train",
+        "hf:hiyouga/geometry3k:test",
+        prompt_field="problem",
+        instruction=INSTRUCTION,
+        max_prompt_tokens=2048,
+        skip_long_prompts=True,
+    ),
+    actor=MegatronConfig(ranks=8, tp=4, dtype="bfloat16", recompute="full", lr=1e-6, weight_decay=0.01),
+    rollout=VllmConfig(engines=4, max_new_tokens=2048, max_model_len=4096, dtype="bfloat16", kv_cache_mb=32768),
+    algorithm=AlgorithmConfig(kl_coef=0.001, mini_batches=4),
+    reward=RewardConfig(workers=8),
+    steps=120,
+    prompts_per_step=256,
+    samples_per_prompt=5,
+    eval_every=10,
+    save_every=20,
+)
+
+if __name__ == "__main__":
+    launch(recipe_config(DEFAULT, __doc__), math_reward)

@@ -1,0 +1,25 @@
+"""GRPO on Geometry3K on one Ascend node of sixteen cards with 64 GB each: recipes.grpo_geo3k at that node's sizes.
+
+bash scripts/ray_up.sh head && RAY_ADDRESS=auto python -m recipes.grpo_vlm_npu --model FOLDER
+python -m recipes.grpo_vlm_npu --smoke             the same recipe, tiny, the NPU emulated on a CPU
+
+In full, which is untested: eight training ranks and eight vLLM engines. docs/ascend.md has the settings of the machine.
+"""
+
+from dataclasses import replace
+
+from hardware.npu import NpuPlatform
+from recipes import grpo_geo3k
+from recipes.mathematics import math_reward
+from recipes.smoke import recipe_config
+from rlworker.launch import launch
+
+DEFAULT = replace(
+    grpo_geo3k.DEFAULT,
+    run_dir="runs/grpo_vlm_npu",
+    platform=NpuPlatform.name,
+    rollout=replace(grpo_geo3k.DEFAULT.rollout, engines=8, kv_cache_mb=24576),
+)
+
+if __name__ == "__main__":
+    launch(recipe_config(DEFAULT, __doc__), math_reward)

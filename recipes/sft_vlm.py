@@ -1,0 +1,26 @@
+"""Supervised training of a vision-language model on the answers of Geometry3K, or on any rows with pictures.
+
+    python -m recipes.sft_vlm --model FOLDER           a Qwen2.5-VL or Qwen3-VL of up to 8 billion parameters
+    python -m recipes.sft_vlm --smoke                  the same recipe, tiny, on a CPU
+
+The vision tower stays as it is: ``--actor.freeze`` says what does. The checkpoint's ``hf`` is a HuggingFace folder
+that every RL recipe can start from.
+"""
+
+from dataclasses import replace
+
+from recipes import grpo_geo3k
+from recipes.smoke import SftVlmRecipeConfig, recipe_config
+from rlworker.sft import launch_supervised
+
+DEFAULT = SftVlmRecipeConfig(
+    run_dir="runs/sft_vlm",
+    data=replace(grpo_geo3k.DEFAULT.data, instruction="Give the answer alone."),
+    actor=replace(grpo_geo3k.DEFAULT.actor, lr=1e-5, lr_warmup_steps=10, lr_decay="cosine", freeze=("vision",)),
+    rows_per_step=128,
+    steps=50,
+    eval_every=10,
+)
+
+if __name__ == "__main__":
+    launch_supervised(recipe_config(DEFAULT, __doc__))

@@ -1,0 +1,61 @@
+"""A toy of pictures: squares of one colour on a dark ground, to be named and counted by a tiny Qwen2.5-VL."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from recipes.addition import SPECIAL
+from rlworker.tiny_models import IMAGE_TOKENS, tiny_vlm
+
+# All are bright in every channel, so that what is learned of counting one colour holds for the others.
+COLOURS = {"red": (235, 90, 90), "green": (90, 220, 90), "blue": (100, 130, 250), "yellow": (240, 225, 90)}
+SIDE, CELL, MOST = 56, 14, 4
+WORDS = ("?", *COLOURS, *map(str, range(1, MOST + 1)))
+PICTURES = {"train": 4096, "heldout": 512}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per word."""
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *IMAGE_TOKENS, *WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=list(IMAGE_TOKENS), **names)
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    """Save a Qwen2.5-VL of 2.4 million random parameters, with its tokenizer and its image processor."""
+    plain = dict(initializer_range=0.02)
+    language = plain | dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=128)
+    vision = plain | dict(hidden_size=128, intermediate_size=192, num_heads=4)
+    sizes = dict(language=language, vision=vision, pixels=(SIDE**2, SIDE**2), apart=0.0)
+    return Path(tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, seed=seed, **sizes))
+
+
+def draw(generator: np.random.Generator) -> tuple[Image.Image, str]:
+    """A picture and what is right about it, such as ``red 3``."""
+    colour, count = generator.choice(list(COLOURS)), int(generator.integers(1, MOST + 1))
+    picture = Image.new("RGB", (SIDE, SIDE), tuple(generator.integers(0, 60, 3).tolist()))
+    pen, across = ImageDraw.Draw(picture), SIDE // CELL
+    for place in generator.choice(across**2, count, replace=False):
+        x, y = (int(v) * CELL + int(generator.integers(0, 4)) for v in (place % across, place // across))
+        pen.rectangle((x, y, x + 8, y + 8), fill=COLOURS[colour])
+    return picture, f"{colour} {count}"
+
+
+def make_data(folder: Path, pictures: dict[str, int] = PICTURES) -> Path:
+    """Write pictures and train.jsonl and heldout.jsonl, which name them; so many of each."""
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    for seed, (name, count) in enumerate(pictures.items()):
+        generator, rows = np.random.default_rng(seed), []
+        for number in range(count):
+            picture, answer = draw(generator)
+            path = f"pictures/{name}_{number:04d}.png"
+            picture.save(folder / path)
+            rows.append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -1,0 +1,83 @@
+"""What it saves that the samples of a prompt share one pass of the vision tower.
+
+    python scripts/bench_vision.py
+
+An update over 8 prompts x 8 samples, one rank, one thread: pictures that all samples of a prompt have in common, and
+for comparison as many sequences of the same lengths whose pictures all differ, so that each is decoded and seen by
+itself. Both in the same run, medians.
+"""
+
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image as Pictures
+from timing import median_ms
+
+from engines.batch import TrainBatch
+from engines.config import MegatronConfig
+from engines.images import image_columns, same_images
+from engines.models import ModelSpec
+from engines.pixels import ImageProcessor
+from engines.schedule import plan_schedule
+from hardware.platform import get_platform
+from recipes.squares import make_tokenizer
+from rlworker.tiny_models import tiny_vlm
+
+PROMPTS, SAMPLES, ROUNDS = 8, 8, 7
+SIDES = (56, 112, 224)
+
+
+def make_model(folder: Path) -> ModelSpec:
+    """The toy of recipes.squares, for pictures of any of the sizes."""
+    language = dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=256)
+    vision = dict(hidden_size=128, intermediate_size=192, num_heads=4)
+    pixels = (min(SIDES) ** 2, max(SIDES) ** 2)
+    made = tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, language=language, vision=vision, pixels=pixels)
+    return ModelSpec.from_folder(made)
+
+
+def make_batch(model: ModelSpec, folder: Path, side: int, pictures: int) -> TrainBatch:
+    """Every sequence has one of so many pictures, and three tokens after it that count."""
+    processor, vision, images = ImageProcessor(model.folder, model.vision), model.vision, []
+    for number in range(pictures):
+        path = folder / f"{side}-{number}.png"
+        pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
+        Pictures.fromarray(pixels).save(path)
+        images.append(processor.open(path, f"picture {number}"))
+    shown = [images[i * pictures // (PROMPTS * SAMPLES)] for i in range(PROMPTS * SAMPLES)]
+    prompt = [vision.start_token, *[vision.image_token] * shown[0].tokens(vision.merge), vision.end_token]
+    sequences = [[*prompt, 9, 10, 11] for _ in shown]
+    columns = image_columns(sequences, [(image,) for image in shown], vision)
+    return TrainBatch.from_ids(sequences, [len(prompt)] * len(shown), **columns)
+
+
+def main() -> None:
+    platform = get_platform("cpu")
+    os.environ.update(platform.train_env())
+    device = platform.init_process(0)
+    from engines.megatron.engine import MegatronEngine, init_distributed  # once the platform has made Megatron its own
+
+    config = MegatronConfig(micro_batch_tokens=16384)
+    init_distributed(platform, config, 0, "127.0.0.1:29517", seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder))
+        engine = MegatronEngine(model, config, platform, device)
+
+        def update(batch: TrainBatch) -> None:
+            lengths, hidden = batch.lengths, model.hidden
+            schedule = plan_schedule(lengths, config, hidden, 1, platform.max_pack_sequences, same_images(batch))
+            loss = lambda outputs, part: (-(outputs.logprobs * part.mask).sum(), {})  # noqa: E731
+            engine.train_step(schedule.shards(batch)[0], loss, float(batch.mask.sum()))
+
+        for side in SIDES:
+            shared, apart = (make_batch(model, Path(folder), side, n) for n in (PROMPTS, PROMPTS * SAMPLES))
+            ours, each = median_ms(partial(update, shared), partial(update, apart), rounds=ROUNDS)
+            tokens = shared.images[0][0].tokens(model.vision.merge)
+            print(f"{side} pixels a side, {tokens} tokens: {ours:.0f} ms, all differ {each:.0f} ms, {ours / each:.2f}")
+
+
+if __name__ == "__main__":
+    main()
