@@ -118,7 +118,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.large), "qwen3_vl"])
 def test_parity_otherwise(two_ranks, folders, pictures, reference, capsys, family, case):
     """Layers recomputed; micro-batches with and without pictures; ranks of which one has fewer, or none."""
     ranks = two_ranks.run(run_vlm_case, free_address(), folders[family], pictures, OTHERS[case])

@@ -49,7 +49,7 @@ SMOKES = [
     ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
 ]
-LARGE = {("ppo_npu", ()), ("grpo_vlm_npu", ()), *SMOKES[-2:]}
+LARGE = {("ppo_npu", ()), ("sft_vlm", ()), ("grpo_vlm_npu", ()), *SMOKES[-2:]}
 """Those that only ``-m large`` runs: what differs in them, others of every suite have too."""
 
 
