@@ -13,6 +13,8 @@ from engines.vision_spec import VisionSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+DECODING_ERRORS = (OSError, SyntaxError, ValueError)
+"""What Pillow's decoders raise."""
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes that it cuts off at 255 instead of scaling them."""
 _ORIENTATION, _FIRST_ON_ITS_SIDE = 0x0112, 5
@@ -54,10 +56,10 @@ class ImageProcessor:
                 )
 
     def open(self, path: str | Path, place: str) -> Image:
-        """A reference to a picture, of which the header alone is decoded.
+        """A reference to a picture, of which the header alone is decoded where the file has its end.
 
         Raises:
-            ValueError: there is no such file, it is no picture, or it is too narrow to be resized.
+            ValueError: there is no such file, it is no picture or cut short, or it is too narrow to be resized.
         """
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
@@ -67,7 +69,7 @@ class ImageProcessor:
         try:
             rows, columns = smart_resize(height, width, cell, size["shortest_edge"], size["longest_edge"])
         except ValueError as error:
-            raise ValueError(f"{place}: {str(path)!r} is {width} x {height} pixels: {error}") from None
+            raise ValueError(f"{place}: {str(path)!r} is {width} x {height} pixels: {error}; crop it") from None
         grid = 1, rows // self.vision.patch, columns // self.vision.patch
         digest = hashlib.sha256(data).hexdigest()
         return Image(str(Path(path).absolute()), digest, (width, height), grid, place)
@@ -108,7 +110,7 @@ class ImageProcessor:
 
 
 def decode(image: Image) -> Any:
-    """The picture in RGB, as ``_colours`` shows it.
+    """The picture, as ``in_colours`` makes it.
 
     Raises:
         ValueError: the picture is gone, was changed since it was first opened, or cannot be decoded.
@@ -121,20 +123,25 @@ def decode(image: Image) -> Any:
 
 
 def _colours(picture: Any, name: str, place: str) -> Any:
-    """A picture in RGB as a viewer shows it: turned as its camera was held, what is transparent on white."""
+    try:
+        return in_colours(picture)
+    except DECODING_ERRORS as error:
+        raise ValueError(f"{place}: {name} cannot be decoded: {error}; replace it") from None
+
+
+def in_colours(picture: Any) -> Any:
+    """A picture in RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
+    DECODING_ERRORS."""
     from PIL import Image as Pictures
     from PIL import ImageOps
 
-    try:
-        if _orientation(picture) != 1:
-            picture = ImageOps.exif_transpose(picture)
-        if not picture.has_transparency_data:
-            return picture.convert("RGB")
-        layer = picture.convert("RGBA")
-        ground = Pictures.new("RGBA", layer.size, "white")
-        return Pictures.alpha_composite(ground, layer).convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's decoders raise
-        raise ValueError(f"{place}: {name} cannot be decoded: {error}; replace it") from None
+    if _orientation(picture) != 1:
+        picture = ImageOps.exif_transpose(picture)
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    layer = picture.convert("RGBA")
+    ground = Pictures.new("RGBA", layer.size, "white")
+    return Pictures.alpha_composite(ground, layer).convert("RGB")
 
 
 def _orientation(picture: Any) -> int:
@@ -149,7 +156,9 @@ def _bytes_of(path: str | Path, place: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(f"{place}: {str(path)!r} cannot be read: {error.strerror}") from None
+        raise ValueError(
+            f"{place}: {str(path)!r} cannot be read: {error.strerror}; mend the path or the file"
+        ) from None
 
 
 def _opened(data: bytes, name: str, place: str) -> Any:
@@ -159,4 +168,4 @@ def _opened(data: bytes, name: str, place: str) -> Any:
     try:
         return Pictures.open(io.BytesIO(data))
     except (UnidentifiedImageError, OSError, Pictures.DecompressionBombError) as error:
-        raise ValueError(f"{place}: {name} cannot be read as a picture: {error}") from None
+        raise ValueError(f"{place}: {name} cannot be read as a picture: {error}; replace it") from None

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
+from engines.pixels import DECODING_ERRORS, in_colours
 from hardware.platform import describe, get_platform
 from rlworker.metrics import read_metrics
 
@@ -163,10 +164,10 @@ def _shown(sample: dict) -> dict:
     for path in sample.get("images", ()):
         try:
             with Image.open(path) as picture:
-                picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
-                data = io.BytesIO()
-                picture.convert("RGB").save(data, "PNG")
+                small, data = in_colours(picture), io.BytesIO()
+                small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+                small.save(data, "PNG")
             pictures.append((path, f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
-        except OSError:
+        except DECODING_ERRORS:
             pictures.append((path, ""))
     return sample | {"pictures": pictures}

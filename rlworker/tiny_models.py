@@ -41,7 +41,7 @@ def tiny_model(folder: str | Path, kind: Tiny) -> str:
         _seed(0)
         language = _LANGUAGE | options
         model = Qwen2ForCausalLM(Qwen2Config(vocab_size=131, tie_word_embeddings=True, **language))
-        return _saved(model, folder)
+        return save_apart(model, folder)
     return tiny_vlm(folder, kind, bare_tokenizer(), 131, language=options, vision=options)
 
 
@@ -95,7 +95,7 @@ def tiny_vlm(
         video_token_id=video,
         tie_word_embeddings=tied,
     )
-    saved = _saved(model_class(config), folder, apart)
+    saved = save_apart(model_class(config), folder, apart)
     tokenizer.save_pretrained(folder)
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -132,7 +132,8 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _saved(model: torch.nn.Module, folder: str | Path, apart: float = 0.1) -> str:
+def save_apart(model: torch.nn.Module, folder: str | Path, apart: float = 0.1) -> str:
+    """Save a fresh model, its biases and norms moved apart: they are born alike, and a swapped pair would go unseen."""
     import torch
 
     with torch.no_grad():

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from rlworker.cluster import ray_for
+from rlworker.tiny_models import save_apart
 
 torch.set_num_threads(1)
 
@@ -75,13 +76,7 @@ def make_hf_model(tmp_path_factory):
                 **extra,
             )
             folder = tmp_path_factory.mktemp(f"{family}-{'tied' if tied else 'untied'}")
-            model = model_class(config)
-            with torch.no_grad():  # biases and norms are born constant; a swapped pair of them would go unseen
-                for name, parameter in model.named_parameters():
-                    if name.endswith("bias") or "norm" in name:
-                        parameter.add_(0.1 * torch.randn_like(parameter))
-            model.save_pretrained(folder)
-            made[family, tied] = str(folder)
+            made[family, tied] = save_apart(model_class(config), folder)
         return made[family, tied]
 
     return make

@@ -1,5 +1,6 @@
 """Rows with pictures: what becomes of them, and every way in which one can be broken."""
 
+import base64
 import io
 import json
 import re
@@ -27,6 +28,7 @@ from rlworker.metrics import read_metrics
 from rlworker.model_checks import check_sees_alike, check_trained
 from rlworker.pictures import pictures_of
 from rlworker.refused import save_refused
+from rlworker.report import _shown
 from rlworker.rollout import logprob_difference, to_batch
 from rlworker.sft import read_examples
 from rlworker.sft_config import SftConfig
@@ -202,6 +204,9 @@ def test_pictures_are_seen_as_a_viewer_shows_them(read, tmp_path):
     for row in rows[:2]:
         pixels = np.asarray(decode(row.images[0]))
         assert pixels[:, :28].max() == 0 and pixels[:, 28:].min() == 255
+    shown = _shown({"images": [rows[0].images[0].path]})["pictures"][0][1]
+    in_report = np.asarray(Image.open(io.BytesIO(base64.b64decode(shown.partition(",")[2]))))
+    assert np.array_equal(in_report, np.asarray(decode(rows[0].images[0]))), "the report shows what the model sees"
     (image,) = rows[2].images
     assert image.size == (56, 84) and image.grid == (1, 6, 4)
     pixels = np.asarray(decode(image)).astype(int)
