@@ -100,13 +100,13 @@ class MegatronConfig:
     lr: float = 1e-6
     """Peak learning rate."""
     min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
+    """Learning rate after the decay."""
     lr_warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
     lr_decay_steps: int = 0
-    """Optimizer step at which min_lr is reached; 0 takes the whole run."""
+    """Last optimizer step of the decay, above min_lr still; 0 takes the whole run."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""
     adam_beta1: float = 0.9

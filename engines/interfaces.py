@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,15 +108,21 @@ class Sampling:
 
     Attributes:
         count: completions per prompt. temperature: 0 is greedy. max_tokens: the length limit.
-        seed: draws repeat for the same seed, weights and prompts.
+        stream: numbers that name a stream of random numbers, as many of them for each use; draws repeat for the same
+            stream, weights and prompts, and streams of different names have nothing in common.
         stop_token_ids: a completion ends with the first of these, which belongs to it.
     """
 
     count: int
     temperature: float
     max_tokens: int
-    seed: int
+    stream: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
+
+    @property
+    def seed(self) -> int:
+        """64 bits hashed from all of ``stream``: neighbours in one number never meet those in another."""
+        return int(np.random.SeedSequence(self.stream).generate_state(1, np.uint64)[0])
 
 
 class TrainEngine(Protocol):

@@ -219,7 +219,7 @@ def _compare_rollouts(bench: Bench, check: str, where: str) -> list[Finding]:
     config, engines = bench.config.rollout, len(bench.rollouts.actors)
     # Enough for every replica to have a share, and the same for every engine.
     rows = [Row("", p.token_ids, "", {}, p.images) for p in bench.case.prompts] * (engines * bench.actor.dp_size)
-    sampling = Sampling(2, config.temperature, config.max_new_tokens, seed=1, stop_token_ids=())
+    sampling = Sampling(2, config.temperature, config.max_new_tokens, stream=(1,), stop_token_ids=())
     batch = to_batch(rows, bench.rollouts.generate(rows, sampling), [0.0] * (2 * len(rows)), bench.model.vision)
     logprobs = bench.actor.forward(batch).logprobs
     found, start, limits = [], 0, (bench.limits["rollout mean"], bench.limits["rollout max"])

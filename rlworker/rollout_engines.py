@@ -43,11 +43,12 @@ class Rollouts:
         return self
 
     def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
-        """``[P][count]`` completions; each engine takes a run of consecutive prompts and draws from its own seed."""
+        """``[P][count]`` completions; each engine takes a run of consecutive prompts and draws from a stream of
+        its own."""
         prompts = [Prompt(row.prompt_ids, row.images) for row in rows]
         bounds = [len(prompts) * i // len(self.actors) for i in range(len(self.actors) + 1)]
         calls = [
-            actor.generate.remote(prompts[a:b], replace(sampling, seed=sampling.seed + i))
+            actor.generate.remote(prompts[a:b], replace(sampling, stream=(*sampling.stream, i)))
             for i, (actor, a, b) in enumerate(zip(self.actors, bounds, bounds[1:]))
             if b > a
         ]

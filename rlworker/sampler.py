@@ -14,6 +14,9 @@ from rlworker.rollout import Group
 from rlworker.rollout_engines import Rollouts
 from rlworker.step_metrics import of_groups
 
+TRAINING, CANARY = range(2)
+"""What completions are drawn for: each use has random numbers of its own."""
+
 
 class Sampler:
     """Draws prompts, samples and scores.
@@ -65,11 +68,10 @@ class Sampler:
         """Rewards of the most likely completion of each row."""
         return self._score(rows, self.rollouts.generate(rows, replace(self.sampling(1), temperature=0.0)))[1]
 
-    def sampling(self, count: int) -> Sampling:
-        """How the next rollout draws ``count`` completions per prompt."""
-        rollout = self.config.rollout
-        seed = self.config.seed * 1_000_003 + self.rollouts_done
-        return Sampling(count, rollout.temperature, rollout.max_new_tokens, seed, (self.tokenizer.eos_token_id,))
+    def sampling(self, count: int, use: int = TRAINING) -> Sampling:
+        """How ``count`` completions per prompt are drawn for the next rollout, or beside it for another ``use``."""
+        rollout, stream = self.config.rollout, (self.config.seed, self.rollouts_done, use)
+        return Sampling(count, rollout.temperature, rollout.max_new_tokens, stream, (self.tokenizer.eos_token_id,))
 
     def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[Group], Scores]:
         """Texts and rewards of the completions ``[P][G]``."""

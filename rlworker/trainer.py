@@ -30,7 +30,7 @@ from rlworker.reward_pool import RewardPool, pickled
 from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.rollout import Group, batch_of, logprob_difference, to_batch
 from rlworker.rollout_engines import Rollouts
-from rlworker.sampler import Sampler
+from rlworker.sampler import CANARY, Sampler
 from rlworker.trackers import Trackers, check_trackers
 from rlworker.worker import Role
 
@@ -311,7 +311,7 @@ class Trainer:
         # With a picture where there is one: the vision tower's weights have to show too.
         row = next((row for row in self.rows if row.images), self.rows[0])
         rows = [row] * (len(self.rollouts.actors) * self.actor.dp_size)
-        sampling = replace(self.sampler.sampling(1), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens))
+        sampling = replace(self.sampler.sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens))
         batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
         logprobs = self.actor.forward(batch).logprobs
         self._check_difference(f"after sync {self.version}", logprob_difference(batch, logprobs))

@@ -38,13 +38,16 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
     optimizer = get_megatron_optimizer(settings, [module], use_gloo_process_groups=False)
+    # The n-th step takes the rate at n: the peak at the last of the warm-up (the first step without one) and min_lr at
+    # the first after the decay, so that the last step of a run that decays to 0 still learns.
+    warmup = max(config.lr_warmup_steps, 1)
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.lr_warmup_steps,
-        lr_decay_steps=max(config.lr_decay_steps, config.lr_warmup_steps + 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(config.lr_decay_steps, warmup) + 1,
         lr_decay_style=config.lr_decay,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

@@ -22,7 +22,7 @@ STOP = (2, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
 
 
 def sampling(count=4, temperature=1.0, seed=1, max_tokens=8):
-    return Sampling(count, temperature, max_tokens, seed, STOP)
+    return Sampling(count, temperature, max_tokens, (seed,), STOP)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

@@ -33,7 +33,7 @@ def rollout(request, cluster, tmp_path_factory):
 
 
 def sampling(count=3, temperature=1.0):
-    return Sampling(count, temperature, 6, 1, (0,))
+    return Sampling(count, temperature, 6, (1,), (0,))
 
 
 def differences(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict[str, list[float]]:
