@@ -25,13 +25,14 @@ from rlworker.checkpoint import RunFolder
 from rlworker.cluster import ray_for
 from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
 from rlworker.data import load_tokenizer
-from rlworker.errors import RunError
 from rlworker.metrics import read_metrics
 from rlworker.pictures import pictures_of
 from rlworker.report import write_report
 from rlworker.rewards import exact_match
+from rlworker.run import ending_well
 from rlworker.sft import Example, read_examples, to_batch, train_supervised
 from rlworker.sft_config import SftConfig
+from rlworker.stop import Stop
 from rlworker.trackers import check_trackers
 from rlworker.trainer import Trainer
 
@@ -141,8 +142,8 @@ def warm_model(config: DemoConfig) -> Path:
     return Path(config.run_dir) / f"model_warm_seed{config.seed}"
 
 
-def prepare(config: DemoConfig, toy: Toy) -> DemoConfig:
-    """Make the data and the model, which take no engine, and check everything against them."""
+def prepare(config: DemoConfig, toy: Toy) -> tuple[DemoConfig, RunFolder]:
+    """Claim the run folder, make the data and the model, which take no engine, and check everything against them."""
     given = [
         key for key, value in (("model", config.model), ("data", config.data.train or config.data.heldout)) if value
     ]
@@ -151,17 +152,18 @@ def prepare(config: DemoConfig, toy: Toy) -> DemoConfig:
     folder = Path(config.run_dir)
     files = {name: str(folder / "data" / f"{name}.jsonl") for name in ("train", "heldout")}
     config = replace(config, data=replace(config.data, **files))
-    RunFolder(config.run_dir).check(replace(config, model=str(warm_model(config))))
     check_trackers(config.trackers)
+    run = RunFolder(config.run_dir)
+    run.claim(replace(config, model=str(warm_model(config))))
     toy.make_data(folder / "data")
     model = toy.make_model(folder / f"model_init_seed{config.seed}", config.seed)
     config = replace(config, model=str(model))
     config.check_models()
-    return config
+    return config, run
 
 
-def main(config: DemoConfig, toy: Toy) -> dict:
-    """Run the demo in ``config``, which ``prepare`` returned."""
+def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
+    """Run the demo in ``config``, which ``prepare`` returned with its folder, and sum it up."""
     began = time.perf_counter()
     folder = Path(config.run_dir)
     warm = warm_model(config)
@@ -172,26 +174,26 @@ def main(config: DemoConfig, toy: Toy) -> dict:
         if not warm.exists():
             warm_up(config, toy, str(warm))
         warm_up_seconds = time.perf_counter() - began
-        with Trainer(replace(config, model=str(warm)), exact_match, advantage=advantage) as trainer:
+        parts = dict(advantage=advantage, folder=run, stop=stop)
+        with Trainer(replace(config, model=str(warm)), exact_match, **parts) as trainer:
             trainer.fit()
+    if stop.signal:
+        return  # there is more to come
     summary = summarise(config, time.perf_counter() - began, warm_up_seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
     print(f"report: {write_report(folder)}")
-    return summary
 
 
 def run(default: DemoConfig, description: str, toy: Toy = ADDITION) -> None:
     """What ``python -m`` does: settings from the command line, everything checked, the run."""
     config = tyro.cli(DemoConfig, default=default, description=description)
-    try:
-        config = prepare(config, toy)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    try:
-        main(config, toy)
-    except RunError as error:
-        sys.exit(f"error: {error}")
+    with ending_well() as stop:
+        try:
+            config, folder = prepare(config, toy)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        main(config, folder, toy, stop)
 
 
 if __name__ == "__main__":

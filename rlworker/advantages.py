@@ -24,6 +24,25 @@ AdvantageFn = Callable[[TrainBatch], Tensor | tuple[Tensor, Tensor]]
 # -- of a prompt's group
 
 
+def group_relative(advantage: AdvantageFn) -> AdvantageFn:
+    """Mark an advantage that compares a prompt's completions with each other, and so is zero where there is but one."""
+    advantage.group_relative = True
+    return advantage
+
+
+def check_group_size(advantage: AdvantageFn, samples_per_prompt: int) -> None:
+    """Raise ValueError where a group-relative advantage would have nothing to compare."""
+    while isinstance(advantage, partial):
+        advantage = advantage.func
+    if samples_per_prompt == 1 and getattr(advantage, "group_relative", False):
+        raise ValueError(
+            f"config: samples_per_prompt=1 leaves {advantage.__name__} nothing to compare a completion with, so that "
+            "every advantage is 0; raise --samples-per-prompt, or take an advantage that needs no group (a critic's, "
+            "remax, reinforce_plus_plus)"
+        )
+
+
+@group_relative
 def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     """Group-relative advantage (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
@@ -41,11 +60,13 @@ def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     return batch.per_token(centred / (variance.sqrt() + eps)[batch.group])
 
 
+@group_relative
 def dr_grpo(batch: TrainBatch) -> Tensor:
     """``reward - mean of the group``, not divided by its deviation (Dr. GRPO, arXiv:2503.20783)."""
     return batch.per_token(_centred(batch)[0])
 
 
+@group_relative
 def rloo(batch: TrainBatch) -> Tensor:
     """``reward - mean of the others of the group`` (RLOO, arXiv:2402.14740); zero in a group of one."""
     centred, count = _centred(batch)
@@ -60,6 +81,7 @@ def reinforce_plus_plus(batch: TrainBatch) -> Tensor:
     return whiten(returns_to_go(batch), batch.mask)
 
 
+@group_relative
 def reinforce_plus_plus_baseline(batch: TrainBatch) -> Tensor:
     """``reward - mean of the group``, normalised over the counting tokens of the batch (the same paper)."""
     return whiten(dr_grpo(batch), batch.mask)

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -31,12 +33,14 @@ def ray_for(actors: int, platform: str) -> Iterator[None]:
         # Ray would otherwise warn at every start about devices that actors without one can see.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         quiet = dict(logging_level="ERROR", log_to_driver=False)
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(**quiet)
-        else:
-            cpus = max(actors, os.cpu_count() or 1)
-            with _bare_head():
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=2**30, **quiet)
+        with _own_handler():
+            if os.environ.get("RAY_ADDRESS"):
+                ray.init(**quiet)
+            else:
+                cpus = max(actors, os.cpu_count() or 1)
+                new = dict(num_cpus=cpus, include_dashboard=False, object_store_memory=2**30)
+                with _bare_head():
+                    ray.init(address="local", **new, **quiet)
     try:
         options, have = get_platform(platform).ray_options, ray.cluster_resources()
         for name, each in {"CPU": options["num_cpus"], **options.get("resources", {})}.items():
@@ -49,6 +53,25 @@ def ray_for(actors: int, platform: str) -> Iterator[None]:
     finally:
         if mine:
             ray.shutdown()
+
+
+@contextmanager
+def _own_handler() -> Iterator[None]:
+    """Keep what this program does at SIGTERM: ``ray.init`` exits at one, and leaves a handler that prints a stack."""
+    is_main = threading.current_thread() is threading.main_thread()
+    own = signal.getsignal(signal.SIGTERM) if is_main else None
+    if not callable(own):
+        yield
+        return
+    try:
+        yield
+    except SystemExit as ended:
+        if ended.code != signal.SIGTERM:
+            raise
+        signal.signal(signal.SIGTERM, own)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, own)
 
 
 @contextmanager

@@ -166,18 +166,25 @@ class TrainingConfig:
     eval_every: int = 0
     """Steps between evaluations on the held-out rows; 0 evaluates before and after only."""
     save_every: int = 0
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0 saves by time alone, and at the end."""
+    save_minutes: float = 30.0
+    """Most minutes between checkpoints; 0 saves by steps alone, and at the end."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints that are kept; 0 keeps all."""
+    keep_best: bool = True
+    """Save whenever the held-out rows have not been answered better, and keep that checkpoint too."""
     seed: int = 0
     """Decides the order of prompts and every sample."""
     resume: bool = False
-    """Go on from the newest checkpoint in run_dir."""
+    """Go on from the newest checkpoint in run_dir; where there is no run yet, begin one."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go beside metrics.jsonl: run_dir/tensorboard, run_dir/wandb (offline unless WANDB_MODE is set)."""
 
     def __post_init__(self):
         check_types("config", self)
         check_numbers("config", self, "at least 1", lambda x: x >= 1, "steps")
-        check_numbers("config", self, "0 or more", lambda x: x >= 0, "eval_every", "save_every")
+        check_numbers("config", self, "0 or more", lambda x: x >= 0, "eval_every", "save_every", "keep_checkpoints")
+        check_numbers("config", self, "finite and not negative", lambda x: 0 <= x <= LARGEST, "save_minutes")
         # Generators of 64 bits are seeded with a million times it and the step.
         check_numbers("config", self, "from 0 to 4294967295", lambda x: 0 <= x < 2**32, "seed")
 

@@ -9,16 +9,17 @@ from rlworker.checkpoint import RunFolder
 from rlworker.cluster import no_collection, ray_for
 from rlworker.config import RunConfig
 from rlworker.data import check_rows
-from rlworker.errors import RunError
 from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.rollout_engines import Rollouts
+from rlworker.run import ending_well
 from rlworker.trackers import check_trackers
 
 
 def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) -> dict[str, float]:
     """Check everything, start everything and train to the last step.
 
-    A mistake in the settings or a worker that fails ends the program with a message.
+    A mistake in the settings or a worker that fails ends the program with a message. SIGTERM or Ctrl-C ends it after
+    the step in hand, which is saved; a second one at once.
 
     Ray takes seconds to start and so do the imports of torch and transformers, so they go side by side; what can be
     checked without them is checked before either. vLLM's imports take longest, and begin as soon as there is a Ray.
@@ -29,38 +30,39 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
     Returns:
         the metrics of the last step.
     """
-    with ExitStack() as running:
+    with ending_well() as stop, ExitStack() as running:
         try:
-            check_run(config)
+            folder = check_run(config)
+            running.callback(folder.release)
             with ThreadPoolExecutor(1) as beside:
-                building = beside.submit(_build_trainer, config, reward, parts)
+                building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(ray_for(config.actors, config.platform))
                 rollouts = Rollouts(config.platform, config.rollout.engines)
                 running.callback(rollouts.stop)
                 trainer = building.result()
             trainer.rollouts = rollouts
-        except (ValueError, RunError) as error:
+        except ValueError as error:
             sys.exit(f"error: {error}")
-        try:
-            with trainer:
-                return trainer.fit()
-        except RunError as error:
-            sys.exit(f"error: {error}")
+        with trainer:
+            return trainer.fit()
 
 
-def check_run(config: RunConfig) -> None:
-    """Check what takes no time to check: the models' folders, the run folder and the fields of every row.
+def check_run(config: RunConfig) -> RunFolder:
+    """Check what takes no time to check (the models' folders, the fields of every row), then claim the run folder.
 
     Raises:
         ValueError: something is wrong with one of them.
     """
     config.check_models()
-    RunFolder(config.run_dir).check(config)
+    folder = RunFolder(config.run_dir)
+    folder.check(config)
     check_trackers(config.trackers)
     check_rows(config.data.train, config.data)
     if config.data.heldout:
         check_rows(config.data.heldout, config.data)
+    folder.claim(config)
+    return folder
 
 
 def _build_trainer(config: RunConfig, reward: RewardFn | BatchRewardFn, parts: dict):

@@ -10,13 +10,14 @@ from tqdm import tqdm
 
 from rlworker.trackers import Trackers
 
-_RL_LINE = (
+RL_LINE = (
     ("reward", "reward", "6.3f"),
     ("heldout", "heldout", "6.3f"),
     ("|dlogp|", "logprob_diff_mean", "8.1e"),
     ("entropy", "entropy", "6.3f"),
     ("clip", "clip_fraction", "5.3f"),
     ("gnorm", "grad_norm", "6.3f"),
+    ("alike", "zero_variance_groups", "4.0f"),
     ("len", "completion_tokens", "5.1f"),
     ("tok/s", "tokens_per_second", "6.0f"),
     ("s", "time_step", "5.2f"),
@@ -70,7 +71,7 @@ class RunLog:
         trackers: open ones; they are closed with this. line: what the terminal shows of a step.
     """
 
-    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = _RL_LINE):
+    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple):
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")
         self._rollouts = folder / "rollouts"
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)

@@ -23,8 +23,8 @@ class Group:
 
     @property
     def is_alike(self) -> bool:
-        """Every completion has the same reward, so that none is better than the others."""
-        return len(set(self.rewards)) == 1
+        """Every one of several completions has the same reward, so that none is better than the others."""
+        return len(self.rewards) > 1 and len(set(self.rewards)) == 1
 
 
 def to_batch(

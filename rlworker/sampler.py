@@ -43,8 +43,8 @@ class Sampler:
     def sample(self, clock: StepClock, version: int) -> tuple[list[Group], dict[str, float]]:
         """The groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
 
-        With dynamic sampling, groups whose rewards are all alike give way to those of further prompts, as far as these
-        reach (DAPO, arXiv:2503.14476, section 3.2).
+        With dynamic sampling, groups whose rewards are all alike are dropped, and those of further prompts take their
+        place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left.
         """
         config, further = self.config, self.config.algorithm.dynamic_sampling
         kept, alike, failures = [], [], {}
@@ -62,7 +62,7 @@ class Sampler:
                 (alike if further and group.is_alike else kept).append(group)
             if len(kept) >= config.prompts_per_step:
                 break
-        return (kept + alike)[: config.prompts_per_step], of_groups(kept + alike) | failures
+        return kept[: config.prompts_per_step], of_groups(kept + alike) | failures
 
     def greedy(self, rows: list[Row]) -> Scores:
         """Rewards of the most likely completion of each row."""

@@ -4,9 +4,11 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from ray.actor import ActorHandle
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
@@ -15,19 +17,18 @@ from engines.interfaces import Outputs
 from engines.models import ModelSpec
 from engines.vision_spec import VisionSpec
 from rlworker import step_metrics
-from rlworker.checkpoint import RunFolder
+from rlworker.checkpoint import Score
 from rlworker.cluster import naming_failures, ray_for
 from rlworker.data import check_vocabulary, load_tokenizer, read_rows, rows_of_step
-from rlworker.errors import RunError
-from rlworker.group import SHARD_BYTES, StartingGroup, WorkerGroup, save_groups
+from rlworker.group import SHARD_BYTES, StartingGroup, WorkerGroup
 from rlworker.losses import sft_loss
-from rlworker.metrics import SUPERVISED_LINE, RunLog, StepClock, is_due, note_skipped
-from rlworker.model_checks import check_trained, start_notes
+from rlworker.metrics import SUPERVISED_LINE, StepClock
+from rlworker.model_checks import check_trained
 from rlworker.pictures import MARKER, Pictures, pictures_of
 from rlworker.refused import refuse_step
-from rlworker.report import write_report
+from rlworker.run import Run, ending_well
 from rlworker.sft_config import SftConfig
-from rlworker.trackers import Trackers, check_trackers
+from rlworker.stop import Stop
 from rlworker.worker import Role
 
 
@@ -43,113 +44,84 @@ class Example:
 
 def launch_supervised(config: SftConfig) -> dict[str, float]:
     """Check everything, start the engine and train to the last step; what ``launch`` is to RL."""
-    try:
-        trainer = SftTrainer(config)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    try:
+    with ending_well() as stop:
+        try:
+            trainer = SftTrainer(config, stop=stop)
+            trainer.folder.claim(config)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
         return trainer.fit()
-    except RunError as error:
-        sys.exit(f"error: {error}")
 
 
-class SftTrainer:
+class SftTrainer(Run):
     """A run of supervised training.
+
+    Args:
+        stop: as ``Run``.
 
     Raises:
         ValueError: the settings, the model, the rows or the run folder cannot be used; nothing was started.
     """
 
-    def __init__(self, config: SftConfig):
-        self.config = config
+    line = SUPERVISED_LINE
+    score = Score("heldout_loss", -1)
+
+    def __init__(self, config: SftConfig, stop: Stop | None = None):
+        super().__init__(config, stop=stop)
         self.model = config.check_model()
-        self.folder = RunFolder(config.run_dir)
-        self.folder.check(config)
-        check_trackers(config.trackers)
         self.tokenizer = load_tokenizer(config.model)
         pictures = pictures_of(self.model, config.run_dir, config.actor.image_memory_mb)
         read = partial(read_examples, tokenizer=self.tokenizer, config=config, model=self.model, pictures=pictures)
         self.train, skipped = read(config.data.train)
         self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
-        self.steps_done = 0
 
     def fit(self) -> dict[str, float]:
-        """Start the engine and run to the last step, evaluating and saving on the way.
+        """Claim the run folder, start the engine and run to the last step, or to the end of the one in which the
+        program is asked to stop.
 
         Returns:
             the metrics of the last step.
         """
         config = self.config
-        with training_group(self.model, config.actor_of_run, config.platform, config.seed) as (group, self.workers):
-            self.group = group
-            state = self.folder.claim(config)
-            if state:
-                self.steps_done = state["step"]
-                with self._phase(StepClock(), "restore", self.steps_done):
-                    group.call("load", f"{state['folder']}/{group.name}")
-            trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
-            path = self.folder.path
-            with RunLog(path, config.steps, self.steps_done, trackers, SUPERVISED_LINE) as log:
-                for note in start_notes(config.platform, config.actor):
-                    log.note(note)
-                note_skipped(log, self.skipped)
-                try:
-                    return self._run(log)
-                finally:  # a run that stops has a report too
-                    log.note(f"report: {write_report(path)}")
+        with self.running:
+            self.folder.claim(config)
+            self.running.callback(self.folder.release)
+            engine = training_group(self.model, config.actor_of_run, config.platform, config.seed)
+            self.group, self._workers = self.running.enter_context(engine)
+            self.begin()
+            return super().fit()
 
-    def _run(self, log: RunLog) -> dict[str, float]:
-        config, metrics = self.config, {}
-        if self.steps_done == 0:
-            log.step(0, self.evaluate() | self.skipped)
-        while self.steps_done < config.steps:
-            metrics = self.step()
-            last = self.steps_done == config.steps
-            if last or is_due(self.steps_done, config.eval_every):
-                metrics |= self.evaluate()
-            log.step(self.steps_done, metrics)
-            if last or is_due(self.steps_done, config.save_every):
-                self.save()
-        return metrics
-
-    def step(self) -> dict[str, float]:
-        """One optimizer step: its metrics."""
+    def step(self) -> tuple[dict[str, float], list[dict]]:
+        """One optimizer step: its metrics; nothing is sampled."""
         clock, config = StepClock(), self.config
         rows = rows_of_step(self.train, config.rows_per_step, self.steps_done, config.seed)
         batch = to_batch(rows, self.model.vision)
-        with self._phase(clock, "update", self.steps_done + 1):
+        with self._phase(clock, "update"):
             metrics, outputs = supervised_step(self.group, batch)
         if math.isnan(metrics["grad_norm"]):  # the engine did not step
             refuse_step(self.folder.path, self.steps_done + 1, self.group.name, batch, outputs, self.tokenizer)
         self.steps_done += 1
         times = clock.total()
-        return metrics | {"tokens_per_second": batch.num_tokens / times["time_step"]} | times
+        return metrics | {"tokens_per_second": batch.num_tokens / times["time_step"]} | times, []
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss of the held-out rows in nats per token; empty without such rows."""
         if not self.heldout:
             return {}
         clock, each, total, tokens = StepClock(), self.config.rows_per_step, 0.0, 0
-        with self._phase(clock, "evaluate", self.steps_done):
+        with self._phase(clock, "evaluate"):
             for start in range(0, len(self.heldout), each):  # a few at a time: all of them need not fit into memory
                 batch = to_batch(self.heldout[start : start + each], self.model.vision)
                 total += float(self.group.forward(batch).logprobs[batch.mask].sum())
                 tokens += int(batch.mask.sum())
         return {"heldout_loss": -total / tokens} | clock.seconds
 
-    def save(self) -> None:
-        """Write a checkpoint: the trainer's state and the model as a HuggingFace folder (``hf``)."""
-        with self._phase(StepClock(), "save", self.steps_done):
-            partial = self.folder.begin_checkpoint(self.steps_done)
-            save_groups([self.group], partial)
-            self.folder.finish_checkpoint(partial, {"step": self.steps_done})
+    def learning(self) -> list[WorkerGroup]:
+        return [self.group]
 
-    @contextmanager
-    def _phase(self, clock: StepClock, name: str, step: int) -> Iterator[None]:
-        advice = ". What was saved is whole: go on from it with --resume"
-        with clock.phase(name), naming_failures(f"step {step}, phase {name}", self.workers, advice):
-            yield
+    def workers(self) -> dict[str, ActorHandle]:
+        return self._workers
 
 
 # -- parts

@@ -33,28 +33,34 @@ def of_groups(groups: list[Group]) -> dict[str, float]:
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
-        "groups_alike": sum(group.is_alike for group in groups) / len(groups),
+        "groups": len(groups),
+        "zero_variance_groups": sum(group.is_alike for group in groups),
         "completion_tokens": sum(len(sample.token_ids) for sample in samples) / len(samples),
         "truncated": sum(not sample.finished for sample in samples) / len(samples),
         "samples": len(samples),
     }
 
 
-def of_step(batch: TrainBatch, drawn: dict[str, float], times: dict[str, float]) -> dict[str, float]:
-    """What a step learned from, and the seconds that everything took.
+def of_step(metrics: dict[str, float], version: int, times: dict[str, float]) -> dict[str, float]:
+    """A step's metrics, with the version of the weights that sampled it, and the seconds that everything took.
 
     Args:
-        drawn: ``of_groups`` of the step.
+        metrics: ``of_groups`` of the step, and whatever else it has.
     """
-    tokens = drawn["completion_tokens"] * drawn["samples"]
-    metrics = {"version": int(batch.versions.min()), "tokens_per_second": tokens / times["time_step"]}
+    tokens = metrics["completion_tokens"] * metrics["samples"]
+    return metrics | {"version": version, "tokens_per_second": tokens / times["time_step"]} | times
+
+
+def of_batch(batch: TrainBatch) -> dict[str, float]:
+    """What a step learned from, where it has penalties or a critic's values."""
+    metrics = {}
     if batch.penalties is not None:
         metrics["penalty"] = float(batch.penalties[batch.mask].mean())
     if batch.values is not None:  # how much of the returns the critic knew before the update
         returns, values = batch.returns[batch.mask], batch.values[batch.mask]
         metrics["explained_variance"] = 1 - _variance(returns - values) / max(_variance(returns), 1e-8)
         metrics["value_mean"] = float(values.mean())
-    return metrics | times
+    return metrics
 
 
 def _variance(x: Tensor) -> float:

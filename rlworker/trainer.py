@@ -3,44 +3,43 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
+from ray.actor import ActorHandle
 
 from engines.batch import TrainBatch
 from engines.interfaces import LossFn, Outputs
 from hardware.platform import get_platform
 from rlworker import step_metrics
-from rlworker.advantages import AdvantageFn, configured_advantage, with_kl_penalty
-from rlworker.checkpoint import RunFolder
-from rlworker.cluster import naming_failures, ray_for
+from rlworker.advantages import AdvantageFn, check_group_size, configured_advantage, with_kl_penalty
+from rlworker.checkpoint import RunFolder, Score
+from rlworker.cluster import ray_for
 from rlworker.config import RunConfig
 from rlworker.data import Rows, check_vocabulary, load_tokenizer, read_rows
 from rlworker.errors import RunError
-from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup, save_groups
+from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.losses import Aggregation, configured_loss, token_mean, value_loss
-from rlworker.metrics import RunLog, StepClock, is_due, note_skipped
-from rlworker.model_checks import start_notes
+from rlworker.metrics import RL_LINE, StepClock
 from rlworker.pictures import pictures_of
 from rlworker.refused import refuse_step
-from rlworker.report import write_report
 from rlworker.reward_pool import RewardPool, pickled
 from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.rollout import Group, batch_of, logprob_difference, to_batch
 from rlworker.rollout_engines import Rollouts
+from rlworker.run import Run
 from rlworker.sampler import CANARY, Sampler
-from rlworker.trackers import Trackers, check_trackers
+from rlworker.stop import Stop
 from rlworker.worker import Role
 
 CANARY_TOKENS = 4
 """Tokens that each rollout engine samples after a weight sync, to be compared with the actor's logprobs of them."""
-_BETWEEN_STEPS = ("evaluate", "save", "restore")
-"""Phases that belong to the last step that was done rather than to the one that runs."""
+MOST_EMPTY_STEPS = 10
+"""Steps in a row without a group to learn from, at which a run ends."""
 
 
-class Trainer:
+class Trainer(Run):
     """A run of rollouts and updates.
 
     Everything that a user can get wrong is checked when this is built; ``start`` then starts the engines, and ``fit``
@@ -52,7 +51,14 @@ class Trainer:
             critic ``gae``.
         loss: what an update minimises; None takes PPO's clipped loss with the coefficients of ``config.algorithm``.
         aggregation: how much each token of an optimizer step counts.
+        folder, stop: as ``Run``.
+
+    Raises:
+        ValueError: the settings, a model, the rows or the run folder cannot be used; nothing was started.
     """
+
+    line = RL_LINE
+    score = Score("heldout", +1)
 
     def __init__(
         self,
@@ -62,13 +68,13 @@ class Trainer:
         advantage: AdvantageFn | None = None,
         loss: LossFn | None = None,
         aggregation: Aggregation = token_mean,
+        folder: RunFolder | None = None,
+        stop: Stop | None = None,
     ):
-        self.config, self.reward, self.aggregation = config, reward, aggregation
+        super().__init__(config, folder, stop)
+        self.reward, self.aggregation = reward, aggregation
         pickled(reward)  # one that cannot be sent to the processes that call it is refused here
         self.models = config.check_models()
-        self.folder = RunFolder(config.run_dir)
-        self.folder.check(config)
-        check_trackers(config.trackers)
         self.tokenizer = load_tokenizer(config.model)
         pictures = pictures_of(self.models["actor"], config.run_dir, config.image_memory_mb)
         read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, pictures=pictures)
@@ -81,12 +87,12 @@ class Trainer:
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         critic, algorithm = config.critic, config.algorithm
         self.advantage = advantage or configured_advantage(critic)
+        check_group_size(self.advantage, config.samples_per_prompt)
         self.loss = loss or configured_loss(config.algorithm)
         self.value_loss = partial(value_loss, clip=critic.clip)
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
-        self.steps_done = self.version = 0
-        self.running, self.engines = ExitStack(), []
-        self.log: RunLog | None = None
+        self.version = self.empty_steps = 0
+        self.engines = []
         self.rollouts: Rollouts | None = None
 
     # -- engines
@@ -103,8 +109,10 @@ class Trainer:
         self.stop()
 
     def start(self) -> None:
-        """Start every engine at the same time, then claim the run folder. ``rollouts`` may be on their way already."""
+        """Claim the run folder, then start every engine at the same time. ``rollouts`` may be on their way already."""
         config, clock = self.config, StepClock()
+        self.folder.claim(config)
+        self.running.callback(self.folder.release)
         os.environ.update(get_platform(config.platform).driver_env())
         self.running.enter_context(ray_for(config.actors, config.platform))
         rollouts = self._start(self.rollouts or Rollouts(config.platform, config.rollout.engines))
@@ -121,18 +129,7 @@ class Trainer:
             self.rollouts = rollouts.ready()
         parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
-        state = self.folder.claim(config)  # not before: a start that fails must not leave a folder that looks taken
-        if state:
-            self.steps_done = state["step"]
-            self.sampler.rollouts_done = state.get("rollouts", self.steps_done)  # older runs had one of each
-        trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
-        self.log = self.running.enter_context(RunLog(self.folder.path, config.steps, self.steps_done, trackers))
-        for note in start_notes(config.platform, config.actor):
-            self.log.note(note)
-        note_skipped(self.log, self.skipped)
-        if state:
-            with self._phase(clock, "restore"):
-                self._restore(state)
+        self.begin()
         self.start_seconds = clock.seconds
 
     def _groups(self) -> Iterator[tuple]:
@@ -153,15 +150,8 @@ class Trainer:
         """End the engines, and Ray where it was started for them. What was written stays."""
         self.running.close()
 
-    @contextmanager
-    def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
-        """A phase on the clock, in which a worker that fails is named."""
-        workers = {name: actor for engine in self.engines for name, actor in engine.workers().items()}
-        step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
-        where = f"step {step}, phase {name}" if self.log else f"phase {name}"
-        advice = ". What was saved is whole: go on from it with --resume" if self.log else ""
-        with clock.phase(name), naming_failures(where, workers, advice):
-            yield
+    def workers(self) -> dict[str, ActorHandle]:
+        return {name: actor for engine in self.engines for name, actor in engine.workers().items()}
 
     def _start(self, engine: Rollouts | StartingGroup | RewardPool) -> Rollouts | StartingGroup | RewardPool:
         self.running.callback(engine.stop)
@@ -170,30 +160,13 @@ class Trainer:
 
     # -- the run
 
-    def fit(self) -> dict[str, float]:
-        """Run to the last step, evaluating and saving on the way. Returns the metrics of the last step."""
-        config, metrics = self.config, {}
-        if self.steps_done == 0:
-            self.log.step(0, self.evaluate() | self.start_seconds | self.skipped)
-        try:
-            while self.steps_done < config.steps:
-                metrics, samples = self.step()
-                last = self.steps_done == config.steps
-                if last or is_due(self.steps_done, config.eval_every):
-                    metrics |= self.evaluate()
-                if self.steps_done == 1 or "heldout" in metrics:
-                    self.log.rollouts(self.steps_done, samples)
-                self.log.step(self.steps_done, metrics)
-                if last or is_due(self.steps_done, config.save_every):
-                    self.save()
-        finally:  # a run that stops has a report too
-            self.log.note(f"report: {write_report(self.folder.path)}")
-        return metrics
-
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """One rollout and its update: its metrics, and some of its samples."""
-        clock = StepClock()
+        clock, version = StepClock(), self.version
         groups, metrics = self.sampler.sample(clock, self.version)
+        if not groups:
+            return self._empty_step(metrics, clock), []
+        self.empty_steps = 0
         batch = batch_of(groups, self.models["actor"].vision)
         if self.config.algorithm.greedy_baseline:
             batch = self._with_greedy_rewards(batch, groups, clock)
@@ -203,6 +176,7 @@ class Trainer:
             with self._phase(clock, "values"):
                 batch = replace(batch, values=self.critic.forward(batch).values)
         batch = self._with_advantages(batch)
+        self._warn_of_no_signal(batch, metrics)
         with self._phase(clock, "update"):
             metrics |= self._update(batch)
         with self._phase(clock, "sync"):
@@ -210,7 +184,22 @@ class Trainer:
         with self._phase(clock, "canary"):
             self.check_canary()
         self.steps_done += 1
-        return metrics | step_metrics.of_step(batch, metrics, clock.total()), step_metrics.some_samples(groups)
+        metrics |= step_metrics.of_batch(batch)
+        return step_metrics.of_step(metrics, version, clock.total()), step_metrics.some_samples(groups)
+
+    def _empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
+        """A step whose groups were all dropped, so that there is nothing to learn from: its metrics."""
+        self.empty_steps += 1
+        if self.empty_steps == MOST_EMPTY_STEPS:
+            raise RunError(
+                f"step {self.steps_done + 1}: in {MOST_EMPTY_STEPS} steps in a row no group had two different rewards "
+                f"(their mean is {metrics['reward']:.3g}), so that nothing was learned. Where all are wrong, take "
+                "easier prompts or a reward that tells wrong from worse; where all are right, harder ones; or raise "
+                "--samples-per-prompt or --algorithm.dynamic-sampling"
+            )
+        self._warn("no group has two different rewards: the next step learns nothing")
+        self.steps_done += 1
+        return step_metrics.of_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of greedy completions of the held-out rows; empty without such rows."""
@@ -226,6 +215,12 @@ class Trainer:
 
     def _warn(self, text: str) -> None:
         self.log.note(f"WARNING after {self.steps_done} steps: {text}")
+
+    def _warn_of_no_signal(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
+        if metrics["zero_variance_groups"] == metrics["groups"] and not self.critic:
+            self._warn("no group has two different rewards: group-relative advantages are 0 in the next step")
+        elif not batch.advantages[batch.mask].any():
+            self._warn("every advantage is 0: the rewards teach nothing in the next step")
 
     def _with_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
         with self._phase(clock, "greedy"):
@@ -260,7 +255,7 @@ class Trainer:
         where = f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
             self._check_difference(where, logprob_difference(batch, logprobs))
-        for mini in batch.split(self.config.algorithm.mini_batches):
+        for mini in batch.split(min(self.config.algorithm.mini_batches, len(batch))):
             parts.append({})
             if self.critic:
                 parts[-1] |= self._take_step(self.critic, mini, self.value_loss, token_mean, "critic_")[0]
@@ -311,30 +306,26 @@ class Trainer:
         # With a picture where there is one: the vision tower's weights have to show too.
         row = next((row for row in self.rows if row.images), self.rows[0])
         rows = [row] * (len(self.rollouts.actors) * self.actor.dp_size)
-        sampling = replace(self.sampler.sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens))
+        sampling = replace(
+            self.sampler.sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
+        )
         batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
         logprobs = self.actor.forward(batch).logprobs
         self._check_difference(f"after sync {self.version}", logprob_difference(batch, logprobs))
 
     # -- checkpoints
 
-    def save(self) -> None:
-        """Write a checkpoint: the trainer's state and the model as a HuggingFace folder (``hf``)."""
-        with self._phase(StepClock(), "save"):
-            self._save()
+    def state(self) -> dict[str, int]:
+        rollouts = self.sampler.rollouts_done
+        return {"version": self.version, "rollouts": rollouts, "empty_steps": self.empty_steps}
 
-    def _save(self) -> None:
-        partial_folder = self.folder.begin_checkpoint(self.steps_done)
-        save_groups(self._learning(), partial_folder)
-        state = {"step": self.steps_done, "version": self.version, "rollouts": self.sampler.rollouts_done}
-        self.folder.finish_checkpoint(partial_folder, state)
-
-    def _restore(self, state: dict) -> None:
+    def restore(self, state: dict) -> None:
+        self.sampler.rollouts_done = state.get("rollouts", state["step"])  # older runs had one of each
+        self.empty_steps = state.get("empty_steps", 0)
         self.version = state["version"] - 1  # the sync makes it the version that the run had
-        for group in self._learning():
-            group.call("load", f"{state['folder']}/{group.name}")
+        super().restore(state)
         self.sync_weights()
         self.check_canary()
 
-    def _learning(self) -> list[WorkerGroup]:
+    def learning(self) -> list[WorkerGroup]:
         return [self.actor, self.critic] if self.critic else [self.actor]

@@ -1,11 +1,24 @@
+"""The run folder: who has it, what a resumed run takes up, and which checkpoints stay."""
+
 import json
+import os
+import resource
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from engines.config import MegatronConfig
-from rlworker.checkpoint import RunFolder
+from rlworker.checkpoint import RunFolder, Score
 from rlworker.config import RunConfig
-from rlworker.errors import RunError
+
+HELDOUT = Score("heldout", +1)
+
+
+def begin(folder, config):
+    folder.claim(config)
+    return folder.begin(config)
 
 
 def write_metrics(folder, *steps, tail=""):
@@ -13,29 +26,57 @@ def write_metrics(folder, *steps, tail=""):
     (folder.path / "metrics.jsonl").write_text(lines + tail)
 
 
-def save(folder, step):
+def save(folder, step, **state):
     partial = folder.begin_checkpoint(step)
     (partial / "weights").write_text(f"weights of {step}")
-    return folder.finish_checkpoint(partial, {"step": step, "version": step})
+    return folder.finish_checkpoint(partial, {"step": step, "version": step} | state)
+
+
+def names(folder):
+    return sorted(path.name for path in (folder.path / "checkpoints").iterdir())
 
 
 def test_a_folder_with_a_run_is_refused(tmp_path):
     folder = RunFolder(str(tmp_path / "run"))
     folder.check(RunConfig())
-    folder.claim(RunConfig())
-    with pytest.raises(ValueError, match="already holds a run; choose another --run-dir, or add --resume"):
-        folder.check(RunConfig())
-    with pytest.raises(RunError, match="another run took"):
-        folder.claim(RunConfig())
+    assert not folder.path.exists(), "to look at it does not make it"
+    begin(folder, RunConfig())
+    folder.release()
+    for look in (folder.check, RunFolder(str(tmp_path / "run")).claim):
+        with pytest.raises(ValueError, match="already holds a run; choose another --run-dir, or add --resume"):
+            look(RunConfig())
+
+
+def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
+    """Another process is refused, told whose it is, and can have it once that one has ended."""
+    code = (
+        "import sys; from rlworker.checkpoint import RunFolder; from rlworker.config import RunConfig\n"
+        "RunFolder(sys.argv[1]).claim(RunConfig(resume=True))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.claim(RunConfig(resume=True))
+    folder.claim(RunConfig(resume=True))  # its own
+    refused = subprocess.run(command, capture_output=True, text=True)
+    holder = f"is being written to by process {os.getpid()} on host {socket.gethostname()}; wait for its end"
+    assert refused.returncode and holder in refused.stderr
+    with pytest.raises(ValueError, match="is being written to by process"):
+        RunFolder(str(tmp_path / "run")).claim(RunConfig(resume=True))
+    folder.release()
+    assert subprocess.run(command).returncode == 0
+    folder.claim(RunConfig(resume=True))
 
 
 def test_a_resumed_run_keeps_its_settings(tmp_path):
     folder = RunFolder(str(tmp_path))
-    folder.claim(RunConfig(steps=10))
+    begin(folder, RunConfig(steps=10))
     save(folder, 1)
-    folder.check(RunConfig(steps=20, resume=True, actor=MegatronConfig(ranks=2, tp=2)))
+    folder.check(RunConfig(steps=20, resume=True, save_minutes=1, actor=MegatronConfig(ranks=2, tp=2)))
     with pytest.raises(ValueError, match=r"actor\.lr was 1e-06, is 0\.1, model was '', is 'other', seed was 0, is 1"):
         folder.check(RunConfig(model="other", seed=1, resume=True, actor=MegatronConfig(lr=0.1)))
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="config.json in .* cannot be read: expected an object, got a list"):
+        folder.check(RunConfig(resume=True))
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -45,30 +86,64 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     (partial / "weights").write_text("better")
     final = folder.finish_checkpoint(partial, {"step": 5, "version": 6})
     assert (final / "weights").read_text() == "better"
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_5"]
+    assert names(folder) == ["step_5"]
 
 
-def test_no_folder_and_nothing_to_resume(tmp_path):
+def test_folders_that_cannot_be(tmp_path):
     for none in ("", "."):
         with pytest.raises(ValueError, match="set --run-dir"):
             RunFolder(none).check(RunConfig())
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ValueError, match="is not a folder; choose another --run-dir"):
-        RunFolder(str(file)).check(RunConfig())
-    with pytest.raises(ValueError, match="holds no run to resume"):
-        RunFolder(str(tmp_path)).check(RunConfig(resume=True))
+    for path in (file, file / "runs" / "mine"):
+        with pytest.raises(ValueError, match=r"cannot be a folder: '.*/file' is a file; choose another --run-dir"):
+            RunFolder(str(path)).check(RunConfig())
+
+
+def test_a_folder_that_cannot_be_made_or_written_to(tmp_path):
+    """In processes that may not write, or only so much: as on another's folder, and on a disk that is full."""
+    code = (
+        "import os, resource, sys; from rlworker.checkpoint import RunFolder; from rlworker.config import RunConfig\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)) if sys.argv[2] == 'full' else os.setuid(65534)\n"
+        "RunFolder(sys.argv[1]).claim(RunConfig())"
+    )
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    for kind, path in (("full", tmp_path / "run"), *([("theirs", tmp_path / "theirs" / "run")] * (os.geteuid() == 0))):
+        done = subprocess.run([sys.executable, "-c", code, str(path), kind], capture_output=True, text=True)
+        assert "ValueError: run_dir: " in done.stderr and "cannot be written to: [Errno" in done.stderr, done.stderr
+        assert "make room or choose another --run-dir" in done.stderr
+        assert not (path / "config.json").exists()
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
 def test_resuming_takes_the_newest_and_cuts_the_metrics_back(tmp_path):
     folder = RunFolder(str(tmp_path))
-    folder.claim(RunConfig())
+    begin(folder, RunConfig())
     for step in (8, 16, 100):
         save(folder, step)
+    (tmp_path / "checkpoints" / "step_best").mkdir()  # the user's own
+    (tmp_path / "checkpoints" / "step_best" / "trainer.json").write_text("{}")
     write_metrics(folder, 0, 99, 100, 101, tail='{"step": 102, "rew')
-    state = folder.claim(RunConfig(resume=True))
+    state, text = begin(folder, RunConfig(resume=True))
     assert state == {"step": 100, "version": 100, "folder": str(tmp_path / "checkpoints" / "step_100")}
+    assert text == (
+        "run: goes on from step 100 (checkpoints/step_100); 2 lines of metrics.jsonl are of later steps, which come "
+        "again"
+    )
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [0, 99, 100]
+
+
+def test_resuming_begins_where_there_is_nothing_to_take_up(tmp_path):
+    """And says so; what a run without a checkpoint has measured is kept."""
+    folder = RunFolder(str(tmp_path / "run"))
+    assert begin(folder, RunConfig(resume=True)) == (None, f"run: begins in {folder.path}, which holds none to resume")
+    for aside in ("metrics.before.jsonl", "metrics.before.1.jsonl"):
+        write_metrics(folder, 0, 1)
+        state, text = begin(folder, RunConfig(resume=True))
+        assert state is None and text.startswith(f"run: begins again at step 0, since {folder.path} has no checkpoint")
+        assert text.endswith(f"the metrics so far are kept as {aside}")
+        assert len((folder.path / aside).read_text().splitlines()) == 2
+        assert (folder.path / "metrics.jsonl").read_text() == ""
 
 
 def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path):
@@ -79,3 +154,20 @@ def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path):
     assert folder.newest().name == "step_5"
     again = folder.begin_checkpoint(6)
     assert not list(again.iterdir()), "what a killed save left is cleared before the next"
+
+
+def test_the_newest_and_the_best_checkpoints_stay(tmp_path):
+    folder = RunFolder(str(tmp_path))
+    assert folder.best(HELDOUT) is None
+    for step, heldout in ((2, 0.3), (4, 0.7), (6, 0.7), (8, None), (10, 0.1), (12, 0.2), (14, 0.3)):
+        save(folder, step, **({} if heldout is None else {"heldout": heldout}))
+    (tmp_path / "checkpoints" / "step_best").mkdir()
+    path, score = folder.best(HELDOUT)
+    assert (path.name, score) == ("step_6", 0.7), "of equals the latest"
+    assert folder.best(Score("heldout", -1))[0].name == "step_10"
+    folder.prune(0, None)
+    assert len(names(folder)) == 8, "0 keeps all"
+    folder.prune(3, path)
+    assert names(folder) == ["step_10", "step_12", "step_14", "step_6", "step_best"]
+    folder.prune(1, None)
+    assert names(folder) == ["step_14", "step_best"]

@@ -1,0 +1,74 @@
+"""How a run is asked to end: by SIGTERM, as schedulers do, or by SIGINT, as Ctrl-C does."""
+
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from types import FrameType
+
+import psutil
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stop:
+    """What SIGTERM and SIGINT do to a program while this is entered.
+
+    The first lets the step in hand be finished, where there is one (``in_hand``). The second, and the first where no
+    step would be lost, ends the program on the spot and every process that it started: as a kill would, which a run
+    folder is made to bear, but within a second and without leaving anybody behind.
+
+    Attributes:
+        signal: the first that came.
+        in_hand: what is worth finishing, in words; empty where nothing is.
+    """
+
+    def __init__(self):
+        self.signal: int | None = None
+        self.in_hand = ""
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is threading.main_thread():  # Python lets no other ask for signals
+            self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    @property
+    def exit_status(self) -> int:
+        """Of a program that ends because it was asked to, as shells count: 128 and the signal's number."""
+        return 128 + self.signal
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.signal is None and self.in_hand:
+            self.signal = number
+            _say(f"{name}: finishing {self.in_hand}, then the run is saved and ends; once more ends it at once")
+            return
+        again = self.signal is not None
+        self.signal = self.signal or number
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        _say(f"{name}: ends at once; " + ("the newest checkpoint stands" if again else "no step was under way"))
+        _end_children()
+        os._exit(self.exit_status)  # whatever unwinding would do may wait for one of those that just ended
+
+
+def _say(text: str) -> None:
+    """Print a line in the middle of whatever the program does, which may be printing."""
+    with suppress(RuntimeError, OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode() if os.isatty(2) else f"{text}\n".encode())
+
+
+def _end_children() -> None:
+    """End every process that this one started, and theirs."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
