@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch
+    import torch
     from torch import Tensor
 
     from engines.models import ModelSpec
@@ -21,6 +23,12 @@ _COPIED = (".json", ".jinja", ".model", ".txt")
 
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_OUTPUT = "output_layer.weight"
+"""What Megatron calls the output layer."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""What config.json calls the type of the weights, now and in older transformers."""
+_ROWS_AT_ONCE = 1024
+"""Rows of two matrices that are compared at a time."""
 
 
 def read_object(path: Path) -> dict:
@@ -67,7 +75,10 @@ class SafetensorsFolder:
         return self._open[path].get_tensor(name)
 
     def check(self, model: ModelSpec) -> None:
-        """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights in their shapes."""
+        """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights in their shapes.
+
+        An output layer that a tied model has beside its embedding must be the same.
+        """
         # Old Llama checkpoints carry the rotary frequencies, which every model computes for itself.
         have = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
         optional = model.optional_hf_names()
@@ -91,6 +102,24 @@ class SafetensorsFolder:
                     f"model: {name} in {self._file_of[name]} has type {part.get_dtype()}, expected one of "
                     f"{', '.join(_FLOATS)}: quantized weights cannot be trained"
                 )
+        (embedding,), (head,) = (model.hf_names(name)[1] for name in ("embedding.word_embeddings.weight", _OUTPUT))
+        if model.tied and head in have and not self._equal(embedding, head, model.vocab):
+            raise ValueError(
+                f"model: config.json in {self.folder!r} has tie_word_embeddings true, but {head} in "
+                f"{self._file_of[head]} differs from {embedding}, expected the same: transformers would keep them "
+                f"apart, we tie them; set tie_word_embeddings to false in config.json, or drop {head}"
+            )
+
+    def _equal(self, name: str, other: str, rows: int) -> bool:
+        """Two matrices of as many rows have the same values, of whatever type; some rows are in memory at a time."""
+        import torch  # what most folders do without: their models have one of both
+
+        parts = [safe_open(self._file_of[each], "pt").get_slice(each) for each in (name, other)]
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            one, two = (part[start : start + _ROWS_AT_ONCE].to(torch.float64) for part in parts)
+            if not torch.equal(one, two):
+                return False
+        return True
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -117,14 +146,14 @@ def _weight_files(folder: Path) -> list[Path]:
 def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, folder: str, shard_bytes: int) -> None:
     """Write weights in files of at most ``shard_bytes`` (a larger tensor gets its own), one in memory at a time.
 
-    The configuration and tokenizer are copied from the folder that the model was read from; a critic is written as a
-    token classification with one label. The folder appears under
-    its name once it is whole. A stream without weights (ranks that export nothing) writes nothing.
+    The configuration and tokenizer are copied from the folder that the model was read from, but for the type of the
+    weights; a critic is written as a token classification with one label. The folder appears under its name once it is
+    whole. A stream without weights (ranks that export nothing) writes nothing.
     """
     from safetensors.torch import save_file
 
     target = Path(folder).with_name(f".{Path(folder).name}.partial")
-    held, size, file_of = {}, 0, {}
+    held, size, file_of, dtypes = {}, 0, {}, set()
 
     def flush():
         name = f"model-{len(set(file_of.values())) + 1:05d}.safetensors"
@@ -141,6 +170,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
             target.mkdir(parents=True)
         held[name] = tensor.detach().cpu().clone().contiguous()
         size += tensor.nbytes
+        dtypes.add(tensor.dtype)
     if not held:
         return
     flush()
@@ -148,11 +178,22 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     for path in Path(model.folder).iterdir():
         if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
             shutil.copy(path, target)
+    config = _typed(read_object(target / "config.json"), dtypes)
     if model.head == "value":
-        config = read_object(target / "config.json") | {
-            "architectures": [model.architecture],
-            "classifier_dropout": 0.0,
-        }
+        config |= {"architectures": [model.architecture], "classifier_dropout": 0.0}
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     os.replace(target, folder)
+
+
+def _typed(config: dict, dtypes: set[torch.dtype]) -> dict:
+    """A configuration that names the widest type of the weights, as which transformers loads them all.
+
+    The base's own may be narrower, and would round away what was learned.
+    """
+    import torch
+
+    dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+    parts = {key: config[key] for key in ("text_config", "vision_config") if isinstance(config.get(key), dict)}
+    named = {key: part | {name: dtype for name in _DTYPE_KEYS if name in part} for key, part in parts.items()}
+    return config | named | {name: dtype for name in _DTYPE_KEYS if name == "dtype" or name in config}

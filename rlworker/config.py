@@ -26,7 +26,8 @@ class DataConfig:
     heldout: str = ""
     """Rows of the same form, never trained on; empty evaluates nothing."""
     prompt_field: str = "prompt"
-    """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]."""
+    """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]. Text comes
+    after the special tokens that the tokenizer opens one with (Llama's BOS); what it ends one with is left out."""
     answer_field: str = "answer"
     """Field of a row that holds the answer: text, given to the reward function or learned."""
     image_field: str = "images"

@@ -23,7 +23,8 @@ class Row:
 
     Attributes:
         prompt: the text that the model sees, chat template applied.
-        prompt_ids: its token ids, those of its pictures included. answer: what a reward function compares with.
+        prompt_ids: its token ids, those of its pictures and those that the tokenizer opens a text with included.
+        answer: what a reward function compares with.
         source: the whole row in plain Python values, for reward functions that need more.
         images: its pictures in order.
     """
@@ -103,7 +104,8 @@ def read_rows(path: str, tokenizer, data: DataConfig, pictures: Pictures | None 
     """Read the rows at ``path``, which ``DataConfig.train`` describes, and tokenise their prompts.
 
     Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text stays as it is
-    where ``data.instruction`` does not make a message of it.
+    where ``data.instruction`` does not make a message of it, after the special tokens that the tokenizer opens a text
+    with.
 
     Args:
         pictures: of a vision-language model.
@@ -131,7 +133,8 @@ def read_rows(path: str, tokenizer, data: DataConfig, pictures: Pictures | None 
         images.append(own)
     if pictures and not any(images):
         refuse_other_fields(sources[0], places[0], data)
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    is_plain = [isinstance(source[data.prompt_field], str) and not data.instruction for source in sources]
+    encoded = _tokenised(texts, is_plain, tokenizer)
     rows, limit = [], data.max_prompt_tokens
     for where, source, text, ids, own in zip(places, sources, texts, encoded, images, strict=True):
         if pictures:
@@ -150,6 +153,33 @@ def read_rows(path: str, tokenizer, data: DataConfig, pictures: Pictures | None 
             f"{min(map(len, encoded))}; raise --data.max-prompt-tokens"
         )
     return Rows(rows, skipped=len(encoded) - len(rows))
+
+
+def _tokenised(texts: list[str], is_plain: list[bool], tokenizer) -> list[list[int]]:
+    """The ids of each text. A plain one comes after the special tokens that the tokenizer opens a text with, unless it
+    has them written out; a chat template has written its own."""
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    if True not in is_plain:
+        return encoded
+    first = is_plain.index(True)
+    opening = _opening(texts[first], encoded[first], tokenizer)
+    return [
+        ids if not plain or ids[: len(opening)] == opening else opening + ids
+        for ids, plain in zip(encoded, is_plain, strict=True)
+    ]
+
+
+def _opening(text: str, ids: list[int], tokenizer) -> list[int]:
+    """The special tokens that the tokenizer puts before any text, such as Llama's BOS, found on one of ``ids`` without
+    them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
+    whole = tokenizer(text)["input_ids"]
+    for start in range(len(whole) - len(ids) + 1):
+        if whole[start : start + len(ids)] == ids:
+            return whole[:start]
+    raise ValueError(
+        f"model: the tokenizer makes {whole[:20]} of {text[:80]!r} with its special tokens, expected {ids[:20]} with "
+        "further ones around it; take the tokenizer that belongs to the model, saved as tokenizer.json"
+    )
 
 
 def _checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:

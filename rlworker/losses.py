@@ -115,9 +115,12 @@ def kl_square(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_low_variance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k3: ``exp(d) - 1 - d`` with ``d = ref - logprob``, never negative, as in GRPO (arXiv:2402.03300, equation 4)."""
-    difference = ref_logprobs - logprobs
-    return difference.exp() - 1 - difference
+    """k3: ``exp(d) - 1 - d`` with ``d = ref - logprob``, never negative, as in GRPO (arXiv:2402.03300, equation 4).
+
+    It is at most 10, and without a gradient beyond, as in verl: one token far from the reference would be infinite.
+    """
+    difference = (ref_logprobs - logprobs).clamp(-20, 20)  # exp stays finite
+    return (difference.exp() - 1 - difference).clamp(max=10)
 
 
 # -- corrections for a rollout that computes other logprobs than the trainer

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engines.hf_folder import SafetensorsFolder, save_hf_folder
 from engines.models import ModelSpec
+from rlworker.tiny_models import tiny_model
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -125,3 +126,95 @@ def test_an_index_must_name_the_files_that_are_there(copied, index, message):
         check(copied)
     (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EMBEDDING: "model.safetensors"}}))
     check(copied)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tied_head_of_its_own_must_be_the_embedding(make_hf_model, tmp_path, dtype):
+    """transformers keeps one that differs, here in its last row, apart, and ties an equal one."""
+    shutil.copytree(make_hf_model("qwen2", True), tmp_path, dirs_exist_ok=True)
+    embedding = load_file(tmp_path / "model.safetensors")[EMBEDDING].to(dtype)
+    head = embedding.clone()
+    change(tmp_path, **{EMBEDDING: embedding, "lm_head.weight": head})
+    check(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    head[-1, -1] += 1
+    change(tmp_path, **{"lm_head.weight": head})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model.lm_head.weight, head.to(model.dtype)), "what the refusal is for"
+    with pytest.raises(
+        ValueError,
+        match=r"tie_word_embeddings true, but lm_head\.weight in .*model\.safetensors differs from "
+        r"model\.embed_tokens\.weight.*; set tie_word_embeddings to false in config\.json, or drop lm_head\.weight",
+    ):
+        check(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(tmp_path)
+
+
+def test_a_tied_head_in_another_type_and_file_is_compared_by_its_values(make_hf_model, tmp_path, monkeypatch):
+    """A few rows at a time, so that the difference is in a later part."""
+    monkeypatch.setattr("engines.hf_folder._ROWS_AT_ONCE", 40)
+    shutil.copytree(make_hf_model("qwen2", True), tmp_path, dirs_exist_ok=True)
+    embedding = load_file(tmp_path / "model.safetensors")[EMBEDDING].bfloat16()
+    change(tmp_path, **{EMBEDDING: embedding})
+    save_file({"lm_head.weight": embedding.float()}, tmp_path / "head.safetensors")
+    check(tmp_path)
+    embedding[45, 0] += 1
+    save_file({"lm_head.weight": embedding.float()}, tmp_path / "head.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head\.weight in .*head\.safetensors differs from model\.embed_tokens"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "embedding"),
+    [("qwen2_5_vl", "model.embed_tokens.weight"), ("qwen3_vl", "model.language_model.embed_tokens.weight")],
+)
+def test_a_tied_head_of_a_model_that_sees_pictures_must_be_its_embedding(tmp_path, family, embedding):
+    tiny_model(tmp_path, family)
+    head = load_file(tmp_path / "model.safetensors")[embedding].clone()
+    change(tmp_path, **{"lm_head.weight": head})
+    check(tmp_path)
+    change(tmp_path, **{"lm_head.weight": head + 1})
+    with pytest.raises(ValueError, match=rf"lm_head\.weight in .* differs from {embedding}, expected the same"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_saved_model_is_of_the_type_of_its_weights(make_hf_model, tmp_path, key):
+    """A base in bfloat16 that has learned in float32: none of it is rounded away when transformers loads it."""
+    base, target = tmp_path / "base", tmp_path / "saved"
+    shutil.copytree(make_hf_model("qwen2", False), base)
+    config = json.loads((base / "config.json").read_text())
+    del config["dtype"]
+    (base / "config.json").write_text(json.dumps(config | {key: "bfloat16"}))
+    weights = {name: tensor + 1e-5 for name, tensor in load_file(base / "model.safetensors").items()}
+    save_hf_folder(iter(weights.items()), ModelSpec.from_folder(base), str(target), 10**9)
+    for options in ({}, {"dtype": "auto"}):
+        loaded = AutoModelForCausalLM.from_pretrained(target, **options)
+        assert all(p.dtype == torch.float32 and torch.equal(p, weights[n]) for n, p in loaded.named_parameters())
+    saved = json.loads((target / "config.json").read_text())
+    assert {name: saved[name] for name in ("dtype", key)} == dict.fromkeys(("dtype", key), "float32")
+    assert saved | config == saved, "the rest is the base's"
+
+
+def test_the_widest_type_is_named_in_every_part_that_names_one(tmp_path):
+    tiny_model(tmp_path / "base", "qwen3_vl")
+    path = tmp_path / "base" / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": "float16"}
+    config["text_config"] |= {"dtype": "float16"}
+    config["vision_config"] = {k: v for k, v in config["vision_config"].items() if k != "dtype"}
+    path.write_text(json.dumps(config))
+    spec = ModelSpec.from_folder(tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    weights = {n: t.bfloat16() if spec.part_of(n) == "language" else t.float() for n, t in weights.items()}
+    for wanted in ("float32", "bfloat16"):
+        target = tmp_path / wanted
+        save_hf_folder(iter(weights.items()), spec, str(target), 10**9)
+        saved = json.loads((target / "config.json").read_text())
+        assert (saved["dtype"], saved["text_config"]["dtype"]) == (wanted, wanted)
+        assert "dtype" not in saved["vision_config"] and "torch_dtype" not in saved
+        loaded = AutoModelForImageTextToText.from_pretrained(target)
+        assert all(p.dtype == getattr(torch, wanted) for p in loaded.parameters())
+        weights = {name: tensor.bfloat16() for name, tensor in weights.items()}

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.faults import FAULTS
@@ -120,6 +121,16 @@ def test_a_model_that_an_engine_cannot_hold_is_refused_before_anything_starts(ma
     )
     assert done.returncode == 1 and "tp=3 does not divide the model's 4 attention heads" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_tied_head_that_is_not_the_embedding_is_refused_before_anything_starts(tmp_path):
+    """HuggingFace would keep both apart and have a gradient for each."""
+    weights = load_file(Path(tiny_model(tmp_path, "qwen2"), "model.safetensors"))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    done = subprocess.run([*COMMAND, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "has tie_word_embeddings true, but lm_head.weight in" in done.stderr
+    assert "Traceback" not in done.stderr and "KeyError" not in done.stderr
 
 
 def test_the_self_test_is_of_its_own_model():

@@ -142,6 +142,18 @@ def test_kl_estimates_by_hand():
     assert kl_low_variance(logprobs, ref).item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
 
 
+def test_the_low_variance_estimate_is_bounded():
+    """At log ratios (reference over policy) of 99, 20, 2, -2, -10.5 and -99."""
+    ratios = [99.0, 20.0, 2.0, -2.0, -10.5, -99.0]
+    logprobs = torch.tensor([-r for r in ratios], requires_grad=True)
+    kl = kl_low_variance(logprobs, torch.zeros(6))
+    want = [10.0, 10.0, math.exp(2) - 3, math.exp(-2) + 1, math.exp(-10.5) + 9.5, 10.0]
+    assert kl.tolist() == pytest.approx(want, rel=1e-6)
+    kl.sum().backward()
+    slopes = [0.0, 0.0, 1 - math.exp(2), 1 - math.exp(-2), 1 - math.exp(-10.5), 0.0]
+    assert logprobs.grad.tolist() == pytest.approx(slopes, rel=1e-6)
+
+
 def test_corrections_by_hand():
     """Trainer over rollout 4, 1 and 1/4: truncated at 2, or left out beyond [1/2, 3]."""
     old, rollout = torch.tensor([math.log(4.0), 0.0, -math.log(4.0)]), torch.zeros(3)
