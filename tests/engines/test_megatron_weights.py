@@ -1,5 +1,6 @@
 """Weights in and out, learning-rate schedule, checkpoints: the parts of the engine that parity does not reach."""
 
+import math
 import shutil
 
 import pytest
@@ -51,14 +52,19 @@ def test_missing_and_unknown_tensors_are_named(one_rank, make_hf_model, tmp_path
     assert "unexpected ['model.layers.0.extra.weight']" in error
 
 
-def test_warm_up_starts_above_zero_and_the_cosine_ends_at_min_lr(one_rank, make_hf_model):
-    def rates(rank, world, address, folder):
-        return [r.lr for r in steps(build_engine(rank, world, address, folder, SETTINGS | {"min_lr": 1e-4}), 9)]
+def test_warm_up_starts_above_zero_and_the_last_step_of_a_decay_learns(one_rank, make_hf_model):
+    """Four steps of warm-up, four of a cosine to min_lr; and four linear steps to 0 without a warm-up, by hand."""
+    linear = {"lr": 1.0, "lr_decay": "linear", "lr_decay_steps": 4}
 
-    got = one_rank.run(rates, free_address(), make_hf_model("qwen2", False))[0]
-    assert got[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
-    assert got[5] == pytest.approx((1e-3 + 1e-4) / 2)
-    assert got[7:] == pytest.approx([1e-4, 1e-4])
+    def rates(rank, world, address, folder):
+        cosine = SETTINGS | {"min_lr": 1e-4}
+        return [[r.lr for r in steps(build_engine(rank, world, address, folder, s), 9)] for s in (cosine, linear)]
+
+    cosine, straight = one_rank.run(rates, free_address(), make_hf_model("qwen2", False))[0]
+    assert cosine[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    assert cosine[4:8] == pytest.approx([1e-4 + 9e-4 * (1 + math.cos(math.pi * k / 5)) / 2 for k in (1, 2, 3, 4)])
+    assert cosine[8:] == pytest.approx([1e-4])
+    assert straight == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("frozen", [True, False])

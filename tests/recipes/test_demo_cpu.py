@@ -52,7 +52,7 @@ def test_it_runs_and_sums_itself_up(tmp_path, recipe, options):
         assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
     elif tp == 2:  # the finished run is one that could be gone on with, under its own settings alone
         config = DemoConfig(**json_config(run / "config.json") | {"model": "", "resume": True, "data": DEFAULT.data})
-        assert prepare(config, ADDITION).data.train == str(run / "data" / "train.jsonl")
+        assert prepare(config, ADDITION)[0].data.train == str(run / "data" / "train.jsonl")
         with pytest.raises(ValueError, match=r"cannot be resumed with other settings: actor\.lr was"):
             prepare(replace(config, actor=replace(config.actor, lr=1.0)), ADDITION)
 

@@ -77,6 +77,9 @@ def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe, options)
     if recipe.startswith("sft"):
         assert last["heldout_loss"] < start["heldout_loss"]
         return
+    if recipe == "dapo_math":  # a random model is always wrong, which is -1: further rollouts, then nothing to learn
+        assert first["reward"] == -1 and first["samples"] == 3 * 8 * 4 and last["empty_steps"] == 2
+        return
     assert "heldout" in start and 0 < last["logprob_diff_mean"] <= 1e-5
     # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
     assert ("explained_variance" in last, "penalty" in last) == ((recipe.startswith("ppo"),) * 2)
@@ -86,9 +89,7 @@ def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe, options)
     platform = "npu-emulated (emulated), which says nothing about pse" if recipe.endswith("npu") else "cpu (executed)<"
     assert platform in (run / "report.html").read_text()
     if recipe == "distill":
-        assert first["groups_alike"] == 1 and first["grad_norm"] > 0
-    if recipe == "dapo_math":  # wrong is -1, and rollouts are repeated for want of a difference
-        assert first["reward"] < -0.5 and first["samples"] == 3 * 8 * 4
+        assert first["zero_variance_groups"] == first["groups"] and first["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

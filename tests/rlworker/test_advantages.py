@@ -8,7 +8,7 @@ import torch
 
 from engines.batch import TrainBatch
 from rlworker import advantages
-from rlworker.advantages import gae, returns_to_go, whiten, with_kl_penalty, with_overlong_penalty
+from rlworker.advantages import check_group_size, gae, returns_to_go, whiten, with_kl_penalty, with_overlong_penalty
 from rlworker.errors import RunError
 from rlworker.losses import kl_square
 from rlworker.scan import Chosen, discounted_sums
@@ -182,3 +182,16 @@ def test_every_advantage_is_the_same_in_any_dtype_of_rewards():
     for function in (advantages.grpo, advantages.dr_grpo, advantages.rloo, partial(returns_to_go, gamma=0.9)):
         floats, ints = groups_of([1.0, 0.0, 2.0]), groups_of([1, 0, 2])
         assert torch.equal(function(floats), function(ints))
+
+
+def test_advantages_of_a_group_refuse_a_group_of_one():
+    for advantage in (advantages.grpo, advantages.dr_grpo, advantages.rloo, advantages.reinforce_plus_plus_baseline):
+        assert not advantage(groups_of([0.3], [1.0])).any(), "which is why"
+        for given in (advantage, partial(partial(advantage))):
+            check_group_size(given, 2)
+            with pytest.raises(
+                ValueError, match=f"samples_per_prompt=1 leaves {advantage.__name__} nothing to compare"
+            ):
+                check_group_size(given, 1)
+    for advantage in (gae, advantages.remax, advantages.reinforce_plus_plus, advantages.distill, lambda batch: None):
+        check_group_size(advantage, 1)

@@ -21,6 +21,7 @@ from rlworker.data import rows_of_step
 from rlworker.losses import sequence_mean
 from rlworker.metrics import read_metrics
 from rlworker.rewards import exact_match
+from rlworker.sampler import CANARY
 from rlworker.trainer import Trainer
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -91,7 +92,34 @@ def finished(make_hf_model, data, tmp_path_factory):
         trainer.advantage = grpo
         for fault in ("none", "stale", "dropped", "swapped"):
             faults[fault] = sync_with(trainer, fault)
+        faults |= steps_of_few_groups(trainer)
     return config, faults
+
+
+def steps_of_few_groups(trainer) -> dict:
+    """Metrics of a step of one group of four samples for eight mini-batches over two replicas, those of a step without
+    a group, and what is said of the tenth in a row."""
+    sample, algorithm = trainer.sampler.sample, AlgorithmConfig(mini_batches=8, dynamic_sampling=1)
+    trainer.config, seen = replace(trainer.config, algorithm=algorithm), []
+
+    def first_groups(count: int):
+        def sampled(clock, version):
+            groups, metrics = sample(clock, version)
+            return groups[:count], metrics
+
+        return sampled
+
+    take = trainer.actor.train_step
+    trainer.actor.train_step = lambda batch, *rest: seen.append(len(batch)) or take(batch, *rest)
+    trainer.sampler.sample = first_groups(1)
+    few, _ = trainer.step()
+    trainer.sampler.sample = first_groups(0)
+    version = trainer.version
+    empty = [trainer.step()[0] for _ in range(9)]
+    with pytest.raises(RuntimeError) as error:
+        trainer.step()
+    assert trainer.version == version, "the weights stay, so none are sent"
+    return {"few": few, "mini_batches": seen, "empty": empty, "tenth": str(error.value)}
 
 
 def sync_with(trainer, fault: str) -> str:
@@ -173,6 +201,16 @@ def test_a_step_that_is_not_finite_is_refused_and_its_rows_are_kept(finished):
     assert faults["none"] == "", "the weights are still those that a sync can compare"
 
 
+def test_a_step_learns_from_what_is_left_of_its_groups(finished):
+    """One sample for each of four optimizer steps, a dummy beside it on the other replica; none from nothing."""
+    faults = finished[1]
+    assert faults["mini_batches"] == [1, 1, 1, 1]
+    assert faults["few"]["grad_norm"] > 0 and faults["few"]["logprob_diff_mean"] <= MEAN_LIMIT
+    assert [step["empty_steps"] for step in faults["empty"]] == list(range(1, 10))
+    assert all("grad_norm" not in step and step["samples"] == 32 for step in faults["empty"])
+    assert "in 10 steps in a row no group had two different rewards (their mean is" in faults["tenth"]
+
+
 def test_a_damaged_sync_stops_the_run_at_once(finished):
     """A stale tensor, a bucket that got lost and two names that changed places."""
     faults = finished[1]
@@ -237,8 +275,9 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     assert lines[0]["explained_variance"] == pytest.approx(0.0, abs=1e-5), "its head starts at zero"
     assert 0 < lines[1]["kl"] < lines[2]["kl"], "the policy starts at the reference and leaves it"
     assert lines[1]["ratio_max"] > 1.0001, "the second mini-batch is off the policy that sampled it"
-    # Both decays end with the run: the critic's over eight optimizer steps, the actor's over its six.
-    assert (lines[-1]["critic_lr"], lines[-1]["lr"]) == pytest.approx((1e-2 / 16, 4e-4 / 12))
+    # Both decays end with the run: the critic's over eight optimizer steps, the actor's over its six. The last two take
+    # 2/8 and 1/8 of the peak, 2/6 and 1/6.
+    assert (lines[-1]["critic_lr"], lines[-1]["lr"]) == pytest.approx((1e-2 * 3 / 16, 4e-4 / 4))
     checkpoint = tmp_path / "run" / "checkpoints" / "step_4"
     trained = AutoModelForTokenClassification.from_pretrained(checkpoint / "hf_critic")
     assert trained.score.weight.abs().max() > 0 and (checkpoint / "hf" / "tokenizer.json").exists()
@@ -306,16 +345,24 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
     with Trainer(config, half_alike, advantage=advantage, aggregation=sequence_mean) as trainer:
         trainer.fit()
         drawn, rows = trainer.sampler.rollouts_done, trainer.rows
-        first, second = trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.sampling(16))
+        trainer.sampler.rollouts_done = 0
+        drawn_anew = []
+        for _ in range(3):  # the weights stay, as at a learning rate of 0
+            drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.sampling(16))
+            drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.sampling(16, CANARY))
+            trainer.sampler.rollouts_done += 1
     agreement(tmp_path / "run", capsys, "llama untied, CP2")
-    assert [c.token_ids for c in first] != [c.token_ids for c in second], "engines draw from seeds of their own"
-    assert {c.version for c in (*first, *second)} == {1}, "every engine has the newest weights"
+    texts = {str([c.token_ids for c in group]) for group in drawn_anew}
+    assert len(texts) == 12, "steps, engines and the canary draw from streams of their own"
+    assert {c.version for group in drawn_anew for c in group} == {1}, "every engine has the newest weights"
     (batch,) = seen
     assert 2 <= drawn <= 3, "half of the groups are alike, so that one rollout cannot do"
     odd = {row.prompt_ids for index in range(drawn) for row in rows_of_step(rows, 8, index, 0) if int(row.answer) % 2}
-    prompts = {tuple(batch.select(i, i + 1).inputs[:6].tolist()) for i in range(0, 32, 4)}
-    assert len(prompts & odd) >= min(8, len(odd)) - 1, "groups with something to learn come first"
-    assert len(batch.greedy_rewards) == 32 and torch.equal(batch.greedy_rewards[::4], batch.greedy_rewards[3::4])
+    prompts = {tuple(batch.select(i, i + 1).inputs[:6].tolist()) for i in range(0, len(batch), 4)}
+    assert prompts <= odd and len(prompts) >= min(8, len(odd)) - 1, "groups without a difference are dropped"
+    assert len(batch.greedy_rewards) == len(batch) and torch.equal(
+        batch.greedy_rewards[::4], batch.greedy_rewards[3::4]
+    )
     one = batch.select(5, 6)
     with torch.no_grad():
         log_p = AutoModelForCausalLM.from_pretrained(teacher)(one.inputs[None]).logits[0].log_softmax(-1)

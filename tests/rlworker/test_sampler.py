@@ -1,0 +1,64 @@
+"""What a step is given to learn from, with scripted engines: which groups, and from which random numbers."""
+
+import itertools
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from engines.batch import Completion
+from engines.config import VllmConfig
+from engines.interfaces import Sampling
+from recipes.addition import make_tokenizer
+from rlworker.config import AlgorithmConfig, RunConfig
+from rlworker.data import Row
+from rlworker.metrics import StepClock
+from rlworker.reward_pool import Scores
+from rlworker.sampler import Sampler
+
+ROWS = [Row(str(i), (i + 4,), "", {}) for i in range(12)]
+
+
+class Rollouts:
+    def generate(self, rows, sampling):
+        return [[Completion([20, 2], [-1.0, -1.0], True, 0) for _ in range(sampling.count)] for _ in rows]
+
+
+class Rewards:
+    """Prompts of an even number are answered right once, of an odd one never."""
+
+    def score(self, texts, rows):
+        firsts = [i == 0 or row is not rows[i - 1] for i, row in enumerate(rows)]
+        return Scores([float(first and int(row.prompt) % 2 == 0) for first, row in zip(firsts, rows)], {}, [])
+
+
+def sampler(rows, further, prompts=4) -> Sampler:
+    algorithm = AlgorithmConfig(dynamic_sampling=further)
+    rollout = VllmConfig(max_new_tokens=4, max_model_len=16)
+    config = RunConfig(algorithm=algorithm, prompts_per_step=prompts, samples_per_prompt=3)
+    config = replace(config, rollout=rollout, data=replace(config.data, max_prompt_tokens=8))
+    phase = lambda *_: nullcontext()  # noqa: E731
+    return Sampler(config, make_tokenizer(), rows, Rollouts(), Rewards(), phase, print)
+
+
+@pytest.mark.parametrize(
+    ("rows", "further", "kept", "drawn", "alike"),
+    [
+        (ROWS[:4], 0, 4, 4, 2),  # without dynamic sampling every group stays
+        (ROWS[:4], 1, 4, 8, 4),  # two of four teach something, in each of two rollouts
+        (ROWS[::2], 3, 4, 4, 0),  # all do
+        (ROWS[1::2], 2, 0, 12, 12),  # none does
+    ],
+)
+def test_groups_without_a_difference_are_dropped_and_others_drawn(rows, further, kept, drawn, alike):
+    groups, metrics = sampler(rows, further).sample(StepClock(), 0)
+    assert (len(groups), metrics["groups"], metrics["zero_variance_groups"]) == (kept, drawn, alike)
+    assert metrics["samples"] == 3 * drawn
+    assert not further or not any(group.is_alike for group in groups)
+
+
+def test_every_use_of_every_rollout_on_every_engine_has_numbers_of_its_own():
+    """Also across seeds: sums of these once met each other."""
+    names = itertools.product((0, 1, 2**32 - 1), range(60), range(2), range(9))
+    seeds = {Sampling(1, 1.0, 4, name, ()).seed for name in names}
+    assert len(seeds) == 3 * 60 * 2 * 9 and all(0 <= seed < 2**64 for seed in seeds)
