@@ -26,7 +26,7 @@ from rlworker.cluster import ray_for
 from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
 from rlworker.data import load_tokenizer
 from rlworker.errors import RunError
-from rlworker.metrics import read_metrics
+from rlworker.metrics import read_metrics, tell_start
 from rlworker.pictures import pictures_of
 from rlworker.report import write_report
 from rlworker.rewards import exact_match
@@ -169,8 +169,10 @@ def main(config: DemoConfig, toy: Toy) -> dict:
     if config.shuffle_rewards:
         advantage = shuffled(advantage)
     with ray_for(config.actors, config.platform):  # once for both parts
+        tell_start("Ray is up")
         if not warm.exists():
             warm_up(config, toy, str(warm))
+            tell_start("the model is warmed up")
         warm_up_seconds = time.perf_counter() - began
         with Trainer(replace(config, model=str(warm)), exact_match, advantage=advantage) as trainer:
             trainer.fit()

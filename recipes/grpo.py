@@ -15,7 +15,6 @@ from rlworker.config import RunConfig
 from rlworker.data import Row
 from rlworker.launch import launch
 
-
 NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 

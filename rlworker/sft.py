@@ -21,7 +21,7 @@ from rlworker.data import check_vocabulary, load_tokenizer, read_rows, rows_of_s
 from rlworker.errors import RunError
 from rlworker.group import SHARD_BYTES, StartingGroup, WorkerGroup, save_groups
 from rlworker.losses import sft_loss
-from rlworker.metrics import SUPERVISED_LINE, RunLog, StepClock, is_due, note_skipped
+from rlworker.metrics import SUPERVISED_LINE, RunLog, StepClock, is_due, note_skipped, tell_start
 from rlworker.model_checks import check_trained, start_notes
 from rlworker.pictures import MARKER, Pictures, pictures_of
 from rlworker.refused import refuse_step
@@ -72,6 +72,7 @@ class SftTrainer:
         self.train, skipped = read(config.data.train)
         self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
+        tell_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
         self.steps_done = 0
 
     def fit(self) -> dict[str, float]:
@@ -83,11 +84,13 @@ class SftTrainer:
         config = self.config
         with training_group(self.model, config.actor_of_run, config.platform, config.seed) as (group, self.workers):
             self.group = group
+            tell_start(f"trainer ranks are up: {len(group.actors)}")
             state = self.folder.claim(config)
             if state:
                 self.steps_done = state["step"]
                 with self._phase(StepClock(), "restore", self.steps_done):
                     group.call("load", f"{state['folder']}/{group.name}")
+                tell_start(f"step {self.steps_done} is restored")
             trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
             path = self.folder.path
             with RunLog(path, config.steps, self.steps_done, trackers, SUPERVISED_LINE) as log:

@@ -21,12 +21,12 @@ from rlworker.data import Rows, check_vocabulary, load_tokenizer, read_rows
 from rlworker.errors import RunError
 from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup, save_groups
 from rlworker.losses import Aggregation, configured_loss, token_mean, value_loss
-from rlworker.metrics import RunLog, StepClock, is_due, note_skipped
+from rlworker.metrics import RunLog, StepClock, is_due, note_skipped, tell_start
 from rlworker.model_checks import start_notes
 from rlworker.pictures import pictures_of
 from rlworker.refused import refuse_step
 from rlworker.report import write_report
-from rlworker.reward_pool import RewardPool, pickled
+from rlworker.reward_pool import REWARD_LOG, RewardPool, pickled
 from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.rollout import Group, batch_of, logprob_difference, to_batch
 from rlworker.rollout_engines import Rollouts
@@ -79,6 +79,7 @@ class Trainer:
         ids = [row.prompt_ids for row in every]
         check_vocabulary([row.prompt for row in every], ids, self.tokenizer, self.models["actor"].vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
+        tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
         critic, algorithm = config.critic, config.algorithm
         self.advantage = advantage or configured_advantage(critic)
         self.loss = loss or configured_loss(config.algorithm)
@@ -116,9 +117,12 @@ class Trainer:
                 groups |= starting.ready()
             self.actor = groups["actor"]
             self.reference, self.critic = groups.get("reference"), groups.get("critic")
-        self.rewards = self._start(RewardPool(self.reward, config.reward))  # while vLLM alone is still starting
+        tell_start(f"trainer ranks are up: {sum(len(starting.actors) for starting in trainers)}")
+        output = self.folder.path / REWARD_LOG
+        self.rewards = self._start(RewardPool(self.reward, config.reward, output))  # while vLLM alone is still starting
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
+        tell_start(f"rollout engines are up: {len(self.rollouts.actors)}")
         parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
         state = self.folder.claim(config)  # not before: a start that fails must not leave a folder that looks taken
@@ -133,6 +137,7 @@ class Trainer:
         if state:
             with self._phase(clock, "restore"):
                 self._restore(state)
+            tell_start(f"step {self.steps_done} is restored")
         self.start_seconds = clock.seconds
 
     def _groups(self) -> Iterator[tuple]:
@@ -311,7 +316,9 @@ class Trainer:
         # With a picture where there is one: the vision tower's weights have to show too.
         row = next((row for row in self.rows if row.images), self.rows[0])
         rows = [row] * (len(self.rollouts.actors) * self.actor.dp_size)
-        sampling = replace(self.sampler.sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens))
+        sampling = replace(
+            self.sampler.sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
+        )
         batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
         logprobs = self.actor.forward(batch).logprobs
         self._check_difference(f"after sync {self.version}", logprob_difference(batch, logprobs))

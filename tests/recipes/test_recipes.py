@@ -68,7 +68,7 @@ def run_recipe(monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "options"), [pytest.param(*case, marks=pytest.mark.large if case in LARGE else ()) for case in SMOKES]
 )
-def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe, options):
+def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, capsys, recipe, options):
     run_recipe(recipe, ["--smoke", "--run-dir", str(tmp_path / recipe), *options])
     run = tmp_path / f"{recipe}_smoke" / "run"
     start, first, last = read_metrics(run)
@@ -77,6 +77,9 @@ def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe, options)
     if recipe.startswith("sft"):
         assert last["heldout_loss"] < start["heldout_loss"]
         return
+    told = [line.split(" s  ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
+    parts = {"settings, folders and fields of rows are checked", "Ray is up", "rollout engines are up: 1"}
+    assert parts < {*told} and told[-1] == "rollout engines are up: 1"
     assert "heldout" in start and 0 < last["logprob_diff_mean"] <= 1e-5
     # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
     assert ("explained_variance" in last, "penalty" in last) == ((recipe.startswith("ppo"),) * 2)
