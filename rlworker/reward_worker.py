@@ -3,6 +3,7 @@
 Importing this takes neither torch nor an engine: a worker that takes the place of another should start at once.
 """
 
+import ctypes
 import json
 import logging
 import os
@@ -140,6 +141,8 @@ def _write_output_to(path: Path) -> None:
         text = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
         setattr(sys, name, text)
     os.close(file)
+    libc = ctypes.CDLL(None)
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)  # 1 is by the line; C keeps a file's till the end
     # Used only where nobody has set up logging, so that whatever the function sets up, and whenever, takes its place.
     logging.lastResort = logging.StreamHandler()
     logging.lastResort.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
