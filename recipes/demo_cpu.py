@@ -25,7 +25,7 @@ from rlworker.checkpoint import RunFolder
 from rlworker.cluster import ray_for
 from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
 from rlworker.data import load_tokenizer
-from rlworker.metrics import read_metrics
+from rlworker.metrics import read_metrics, tell_start
 from rlworker.pictures import pictures_of
 from rlworker.report import write_report
 from rlworker.rewards import exact_match
@@ -171,8 +171,10 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     if config.shuffle_rewards:
         advantage = shuffled(advantage)
     with ray_for(config.actors, config.platform):  # once for both parts
+        tell_start("Ray is up")
         if not warm.exists():
             warm_up(config, toy, str(warm))
+            tell_start("the model is warmed up")
         warm_up_seconds = time.perf_counter() - began
         parts = dict(advantage=advantage, folder=run, stop=stop)
         with Trainer(replace(config, model=str(warm)), exact_match, **parts) as trainer:

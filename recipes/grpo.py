@@ -6,17 +6,29 @@ Copy this file to write your own recipe: the reward is any function ``reward(tex
 ``advantage(batch) -> [N]`` and the loss any ``loss(outputs, batch) -> (sum, metric sums)``.
 """
 
+import re
+from decimal import Decimal
+
 import tyro
 
 from rlworker.config import RunConfig
 from rlworker.data import Row
 from rlworker.launch import launch
 
+NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+
+
+def last_number(text: str) -> Decimal | None:
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
 
 def reward(text: str, row: Row) -> float:
-    """1 where the answer stands anywhere in the completion's last line."""
-    lines = text.strip().splitlines()
-    return float(bool(lines) and row.answer in lines[-1])
+    """1 where the last number is the answer; where the answer is no number, where the whole last line is."""
+    answer, last_line = row.answer.strip(), text.strip().rpartition("\n")[2].strip()
+    if NUMBER.fullmatch(answer):
+        return float(last_number(text) == last_number(answer))
+    return float(answer != "" and last_line == answer)
 
 
 DEFAULT = RunConfig()

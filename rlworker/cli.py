@@ -55,7 +55,8 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
     Exit status 1 where it does not fit.
 
     Args:
-        arguments: RECIPE [--memory-gb N] [its settings], such as recipes.grpo --model FOLDER --actor.ranks 2.
+        arguments: RECIPE [--memory-gb N] [its settings], such as recipes.grpo --model FOLDER --actor.ranks 2. RECIPE
+            is a module's name, or a file's path such as ./own.py.
     """
     from rlworker.plan import plan_recipe
 

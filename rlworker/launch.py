@@ -9,6 +9,7 @@ from rlworker.checkpoint import RunFolder
 from rlworker.cluster import no_collection, ray_for
 from rlworker.config import RunConfig
 from rlworker.data import check_rows
+from rlworker.metrics import tell_start
 from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.rollout_engines import Rollouts
 from rlworker.run import ending_well
@@ -34,10 +35,12 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
         try:
             folder = check_run(config)
             running.callback(folder.release)
+            tell_start("settings, folders and fields of rows are checked")
             with ThreadPoolExecutor(1) as beside:
                 building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(ray_for(config.actors, config.platform))
+                tell_start("Ray is up")
                 rollouts = Rollouts(config.platform, config.rollout.engines)
                 running.callback(rollouts.stop)
                 trainer = building.result()

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 import time
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +34,8 @@ SUPERVISED_LINE = (
     ("s", "time_step", "5.2f"),
 )
 """The same of supervised training."""
+_RECENT = 50
+"""Steps from whose time it is told how long the rest will take; they should hold an evaluation or two."""
 
 
 def seconds_since_start() -> float:
@@ -39,6 +43,17 @@ def seconds_since_start() -> float:
     whole seconds."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc(5), field 22
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def tell_start(text: str) -> None:
+    """Say that a part of the start is done, and at which second of this program; it may take minutes in all."""
+    _show(f"start {seconds_since_start():7.1f} s  {text}")
+
+
+def _show(text: str) -> None:
+    """A line on the terminal beside the progress bar, or wherever the output goes, there at once."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 def is_due(step: int, every: int) -> bool:
@@ -77,6 +92,7 @@ class RunLog:
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
         self._steps = steps
         self._trackers, self._line = trackers, line
+        self._told: deque[tuple[float, int]] = deque(maxlen=_RECENT + 1)  # when which step was told
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record step ``step`` (steps done so far), with the seconds since this process started (``time_wall``)."""
@@ -85,7 +101,8 @@ class RunLog:
         self._metrics.flush()
         self._trackers.step(step, metrics)
         fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in self._line)
-        self._bar.write(f"step {step:4d}/{self._steps}  " + "  ".join(fields))
+        left = self._left(step, metrics.get("time_step"))
+        self.note(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {left}")
         self._bar.n = step
         self._bar.refresh()
 
@@ -95,8 +112,19 @@ class RunLog:
         with open(self._rollouts / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
+    def _left(self, step: int, seconds: float | None) -> str:
+        """Time from here to the last step, if steps go on as this process's last ones did, evaluating and saving
+        included; the first one is all there is at first (``seconds``)."""
+        self._told.append((time.monotonic(), step))
+        (begin, first), (end, _) = self._told[0], self._told[-1]
+        each = (end - begin) / (step - first) if step > first else seconds
+        if each is None:
+            return ""
+        minutes, rest = divmod(round((self._steps - step) * each), 60)
+        return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
     def note(self, text: str) -> None:
-        self._bar.write(text)
+        _show(text)
 
     def __enter__(self) -> "RunLog":
         return self

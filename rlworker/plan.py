@@ -1,9 +1,14 @@
 """What a run will take, said before anything is taken: ``rlworker plan RECIPE``."""
 
 import importlib
+import importlib.util
+import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from types import ModuleType
 
 import psutil
 import tyro
@@ -65,18 +70,14 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
     """The plan of a recipe in words, and whether it fits.
 
     Args:
-        recipe: a module that has its settings as ``DEFAULT``. settings: changes to them, as on its command line.
+        recipe: a module's name or a file's path, which has its settings as ``DEFAULT``. settings: changes to them, as
+            on its command line.
         memory_gb: of the device of each process; 0 takes this machine's memory for all of them together.
 
     Raises:
         ValueError: there is no such recipe, or the settings do not fit each other or the models.
     """
-    try:
-        default = importlib.import_module(recipe).DEFAULT
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(
-            f"plan: {recipe!r} is no module with a DEFAULT ({error}); give one such as recipes.grpo"
-        ) from None
+    default = _default_of(recipe)
     config = tyro.cli(type(default), default=default, args=settings, prog=f"rlworker plan {recipe}")
     if not config.model:
         raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, of which config.json is read")
@@ -87,6 +88,45 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
     plan = make_plan(config, models)
     text, fits = _verdict(config, models, plan, memory_gb)
     return f"{in_words(plan)}\n{text}", fits
+
+
+def _default_of(recipe: str) -> Config:
+    """The settings of a recipe, whose module is imported."""
+    path = Path(recipe)
+    is_file = path.suffix == ".py"
+    advice = "give a module such as recipes.grpo or the path of a recipe's file, such as ./own.py"
+    if not (path.is_file() if is_file else all(part.isidentifier() for part in recipe.split("."))):
+        raise ValueError(f"plan: {recipe!r} is {'no file' if is_file else 'no name of a module'}; {advice}")
+    try:
+        module = _module_at(path) if is_file else importlib.import_module(recipe)
+    except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
+        lacks = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
+        if not is_file and f"{recipe}.".startswith(lacks):
+            raise ValueError(f"plan: there is no module {recipe!r} ({error}); {advice}") from None
+        place = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"plan: importing {recipe!r} failed: {said}, at {place.filename}:{place.lineno}; mend it, and keep what "
+            'starts a run under if __name__ == "__main__"'
+        ) from None
+    default = getattr(module, "DEFAULT", None)
+    if not isinstance(default, Config):
+        got = f"is a {type(default).__name__}" if hasattr(module, "DEFAULT") else "is not there"
+        raise ValueError(
+            f"plan: {recipe!r} must have its settings as DEFAULT, a RunConfig or SftConfig, but that {got}; add such "
+            "as DEFAULT = RunConfig()"
+        )
+    return default
+
+
+def _module_at(path: Path) -> ModuleType:
+    """The module in a file, imported as ``python FILE`` would find what lies beside it, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"recipe at {path}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass looks for the types that its fields name
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
 
 
 def _verdict(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: float) -> tuple[str, bool]:

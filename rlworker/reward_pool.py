@@ -27,6 +27,9 @@ from rlworker.errors import RunError
 from rlworker.reward_worker import Outcome, RewardWorker, call_bounds, failures_file
 from rlworker.rewards import BatchRewardFn, RewardFn
 
+REWARD_LOG = "rewards.log"
+"""File of a run folder that has what the reward function prints and logs."""
+
 EXAMPLES = 3
 """Failures of each kind that are kept word for word."""
 
@@ -108,14 +111,17 @@ class RewardPool:
 
     Args:
         reward: ``reward(text, row) -> float``, or marked with ``batch_reward``.
+        output: the file at whose end what the function prints and logs goes, however much that is; None keeps none.
 
     Raises:
         ValueError: the reward function cannot be sent to another process.
     """
 
-    def __init__(self, reward: RewardFn | BatchRewardFn, config: RewardConfig):
+    def __init__(self, reward: RewardFn | BatchRewardFn, config: RewardConfig, output: Path | None = None):
         self.config, self.batch = config, getattr(reward, "batch", False)
-        self._arguments = pickled(reward), self.batch, config.time_limit_s
+        self._arguments = pickled(reward), self.batch, config.time_limit_s, output
+        if output:
+            output.parent.mkdir(parents=True, exist_ok=True)
         # Progress goes through files, so the workers run where the controller does.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._worker = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=here)

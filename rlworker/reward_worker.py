@@ -3,14 +3,19 @@
 Importing this takes neither torch nor an engine: a worker that takes the place of another should start at once.
 """
 
+import ctypes
 import json
+import logging
+import os
 import reprlib
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from itertools import pairwise, repeat, takewhile
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -36,9 +41,14 @@ class RewardWorker:
     """The process that calls the reward function.
 
     Ray runs an actor's methods in the main thread, which is where Python handles signals.
+
+    Args:
+        output: the file at whose end what the function prints and logs goes; None leaves it to Ray.
     """
 
-    def __init__(self, reward: bytes, batch: bool, time_limit_s: float):
+    def __init__(self, reward: bytes, batch: bool, time_limit_s: float, output: Path | None):
+        if output:  # before the function is loaded, whose modules may print as well
+            _write_output_to(output)
         self.reward, self.batch, self.limit = cloudpickle.loads(reward), batch, time_limit_s
         self._began: float | None = None  # when the call that runs now began
         self._interrupted = ""
@@ -117,6 +127,26 @@ def call_bounds(index: list[int], batch: bool) -> list[int]:
     """Where calls begin among the texts of rows ``index [N]``, and ``N``: at every text, or where the row changes."""
     starts = [i for i, row in enumerate(index) if i == 0 or row != index[i - 1]] if batch else range(len(index))
     return [*starts, len(index)]
+
+
+def _write_output_to(path: Path) -> None:
+    """Let everything that this process, C code in it and its children print go to the end of a file, and ``logging``.
+
+    Several processes share the file: each line is written at once and where the file then ends, so that none is lost
+    with a process that is killed.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(file, number)
+        text = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        setattr(sys, name, text)
+    os.close(file)
+    libc = ctypes.CDLL(None)
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)  # 1 is by the line; C keeps a file's till the end
+    # Used only where nobody has set up logging, so that whatever the function sets up, and whenever, takes its place.
+    logging.lastResort = logging.StreamHandler()
+    logging.lastResort.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().setLevel(logging.INFO)
 
 
 def _outcomes(returned, count: int) -> list[Outcome]:

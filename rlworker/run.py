@@ -13,7 +13,7 @@ from rlworker.cluster import naming_failures
 from rlworker.config import TrainingConfig
 from rlworker.errors import RunError
 from rlworker.group import WorkerGroup, save_groups
-from rlworker.metrics import RunLog, StepClock, is_due, note_skipped
+from rlworker.metrics import RunLog, StepClock, is_due, note_skipped, tell_start
 from rlworker.model_checks import start_notes
 from rlworker.report import write_report
 from rlworker.stop import Stop
@@ -99,6 +99,7 @@ class Run:
         if state:
             with self._phase(StepClock(), "restore"):
                 self.restore(state)
+            tell_start(f"step {self.steps_done} is restored")
         best = self.folder.best(self.score)
         self._best = best and best[1]
         self._saved_step, self._saved_at = self.steps_done, time.monotonic()

@@ -22,7 +22,7 @@ from rlworker.cluster import naming_failures, ray_for
 from rlworker.data import check_vocabulary, load_tokenizer, read_rows, rows_of_step
 from rlworker.group import SHARD_BYTES, StartingGroup, WorkerGroup
 from rlworker.losses import sft_loss
-from rlworker.metrics import SUPERVISED_LINE, StepClock
+from rlworker.metrics import SUPERVISED_LINE, StepClock, tell_start
 from rlworker.model_checks import check_trained
 from rlworker.pictures import MARKER, Pictures, pictures_of
 from rlworker.refused import refuse_step
@@ -75,6 +75,7 @@ class SftTrainer(Run):
         self.train, skipped = read(config.data.train)
         self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
+        tell_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
 
     def fit(self) -> dict[str, float]:
         """Claim the run folder, start the engine and run to the last step, or to the end of the one in which the
@@ -89,6 +90,7 @@ class SftTrainer(Run):
             self.running.callback(self.folder.release)
             engine = training_group(self.model, config.actor_of_run, config.platform, config.seed)
             self.group, self._workers = self.running.enter_context(engine)
+            tell_start(f"trainer ranks are up: {len(self.group.actors)}")
             self.begin()
             return super().fit()
 

@@ -1,5 +1,6 @@
 """Rows from where they are kept: JSONL and parquet files, saved data sets and those of the HuggingFace hub."""
 
+import codecs
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ def _lines(path: str) -> Iterator[tuple[str, dict]]:
     """Each object of a JSONL file, after where it stands."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)  # as editors on Windows write it
             if not line.strip():
                 continue
             where = f"data: {path}, line {number}"

@@ -21,10 +21,10 @@ from rlworker.data import Rows, check_vocabulary, load_tokenizer, read_rows
 from rlworker.errors import RunError
 from rlworker.group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.losses import Aggregation, configured_loss, token_mean, value_loss
-from rlworker.metrics import RL_LINE, StepClock
+from rlworker.metrics import RL_LINE, StepClock, tell_start
 from rlworker.pictures import pictures_of
 from rlworker.refused import refuse_step
-from rlworker.reward_pool import RewardPool, pickled
+from rlworker.reward_pool import REWARD_LOG, RewardPool, pickled
 from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.rollout import Group, batch_of, logprob_difference, to_batch
 from rlworker.rollout_engines import Rollouts
@@ -85,6 +85,7 @@ class Trainer(Run):
         ids = [row.prompt_ids for row in every]
         check_vocabulary([row.prompt for row in every], ids, self.tokenizer, self.models["actor"].vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
+        tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
         critic, algorithm = config.critic, config.algorithm
         self.advantage = advantage or configured_advantage(critic)
         check_group_size(self.advantage, config.samples_per_prompt)
@@ -124,9 +125,12 @@ class Trainer(Run):
                 groups |= starting.ready()
             self.actor = groups["actor"]
             self.reference, self.critic = groups.get("reference"), groups.get("critic")
-        self.rewards = self._start(RewardPool(self.reward, config.reward))  # while vLLM alone is still starting
+        tell_start(f"trainer ranks are up: {sum(len(starting.actors) for starting in trainers)}")
+        output = self.folder.path / REWARD_LOG
+        self.rewards = self._start(RewardPool(self.reward, config.reward, output))  # while vLLM alone is still starting
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
+        tell_start(f"rollout engines are up: {len(self.rollouts.actors)}")
         parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
         self.begin()

@@ -1,6 +1,6 @@
 """How long a batch takes to four Ray actors and back.
 
-    python scripts/bench_dispatch.py
+    python scripts/bench_dispatch.py [--tiny]
 
 50 MB of columns go out as each replica's shard and come back as they were, through the dispatch that every step uses;
 beside it the plain way, a dict of tensors per actor, in the same run. Medians.
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import ray
 import torch
-from timing import median_ms
+from timing import median_ms, options
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
@@ -21,7 +21,8 @@ from rlworker.cluster import ray_for
 from rlworker.group import WorkerGroup
 from rlworker.worker import Role
 
-ACTORS, MEGABYTES, ROUNDS = 4, 50, 15
+TINY = options(__doc__).parse_args().tiny
+ACTORS, MEGABYTES, ROUNDS = (4, 1, 1) if TINY else (4, 50, 15)
 
 
 class Echo:
@@ -49,13 +50,14 @@ def round_trip(group: WorkerGroup, batch: TrainBatch) -> dict[str, torch.Tensor]
 
 
 def main() -> None:
-    os.environ.update(get_platform("cpu").driver_env())
+    platform = get_platform("cpu")
+    os.environ.update(platform.driver_env())
     batch = make_batch()
     size = sum(column.nbytes for column in batch.columns().values()) / 1e6
     with ray_for(ACTORS, "cpu"):
         actors = [ray.remote(Echo).options(num_cpus=1).remote() for _ in range(ACTORS)]
         role = Role("actor", SimpleNamespace(hidden=4096), MegatronConfig(ranks=ACTORS))
-        group = WorkerGroup(role, actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])
+        group = WorkerGroup(role, platform, actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])
         back = round_trip(group, batch)
         assert all(torch.equal(back[name], column) for name, column in batch.columns().items())
         chunks = [shard.columns() for shard in batch.split(ACTORS)]

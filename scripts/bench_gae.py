@@ -1,20 +1,24 @@
 """How long generalised advantage estimation takes for 1,024 sequences of 8,192 tokens, one thread.
 
-    python scripts/bench_gae.py
+    python scripts/bench_gae.py [--tiny]
 
 Where every token counts and where each sequence begins with a prompt, beside a loop over time in the same run. Medians.
 """
 
 import os
+import sys
 
 import torch
-from timing import median_ms
+from timing import median_ms, options
 
 from engines.batch import TrainBatch
 from hardware.platform import get_platform
 from rlworker.advantages import gae
 
-SEQUENCES, TOKENS, PROMPT, ROUNDS = 1024, 8192, 512, 9
+TINY = options(__doc__).parse_args().tiny
+SEQUENCES, TOKENS, PROMPT, ROUNDS = (16, 64, 8, 1) if TINY else (1024, 8192, 512, 9)
+TOLERANCE = 1e-3
+"""Both are of float32, and add in another order."""
 
 
 def make_batch(prompt: int) -> TrainBatch:
@@ -45,6 +49,8 @@ def main() -> None:
     torch.set_num_threads(1)
     whole, prompted = make_batch(0), make_batch(PROMPT)
     apart = float((gae(whole)[0] - loop_over_time(whole)).abs().max())
+    if not apart < TOLERANCE:
+        sys.exit(f"error: gae differs from the loop over time by {apart:.1e}, expected below {TOLERANCE:.0e}")
     times = median_ms(lambda: gae(whole), lambda: gae(prompted), lambda: loop_over_time(whole), rounds=ROUNDS)
     print("every token counts {:.0f} ms, after prompts {:.0f} ms, loop over time {:.0f} ms".format(*times))
     print(f"largest difference from the loop {apart:.1e}")

@@ -1,6 +1,6 @@
 """Peak memory and time of logprobs and entropy from hidden states, forward and backward.
 
-    python scripts/bench_head.py [--dtype bfloat16]
+    python scripts/bench_head.py [--dtype bfloat16] [--tiny]
 
 2,048 tokens, a hidden size of 896 and a vocabulary of 151,936 (Qwen2.5-0.5B), one thread: the head of the engine, with
 and without keeping logits for the backward pass, beside the plain way, log_softmax over all logits at once. Each runs
@@ -15,8 +15,14 @@ import sys
 import time
 from pathlib import Path
 
-TOKENS, HIDDEN, VOCAB = 2048, 896, 151_936
-ROUNDS = 3
+from timing import options
+
+PARSER = options(__doc__)
+PARSER.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+PARSER.add_argument("--one", help=argparse.SUPPRESS)
+OPTIONS = PARSER.parse_args()
+TOKENS, HIDDEN, VOCAB = (512, 64, 20_000) if OPTIONS.tiny else (2048, 896, 151_936)
+ROUNDS = 1 if OPTIONS.tiny else 3
 
 
 def one(kind: str, dtype: str) -> dict[str, float]:
@@ -59,18 +65,14 @@ def resident(field: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(one(arguments.one, arguments.dtype)))
+    if OPTIONS.one:
+        print(json.dumps(one(OPTIONS.one, OPTIONS.dtype)))
         return
     found = {}
     for kind in ("full softmax", "logits kept", "logits made again"):
-        command = [sys.executable, "-W", "ignore", __file__, "--dtype", arguments.dtype, "--one", kind]
-        environment = os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--one", kind]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found[kind] = json.loads(done.stdout.splitlines()[-1])
     plain = found["full softmax"]
     for kind, numbers in found.items():

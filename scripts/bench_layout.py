@@ -1,16 +1,20 @@
 """Packing a micro-batch through one index map, against a plain loop over its sequences.
 
+    python scripts/bench_layout.py [--tiny]
+
 512 sequences of log-normal length (median 128, at most 1024); eight columns are packed and two unpacked, the plan
 included. The bandwidth is that of a copy of as many bytes as the columns hold, in the same run.
 """
 
 import numpy as np
 import torch
-from timing import median_ms
+from timing import median_ms, options
 
 from engines.megatron.layout import Layout
 
-SEQUENCES, COLUMNS, RESULTS, ROUNDS = 512, 8, 2, 15
+TINY = options(__doc__).parse_args().tiny
+SEQUENCES, ROUNDS = (8, 1) if TINY else (512, 15)
+COLUMNS, RESULTS = 8, 2
 
 
 def draw_lengths() -> tuple[int, ...]:

@@ -1,17 +1,19 @@
 """How well and how fast sequences are balanced over many replicas.
 
-    python scripts/bench_schedule.py
+    python scripts/bench_schedule.py [--tiny]
 
 102,400 log-normal lengths (median 512, at most 32,768) over 1,024 replicas of equal counts, at three widths of the
 distribution; beside it, in the same run, sorting the lengths alone, and dealing them out in the order they came in.
 """
 
 import numpy as np
-from timing import median_ms
+from timing import median_ms, options
 
 from engines.schedule import balanced, sequence_costs
 
-SEQUENCES, REPLICAS, HIDDEN, ROUNDS = 102_400, 1_024, 4096, 9
+TINY = options(__doc__).parse_args().tiny
+SEQUENCES, REPLICAS, ROUNDS = (640, 64, 1) if TINY else (102_400, 1_024, 9)
+HIDDEN = 4096
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What one GRPO step costs, on the real engines and against a single process that does the same work.
 
-    python scripts/bench_step.py [--ranks 1] [--rollouts 1] [--steps 12]
+    python scripts/bench_step.py [--ranks 1] [--rollouts 1] [--steps 12] [--tiny]
 
 Work: a Qwen2 of 1.4 million parameters, 32 prompts x 8 samples, 16 new tokens, one update. Measured from the second
 step on, medians: wall seconds by phase, and CPU seconds of the driver, the trainers and the rollout engine (Ray's own
@@ -8,7 +8,6 @@ daemons apart). The comparison generates with transformers and updates with plai
 run, so that the ratio means something on a machine of any speed.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -17,9 +16,15 @@ import time
 from pathlib import Path
 
 import psutil
+from timing import options
 
+PARSER = options(__doc__)
+for _name, _default in (("ranks", 1), ("rollouts", 1), ("steps", 12)):
+    PARSER.add_argument(f"--{_name}", type=int, default=_default)
+OPTIONS = PARSER.parse_args()
 SIZES = dict(hidden_size=160, intermediate_size=480, num_hidden_layers=4, num_attention_heads=5)
-PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 32, 8, 16, 6
+PROMPTS, SAMPLES = (2, 2) if OPTIONS.tiny else (32, 8)
+NEW_TOKENS, PROMPT_TOKENS = 16, 6
 
 
 def make_inputs(folder: Path) -> None:
@@ -137,19 +142,18 @@ def show(title: str, numbers: dict[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("ranks", 1), ("rollouts", 1), ("steps", 12)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    steps = 2 if OPTIONS.tiny else OPTIONS.steps
+    if steps < 2:
+        PARSER.error(f"--steps must be at least 2, got {steps}: the first one is not measured")
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder)
         print("milliseconds of a step, medians:")
-        ours = bench_worker(folder, options.ranks, options.rollouts, options.steps)
+        ours = bench_worker(folder, OPTIONS.ranks, OPTIONS.rollouts, steps)
         show("rlworker", ours)
         for threads in (1, 2):
-            single = bench_single_process(folder, options.steps, threads)
+            single = bench_single_process(folder, steps, threads)
             show(f"one process, {threads} thread(s)", single)
             ratios = (f"{kind} {ours[f'{kind} step'] / single[f'{kind} step']:.2f}" for kind in ("wall", "cpu"))
             print(f"{'':28s}ours over it: {', '.join(ratios)}")

@@ -1,6 +1,6 @@
 """What it saves that the samples of a prompt share one pass of the vision tower.
 
-    python scripts/bench_vision.py
+    python scripts/bench_vision.py [--tiny]
 
 An update over 8 prompts x 8 samples, one rank, one thread: pictures that all samples of a prompt have in common, and
 for comparison as many sequences of the same lengths whose pictures all differ, so that each is decoded and seen by
@@ -8,13 +8,14 @@ itself. Both in the same run, medians.
 """
 
 import os
+import socket
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image as Pictures
-from timing import median_ms
+from timing import median_ms, options
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
@@ -26,8 +27,9 @@ from hardware.platform import get_platform
 from recipes.squares import make_tokenizer
 from rlworker.tiny_models import tiny_vlm
 
-PROMPTS, SAMPLES, ROUNDS = 8, 8, 7
-SIDES = (56, 112, 224)
+TINY = options(__doc__).parse_args().tiny
+PROMPTS, SAMPLES, ROUNDS = (2, 2, 1) if TINY else (8, 8, 7)
+SIDES = (56,) if TINY else (56, 112, 224)
 
 
 def make_model(folder: Path) -> ModelSpec:
@@ -61,7 +63,10 @@ def main() -> None:
     from engines.megatron.engine import MegatronEngine, init_distributed  # once the platform has made Megatron its own
 
     config = MegatronConfig(micro_batch_tokens=16384)
-    init_distributed(platform, config, 0, "127.0.0.1:29517", seed=0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    init_distributed(platform, config, 0, f"127.0.0.1:{port}", seed=0)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
         engine = MegatronEngine(model, config, platform, device)

@@ -1,11 +1,19 @@
-"""How the benchmarks take time."""
+"""How the benchmarks take time, and the options that all of them have."""
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 _WARM_UP = 2
 """First rounds, which do not count."""
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """The parser of a benchmark's options: ``--tiny``, and what it adds."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs, in seconds")
+    return parser
 
 
 def median_ms(*calls: Callable[[], object], rounds: int) -> list[float]:

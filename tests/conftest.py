@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide output that is not there when a process is killed
 
 import pytest
 import torch

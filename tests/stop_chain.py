@@ -1,5 +1,4 @@
-"""Runs that are asked to stop and started again by the same command line: a chain of them must end where an unbroken run
-ends.
+"""Runs that are asked to stop and started again by the same command line: they must end where an unbroken run ends.
 
     python tests/stop_chain.py --stops 10 --seed 1
 

@@ -130,7 +130,7 @@ def test_there_are_few_enough_keys_to_know():
     from recipes.smoke import RecipeConfig, SftRecipeConfig
 
     counts = {config.__name__: keys(config) for config in (RecipeConfig, DemoConfig, SftRecipeConfig)}
-    assert keys(RecipeConfig) > 60 and max(counts.values()) <= 80, counts
+    assert keys(RecipeConfig) > 60 and max(counts.values()) <= 83, counts
 
 
 MASK_FORMS = re.compile(

@@ -38,6 +38,15 @@ def test_it_runs_and_sums_itself_up(tmp_path, recipe, options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len([line for line in done.stdout.splitlines() if line.startswith("step ")]) == 3
+    told = [line for line in done.stdout.splitlines() if line.startswith("start ")]
+    parts = (
+        "Ray is up",
+        "the model is warmed up",
+        "rows are read",
+        "trainer ranks are up: 2",
+        "rollout engines are up: 1",
+    )
+    assert [part in line for line, part in zip(told, parts, strict=True)] == [True] * 5, told
     summary = json.loads((run / "summary.json").read_text())
     assert summary.keys() >= SUMMARY
     tp = 2 if "--actor.tp" in options else 1

@@ -68,7 +68,7 @@ def run_recipe(monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "options"), [pytest.param(*case, marks=pytest.mark.large if case in LARGE else ()) for case in SMOKES]
 )
-def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe, options):
+def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, capsys, recipe, options):
     run_recipe(recipe, ["--smoke", "--run-dir", str(tmp_path / recipe), *options])
     run = tmp_path / f"{recipe}_smoke" / "run"
     start, first, last = read_metrics(run)
@@ -77,6 +77,9 @@ def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe, options)
     if recipe.startswith("sft"):
         assert last["heldout_loss"] < start["heldout_loss"]
         return
+    told = [line.split(" s  ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
+    parts = {"settings, folders and fields of rows are checked", "Ray is up", "rollout engines are up: 1"}
+    assert parts < {*told} and told[-1] == "rollout engines are up: 1"
     if recipe == "dapo_math":  # a random model is always wrong, which is -1: further rollouts, then nothing to learn
         assert first["reward"] == -1 and first["samples"] == 3 * 8 * 4 and last["empty_steps"] == 2
         return
@@ -89,7 +92,7 @@ def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, recipe, options)
     platform = "npu-emulated (emulated), which says nothing about pse" if recipe.endswith("npu") else "cpu (executed)<"
     assert platform in (run / "report.html").read_text()
     if recipe == "distill":
-        assert first["zero_variance_groups"] == first["groups"] and first["grad_norm"] > 0
+        assert first["zero_variance_groups"] >= first["groups"] / 2 and first["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

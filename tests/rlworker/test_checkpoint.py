@@ -75,7 +75,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path):
     with pytest.raises(ValueError, match=r"actor\.lr was 1e-06, is 0\.1, model was '', is 'other', seed was 0, is 1"):
         folder.check(RunConfig(model="other", seed=1, resume=True, actor=MegatronConfig(lr=0.1)))
     (tmp_path / "config.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="config.json in .* cannot be read: expected an object, got a list"):
+    with pytest.raises(ValueError, match=r"config\.json in .* cannot be read: expected an object, got a list"):
         folder.check(RunConfig(resume=True))
 
 

@@ -48,6 +48,16 @@ def message_of(call, *arguments) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("blank", ["", "\n"], ids=["row", "blank line"])
+def test_a_byte_order_mark_at_the_beginning_is_no_part_of_the_rows(tmp_path, tokenizer, blank):
+    path = write(tmp_path, blank + json.dumps(ROW), ROW)
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "rows.jsonl").read_bytes())
+    check_rows(path, DATA)
+    assert [row.prompt for row in read_rows(path, tokenizer, DATA).rows] == ["1+1=", "1+1="]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n\ufeff" + json.dumps(ROW), encoding="utf-8")
+    assert "line 2: not JSON: Unexpected UTF-8 BOM" in message_of(read_rows, path, tokenizer, DATA)
+
+
 def test_text_and_messages(tmp_path, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
     messages = [{"role": "u", "content": "1+1"}]

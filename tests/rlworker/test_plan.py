@@ -12,7 +12,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.memory import padding_share
 from engines.models import ModelSpec
 from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
-from rlworker.plan import in_words, make_plan, nearest, over
+from rlworker.plan import in_words, make_plan, nearest, over, plan_recipe
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -122,9 +122,9 @@ def test_padding_by_hand():
     assert padding_share(MegatronConfig(), 99) == 0
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess:
+def run_command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
     command = [str(Path(sys.executable).parent / "rlworker"), "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
 def test_the_command(folder):
@@ -135,9 +135,68 @@ def test_the_command(folder):
     done = run_command("recipes.grpo", "--model", folder, *sizes, "--memory-gb", "16")
     assert done.returncode == 1 and "Does not fit into 16 GB: actor ranks need" in done.stdout
     for arguments, message in (
-        (["recipes.none"], "is no module with a DEFAULT"),
+        (["recipes.none"], "there is no module 'recipes.none'"),
         (["recipes.grpo", "--model", "none"], "does not exist"),
         (["recipes.grpo", "--model", folder, "--actor.tp", "3", "--actor.ranks", "3"], "does not divide"),
     ):
         done = run_command(*arguments)
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+OWN = """from __future__ import annotations
+from dataclasses import dataclass
+from beside import RANKS
+from engines.config import MegatronConfig
+from rlworker.config import RunConfig
+
+@dataclass(frozen=True)
+class Own(RunConfig):
+    level: int = 3
+
+DEFAULT = Own(actor=MegatronConfig(ranks=RANKS))
+"""
+
+
+def test_a_recipe_may_be_a_file_outside_the_repository(folder, tmp_path):
+    (tmp_path / "json.py").write_text(OWN)  # a name that is taken
+    (tmp_path / "beside.py").write_text("RANKS = 2")
+    for recipe in (tmp_path / "json.py", "./json.py"):
+        done = run_command(str(recipe), "--model", folder, "--level", "5", "--memory-gb", "900", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "for each of 2" in done.stdout and "Every process fits into 900 GB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            None,
+            "own.py' is no file; give a module such as recipes.grpo or the path of a recipe's file, such as ./own.py",
+        ),
+        ("x = 1", "must have its settings as DEFAULT, a RunConfig or SftConfig, but that is not there; add such as"),
+        ("DEFAULT = {}", "a RunConfig or SftConfig, but that is a dict; add such as DEFAULT = RunConfig()"),
+        ("\nraise KeyError('level')", "own.py' failed: KeyError: 'level', at {path}:2; mend it"),
+        ("import no_such_thing", "own.py' failed: ModuleNotFoundError: No module named 'no_such_thing', at {path}:1;"),
+        ("def broken(:", "own.py' failed: SyntaxError: invalid syntax (own.py, line 1), at {path}:1; mend"),
+        (
+            "raise SystemExit(0)",
+            "own.py' failed: SystemExit: 0, at {path}:1; mend it, and keep what starts a run under",
+        ),
+    ],
+    ids=["missing", "no-default", "other-default", "raises", "import", "syntax", "exits"],
+)
+def test_what_is_wrong_with_a_recipes_file_is_said_in_a_line(tmp_path, source, message):
+    path = tmp_path / "own.py"
+    if source is not None:
+        path.write_text(source)
+    with pytest.raises(ValueError) as error:
+        plan_recipe(str(path), [], 0.0)
+    said = str(error.value)
+    assert said.startswith("plan: ") and message.format(path=path) in said and "\n" not in said
+    sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
+
+
+@pytest.mark.parametrize("recipe", ["none", "recipes.none", "json", "", ".grpo", "recipes", "./recipes", "own.txt"])
+def test_what_is_no_recipe_is_said_in_a_line(recipe):
+    with pytest.raises(ValueError, match=r"^plan: .*such as .*$"):
+        plan_recipe(recipe, [], 0.0)

@@ -1,9 +1,11 @@
 """Rewards that hang, raise, return no number or end their process: each is its own text's outcome and no other's."""
 
 import ctypes
+import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -107,6 +109,31 @@ def slow(text: str, row: Row) -> float:
     return float(text)
 
 
+def speak(text: str, row: Row) -> float:
+    """Says something in each way there is, and may end badly."""
+    print("printed", text)
+    print("to stderr", text, file=sys.stderr)
+    logging.getLogger("mine").info("informed %s", text)
+    logging.getLogger("mine").debug("debugged %s", text)
+    ctypes.CDLL(None).printf(b"from C %s\n", text.encode())
+    subprocess.run(["sh", "-c", f"echo child {text}; echo child error {text} >&2"], check=True)
+    if row.source["how"] == "own logging":
+        logging.basicConfig(format="mine: %(message)s", level=logging.ERROR)
+        logging.info("no info")
+        logging.error("error %s", text)
+    if row.source["how"] in HANGS:
+        return hang(row.source["how"])
+    if row.source["how"] == "os._exit":
+        os._exit(0)
+    return 1.0
+
+
+def speak_much(text: str, row: Row) -> float:
+    for i in range(200):
+        print(f"{text} {i} " + "x" * 100)
+    return 1.0
+
+
 def process_id(text: str, row: Row) -> float:
     time.sleep(0.01)
     return os.getpid()
@@ -134,8 +161,8 @@ def make_pool(monkeypatch):
     monkeypatch.setattr(reward_pool, "_GRACE_S", 1.0)
     monkeypatch.setattr(reward_pool, "_STARTS", 2)
 
-    def make(reward, workers=1) -> RewardPool:
-        pools.append(RewardPool(reward, RewardConfig(workers, LIMIT_S, DEFAULT)))
+    def make(reward, workers=1, output=None) -> RewardPool:
+        pools.append(RewardPool(reward, RewardConfig(workers, LIMIT_S, DEFAULT), output))
         return pools[-1]
 
     yield make
@@ -264,6 +291,39 @@ def test_a_reward_that_cannot_be_sent_is_refused(make_pool):
 
     with pytest.raises(ValueError, match=r"guarded' cannot be sent to another process .*cannot pickle '_thread.lock'"):
         make_pool(guarded)
+
+
+def test_what_a_reward_says_is_in_its_file(make_pool, tmp_path):
+    """Also of calls that are ended, and after their process was replaced; the file goes on where it was."""
+    output = tmp_path / "run" / "rewards.log"
+    output.parent.mkdir()
+    output.write_text("of the run before\n")
+    how = [None, "sleep", "os._exit", "loop"]
+    make_pool(speak, output=output).score([str(i) for i in range(4)], [make_row(kind) for kind in how])
+    lines = output.read_text().splitlines()
+    assert lines[0] == "of the run before"
+    for i in range(4):
+        said = [f"printed {i}", f"to stderr {i}", f"from C {i}", f"child {i}", f"child error {i}"]
+        assert [lines.count(line) for line in said] == [1] * 5, i
+        stamped = re.compile(rf"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO mine: informed {i}")
+        assert len([line for line in lines if stamped.fullmatch(line)]) == 1, i
+    assert not any("debugged" in line for line in lines)
+
+
+def test_a_rewards_own_logging_takes_the_place_of_ours(make_pool, tmp_path):
+    output = tmp_path / "rewards.log"
+    make_pool(speak, output=output).score(["0", "1"], [make_row("own logging"), make_row(None)])
+    lines = output.read_text().splitlines()
+    assert "mine: error 0" in lines and "printed 1" in lines
+    assert not any("informed 1" in line or "no info" in line for line in lines)
+
+
+def test_lines_of_several_processes_stay_whole(make_pool, tmp_path):
+    output = tmp_path / "rewards.log"
+    make_pool(speak_much, workers=2, output=output).score([str(i) for i in range(16)], [make_row(None)] * 16)
+    lines = output.read_text().splitlines()
+    said = {f"{text} {i} " + "x" * 100 for text in range(16) for i in range(200)}
+    assert set(lines) >= said and len([line for line in lines if "x" * 100 in line]) == 3200
 
 
 def test_exact_match_ignores_blanks_around(make_pool):

@@ -1,6 +1,7 @@
 """Supervised training: its loss against HuggingFace, a run that is cut short, and what is refused."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,10 +58,15 @@ def test_the_loss_is_huggingfaces_and_falls(cluster, config):
     assert (run / "report.html").stat().st_size > 10**6
 
 
-def test_a_resumed_run_is_the_unbroken_one(cluster, config, tmp_path):
+def test_a_resumed_run_is_the_unbroken_one(cluster, config, tmp_path, capsys):
     whole = fit(config)
     part = fit(replace(config, run_dir=str(tmp_path / "part"), steps=1))
+    capsys.readouterr()
     fit(replace(config, run_dir=str(part), resume=True))
+    told = [line.split("s  ", 1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
+    read, *rest = told
+    assert re.fullmatch(r"rows are read: \d+ to train on, \d+ held out", read)
+    assert rest == [f"trainer ranks are up: {config.actor.ranks}", "step 1 is restored"]
     keys = ("step", "train_loss", "heldout_loss", "grad_norm", "lr")
     found = [[{key: line.get(key) for key in keys} for line in read_metrics(run)] for run in (whole, part)]
     assert found[0] == found[1]

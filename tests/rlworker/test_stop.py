@@ -74,8 +74,8 @@ def read_until(link: subprocess.Popen, text: str) -> str:
 @pytest.mark.large
 @pytest.mark.timeout(600)
 def test_a_terminal_a_second_run_and_an_impatient_user(tmp_path, monkeypatch):
-    """Ctrl-C goes to every process of a run; another start meanwhile is refused and harms nothing; the same command line
-    goes on; two signals end it, engines and all, in five seconds."""
+    """Ctrl-C goes to every process of a run; another start meanwhile is refused and harms nothing; the same command
+    line goes on; two signals end it, engines and all, in five seconds."""
     monkeypatch.setenv("SECONDS_PER_REWARD", "0.1")  # a step takes three seconds
     prepare(tmp_path)
     link = start(tmp_path, "run", steps=50)

@@ -283,8 +283,10 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     assert trained.score.weight.abs().max() > 0 and (checkpoint / "hf" / "tokenizer.json").exists()
     shutil.copytree(config.run_dir, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_4")
+    capsys.readouterr()
     with Trainer(replace(config, run_dir=str(tmp_path / "again"), resume=True), digits_reward) as trainer:
         trainer.fit()
+    assert "s  step 2 is restored\n" in capsys.readouterr().out
     want, got = ([without_time(line) for line in read_metrics(tmp_path / run)] for run in ("run", "again"))
     assert got == want
 
@@ -293,6 +295,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
     """A tied llama over PP2; some calls of the reward raise, some end its process, and the run goes on."""
 
     def fragile(text, row):
+        print("fragile was asked", row.answer)
         if row.answer.endswith("7"):
             raise KeyError("level")
         if row.answer.endswith("3"):
@@ -306,6 +309,8 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
         answers = [row.answer for row in trainer.heldout]
         taken = rows_of_step(trainer.rows, 8, 0, config.seed)
     assert "WARNING after 0 steps: " in capsys.readouterr().out
+    said = (tmp_path / "run" / "rewards.log").read_text()
+    assert all(f"fragile was asked {answer}\n" in said for answer in answers), "also those whose process died"
     first, last = agreement(tmp_path / "run", capsys, "llama tied, PP2")
     start = read_metrics(tmp_path / "run")[0]
     sevens, threes = (sum(answer.endswith(digit) for answer in answers) for digit in "73")

@@ -1,0 +1,75 @@
+"""The reward that a user's own recipe begins with."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes import grpo
+from rlworker.data import Row
+
+ROOT = Path(__file__).parents[2]
+
+RIGHT = [
+    ("4", "4"),
+    ("The answer is 4.", "4"),
+    ("2 + 2 = 4", "4"),
+    ("2+2=4", "4"),
+    ("first 7, then 4\n", "4"),
+    ("4\nThat is all.", "4"),
+    ("4.0", "4"),
+    ("4", "4.00"),
+    ("068", "68"),
+    ("It costs $1,000.", "1000"),
+    ("1000", "1,000"),
+    ("1,234,567.5", "1234567.50"),
+    ("x = -4", "-4"),
+    ("+4", "4"),
+    ("7-3", "3"),
+    ("\\boxed{4}", "4"),
+    ("**4**", " 4 "),
+    ("答案是4。", "4"),
+    ("12345678901234567891", "12345678901234567891"),
+    ("Let me see.\n  Paris \n", "Paris"),
+    ("1/2", "1/2"),
+    ("A", "A"),
+]
+WRONG = [
+    ("42", "4"),
+    ("14", "4"),
+    ("4.5", "4"),
+    ("0.4", "4"),
+    ("-4", "4"),
+    ("4", "-4"),
+    ("4, no, 5", "4"),
+    ("1,000", "1"),
+    ("1,000", "0"),
+    ("6.02e23", "23"),
+    ("no number", "4"),
+    ("12345678901234567892", "12345678901234567891"),
+    ("", "4"),
+    ("   \n", "4"),
+    ("anything", ""),
+    ("", ""),
+    ("", "  "),
+    ("42", ""),
+    ("A or B", "A"),
+    ("Paris", "paris"),
+    ("Paris\nor Rome", "Paris"),
+    ("", "Paris"),
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), RIGHT)
+def test_right(text, answer):
+    assert grpo.reward(text, Row("?", (1,), answer, {})) == 1.0
+
+
+@pytest.mark.parametrize(("text", "answer"), WRONG)
+def test_wrong(text, answer):
+    found = grpo.reward(text, Row("?", (1,), answer, {}))
+    assert found == 0.0 and type(found) is float
+
+
+def test_the_readme_shows_the_recipe_whole():
+    source = (ROOT / "recipes" / "grpo.py").read_text()
+    assert f"```python\n{source[source.index('NUMBER = ') :]}```" in (ROOT / "README.md").read_text()

@@ -1,0 +1,83 @@
+"""What a run shows while it goes on."""
+
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from rlworker import metrics
+from rlworker.metrics import RunLog, tell_start
+from rlworker.trackers import Trackers
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still unless it is put on."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock.now)
+    return clock
+
+
+def left_of(folder, clock, capsys, steps: int, told: list[tuple[int, float]], **numbers: float) -> list[str]:
+    """What the lines say is left, of steps told so many seconds after one another."""
+    first = told[0][0] - 1 if told[0][0] else 0
+    with RunLog(folder, steps, first, Trackers([], folder, first, {})) as log:
+        for step, seconds in told:
+            clock.now += seconds
+            log.step(step, numbers if step else {})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    return [re.search(r"  left ?(\S*) *$", line)[1] for line in lines]
+
+
+def test_what_is_left_follows_from_the_steps_so_far(tmp_path, clock, capsys):
+    told = [(0, 77.0), (1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0)]
+    assert left_of(tmp_path, clock, capsys, 4, told, time_step=1.0) == ["", "0:30", "0:30", "0:20", "0:00"]
+
+
+def test_a_resumed_run_knows_only_its_own_steps(tmp_path, clock, capsys):
+    """The first is known by its own time alone, whatever the start took."""
+    told = [(41, 500.0), (42, 7.0)]
+    assert left_of(tmp_path, clock, capsys, 100, told, time_step=5.0) == ["4:55", "6:46"]
+    assert left_of(tmp_path, clock, capsys, 100, told[:1]) == [""], "nothing is known of a step without a time"
+
+
+def test_what_is_left_may_be_hours_and_forgets_old_steps(tmp_path, clock, capsys):
+    told = [(step, 3600.0 if step <= 10 else 60.0) for step in range(100)]
+    assert left_of(tmp_path, clock, capsys, 220, told)[-1] == "2:01:00"
+    assert left_of(tmp_path, clock, capsys, 1000, told[:2])[-1] == "999:00:00"
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        ("tell_start('Ray is up')", r"start +\d+\.\d s  Ray is up\n"),
+        (
+            "RunLog(folder, 2, 0, Trackers([], folder, 0, {})).step(1, {'reward': 0.5})",
+            r"step    1/2  reward  0\.500 .*\n",
+        ),
+        ("RunLog(folder, 2, 0, Trackers([], folder, 0, {})).note('WARNING')", r"WARNING\n"),
+    ],
+    ids=["start", "step", "note"],
+)
+def test_a_line_is_there_at_once_without_a_terminal(tmp_path, call, line):
+    code = (
+        "import os, time; from pathlib import Path; from rlworker.metrics import *; "
+        f"from rlworker.trackers import Trackers; folder = Path({str(tmp_path)!r}); "
+        f"kept = {call}; time.sleep(30); os._exit(0)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert re.fullmatch(line, child.stdout.readline())
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_seconds_of_the_start_are_of_this_program(capsys):
+    before = metrics.seconds_since_start()
+    tell_start("rows are read: 2")
+    said = re.fullmatch(r"start +(\d+\.\d) s  rows are read: 2\n", capsys.readouterr().out)
+    assert before - 0.1 <= float(said[1]) <= metrics.seconds_since_start() + 0.1
