@@ -29,10 +29,9 @@ from rlworker.metrics import read_metrics, tell_start
 from rlworker.pictures import pictures_of
 from rlworker.report import write_report
 from rlworker.rewards import exact_match
-from rlworker.run import ending_well
 from rlworker.sft import Example, read_examples, to_batch, train_supervised
 from rlworker.sft_config import SftConfig
-from rlworker.stop import Stop
+from rlworker.stop import Stop, ending_well
 from rlworker.trackers import check_trackers
 from rlworker.trainer import Trainer
 

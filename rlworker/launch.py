@@ -12,7 +12,7 @@ from rlworker.data import check_rows
 from rlworker.metrics import tell_start
 from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.rollout_engines import Rollouts
-from rlworker.run import ending_well
+from rlworker.stop import ending_well
 from rlworker.trackers import check_trackers
 
 

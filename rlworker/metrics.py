@@ -86,7 +86,7 @@ class RunLog:
         trackers: open ones; they are closed with this. line: what the terminal shows of a step.
     """
 
-    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple):
+    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")
         self._rollouts = folder / "rollouts"
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)

@@ -1,7 +1,6 @@
 """What runs of RL and of supervised training do alike: go step by step, evaluate, save, and end when asked to."""
 
 import errno
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -186,19 +185,3 @@ class Run:
         advice = ". What was saved is whole: go on from it with --resume" if self.log else ""
         with clock.phase(name), naming_failures(where, self.workers(), advice):
             yield
-
-
-@contextmanager
-def ending_well() -> Iterator[Stop]:
-    """What a program that trains runs within: a failure ends it with a message, signals end it as ``Stop`` says.
-
-    Raises:
-        SystemExit: with the message, or with the status of a program that was asked to end before its last step.
-    """
-    with Stop() as stop:
-        try:
-            yield stop
-        except RunError as error:
-            sys.exit(f"error: {error}")
-        if stop.signal and stop.in_hand:
-            sys.exit(stop.exit_status)

@@ -26,9 +26,9 @@ from rlworker.metrics import SUPERVISED_LINE, StepClock, tell_start
 from rlworker.model_checks import check_trained
 from rlworker.pictures import MARKER, Pictures, pictures_of
 from rlworker.refused import refuse_step
-from rlworker.run import Run, ending_well
+from rlworker.run import Run
 from rlworker.sft_config import SftConfig
-from rlworker.stop import Stop
+from rlworker.stop import Stop, ending_well
 from rlworker.worker import Role
 
 

@@ -4,10 +4,13 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import psutil
+
+from rlworker.errors import RunError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -57,6 +60,22 @@ class Stop:
         _say(f"{name}: ends at once; " + ("the newest checkpoint stands" if again else "no step was under way"))
         _end_children()
         os._exit(self.exit_status)  # whatever unwinding would do may wait for one of those that just ended
+
+
+@contextmanager
+def ending_well() -> Iterator[Stop]:
+    """What a program that trains runs within: a failure ends it with a message, signals end it as ``Stop`` says.
+
+    Raises:
+        SystemExit: with the message, or with the status of a program that was asked to end before its last step.
+    """
+    with Stop() as stop:
+        try:
+            yield stop
+        except RunError as error:
+            sys.exit(f"error: {error}")
+        if stop.signal and stop.in_hand:
+            sys.exit(stop.exit_status)
 
 
 def _say(text: str) -> None:

@@ -171,7 +171,6 @@ CONTRADICTIONS = st.sampled_from(
         ),
         ("config", {"model": "nowhere"}, "folder 'nowhere' does not exist"),
         ("config", {"run_dir": ""}, "set --run-dir"),
-        ("config", {"resume": True}, "holds no run to resume"),
         ("data", {"train": "nowhere.jsonl"}, "nowhere.jsonl"),
     ]
 ).map(lambda x: of_settings(*x))

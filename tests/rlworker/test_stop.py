@@ -14,8 +14,7 @@ from stop_chain import STOPPED, draw_moments, prepare, run_chain, run_link, star
 
 PROGRAM = """
 import subprocess, sys, time
-from rlworker.errors import RunError
-from rlworker.run import ending_well
+from rlworker.stop import ending_well
 with ending_well() as stop:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     stop.in_hand = sys.argv[1]
@@ -58,7 +57,7 @@ def test_the_second_and_the_first_without_a_step_end_everything_at_once(number, 
     assert time.monotonic() - began < 5 and running.returncode == 128 + number and said == ""
     why = "the newest checkpoint stands" if in_hand else "no step was under way"
     assert complained == f"{number.name}: ends at once; {why}\n"
-    assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
+    assert psutil.wait_procs([child], timeout=2)[0] == [child]
 
 
 def read_until(link: subprocess.Popen, text: str) -> str:
