@@ -106,7 +106,7 @@ def steps_of_few_groups(trainer) -> dict:
     def first_groups(count: int):
         def sampled(clock, version):
             groups, metrics = sample(clock, version)
-            return [group for group in groups if not group.is_alike][:count], metrics
+            return [replace(group, rewards=[0.0, 1.0, 0.5, 1.0]) for group in groups[:count]], metrics
 
         return sampled
 
