@@ -25,13 +25,13 @@ def make_tokenizer(chat_template: str | None = None, further: tuple[str, ...] = 
 
 
 def make_model(folder: Path, seed: int, chat_template: str | None = None) -> Path:
-    """Save a Qwen2 of 115 thousand random parameters, with its tokenizer."""
+    """Save a Qwen2 of 132 thousand random parameters, with its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=128,
         hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
+        intermediate_size=128,
+        num_hidden_layers=3,  # two get stuck at a fifth of the answers from some seeds, and three from none seen
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=256,

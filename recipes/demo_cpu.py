@@ -42,7 +42,7 @@ class DemoConfig(RunConfig):
 
     warm_up_steps: int = 1000
     """Most supervised steps, of 256 questions each."""
-    warm_up_loss: float = 0.48
+    warm_up_loss: float = 0.5
     """The warm-up ends at this loss (nats per token), when less than half of the answers are right."""
     shuffle_rewards: bool = False
     """Control: hand out the same rewards at random. The model must then not get better."""
@@ -75,7 +75,7 @@ ADDITION = Toy(make_data, make_model, _WARM_UP | {"weight_decay": 0.01})
 DEFAULT = DemoConfig(
     run_dir="runs/demo_cpu",
     data=DataConfig(max_prompt_tokens=8),
-    actor=MegatronConfig(ranks=2, lr=7e-4, min_lr=5e-5, lr_warmup_steps=10, lr_decay="linear", adam_beta2=0.99),
+    actor=MegatronConfig(ranks=2, lr=7e-4, min_lr=1e-4, lr_warmup_steps=40, lr_decay="linear", adam_beta2=0.99),
     # Below 1 because the warm-up ends early: an unsure model would rarely sample what it would answer.
     rollout=VllmConfig(temperature=0.7, max_new_tokens=4, max_model_len=16, max_num_seqs=1024, kv_cache_mb=256),
     algorithm=AlgorithmConfig(mini_batches=4),
