@@ -62,7 +62,7 @@ def recipe_config(default: Recipe, description: str) -> Recipe:
 
 
 def small(config: RecipeConfig) -> RecipeConfig:
-    """The recipe on two CPU ranks, models of 115 thousand parameters and sixteen questions.
+    """The recipe on two CPU ranks, models of 132 thousand parameters and sixteen questions.
 
     What the recipe decides (algorithm, critic, reward, layout, rates) stays; what only its size decides does not.
     """

@@ -38,7 +38,7 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, metrics.jsonl, rollouts/, checkpoints/step_N/, report.html."""
+    """Everything one run writes: config.json, metrics.jsonl, rewards.log, rollouts/, checkpoints/, report.html."""
 
     def __init__(self, path: str):
         self.given = path
@@ -101,9 +101,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.path / ".lock", f"run_dir: {str(self.path)!r}")
-            probe = self.path / ".probe.partial"
-            _write(probe, " " * _PROBE_BYTES)
-            probe.unlink()
+            _probe(self.path / ".probe.partial")
         except OSError as error:
             self.release()
             raise self._unwritable(error) from None
@@ -254,6 +252,17 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except json.JSONDecodeError:
         return float("inf")
+
+
+def _probe(path: Path) -> None:
+    """Write a file and remove it, to see that there is room. Raises OSError where there is none."""
+    try:
+        with open(path, "wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _write(path: Path, text: str) -> None:

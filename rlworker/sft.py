@@ -17,7 +17,7 @@ from engines.interfaces import Outputs
 from engines.models import ModelSpec
 from engines.vision_spec import VisionSpec
 from rlworker import step_metrics
-from rlworker.checkpoint import Score
+from rlworker.checkpoint import RunFolder, Score
 from rlworker.cluster import naming_failures, ray_for
 from rlworker.data import check_vocabulary, load_tokenizer, read_rows, rows_of_step
 from rlworker.group import SHARD_BYTES, StartingGroup, WorkerGroup
@@ -46,8 +46,10 @@ def launch_supervised(config: SftConfig) -> dict[str, float]:
     """Check everything, start the engine and train to the last step; what ``launch`` is to RL."""
     with ending_well() as stop:
         try:
-            trainer = SftTrainer(config, stop=stop)
-            trainer.folder.claim(config)
+            config.check_model()
+            folder = RunFolder(config.run_dir)
+            folder.claim(config)  # before rows are read, whose pictures may be written into it
+            trainer = SftTrainer(config, folder, stop)
         except ValueError as error:
             sys.exit(f"error: {error}")
         return trainer.fit()
@@ -57,7 +59,7 @@ class SftTrainer(Run):
     """A run of supervised training.
 
     Args:
-        stop: as ``Run``.
+        folder, stop: as ``Run``.
 
     Raises:
         ValueError: the settings, the model, the rows or the run folder cannot be used; nothing was started.
@@ -66,8 +68,8 @@ class SftTrainer(Run):
     line = SUPERVISED_LINE
     score = Score("heldout_loss", -1)
 
-    def __init__(self, config: SftConfig, stop: Stop | None = None):
-        super().__init__(config, stop=stop)
+    def __init__(self, config: SftConfig, folder: RunFolder | None = None, stop: Stop | None = None):
+        super().__init__(config, folder, stop)
         self.model = config.check_model()
         self.tokenizer = load_tokenizer(config.model)
         pictures = pictures_of(self.model, config.run_dir, config.actor.image_memory_mb)
