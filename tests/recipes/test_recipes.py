@@ -80,8 +80,12 @@ def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, capsys, recipe, 
     told = [line.split(" s  ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
     parts = {"settings, folders and fields of rows are checked", "Ray is up", "rollout engines are up: 1"}
     assert parts < {*told} and told[-1] == "rollout engines are up: 1"
-    if recipe == "dapo_math":  # a random model is always wrong, which is -1: further rollouts, then nothing to learn
-        assert first["reward"] == -1 and first["samples"] == 3 * 8 * 4 and last["empty_steps"] == 2
+    if recipe == "dapo_math":  # a random model is nearly always wrong, which is -1: rollouts for want of a difference
+        assert first["reward"] < -0.9 and first["samples"] == 3 * 8 * 4
+        assert all(
+            ("empty_steps" in step) == (step["groups"] == step["zero_variance_groups"]) for step in (first, last)
+        )
+        assert all(("grad_norm" in step) != ("empty_steps" in step) for step in (first, last))
         return
     assert "heldout" in start and 0 < last["logprob_diff_mean"] <= 1e-5
     # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
