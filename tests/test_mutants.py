@@ -221,7 +221,7 @@ def test_what_was_not_drawn_is_an_error(scripts, toy, given):
 def test_a_hang_is_found_by_its_test_and_leaves_nothing_behind(toy):
     (toy / "toy.py").write_text("def seen(a, b):\n    return a < b\n")
     test = "import subprocess, time, toy\n\ndef test_it():\n    if not toy.seen(1, 2) or toy.seen(1, 1):\n"
-    test += "        subprocess.Popen(['sleep', '98765'], start_new_session=True)\n        time.sleep(98765)\n"
+    test += "        subprocess.run('sleep 98765 &', shell=True, start_new_session=True)\n        time.sleep(98765)\n"
     (toy / "tests" / "test_toy.py").write_text(test)
     done = run(toy, "--fast", "--count", "1", "--timeout", "5")
     assert done.returncode == 0, done.stdout + done.stderr
