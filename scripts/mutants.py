@@ -1,0 +1,318 @@
+"""Do the tests notice when the code is wrong? Small faults are planted one at a time, and the tests must find each.
+
+    python scripts/mutants.py --seed 1 [--count 20] [--list] [--only K] [--fast] [--out mutants.json]
+
+Statements are drawn from the modules that the project exists for, all alike, and each is broken by one operator
+(scripts/mutations.py). A mutant stands in a copy of the tree in a temporary folder: first the module's own tests run
+there, then the rest of the default run, until one fails. A test counts where it passes on the untouched tree. A mutant
+that was shown to compute the same is left out by its name, ``--equivalent FILE:LINE:OPERATOR``.
+
+Ends with 0 where nine in ten were found, with 1 where fewer were, with 2 where nothing can be said.
+"""
+
+import argparse
+import ctypes
+import difflib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from mutations import Mutation, places
+
+ROOT = Path(__file__).parent.parent
+_E, _H, _R = "tests/engines/test_", "tests/hardware/test_", "tests/rlworker/test_"
+_LOWERED = (f"{_H}core_attention.py", f"{_H}masks.py", f"{_H}capabilities.py", f"{_E}mask_matrix.py")
+_ENGINE = (f"{_E}megatron_weights.py", f"{_E}megatron_engine.py")
+MODULES = {
+    "engines/megatron/layout.py": (f"{_E}layout.py", f"{_H}core_attention.py", f"{_E}engine_parity.py"),
+    "hardware/rules.py": (f"{_H}masks.py", f"{_E}layout.py", f"{_E}schedule.py", *_LOWERED[:1], *_LOWERED[2:]),
+    "hardware/masks.py": (f"{_H}masks.py", f"{_E}layout.py", *_LOWERED[:1], *_LOWERED[2:]),
+    "hardware/cpu_plan.py": (*_LOWERED, f"{_E}engine_parity.py"),
+    "hardware/npu_plan.py": (*_LOWERED, f"{_H}npu_platform.py", f"{_H}npu_faults.py"),
+    "engines/megatron/logprobs.py": (f"{_E}logprobs.py", f"{_E}megatron_engine.py", f"{_E}engine_parity.py"),
+    "engines/megatron/weights.py": (*_ENGINE, f"{_E}engine_parity.py"),
+    "engines/weight_sync.py": (f"{_E}weight_sync.py", f"{_E}vllm_engine.py"),
+    "rlworker/losses.py": (f"{_R}losses.py", f"{_R}advantages.py", f"{_R}loss_invariance.py"),
+    "rlworker/advantages.py": (f"{_R}advantages.py", f"{_R}trainer.py"),
+    "rlworker/scan.py": (f"{_R}advantages.py",),
+    "engines/schedule.py": (f"{_E}schedule.py", f"{_E}megatron_engine.py"),
+    "engines/megatron/checkpoint.py": (*_ENGINE, f"{_E}bf16_engine.py"),
+    "rlworker/checkpoint.py": (f"{_R}checkpoint.py", f"{_R}run.py"),
+}
+"""Where faults are planted, and the tests that are asked first, those that say most in least time before the others."""
+ENOUGH = 0.9
+OWN_TEST = "tests/test_mutants.py"
+"""Not asked: it tests this script."""
+_SUBREAPER = 36
+"""``PR_SET_CHILD_SUBREAPER``: what a test run leaves behind becomes a child of this process, and so can be ended."""
+_NO_TEST = "(before any test)"
+_POLL_S = 0.05
+_EXIT_FAILED, _EXIT_INTERRUPTED, _EXIT_UNUSABLE, _EXIT_NOTHING = 1, 2, 4, 5
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: str
+    mutation: Mutation
+    before: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.mutation.line}:{self.mutation.operator}"
+
+    @property
+    def after(self) -> str:
+        return self.mutation.apply(self.before)
+
+    def change(self) -> tuple[str, str]:
+        """The lines that differ, before and after, each put into one line."""
+        lines = [line for line in self.diff().splitlines()[2:] if line[:1] in "+-"]
+        return tuple(" ".join(" ".join(x[1:].split()) for x in lines if x[0] == sign) for sign in "-+")
+
+    def diff(self) -> str:
+        texts = (text.splitlines(keepends=True) for text in (self.before, self.after))
+        return "".join(difflib.unified_diff(*texts, f"a/{self.path}", f"b/{self.path}", n=1))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of tests came to: the test that ``failed``, or hung, with what it said; None where all passed."""
+
+    failed: str | None = None
+    how: str = ""
+
+
+def draw(root: Path, paths: list[str], seed: int, count: int) -> list[Mutant]:
+    """``count`` mutants, each of another statement: statements are drawn alike, then an operator, then its place.
+
+    Raises:
+        ValueError: the modules have fewer statements that can be broken.
+    """
+    texts = {path: (root / path).read_text(encoding="utf-8") for path in paths}
+    every = [(path, faults) for path in paths for faults in places(texts[path])]
+    if count > len(every):
+        raise ValueError(f"--count: the modules have {len(every)} statements to break, got {count}; ask for fewer")
+    drawn, rng = [], random.Random(seed)
+    for path, faults in rng.sample(every, count):
+        operator = rng.choice(sorted({fault.operator for fault in faults}))
+        fault = rng.choice([fault for fault in faults if fault.operator == operator])
+        drawn.append(Mutant(path, fault, texts[path]))
+    return drawn
+
+
+def copy_tree(root: Path, target: Path) -> Path:
+    """The project without what git ignores."""
+    ignore = root / ".gitignore"
+    names = [line.strip("/") for line in ignore.read_text().split()] if ignore.exists() else []
+    return Path(shutil.copytree(root, target, symlinks=True, ignore=shutil.ignore_patterns(".git", *names)))
+
+
+def run_tests(tree: Path, arguments: list[str], silence_s: float) -> Outcome:
+    """Run pytest in a tree until a test fails, or none has ended for ``silence_s``; nothing that it started lives on.
+
+    Raises:
+        ValueError: pytest could not begin.
+    """
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    command += [f"--basetemp={tree.parent / 'pytest'}", *arguments]
+    environment = (
+        {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ | {"PYTHONPATH": str(tree), "COLUMNS": "250"}
+    )
+    log = tree.parent / "log"
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+        is_silent = _wait(process, log, silence_s)
+        _end_children()
+    return _outcome(log.read_text(errors="replace"), None if is_silent else process.returncode, silence_s)
+
+
+def _wait(process: subprocess.Popen, log: Path, silence_s: float) -> bool:
+    """Until the process ends, or its log has not grown for so long: whether it is the latter."""
+    size, since = 0, time.monotonic()
+    while process.poll() is None:
+        time.sleep(_POLL_S)
+        if (now := log.stat().st_size) != size:
+            size, since = now, time.monotonic()
+        elif time.monotonic() - since > silence_s:
+            return True
+    return False
+
+
+def _end_children() -> None:
+    """End whatever descends from this process, which is all that the tests started, also what a killed parent left."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(children, timeout=10)
+
+
+def _outcome(log: str, code: int | None, silence_s: float) -> Outcome:
+    """Read a log of ``pytest -x -v``; a ``code`` of None is a run that fell silent."""
+    if code in (0, _EXIT_NOTHING):
+        return Outcome()
+    if code == _EXIT_UNUSABLE:
+        raise ValueError(f"pytest could not begin: {log.strip()[-500:]!r}; do the tests named in MODULES exist?")
+    if code in (_EXIT_FAILED, _EXIT_INTERRUPTED) and (found := re.findall(r"(?m)^(?:FAILED|ERROR) (\S+\.py.*)$", log)):
+        test, _, said = found[-1].partition(" - ")
+        return Outcome(test, said or "failed")
+    running = re.findall(r"(?m)^(\S+\.py::.+?)(?: (?:PASSED|FAILED|SKIPPED|XFAIL|ERROR).*)?$", log) or [_NO_TEST]
+    ended = f"silent for {silence_s:.0f} s" if code is None else f"the run died with {code}"
+    return Outcome(running[-1].strip(), f"{ended} {log.strip()[-300:] if code is not None else ''}".strip())
+
+
+class Judge:
+    """Runs the tests against mutants, and against the untouched tree the tests that found one."""
+
+    def __init__(self, root: Path, modules: dict[str, tuple[str, ...]], silence_s: float, fast: bool):
+        self.root, self.modules, self.silence_s, self.fast = root, modules, silence_s, fast
+        self.broken: dict[str, str] = {}
+        """Tests that fail without a mutant too, with what they said; they are not asked again."""
+        self._sound: set[str] = set()
+
+    def decide(self, mutant: Mutant) -> Outcome:
+        """What found the mutant, if anything did."""
+        first = self.modules[mutant.path]
+        rest = [f"--ignore={test}" for test in (*first, OWN_TEST)]
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            tree = copy_tree(self.root, Path(folder, "tree"))
+            (tree / mutant.path).write_text(mutant.after, encoding="utf-8")
+            for tests in (list(first),) if self.fast else (list(first), rest):
+                if (outcome := self._first_failure(tree, tests)).failed:
+                    return outcome
+        return Outcome()
+
+    def _first_failure(self, tree: Path, tests: list[str]) -> Outcome:
+        while True:
+            left_out = [f"--deselect={test}" for test in self.broken]
+            outcome = run_tests(tree, tests + left_out, self.silence_s)
+            if outcome.failed is None or self._is_sound(outcome.failed):
+                return outcome
+
+    def _is_sound(self, test: str) -> bool:
+        """Whether a test passes on the untouched tree; one that does not is left out from here on.
+
+        Raises:
+            ValueError: it does not, and cannot be left out either.
+        """
+        if test in self._sound:
+            return True
+        if test in self.broken:
+            raise ValueError(f"{test} cannot be left out and fails on the untouched tree; mend it: {self.broken[test]}")
+        if said := self._untouched(test).how:
+            self.broken[test] = said
+        else:
+            self._sound.add(test)
+        return not said
+
+    def _untouched(self, test: str) -> Outcome:
+        asked = [test] if "::" in test else ["--collect-only", *([] if test == _NO_TEST else [test])]
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            return run_tests(copy_tree(self.root, Path(folder, "tree")), asked, self.silence_s)
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True, help="which statements are drawn")
+    parser.add_argument("--count", type=int, default=20, help="how many")
+    parser.add_argument("--list", action="store_true", help="show what is drawn, run nothing")
+    parser.add_argument("--only", type=int, metavar="K", help="run the K-th alone, from 1")
+    parser.add_argument("--fast", action="store_true", help="only the tests that MODULES maps to the module")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds without a test ending that count as found")
+    parser.add_argument("--out", type=Path, help="a JSON file for everything, written after each mutant")
+    parser.add_argument(
+        "--equivalent",
+        nargs="+",
+        default=[],
+        metavar="FILE:LINE:OPERATOR",
+        help="mutants of this seed that compute the same; they are not run and do not count",
+    )
+    return parser
+
+
+def chosen(arguments: argparse.Namespace, drawn: list[Mutant]) -> list[tuple[int, Mutant]]:
+    """The mutants to run, with their numbers.
+
+    Raises:
+        ValueError: an option names a mutant that was not drawn.
+    """
+    if unknown := set(arguments.equivalent) - {mutant.name for mutant in drawn}:
+        raise ValueError(f"--equivalent: seed {arguments.seed} draws no {sorted(unknown)}; --list shows what it draws")
+    if arguments.only is not None and not 1 <= arguments.only <= len(drawn):
+        raise ValueError(f"--only: expected a number from 1 to {len(drawn)}, got {arguments.only}")
+    numbered = list(enumerate(drawn, 1))
+    wanted = numbered if arguments.only is None else [numbered[arguments.only - 1]]
+    return [(number, mutant) for number, mutant in wanted if mutant.name not in arguments.equivalent]
+
+
+def judge_all(arguments: argparse.Namespace, mutants: list[tuple[int, Mutant]], judge: Judge) -> bool:
+    """Decide each mutant and tell it: whether enough were found."""
+    rows, survivors = [], []
+    for number, mutant in mutants:
+        start = time.monotonic()
+        outcome, (before, after) = judge.decide(mutant), mutant.change()
+        seconds = round(time.monotonic() - start, 1)
+        verdict = f"found by {outcome.failed} ({outcome.how})" if outcome.failed else "SURVIVED"
+        print(f"{number:3} {mutant.name}  {before}  ->  {after}  {verdict} after {seconds:.0f} s", flush=True)
+        rows.append(dict(number=number, name=mutant.name, diff=mutant.diff(), found_by=outcome.failed))
+        rows[-1] |= dict(said=outcome.how, seconds=seconds)
+        survivors += [] if outcome.failed else [mutant]
+        found = len(rows) - len(survivors)
+        if arguments.out:
+            summary = dict(seed=arguments.seed, count=arguments.count, fast=arguments.fast, found=found)
+            summary |= dict(equivalent=arguments.equivalent, fail_untouched=judge.broken, mutants=rows)
+            arguments.out.write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"{found} of {len(rows)} found" + (", by the modules' own tests alone" if arguments.fast else ""))
+    for test, said in judge.broken.items():
+        print(f"not asked, since it fails on the untouched tree: {test} ({said})")
+    for mutant in survivors:
+        print(f"\n{mutant.name} survived:\n{mutant.diff()}", end="")
+    return found >= ENOUGH * len(rows)
+
+
+def main(root: Path = ROOT, modules: dict[str, tuple[str, ...]] = MODULES) -> int:
+    arguments = options().parse_args()
+    try:
+        if missing := [name for tests in modules.values() for name in tests if not (root / name).is_file()]:
+            raise ValueError(f"MODULES: {root} has no {missing}; name tests that exist")
+        mutants = chosen(arguments, draw(root, list(modules), arguments.seed, arguments.count))
+        if arguments.list:
+            for number, mutant in mutants:
+                print(f"{number:3} {mutant.name}  {'  ->  '.join(mutant.change())}")
+            return 0
+        if not mutants:
+            raise ValueError("--equivalent: no mutant is left to run; name fewer")
+        return 0 if run_all(arguments, mutants, root, modules) else 1
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run_all(arguments: argparse.Namespace, mutants: list[tuple[int, Mutant]], root: Path, modules: dict) -> bool:
+    """Judge the mutants of the tree as it is now, whatever is edited meanwhile; no process outlives it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        untouched = copy_tree(root, Path(folder, "tree"))
+        try:
+            return judge_all(arguments, mutants, Judge(untouched, modules, arguments.timeout, arguments.fast))
+        finally:
+            _end_children()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Small faults for one Python file: which statements can be broken, how, and the text with one of them broken.
+
+Where is read from the syntax tree, and the fault is written into the text itself, so that a mutant differs from its
+original in one place and comments stay. What no test should hang on is left alone: docstrings, annotations, imports,
+decorators, assertions, ``__repr__``, ``raise`` with its message, f-strings, and what only a type checker reads.
+"""
+
+import ast
+import bisect
+import io
+import itertools
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+SIGNS = {"+": "-", "-": "+", "+=": "-=", "-=": "+="}
+PRODUCTS = {"*": "/", "/": "*", "//": "*", "*=": "/=", "/=": "*=", "//=": "*="}
+OR_EQUAL = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
+OPPOSITES = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "==": "!=", "!=": "==", "&": "|", "|": "&", "and": "or"}
+OPPOSITES |= {"or": "and", "in": "not in", "not in": "in", "is": "is not", "is not": "is", "&=": "|=", "|=": "&="}
+COMMUTATIVE = {"min", "max", "minimum", "maximum", "lcm", "gcd", "add", "mul", "array_equal", "isclose", "allclose"}
+"""Calls that do not care about the order of what they are given."""
+SKIPPED = (ast.Import, ast.ImportFrom, ast.Raise, ast.Assert, ast.Global, ast.Nonlocal)
+NOT_RUN = {"annotation", "returns", "decorator_list", "type_params", "bases", "keywords"}
+"""Fields of a statement that are read by people and type checkers, or are of a class or a decorator."""
+ELSEWHERE = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.JoinedStr)
+"""Parts of a statement that are statements of their own, or text for people."""
+TEXTS = (ast.JoinedStr, ast.Dict, ast.List, ast.Tuple)
+"""What ``+``, ``*`` and ``|`` put together rather than compute: any other operator would only fail at once."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault: ``text[start:end]`` becomes ``new``.
+
+    Attributes:
+        operator: ``sign``, ``product``, ``plus-one``, ``minus-one``, ``or-equal``, ``invert``, ``swap``, ``flag`` or
+            ``drop``.
+        line: of the place, from 1.
+    """
+
+    operator: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+    def apply(self, text: str) -> str:
+        return text[: self.start] + self.new + text[self.end :]
+
+
+class Source:
+    """A file's text, and where its tokens and the nodes of its syntax tree lie in it."""
+
+    def __init__(self, text: str):
+        self.text, self.tree = text, ast.parse(text)
+        self._lines = text.splitlines(keepends=True)
+        self._starts = [0, *itertools.accumulate(map(len, self._lines))]
+        blank = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        self._tokens = [
+            (self._starts[t.start[0] - 1] + t.start[1], self._starts[t.end[0] - 1] + t.end[1])
+            for t in tokens
+            if t.type not in blank and t.string not in ("(", ")", "")
+        ]
+
+    def _place(self, line: int, column: int) -> int:
+        """A tree counts columns in bytes."""
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        return self._place(node.lineno, node.col_offset), self._place(node.end_lineno, node.end_col_offset)
+
+    def between(self, left: ast.AST, right: ast.AST) -> tuple[int, int]:
+        """Where the operator between two operands lies; it may be two words."""
+        first, end = self._token_at(self.span(left)[1]), self._token_at(self.span(right)[0])
+        return self._tokens[first][0], self._tokens[end - 1][1]
+
+    def first_token(self, node: ast.AST) -> tuple[int, int]:
+        return self._tokens[self._token_at(self.span(node)[0])]
+
+    def _token_at(self, place: int) -> int:
+        """Number of the first token from there on."""
+        return bisect.bisect_left(self._tokens, (place, place))
+
+    def mutation(self, operator: str, span: tuple[int, int], new: str) -> Mutation:
+        return Mutation(operator, self.text.count("\n", 0, span[0]) + 1, *span, new)
+
+
+@cache
+def places(text: str) -> list[list[Mutation]]:
+    """The faults of each statement that has any, in the order of the file."""
+    source = Source(text)
+    found = (_mutations(source, statement) for statement in statements(source.tree))
+    return [mutations for mutations in found if mutations]
+
+
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Every statement that may be broken, those inside others too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, SKIPPED) or getattr(node, "name", "") == "__repr__" or _for_type_checkers(node):
+            continue
+        if isinstance(node, ast.stmt):
+            yield node
+        if isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield from statements(node)
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test).endswith("TYPE_CHECKING")
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):  # an alias, such as Pair = A | B
+        return re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", node.targets[0].id) is not None
+    return False
+
+
+def own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The expressions of a statement and their parts, without those of statements inside it."""
+    waiting = [statement]
+    while waiting:
+        node = waiting.pop(0)
+        for name, value in ast.iter_fields(node):
+            parts = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, ast.AST)]
+            if name not in NOT_RUN or isinstance(node, ast.Call):
+                kept = [x for x in parts if not isinstance(x, ELSEWHERE)]
+                waiting += kept
+                yield from kept
+
+
+def _mutations(source: Source, statement: ast.stmt) -> list[Mutation]:
+    found = [*_of_statement(source, statement)]
+    for node in own_nodes(statement):
+        for kind, faults in _OF.items():
+            if isinstance(node, kind):
+                found += faults(source, node)
+        for condition in _conditions(node):
+            found += _negated(source, condition)
+    for condition in _conditions(statement):
+        found += _negated(source, condition)
+    return found
+
+
+def _of_statement(source: Source, node: ast.stmt) -> Iterator[Mutation]:
+    stored = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
+    called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    if stored or called or isinstance(node, ast.AugAssign):
+        yield source.mutation("drop", source.span(node), "pass")
+    if isinstance(node, ast.AugAssign):
+        yield from _exchanged(source, source.between(node.target, node.value), [node.value])
+
+
+def _of_binary(source: Source, node: ast.BinOp) -> Iterator[Mutation]:
+    yield from _exchanged(source, source.between(node.left, node.right), [node.left, node.right])
+
+
+def _exchanged(source: Source, span: tuple[int, int], operands: list[ast.expr]) -> Iterator[Mutation]:
+    """Another operator, where the operands are not texts or collections, which know no other."""
+    if any(isinstance(x, TEXTS) or isinstance(getattr(x, "value", None), str) for x in operands):
+        return
+    sign = source.text[slice(*span)]
+    for operator, others in (("sign", SIGNS), ("product", PRODUCTS), ("invert", OPPOSITES)):
+        if sign in others:
+            yield source.mutation(operator, span, others[sign])
+
+
+def _of_unary(source: Source, node: ast.UnaryOp) -> Iterator[Mutation]:
+    """The sign or the ``not`` goes, with the blank after it."""
+    start, end = source.first_token(node)
+    end += source.text[end:].startswith(" ")
+    if not isinstance(node.op, ast.UAdd):
+        yield source.mutation("sign" if isinstance(node.op, ast.USub) else "invert", (start, end), "")
+
+
+def _of_comparison(source: Source, node: ast.Compare) -> Iterator[Mutation]:
+    for left, right in itertools.pairwise([node.left, *node.comparators]):
+        span = source.between(left, right)
+        sign = " ".join(source.text[slice(*span)].split())
+        yield source.mutation("invert", span, OPPOSITES[sign])
+        if sign in OR_EQUAL:
+            yield source.mutation("or-equal", span, OR_EQUAL[sign])
+
+
+def _of_boolean(source: Source, node: ast.BoolOp) -> Iterator[Mutation]:
+    for left, right in itertools.pairwise(node.values):
+        span = source.between(left, right)
+        yield source.mutation("invert", span, OPPOSITES[source.text[slice(*span)]])
+
+
+def _of_constant(source: Source, node: ast.Constant) -> Iterator[Mutation]:
+    if isinstance(node.value, bool):
+        yield source.mutation("flag", source.span(node), str(not node.value))
+    elif isinstance(node.value, int):
+        yield source.mutation("plus-one", source.span(node), str(node.value + 1))
+        yield source.mutation("minus-one", source.span(node), str(node.value - 1))
+
+
+def _of_call(source: Source, node: ast.Call) -> Iterator[Mutation]:
+    """Neighbours change places, by position or by keyword."""
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    by_place = [] if name in COMMUTATIVE else [x for x in node.args if not isinstance(x, ast.Starred)]
+    by_name = [keyword.value for keyword in node.keywords if keyword.arg]
+    for first, second in (*itertools.pairwise(by_place), *itertools.pairwise(by_name)):
+        (a, b), (c, d) = source.span(first), source.span(second)
+        new = source.text[c:d] + source.text[b:c] + source.text[a:b]
+        if ast.dump(first) != ast.dump(second):
+            yield source.mutation("swap", (a, d), new)
+
+
+def _conditions(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, (ast.If, ast.While, ast.IfExp)):
+        return [node.test]
+    return list(node.ifs) if isinstance(node, ast.comprehension) else []
+
+
+def _negated(source: Source, node: ast.expr) -> Iterator[Mutation]:
+    """``not (...)`` around a condition that has no operator of its own to invert."""
+    own = isinstance(node, (ast.Compare, ast.BoolOp)) or (
+        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    )
+    if not own:
+        start, end = source.span(node)
+        yield source.mutation("invert", (start, end), f"not ({source.text[start:end]})")
+
+
+_OF = {
+    ast.BinOp: _of_binary,
+    ast.UnaryOp: _of_unary,
+    ast.Compare: _of_comparison,
+    ast.BoolOp: _of_boolean,
+    ast.Constant: _of_constant,
+    ast.Call: _of_call,
+}
