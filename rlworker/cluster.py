@@ -26,21 +26,26 @@ def ray_for(actors: int, platform: str) -> Iterator[None]:
     What was started (or joined) here is left at the end.
 
     Raises:
-        RunError: Ray has too few CPUs or devices for the actors, which would wait for them for ever.
+        RunError: Ray does not start, or has too few CPUs or devices for the actors, which would wait for them for ever.
     """
     mine = not ray.is_initialized()
     if mine:
         # Ray would otherwise warn at every start about devices that actors without one can see.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         quiet = dict(logging_level="ERROR", log_to_driver=False)
-        with _own_handler():
-            if os.environ.get("RAY_ADDRESS"):
-                ray.init(**quiet)
-            else:
-                cpus = max(actors, os.cpu_count() or 1)
-                new = dict(num_cpus=cpus, include_dashboard=False, object_store_memory=2**30)
-                with _bare_head():
+        try:
+            with _own_handler(), _bare_head():
+                if os.environ.get("RAY_ADDRESS"):
+                    ray.init(**quiet)
+                else:
+                    cpus = max(actors, os.cpu_count() or 1)
+                    new = dict(num_cpus=cpus, include_dashboard=False, object_store_memory=2**30)
                     ray.init(address="local", **new, **quiet)
+        except Exception as error:  # Ray's own are of the plainest kind
+            raise RunError(
+                f"ray: it did not start ({error}); where this machine is busy, try again, and where RAY_ADDRESS names a "
+                "cluster, see that it runs"
+            ) from error
     try:
         options, have = get_platform(platform).ray_options, ray.cluster_resources()
         for name, each in {"CPU": options["num_cpus"], **options.get("resources", {})}.items():

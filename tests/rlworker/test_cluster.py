@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from rlworker.cluster import WorkerFailure, naming_failures, no_collection, ray_for
+from rlworker.errors import RunError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
@@ -24,6 +25,16 @@ class Worker:
 
     def hang(self):
         time.sleep(100)
+
+
+def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
+    def init(**_):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RunError, match=r"ray: it did not start \(The current node timed out"), ray_for(1, "cpu"):
+        pass
 
 
 def test_who_failed_is_named_among_workers_that_hang(cluster):
