@@ -43,8 +43,8 @@ def ray_for(actors: int, platform: str) -> Iterator[None]:
                     ray.init(address="local", **new, **quiet)
         except Exception as error:  # Ray's own are of the plainest kind
             raise RunError(
-                f"ray: it did not start ({error}); where this machine is busy, try again, and where RAY_ADDRESS names a "
-                "cluster, see that it runs"
+                f"ray: it did not start ({error}); where this machine is busy, try again, and where RAY_ADDRESS names "
+                "a cluster, see that it runs"
             ) from error
     try:
         options, have = get_platform(platform).ray_options, ray.cluster_resources()
