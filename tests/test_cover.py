@@ -89,9 +89,9 @@ def test_no_pair_is_missing_by_default_and_no_triple_in_ci(collected, capsys):
             wanted = met(want, table.factors, min(strength, len(table.factors)))
             absent = wanted - met(cases, table.factors, min(strength, len(table.factors)))
             missing[test, kind] = len(absent)
-            line += f" {len(absent)} of {len(wanted)} {kind}"
+            line += f" {len(absent)} of {len(wanted)} {kind},"
         with capsys.disabled():
-            print(f"\n{line}", end="")
+            print(f"\n{line[:-1]}", end="")
     assert not any(missing.values()), missing
 
 
