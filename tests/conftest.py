@@ -9,6 +9,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide output that is not the
 import pytest
 import torch
 from ranks import Ranks
+from support.factors import world_of
 from transformers import (
     AutoModelForTokenClassification,
     LlamaConfig,
@@ -127,3 +128,13 @@ def two_ranks():
     pool = Ranks(2)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def pool_of(request):
+    """``pool_of(size)``: the session's pool of as many ranks as a parallel size takes, such as ``"TP2-CP2"``."""
+
+    def pool(size: str) -> Ranks:
+        return request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[world_of(size)])
+
+    return pool

@@ -4,11 +4,11 @@ import pytest
 import torch
 from engines_cases import build_engine, make_batch, plan
 from ranks import free_address
+from support.cover import matrix
+from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, settings_of
 from transformers import AutoModelForTokenClassification
 
 VALUES, GRADIENTS = 1e-5, 1e-6
-SIZES = [{}, {"tp": 2}, {"pp": 2, "micro_batch_tokens": 16}, {"cp": 2}]
-FOUR = [{"tp": 2, "pp": 2, "micro_batch_tokens": 16}, {"tp": 2, "cp": 2}]
 
 
 def make_value_batch():
@@ -77,29 +77,14 @@ def check(ranks: list[dict], folder: str, capsys, label: str) -> None:
     assert values <= VALUES and gradient <= GRADIENTS
 
 
-def name_of(settings: dict) -> str:
-    return "-".join(f"{key}{value}" for key, value in settings.items()) or "DP"
-
-
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-@pytest.mark.parametrize("settings", SIZES, ids=name_of)
-def test_two_ranks(two_ranks, make_critic, capsys, settings, layout):
-    folder = make_critic("qwen2")
-    ranks = two_ranks.run(critic_case, free_address(), folder, settings | {"layout": layout})
-    check(ranks, folder, capsys, f"qwen2 {name_of(settings)} {layout}")
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_other_families(two_ranks, make_critic, capsys, family):
+@matrix({"size": (*TWO_RANKS, "TP2-PP2", "TP2-CP2"), "family": FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE})
+def test_parity(pool_of, make_critic, capsys, size, family, layout, recompute):
+    settings = settings_of(size) | {"layout": layout, "recompute": recompute}
+    if "PP" in size:
+        settings["micro_batch_tokens"] = 16
     folder = make_critic(family)
-    check(two_ranks.run(critic_case, free_address(), folder, {"tp": 2}), folder, capsys, f"{family} tp2")
-
-
-@pytest.mark.parametrize("settings", FOUR, ids=name_of)
-def test_four_ranks(four_ranks, make_critic, capsys, settings):
-    folder = make_critic("qwen2")
-    ranks = four_ranks.run(critic_case, free_address(), folder, settings | {"recompute": "full"})
-    check(ranks, folder, capsys, f"qwen2 {name_of(settings)} recomputed")
+    ranks = pool_of(size).run(critic_case, free_address(), folder, settings)
+    check(ranks, folder, capsys, f"{size} {family} {layout} recompute={recompute}")
 
 
 def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf_model, tmp_path):

@@ -4,6 +4,8 @@ import pytest
 import torch
 from engines_cases import LENGTHS, make_batch, run_case
 from ranks import free_address
+from support.cover import matrix
+from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, settings_of
 from transformers import AutoModelForCausalLM
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
@@ -68,12 +70,13 @@ def unsplit(one_rank, make_hf_model):
 
 
 @pytest.fixture
-def compare(make_hf_model, reference, unsplit, capsys):
-    """``compare(pool, family, tied, settings)``: run one case on a pool of ranks and check all of its numbers."""
+def compare(pool_of, make_hf_model, reference, unsplit, capsys):
+    """``compare(size, family, tied, settings)``: run one case and check all of its numbers."""
 
-    def run(pool, family: str, tied: bool, settings: dict) -> None:
-        ranks = pool.run(run_case, free_address(), make_hf_model(family, tied), settings)
-        label = f"{family} tied={tied} {name_of(settings)}"
+    def run(size: str, family: str, tied: bool, settings: dict) -> None:
+        settings = settings_of(size) | settings
+        ranks = pool_of(size).run(run_case, free_address(), make_hf_model(family, tied), settings)
+        label = f"{size} {family} tied={tied} {settings}"
         check(ranks, reference(family, tied), unsplit(family, tied), capsys, label)
 
     return run
@@ -111,61 +114,32 @@ def largest(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max())
 
 
-ONE = [{}, {"micro_batch_tokens": 16}]
-TWO = [{"tp": 2}, {}, {"pp": 2, "micro_batch_tokens": 16}, {"cp": 2}]
-FOUR = [{"tp": 2, "pp": 2, "micro_batch_tokens": 16}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2, "micro_batch_tokens": 16}]
-MODELS = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (True, False)]
+MICRO = {"whole": {}, "split": {"micro_batch_tokens": 16}}
+"""As few micro-batches as the sizes allow, or some of a single sequence."""
 
 
-def name_of(settings: dict) -> str:
-    return "-".join(f"{key}{value}" for key, value in settings.items()) or "plain"
+@matrix(
+    {
+        "size": SIZES,
+        "family": FAMILIES,
+        "tied": TIED,
+        "layout": LAYOUTS,
+        "recompute": RECOMPUTE,
+        "micro": tuple(MICRO),
+    }
+)
+def test_parity(compare, size, family, tied, layout, recompute, micro):
+    compare(size, family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
 
 
-def every_case(sizes: list[dict], names: list[str]):
-    """Parametrize over models, parallel sizes, layouts and recomputation.
-
-    Each run of the suite has a third of it: every layout with and without recomputation on two of the six models,
-    others for every next size. The rest is asked for with ``-m large``.
-    """
-    cases = []
-    for number, (size, name) in enumerate(zip(sizes, names, strict=True)):
-        for index, (family, tied) in enumerate(MODELS):
-            for layout in ("bshd", "thd"):
-                for recompute in ("none", "full"):
-                    settings = {"recompute": recompute, "layout": layout} | size
-                    turn = number + index + (layout == "thd") + 2 * (recompute == "full")
-                    marks = pytest.mark.large if turn % 3 else ()
-                    label = f"{name}-{layout}-{recompute}-{family}-{tied}"
-                    cases.append(pytest.param(family, tied, settings, marks=marks, id=label))
-    return pytest.mark.parametrize(("family", "tied", "settings"), cases)
-
-
-@every_case(ONE, ["plain", "micro"])
-def test_one_rank(compare, one_rank, family, tied, settings):
-    compare(one_rank, family, tied, settings)
-
-
-@every_case(TWO, ["TP2", "DP2", "PP2", "CP2"])
-def test_two_ranks(compare, two_ranks, family, tied, settings):
-    compare(two_ranks, family, tied, settings)
-
-
-@every_case(FOUR, ["TP2-PP2", "TP2-CP2", "PP2-CP2"])
-def test_four_ranks(compare, four_ranks, family, tied, settings):
-    compare(four_ranks, family, tied, settings)
-
-
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-@pytest.mark.parametrize("recompute", ["none", "core", "full"])
-@pytest.mark.parametrize("settings", TWO, ids=["TP2", "DP2", "PP2", "CP2"])
-def test_sliding_window(compare, two_ranks, settings, recompute, layout):
+@matrix({"size": TWO_RANKS, "layout": LAYOUTS, "recompute": ("none", "core", "full")})
+def test_sliding_window(compare, size, layout, recompute):
     """Two pipeline micro-batches with different masks, a window on the upper layers only."""
-    settings = settings | {"layout": layout, "recompute": recompute, "micro_batch_tokens": 48}
-    compare(two_ranks, "qwen2-window", False, settings)
+    compare(size, "qwen2-window", False, {"layout": layout, "recompute": recompute, "micro_batch_tokens": 48})
 
 
-def test_scaled_rotary(compare, one_rank):
-    compare(one_rank, "llama-rope3", False, {})
+def test_scaled_rotary(compare):
+    compare("one", "llama-rope3", False, {})
 
 
 def test_lengths_are_awkward():

@@ -4,28 +4,22 @@ own mask, which is drawn here one pair at a time."""
 import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from engines_cases import build_engine, logits_of, make_batch, plan, weighted_loss
 from ranks import Ranks, free_address
+from support.cover import matrix
+from support.factors import LAYOUTS, PLATFORMS, SIZES, settings_of
 from transformers import AutoModelForCausalLM
 
 from engines.probe_case import ProbeCase
 from hardware.capabilities import find_backend
+from hardware.platform import get_platform
 from hardware.rules import CAUSAL, Rule
 
+MASK_SIZES = tuple(size for size in (*SIZES, "CP4") if "DP" not in size)
+"""Replicas of data parallelism have whole sequences each: a mask is the same in all."""
 RULES = {"causal": CAUSAL, "window": Rule(window=4), "images": Rule(images=True)}
-SIZES = {
-    "one": {},
-    "TP2": {"tp": 2},
-    "CP2": {"cp": 2},
-    "PP2": {"pp": 2},
-    "TP2-CP2": {"tp": 2, "cp": 2},
-    "TP2-PP2": {"tp": 2, "pp": 2},
-    "CP2-PP2": {"cp": 2, "pp": 2},
-    "CP4": {"cp": 4},
-}
 PROBED = ProbeCase(
     lengths=(9, 1, 14, 0, 6),
     columns=tuple(range(30)),
@@ -79,86 +73,93 @@ def reference(make_hf_model):
     return found
 
 
-PLATFORMS = {"cpu": set(), "npu-emulated": {("thd", "images")}}
-"""Platform -> layouts and rules that it refuses."""
+def is_honoured(platform: str, layout: str, rule: str) -> bool:
+    """The NPU has no call for a pack with images; all else runs everywhere, at every size."""
+    return (platform, layout, rule) != ("npu-emulated", "thd", "images")
 
 
-def run_rules(rank, world, address, folder, settings, platform):
-    """For each layout and rule that a platform honours: what the probes found on this rank, and the leader's logits and
-    gradients."""
+def run_rules(rank, world, address, folder, settings, platform, places, probed):
+    """For each layout and rule of ``places``: what the probes found on this rank, and the leader's logits and
+    gradients. Where not ``probed``, the logits alone."""
     engine = build_engine(rank, world, address, folder, settings, platform)
     from engines.megatron.probe import gradients_of, probe_attention, probe_tokens
 
     batch, results = batch_with_images(), {}
-    for kind in ("bshd", "thd"):
-        for name, rule in RULES.items():
-            try:
-                find_backend(engine.platform.attention_backends, kind, settings.get("cp", 1), rule)
-            except ValueError:
-                continue
-            engine.model = dataclasses.replace(engine.model, rules=(rule,))
-            engine.config = dataclasses.replace(engine.config, layout=kind)
+    for kind, name in places:
+        rule, leaks, gradients = RULES[name], [], None
+        engine.model = dataclasses.replace(engine.model, rules=(rule,))
+        engine.config = dataclasses.replace(engine.config, layout=kind)
+        if probed:
             leaks = [*probe_attention(engine, kind, rule, PROBED), *probe_tokens(engine, kind, (rule,), PROBED)]
             gradients = gradients_of(engine, kind, batch, weighted_loss, float(batch.mask.sum()))
-            schedule, shard = plan(engine, batch)
-            logits = logits_of(engine, shard)
-            results[kind, name] = leaks, None if logits is None else schedule.in_order(logits), gradients
+        schedule, shard = plan(engine, batch)
+        logits = logits_of(engine, shard)
+        results[kind, name] = leaks, None if logits is None else schedule.in_order(logits), gradients
     return results
 
 
-def check_sizes(pool, folder, settings, reference, capsys, label, platforms=tuple(PLATFORMS)):
-    """Each platform against HuggingFace, and the others against the first."""
-    first = {}
-    for platform, refused in ((name, PLATFORMS[name]) for name in platforms):
-        ranks = pool.run(run_rules, free_address(), folder, settings, platform)
-        assert set(ranks[0]) == set(itertools.product(("bshd", "thd"), RULES)) - refused
-        worst = {"logits": 0.0, "gradients": 0.0, "logits from cpu": 0.0}
-        for kind, name in ranks[0]:
-            results = [rank[kind, name] for rank in ranks]
-            assert [leaks for leaks, *_ in results] == [[]] * len(ranks), (label, platform, kind, name)
-            want_logits, want_gradients = reference[name]
-            _, logits, gradients = next(result for result in results if result[1] is not None)
-            found = {
-                "logits": float((logits - want_logits).abs().max()),
-                "gradients": max(float((gradients[n] - g).abs().max()) for n, g in want_gradients.items()),
-                "logits from cpu": float((logits - first.setdefault((kind, name), logits)).abs().max()),
-            }
-            worst = {key: max(worst[key], found[key]) for key in worst}
-            assert max(found["logits"], found["logits from cpu"]) <= 1e-5, (label, platform, kind, name, found)
-            assert found["gradients"] <= 1e-6, (label, platform, kind, name, found)
-        with capsys.disabled():
-            numbers = "  ".join(f"{name} {value:.1e}" for name, value in worst.items())
-            print(f"\n{label}, {platform}: probes silent, {numbers}", end="")
+@pytest.fixture
+def check_rules(make_hf_model, reference, capsys):
+    """``check_rules(pool, settings, platform, places, label)``: a platform against HuggingFace, and against the CPU
+    where it is another, in each layout and rule of ``places``."""
+
+    def run(pool, settings: dict, platform: str, places: list[tuple[str, str]], label: str) -> None:
+        case = free_address(), make_hf_model("qwen2", True), settings
+        ranks = pool.run(run_rules, *case, platform, places, True)
+        on_cpu = ranks if platform == "cpu" else pool.run(run_rules, *case, "cpu", places, False)
+        for place in places:
+            found = differences([rank[place] for rank in ranks], [rank[place] for rank in on_cpu], reference[place[1]])
+            with capsys.disabled():
+                numbers = "  ".join(f"{name} {value:.1e}" for name, value in found.items())
+                print(f"\n{label}, {platform}, {place}: probes silent, {numbers}", end="")
+            assert max(found["logits"], found["logits from cpu"]) <= 1e-5, (label, platform, place, found)
+            assert found["gradients"] <= 1e-6, (label, platform, place, found)
+
+    return run
 
 
-def sizes_and_platforms() -> list:
-    """Every run has the CPU at every size, and the emulated NPU beside it on one rank and two; ``-m large`` on four."""
-    cases = []
-    for name, settings in SIZES.items():
-        if np.prod(list(settings.values()), initial=1) < 4:
-            cases.append(pytest.param(name, tuple(PLATFORMS), id=name))
-        else:
-            cases.append(pytest.param(name, ("cpu",), id=f"{name}-cpu"))
-            cases.append(pytest.param(name, tuple(PLATFORMS), id=name, marks=pytest.mark.large))
-    return cases
+def differences(results: list[tuple], on_cpu: list[tuple], want: tuple) -> dict[str, float]:
+    """Of the ranks' results, in which no probe may have found anything, from HuggingFace's and from the CPU's."""
+    assert [leaks for leaks, *_ in results] == [[]] * len(results)
+    want_logits, want_gradients = want
+    _, logits, gradients = next(result for result in results if result[1] is not None)
+    cpu_logits = next(result[1] for result in on_cpu if result[1] is not None)
+    return {
+        "logits": float((logits - want_logits).abs().max()),
+        "gradients": max(float((gradients[n] - g).abs().max()) for n, g in want_gradients.items()),
+        "logits from cpu": float((logits - cpu_logits).abs().max()),
+    }
 
 
-@pytest.mark.parametrize(("sizes", "platforms"), sizes_and_platforms())
-def test_rules_at_every_size(request, make_hf_model, reference, capsys, sizes, platforms):
-    settings = SIZES[sizes]
-    world = int(np.prod(list(settings.values()), initial=1))
-    pool = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[world])
-    check_sizes(pool, make_hf_model("qwen2", True), settings, reference, capsys, sizes, platforms)
+@matrix(
+    {"size": MASK_SIZES, "platform": PLATFORMS, "layout": LAYOUTS, "rule": tuple(RULES)},
+    allowed=lambda case: is_honoured(case["platform"], case["layout"], case["rule"]),
+)
+def test_rules_at_every_size(pool_of, check_rules, size, platform, layout, rule):
+    check_rules(pool_of(size), settings_of(size), platform, [(layout, rule)], size)
 
 
 @pytest.mark.large
-def test_rules_on_eight_ranks(make_hf_model, reference, capsys):
+def test_rules_on_eight_ranks(check_rules):
     pool = Ranks(8)
     try:
-        settings = {"tp": 2, "cp": 2, "pp": 2}
-        check_sizes(pool, make_hf_model("qwen2", True), settings, reference, capsys, "TP2-CP2-PP2")
+        for platform in PLATFORMS:
+            places = [place for place in itertools.product(LAYOUTS, RULES) if is_honoured(platform, *place)]
+            check_rules(pool, {"tp": 2, "cp": 2, "pp": 2}, platform, places, "TP2-CP2-PP2")
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_platform_refuses_the_rest(platform):
+    """So no case is left out above that there could be."""
+    backends = get_platform(platform).attention_backends
+    for cp, layout, rule in itertools.product((1, 2, 4), LAYOUTS, RULES):
+        if is_honoured(platform, layout, rule):
+            find_backend(backends, layout, cp, RULES[rule])
+        else:
+            with pytest.raises(ValueError, match="no backend honours the rule"):
+                find_backend(backends, layout, cp, RULES[rule])
 
 
 def test_the_reference_masks_differ(reference):

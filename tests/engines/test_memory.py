@@ -1,12 +1,17 @@
 """The planner's bytes against engines that are built."""
 
-import pytest
 from engines_cases import build_engine
 from ranks import free_address
+from support.cover import matrix
+from support.factors import IMAGE_FAMILIES, TWO_RANKS, settings_of
 from vlm_cases import make_vlm
 
-MODELS = [("qwen2", True, "language"), ("qwen3", False, "language"), ("llama", False, "value")]
-SIZES = [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}]
+MODELS = {
+    "qwen2-tied": ("qwen2", True, "language"),
+    "qwen3-untied": ("qwen3", False, "language"),
+    "llama-critic": ("llama", False, "value"),
+}
+"""Family, whether its embeddings are tied, and its head."""
 
 
 def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict, head: str) -> dict:
@@ -40,20 +45,18 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     return {"held": held, "planned": planned, "parameters": parameters, "wanted": wanted}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("settings", SIZES, ids=["DP2", "TP2", "PP2", "CP2"])
-@pytest.mark.parametrize(("family", "tied", "head"), MODELS)
-def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, family, tied, head, settings, dtype):
-    folder = make_hf_model(family, tied)
+@matrix({"size": TWO_RANKS, "model": tuple(MODELS), "dtype": ("float32", "bfloat16")})
+def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, model, dtype):
+    family, tied, head = MODELS[model]
+    folder, settings = make_hf_model(family, tied), settings_of(size)
     for rank in two_ranks.run(bytes_held, free_address(), folder, settings | {"dtype": dtype}, head):
         assert rank["parameters"] == rank["wanted"]
         assert rank["held"] == rank["planned"]
 
 
-@pytest.mark.parametrize("settings", SIZES, ids=["DP2", "TP2", "PP2", "CP2"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_planned_bytes_of_a_vision_language_model(two_ranks, tmp_path, family, settings):
-    folder = make_vlm(tmp_path, family)
+@matrix({"size": TWO_RANKS, "family": IMAGE_FAMILIES})
+def test_planned_bytes_of_a_vision_language_model(two_ranks, tmp_path, size, family):
+    folder, settings = make_vlm(tmp_path, family), settings_of(size)
     for freeze in ((), ("vision",), ("vision", "projector"), *([("language",)] if "pp" not in settings else [])):
         for rank in two_ranks.run(bytes_held, free_address(), folder, settings | {"freeze": freeze}, "language"):
             assert rank["parameters"] == rank["wanted"]

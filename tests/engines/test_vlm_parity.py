@@ -1,10 +1,10 @@
 """Vision-language models against HuggingFace run one sequence at a time, in fp32, over parallel sizes and layouts."""
 
-from itertools import product
-
 import pytest
 import torch
 from ranks import free_address
+from support.cover import matrix
+from support.factors import IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, settings_of
 from transformers import AutoModelForImageTextToText
 from vlm_cases import ROWS, make_pictures, make_vlm, part_of_hf, run_vlm_case, vlm_batch
 
@@ -12,16 +12,6 @@ from engines.models import ModelSpec
 from engines.pixels import ImageProcessor
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6}
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-SIZES = {
-    "one": {},
-    "TP2": {"tp": 2},
-    "CP2": {"cp": 2},
-    "PP2": {"pp": 2},
-    "TP2-CP2": {"tp": 2, "cp": 2},
-    "TP2-PP2": {"tp": 2, "pp": 2},
-    "CP2-PP2": {"cp": 2, "pp": 2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +21,7 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {family: make_vlm(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    return {family: make_vlm(tmp_path_factory.mktemp(family), family) for family in IMAGE_FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +33,20 @@ def reference(folders, pictures):
         if family not in made:
             made[family] = hf_results(folders[family], pictures)
         return made[family]
+
+    return run
+
+
+@pytest.fixture
+def compare(pool_of, folders, pictures, reference, capsys):
+    """``compare(size, family, settings)``: run one case, check its numbers, and say how many pictures a rank decoded at
+    once at most."""
+
+    def run(size: str, family: str, settings: dict) -> int:
+        args = folders[family], pictures, settings_of(size) | settings
+        ranks = pool_of(size).run(run_vlm_case, free_address(), *args)
+        check(ranks, reference(family), capsys, f"{size} {family} {settings}", settings.get("freeze", ()))
+        return max(max(rank["decoded"], default=0) for rank in ranks)
 
     return run
 
@@ -79,25 +83,36 @@ def hf_results(folder: str, pictures, rows=ROWS) -> dict:
     }
 
 
-CASES = list(product(FAMILIES, SIZES, ("thd", "bshd")))
-LARGE = [case for case in CASES if "-PP2" in case[1] or (case[2] == "bshd" and case[1] in ("TP2", "CP2", "PP2"))]
-"""What differs in them, others have too."""
+MICRO = {"whole": {}, "split": {"micro_batch_tokens": 45}}
+"""As few micro-batches as the sizes allow; or several, with pictures and without."""
+PARTS = ("vision", "projector", "language")
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "layout"),
-    [pytest.param(*case, marks=pytest.mark.large if case in LARGE else ()) for case in CASES],
+def can_learn(case: dict) -> bool:
+    """Whether every pipeline stage has something to learn: the tower and the projector are on the first alone."""
+    vision, projector, language = ("learns" in case[part] for part in PARTS)
+    return language or ((vision or projector) and "PP" not in case["size"])
+
+
+@matrix(
+    {
+        "size": SIZES,
+        "family": IMAGE_FAMILIES,
+        "layout": LAYOUTS,
+        "recompute": RECOMPUTE,
+        "micro": tuple(MICRO),
+        **{part: (f"{part} learns", f"{part} frozen") for part in PARTS},
+    },
+    allowed=can_learn,
 )
-def test_parity(request, folders, pictures, reference, capsys, family, sizes, layout):
-    world = 1
-    for size in SIZES[sizes].values():
-        world *= size
-    pool = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[world])
-    ranks = pool.run(run_vlm_case, free_address(), folders[family], pictures, SIZES[sizes] | {"layout": layout})
-    check(ranks, reference(family), capsys, f"{family} {sizes} {layout}")
+def test_parity(compare, size, family, layout, recompute, micro, vision, projector, language):
+    frozen = tuple(state.split()[0] for state in (vision, projector, language) if "frozen" in state)
+    at_once = compare(size, family, MICRO[micro] | {"layout": layout, "recompute": recompute, "freeze": frozen})
+    # Sharing the pictures of a small micro-batch, four ranks have one each; others have more, and memory for them.
+    assert at_once > 1 or (size, micro) == ("TP2-CP2", "split")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
 def test_parity_where_some_ranks_see_no_picture(four_ranks, folders, pictures, capsys, family):
     """One picture over four ranks, in two of three sequences."""
     rows = ((2,), (), (2,))
@@ -106,25 +121,17 @@ def test_parity_where_some_ranks_see_no_picture(four_ranks, folders, pictures, c
 
 
 OTHERS = {
-    "recomputed, several micro-batches": {"recompute": "full", "micro_batch_tokens": 45},
-    "PP2 recomputed, several micro-batches": {"pp": 2, "recompute": "full", "micro_batch_tokens": 45},
-    "DP2": {"layout": "bshd"},
-    "CP2, one picture at a time": {"cp": 2, "budget": 1},
-    "TP2, language frozen": {"tp": 2, "freeze": ("language",), "micro_batch_tokens": 45},
-    "CP2, vision and projector frozen": {"cp": 2, "freeze": ("vision", "projector"), "micro_batch_tokens": 45},
-    "PP2, vision frozen, recomputed": {"pp": 2, "freeze": ("vision",), "recompute": "full"},
-    "TP2 with slots": {"tp": 2, "slots": 160, "recompute": "core"},
+    "CP2, one picture at a time": ("CP2", {"budget": 1}),
+    "TP2 with slots": ("TP2", {"slots": 160, "recompute": "core"}),
 }
 
 
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.large), "qwen3_vl"])
-def test_parity_otherwise(two_ranks, folders, pictures, reference, capsys, family, case):
-    """Layers recomputed; micro-batches with and without pictures; ranks of which one has fewer, or none."""
-    ranks = two_ranks.run(run_vlm_case, free_address(), folders[family], pictures, OTHERS[case])
-    check(ranks, reference(family), capsys, f"{family} {case}", OTHERS[case].get("freeze", ()))
-    at_once = max(max(rank["decoded"], default=0) for rank in ranks)
-    assert (at_once == 1) == ("budget" in OTHERS[case]), "more than one at once but where there is memory for one"
+def test_parity_otherwise(compare, family, case):
+    """Where there is memory for one picture, one is decoded at once; packs of a fixed size."""
+    size, settings = OTHERS[case]
+    assert (compare(size, family, settings) == 1) == ("budget" in settings)
 
 
 def check(ranks: list[dict], want: dict, capsys, label: str, frozen: tuple[str, ...] = ()) -> None:

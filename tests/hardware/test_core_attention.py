@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from dense_attention import DIM, HEADS, KV_HEADS, dense_attention, image_blocks
 from engines_cases import start_process
+from support.cover import matrix
+from support.factors import LAYOUTS, PLATFORMS
 
 from engines.megatron.layout import Layout
 from hardware.platform import get_platform
@@ -70,35 +72,39 @@ def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, 
     return [(float((outputs - references).abs().max())), *(float((a - b).abs().max()) for a, b in zip(got, want))]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("kind", ["bshd", "thd"])
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_attention_is_what_the_oracle_allows(one_rank, lengths, kind, cp, rule):
-    differences = one_rank.run(attend_all_ranks, "cpu", lengths, kind, cp, (rule,), 1, 0)[0]
-    assert max(differences) <= 5e-6, differences
+def honoured(platform: str, kind: str, cp: int, rule: Rule) -> bool:
+    """What a platform's kernel computes. The CPU's takes every rule.
 
-
-def on_npu(kind: str, cp: int, rule: Rule) -> bool:
-    """What the NPU's kernel computes: a band in both layouts, without CP anything of the position alone; rows all."""
-    if kind == "bshd" or rule in (CAUSAL, Rule(window=3)):
+    The NPU's takes any rule in bshd. In thd it takes a band, and without CP anything of the position alone.
+    """
+    if platform == "cpu" or kind == "bshd" or rule in (CAUSAL, Rule(window=3)):
         return True
     return cp == 1 and rule == Rule(chunk=4)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("kind", ["bshd", "thd"])
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_an_emulated_npu_attends_so_or_refuses(one_rank, lengths, kind, cp, rule):
-    if on_npu(kind, cp, rule):
-        differences = one_rank.run(attend_all_ranks, "npu-emulated", lengths, kind, cp, (rule,), 1, 0)[0]
-        assert max(differences) <= 5e-6, differences
-        return
-    layout = Layout.build(lengths, kind, cp=cp)
-    spec = layout.mask_spec((rule,), image_blocks(lengths), tuple(min(2, n) for n in lengths))
-    with pytest.raises(ValueError, match=f"no backend honours the rule {re.escape(str(rule))} in {kind} with cp={cp}"):
-        get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2)
+@matrix(
+    {"platform": PLATFORMS, "cp": (1, 2, 4), "rule": RULES, "lengths": LENGTHS, "kind": LAYOUTS},
+    allowed=lambda case: honoured(case["platform"], case["kind"], case["cp"], case["rule"]),
+    whole=True,
+)
+def test_attention_is_what_the_oracle_allows(one_rank, platform, cp, rule, lengths, kind):
+    """All of them: a case takes milliseconds, and the capability table calls each of its cells executed."""
+    differences = one_rank.run(attend_all_ranks, platform, lengths, kind, cp, (rule,), 1, 0)[0]
+    assert max(differences) <= 5e-6, differences
+
+
+REFUSED = [case for case in itertools.product(LAYOUTS, (1, 2, 4), RULES) if not honoured("npu-emulated", *case)]
+
+
+@pytest.mark.parametrize(("kind", "cp", "rule"), REFUSED, ids=str)
+def test_an_npu_refuses_what_it_does_not_compute(kind, cp, rule):
+    """Whatever the sequences: those of every case above."""
+    for lengths in LENGTHS:
+        layout = Layout.build(lengths, kind, cp=cp)
+        spec = layout.mask_spec((rule,), image_blocks(lengths), tuple(min(2, n) for n in lengths))
+        said = f"no backend honours the rule {re.escape(str(rule))} in {kind} with cp={cp}"
+        with pytest.raises(ValueError, match=said):
+            get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2)
 
 
 @pytest.mark.parametrize("rule", [CAUSAL, Rule(window=3)], ids=str)

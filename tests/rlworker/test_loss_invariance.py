@@ -7,6 +7,8 @@ import pytest
 import torch
 from engines_cases import build_engine, make_batch, plan
 from ranks import free_address
+from support.cover import matrix
+from support.factors import LAYOUTS, settings_of
 
 from engines.batch import TrainBatch
 from rlworker import losses
@@ -34,18 +36,20 @@ POLICY = {
 }
 CRITIC = {"clipped value": (partial(value_loss, clip=0.2), token_mean)}
 WHOLE = {"layout": "bshd", "micro_batch_tokens": 10**6}
-SIZES = [
-    (1, {"micro_batch_tokens": 16}),
-    (2, {}),
-    (2, {"micro_batch_tokens": 16}),
-    (2, {"tp": 2}),
-    (2, {"pp": 2, "micro_batch_tokens": 16}),
-    (2, {"cp": 2}),
-    (4, {"tp": 2, "cp": 2, "micro_batch_tokens": 32}),
-    (4, {"pp": 2, "micro_batch_tokens": 1}),
-    (4, {"cp": 2, "micro_batch_tokens": 1}),
-]
-"""Ranks and settings. In the last two each of the seven sequences is a micro-batch, so that a replica has a filler."""
+HEADS = {"language": POLICY, "value": CRITIC}
+CUTS = {
+    "one-split": ("one", {"micro_batch_tokens": 16}),
+    "DP2": ("DP2", {}),
+    "DP2-split": ("DP2", {"micro_batch_tokens": 16}),
+    "TP2": ("TP2", {}),
+    "PP2-split": ("PP2", {"micro_batch_tokens": 16}),
+    "CP2": ("CP2", {}),
+    "TP2-CP2-split": ("TP2-CP2", {"micro_batch_tokens": 32}),
+    "DP2-PP2-filler": ("DP2-PP2", {"micro_batch_tokens": 1}),
+    "DP2-CP2-filler": ("DP2-CP2", {"micro_batch_tokens": 1}),
+}
+"""Parallel size and settings. In the last two each of the seven sequences is a micro-batch, so that a replica has a
+filler."""
 
 
 def full_batch(logprobs: torch.Tensor | None = None) -> TrainBatch:
@@ -101,27 +105,12 @@ def folders(make_hf_model, make_critic) -> dict[str, str]:
     return {"language": make_hf_model("qwen2", False), "value": make_critic("qwen2")}
 
 
-def label_of(size: tuple[int, dict]) -> str:
-    return f"{size[0]} " + "-".join(f"{key}{value}" for key, value in size[1].items())
-
-
-def every_case():
-    """Each size in both layouts for policy and critic; each run of the suite has one layout of each, in turn."""
-    for turn, size in enumerate(SIZES):
-        for head, cases in (("language", POLICY), ("value", CRITIC)):
-            for layout in ("bshd", "thd"):
-                now = (turn + (head == "value") + (layout == "thd")) % 2
-                marks = () if now else pytest.mark.large
-                yield pytest.param(head, cases, size, layout, marks=marks, id=f"{head}-{label_of(size)}-{layout}")
-
-
-@pytest.mark.parametrize(("head", "cases", "size", "layout"), every_case())
-def test_gradients_do_not_depend_on_the_cut(request, whole, folders, capsys, head, cases, size, layout):
-    world, settings = size
-    pool = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[world])
+@matrix({"cut": tuple(CUTS), "head": tuple(HEADS), "layout": LAYOUTS})
+def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, capsys, cut, head, layout):
+    (size, settings), cases = CUTS[cut], HEADS[head]
     want = whole(head, cases)
-    args = (folders[head], settings | {"layout": layout}, head, cases, want["logprobs"])
-    ranks = pool.run(gradients_of, free_address(), *args)
+    args = (folders[head], settings_of(size) | settings | {"layout": layout}, head, cases, want["logprobs"])
+    ranks = pool_of(size).run(gradients_of, free_address(), *args)
     leaders = [rank["found"] for rank in ranks if rank["leader"]]
     for name, (gradients, sums) in want["found"].items():
         apart = {
@@ -130,7 +119,7 @@ def test_gradients_do_not_depend_on_the_cut(request, whole, folders, capsys, hea
         }
         worst = max(apart, key=apart.get)
         with capsys.disabled():
-            print(f"\n{name}, {label_of(size)} {layout}: {apart[worst]:.1e} ({worst})", end="")
+            print(f"\n{name}, {cut} {layout}: {apart[worst]:.1e} ({worst})", end="")
         assert apart[worst] <= LIMIT, f"{name}: {worst}"
         for key, value in sums.items():
             assert sum(leader[name][1][key] for leader in leaders) == pytest.approx(value, rel=1e-5, abs=1e-5), key

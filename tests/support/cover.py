@@ -1,0 +1,121 @@
+"""Matrix tests: from a table of factors to the cases that each run of the suite takes.
+
+A fault mostly needs one or two things to come together: a layout and a parallel size, say, whatever the family is. So
+the default run takes few cases in which every PAIR of values of two factors still meets, CI adds those in which every
+TRIPLE meets (``-m large``), and ``-m product`` runs what is left of the full product::
+
+    @matrix({"size": ("one", "TP2", "CP2"), "layout": ("bshd", "thd"), "recompute": ("none", "full")})
+    def test_parity(size, layout, recompute): ...   # 12 cases: 6 by default, 6 large, none left
+
+Cases are chosen greedily, as in AETG (Cohen et al. 1997) but without its chance, so that they change only when the
+table does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import combinations, product
+from operator import or_
+from typing import Any
+
+import pytest
+
+Case = tuple[Any, ...]
+"""A value for each factor, in the order of the table."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A table of factors, and which cases of its product there can be.
+
+    Attributes:
+        factors: values by the name of their factor. Values are hashable, and ``str`` tells those of a factor apart.
+        allowed: says of ``{factor: value}`` whether there is such a case.
+        whole: every run takes all cases: they take milliseconds each, or something else relies on every one of them.
+    """
+
+    factors: Mapping[str, Sequence[Any]]
+    allowed: Callable[[dict[str, Any]], bool] = lambda case: True
+    whole: bool = False
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """Every allowed case of the product, the last factor changing fastest."""
+        cases = product(*self.factors.values())
+        return [case for case in cases if self.allowed(dict(zip(self.factors, case, strict=True)))]
+
+    @cached_property
+    def pairs(self) -> dict[Case, int]:
+        """Which pairs of two factors' values each case has: a set of them, as the bits of a number."""
+        return self._combinations(2)
+
+    @cached_property
+    def triples(self) -> dict[Case, int]:
+        """The same for values of three factors."""
+        return self._combinations(3)
+
+    def _combinations(self, strength: int) -> dict[Case, int]:
+        bits: dict[tuple, int] = {}
+        # A table of fewer factors than that has nothing finer than its cases.
+        groups = list(combinations(range(len(self.factors)), min(strength, len(self.factors))))
+        sets = {}
+        for case in self.cases:
+            met = ((group, tuple(case[factor] for factor in group)) for group in groups)
+            sets[case] = sum(1 << bits.setdefault(combination, len(bits)) for combination in met)
+        return sets
+
+    def cover(self, wanted: Mapping[Case, int], start: Sequence[Case] = ()) -> list[Case]:
+        """Choose cases that have between them every combination of ``wanted``, which is ``pairs`` or ``triples``.
+
+        The next case is the one that brings most combinations which have not met yet. Of equals it is the one with
+        most new triples, so that what pairs leave open spreads over the table; then the first of the product.
+
+        Args:
+            start: cases that are taken in any event, and come first in the result.
+        """
+        chosen = list(start)
+        left = reduce(or_, wanted.values(), 0) & ~reduce(or_, (wanted[case] for case in start), 0)
+        triples_left = ~reduce(or_, (self.triples[case] for case in start), 0)
+        while left:
+            gains = {case: (wanted[case] & left).bit_count() for case in self.cases}
+            most = max(gains.values())
+            equals = (case for case, gain in gains.items() if gain == most)
+            case = max(equals, key=lambda case: (self.triples[case] & triples_left).bit_count())
+            chosen.append(case)
+            left &= ~wanted[case]
+            triples_left &= ~self.triples[case]
+        return chosen
+
+    def params(self) -> list:
+        """Pytest's parameters of every case: those of the pairs bare, further ones of the triples marked ``large``,
+        the rest ``product``.
+
+        They stand in the order of the product: where the first factor is what is expensive to change, neighbours share
+        it.
+        """
+        pairs = self.cases if self.whole else self.cover(self.pairs)
+        triples = self.cover(self.triples, start=pairs)
+        marks = dict.fromkeys(triples, pytest.mark.large) | dict.fromkeys(pairs, ())
+        return [
+            pytest.param(*case, marks=marks.get(case, pytest.mark.product), id="-".join(map(str, case)))
+            for case in self.cases
+        ]
+
+
+def matrix(
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Callable[[dict[str, Any]], bool] = lambda case: True,
+    *,
+    whole: bool = False,
+):
+    """Parametrize a test over a table of factors: it takes an argument of each factor's name.
+
+    The test keeps its table as ``.matrix``, by which ``tests/test_cover.py`` finds it and counts what it leaves out.
+    """
+    table = Matrix(factors, allowed, whole)
+
+    def decorate(test):
+        test.matrix = table
+        return pytest.mark.parametrize(list(factors), table.params())(test)
+
+    return decorate

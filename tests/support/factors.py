@@ -1,0 +1,29 @@
+"""Factors that matrix tests have in common: how a run is spread, laid out and computed. Plain words, without torch."""
+
+import math
+import re
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+TIED = ("tied", "untied")
+LAYOUTS = ("bshd", "thd")
+PLATFORMS = ("cpu", "npu-emulated")
+RECOMPUTE = ("none", "full")
+TWO_RANKS = ("DP2", "TP2", "PP2", "CP2")
+FOUR_RANKS = ("TP2-PP2", "TP2-CP2", "PP2-CP2")
+SIZES = ("one", *TWO_RANKS, *FOUR_RANKS)
+"""Parallel sizes by name; what a name leaves out is 1. Those of few ranks come first: of equally good cases a cover
+takes the earlier."""
+
+
+def settings_of(size: str) -> dict[str, int]:
+    """Parallel sizes as settings of the engine: ``"TP2-CP2"`` is ``{"tp": 2, "cp": 2}``.
+
+    Data parallelism is no setting: it takes the ranks that the others leave.
+    """
+    return {name.lower(): int(ways) for name, ways in re.findall(r"(TP|PP|CP)(\d+)", size)}
+
+
+def world_of(size: str) -> int:
+    """How many ranks a size takes: ``"one"`` takes 1, ``"TP2-CP2"`` 4."""
+    return math.prod(int(ways) for ways in re.findall(r"\d+", size))
