@@ -62,21 +62,25 @@ def ray_for(actors: int, platform: str) -> Iterator[None]:
 
 @contextmanager
 def _own_handler() -> Iterator[None]:
-    """Keep what this program does at SIGTERM: ``ray.init`` exits at one, and leaves a handler that prints a stack."""
+    """Keep what this program does at SIGTERM: ``ray.init`` exits at one, and leaves a handler that prints a stack.
+
+    One that comes meanwhile waits until our own handler is back. The processes that Ray starts do not wait.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     own = signal.getsignal(signal.SIGTERM) if is_main else None
     if not callable(own):
         yield
         return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
-    except SystemExit as ended:
-        if ended.code != signal.SIGTERM:
-            raise
-        signal.signal(signal.SIGTERM, own)
-        signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, own)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+# Ray's processes are forked in Python, and would inherit what is blocked here.
+os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from rlworker.data import check_rows
 from rlworker.metrics import tell_start
 from rlworker.rewards import BatchRewardFn, RewardFn
 from rlworker.rollout_engines import Rollouts
-from rlworker.stop import ending_well
+from rlworker.stop import ending_well, leave_signals
 from rlworker.trackers import check_trackers
 
 
@@ -36,7 +36,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
             folder = check_run(config)
             running.callback(folder.release)
             tell_start("settings, folders and fields of rows are checked")
-            with ThreadPoolExecutor(1) as beside:
+            with ThreadPoolExecutor(1, initializer=leave_signals) as beside:
                 building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(ray_for(config.actors, config.platform))

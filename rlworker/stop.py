@@ -78,6 +78,12 @@ def ending_well() -> Iterator[Stop]:
             sys.exit(stop.exit_status)
 
 
+def leave_signals() -> None:
+    """Let this thread receive none of the signals that ``Stop`` hears: they are the main thread's, which may hold them
+    back for a while."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
 def _say(text: str) -> None:
     """Print a line in the middle of whatever the program does, which may be printing."""
     with suppress(RuntimeError, OSError, ValueError):
