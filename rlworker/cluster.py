@@ -16,6 +16,8 @@ from rlworker.errors import RunError
 
 _ANSWER_S = 3.0
 """How long workers have to say that they live."""
+_HELD_BACK = threading.Event()
+"""Set while a SIGTERM waits for the end of ``ray.init``."""
 
 
 @contextmanager
@@ -72,15 +74,22 @@ def _own_handler() -> Iterator[None]:
         yield
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    _HELD_BACK.set()
     try:
         yield
     finally:
+        _HELD_BACK.clear()
         signal.signal(signal.SIGTERM, own)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-# Ray's processes are forked in Python, and would inherit what is blocked here.
-os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
+def _release_child() -> None:
+    """Let a process that is forked while SIGTERM is held back here have its own: it would inherit that."""
+    if _HELD_BACK.is_set():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+os.register_at_fork(after_in_child=_release_child)
 
 
 @contextmanager
