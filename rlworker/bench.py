@@ -102,10 +102,10 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
             )
         if rollouts is None:
             running.enter_context(ray_for(config.actor.ranks + config.rollout.engines, config.platform))
-            rollouts = Rollouts(config.platform, config.rollout.engines).start(model, config.rollout)
-            running.callback(rollouts.stop)
-        actor = StartingGroup("actor", config.platform, (Role("actor", model, config.actor, temperature),), seed=0)
-        running.callback(actor.stop)
+            rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
+            rollouts.start(model, config.rollout)
+        role = Role("actor", model, config.actor, temperature)
+        actor = running.enter_context(StartingGroup("actor", config.platform, (role,), seed=0))
         reference = None
         if config.huggingface:
             reference = huggingface_reference(model, case.batch, probe_loss, case.denominator, temperature)

@@ -12,6 +12,7 @@ from engines.images import same_images
 from engines.interfaces import LossFn, Outputs, StepResult
 from engines.schedule import Schedule, plan_schedule
 from hardware.platform import Platform, get_platform
+from rlworker.actors import end_workers, start_workers
 from rlworker.worker import Role, TrainWorker
 
 BUCKET_BYTES = 256 * 2**20
@@ -86,6 +87,8 @@ def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:
 class StartingGroup:
     """Training engines on their way up, all in the same processes; ``ready()`` waits for them.
 
+    As a context manager it ends the processes.
+
     Args:
         name: what messages call the processes.
         roles: one or more engines, of the same parallel sizes.
@@ -93,8 +96,7 @@ class StartingGroup:
 
     def __init__(self, name: str, platform: str, roles: tuple[Role, ...], seed: int):
         self.name, self.roles, self.platform = name, roles, get_platform(platform)
-        actor = ray.remote(TrainWorker).options(**self.platform.ray_options)
-        self.actors = [actor.remote(platform, name, rank) for rank in range(roles[0].config.ranks)]
+        self.actors = start_workers(TrainWorker, platform, [(name, rank) for rank in range(roles[0].config.ranks)])
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.
         at_once = max(1, (os.cpu_count() or 1) - 1)
@@ -114,7 +116,9 @@ class StartingGroup:
         """Every rank by the name that a message gives it."""
         return {f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)}
 
-    def stop(self) -> None:
-        """End the processes."""
-        for actor in self.actors:
-            ray.kill(actor)
+    def __enter__(self) -> "StartingGroup":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        actors, self.actors = self.actors, []
+        end_workers(actors, keep=kind is None)

@@ -41,8 +41,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(ray_for(config.actors, config.platform))
                 tell_start("Ray is up")
-                rollouts = Rollouts(config.platform, config.rollout.engines)
-                running.callback(rollouts.stop)
+                rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
                 trainer = building.result()
             trainer.rollouts = rollouts
         except ValueError as error:

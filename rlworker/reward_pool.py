@@ -109,6 +109,8 @@ def pickled(reward: RewardFn | BatchRewardFn) -> bytes:
 class RewardPool:
     """Processes that score texts. They start when this is built, without being waited for.
 
+    As a context manager it ends them.
+
     Args:
         reward: ``reward(text, row) -> float``, or marked with ``batch_reward``.
         output: the file at whose end what the function prints and logs goes, however much that is; None keeps none.
@@ -132,6 +134,12 @@ class RewardPool:
     def workers(self) -> dict[str, ray.actor.ActorHandle]:
         """Every worker by the name that a message gives it."""
         return {f"reward worker {i}": actor for i, actor in enumerate(self.actors)}
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """End the processes."""

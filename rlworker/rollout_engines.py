@@ -13,7 +13,7 @@ import ray
 from engines.config import VllmConfig
 from engines.images import Prompt
 from engines.models import ModelSpec
-from hardware.platform import get_platform
+from rlworker.actors import end_workers, start_workers
 from rlworker.data import Row
 from rlworker.worker import RolloutWorker
 
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 
 class Rollouts:
-    """The vLLM engines of a run: processes that import vLLM from now on, and hold a model once it was ``start``ed."""
+    """The vLLM engines of a run: processes that import vLLM from now on, and hold a model once it was ``start``ed.
+
+    As a context manager it ends the processes.
+    """
 
     def __init__(self, platform: str, engines: int):
-        actor = ray.remote(RolloutWorker).options(**get_platform(platform).ray_options)
-        self.actors = [actor.remote(platform, index) for index in range(engines)]
+        self.actors = start_workers(RolloutWorker, platform, [(index,) for index in range(engines)])
         for worker in self.actors:
             worker.prepare.remote()
 
@@ -62,6 +64,9 @@ class Rollouts:
         """Every engine by the name that a message gives it."""
         return {f"rollout engine {i}": actor for i, actor in enumerate(self.actors)}
 
-    def stop(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
+    def __enter__(self) -> Rollouts:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        actors, self.actors = self.actors, []
+        end_workers(actors, keep=kind is None)

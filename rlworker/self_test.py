@@ -39,8 +39,8 @@ def _of_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> li
     found: list[Finding] = []
     faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
     with ExitStack() as running:
-        rollouts = Rollouts(config.platform, config.rollout.engines).start(config.check_model(), config.rollout)
-        running.callback(rollouts.stop)
+        rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
+        rollouts.start(config.check_model(), config.rollout)
         version = 1
         for cp in sorted({fault.cp for fault in faults.values()}):
             sizes = replace(config.actor, ranks=cp, tp=1, pp=1, cp=cp)

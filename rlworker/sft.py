@@ -136,14 +136,11 @@ def training_group(
     model: ModelSpec, config: MegatronConfig, platform: str, seed: int
 ) -> Iterator[tuple[WorkerGroup, dict]]:
     """One engine in processes of its own, which end with this, and each of them by its name."""
-    with ray_for(config.ranks, platform):
-        starting = StartingGroup("actor", platform, (Role("actor", model, config),), seed)
-        try:
-            with naming_failures("phase start_trainers", starting.workers()):
-                group = starting.ready()["actor"]
-            yield group, starting.workers()
-        finally:
-            starting.stop()
+    roles = (Role("actor", model, config),)
+    with ray_for(config.ranks, platform), StartingGroup("actor", platform, roles, seed) as starting:
+        with naming_failures("phase start_trainers", starting.workers()):
+            group = starting.ready()["actor"]
+        yield group, starting.workers()
 
 
 def supervised_step(group: WorkerGroup, batch: TrainBatch) -> tuple[dict[str, float], Outputs]:

@@ -99,15 +99,14 @@ class Trainer(Run):
     # -- engines
 
     def __enter__(self) -> "Trainer":
-        try:
+        with self.running as running:
             self.start()
-        except BaseException:
-            self.stop()
-            raise
+            self.running = running.pop_all()  # started whole: what ends with it now ends in __exit__
         return self
 
-    def __exit__(self, *_) -> None:
-        self.stop()
+    def __exit__(self, *error) -> None:
+        """End the engines, and Ray where it was started for them. What was written stays."""
+        self.running.__exit__(*error)
 
     def start(self) -> None:
         """Claim the run folder, then start every engine at the same time. ``rollouts`` may be on their way already."""
@@ -150,17 +149,12 @@ class Trainer(Run):
         for name in dict.fromkeys(config.separate):
             yield name, config.platform, (roles[name],), config.seed
 
-    def stop(self) -> None:
-        """End the engines, and Ray where it was started for them. What was written stays."""
-        self.running.close()
-
     def workers(self) -> dict[str, ActorHandle]:
         return {name: actor for engine in self.engines for name, actor in engine.workers().items()}
 
     def _start(self, engine: Rollouts | StartingGroup | RewardPool) -> Rollouts | StartingGroup | RewardPool:
-        self.running.callback(engine.stop)
         self.engines.append(engine)
-        return engine
+        return self.running.enter_context(engine)
 
     # -- the run
 

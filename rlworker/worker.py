@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -47,13 +48,16 @@ class TrainWorker:
 
         self.platform, self.name, self.rank = get_platform(platform), name, rank
         self.engines: dict[str, TrainEngine] = {}
+        self.device = None
         os.environ.update(self.platform.train_env() | {"HF_HUB_OFFLINE": "1"})
 
     def __repr__(self) -> str:  # Ray's messages say it
         return f"{self.name} rank {self.rank}"
 
     def prepare(self, after: None) -> None:
-        """Import what the engine needs. ``after`` is another rank's ``prepare``, which Ray waits for."""
+        """Import what the engine needs, once. ``after`` is another rank's ``prepare``, which Ray waits for."""
+        if self.device is not None:
+            return
         with no_collection():
             self.device = self.platform.init_process(self.rank)
             import engines.megatron.engine  # noqa: F401
@@ -90,6 +94,20 @@ class TrainWorker:
                 )
                 self.engines[role.name] = engine
         return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
+
+    def close(self) -> None:
+        """Give up the engines and leave the other ranks. ``start`` may follow, with other models and other sizes.
+
+        Raises:
+            RuntimeError: the code of this process was changed, so that it must not be used again.
+        """
+        from engines.megatron.engine import leave_distributed
+
+        _refuse_planted("rank")
+        self.engines.clear()
+        gc.unfreeze()  # an engine is a cycle, and was left out of collections when it had been built
+        gc.collect()
+        leave_distributed()
 
     def forward(self, role: str, shard):
         return self.engines[role].forward(shard)
@@ -153,6 +171,16 @@ class RolloutWorker:
             cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
             self.engine: RolloutEngine = VllmEngine(model, replace(config, kv_cache_mb=cache_mb))
 
+    def close(self) -> None:
+        """Give up the engine. ``start`` may follow, with another model.
+
+        Raises:
+            RuntimeError: the code of this process was changed, so that it must not be used again.
+        """
+        _refuse_planted("rollout engine")
+        if engine := self.__dict__.pop("engine", None):
+            engine.close()
+
     def generate(self, prompts, sampling):
         return self.engine.generate(prompts, sampling)
 
@@ -165,6 +193,12 @@ class RolloutWorker:
     def run(self, function: str, *args):
         """As ``TrainWorker.run``."""
         return _named(function)(self.engine, *args)
+
+
+def _refuse_planted(who: str) -> None:
+    """Faults are mended after each check, but a process that had one is not handed on to a run."""
+    if "engines.faults" in sys.modules:
+        raise RuntimeError(f"{who}: faults were planted into this process, so that it ends with its run")
 
 
 def _named(function: str):

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rlworker.actors import keeping_workers
 from rlworker.cluster import ray_for
 from rlworker.tiny_models import save_apart
 
@@ -104,16 +105,12 @@ def make_critic(make_hf_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cluster():
-    """One Ray for all tests that run actors in this process, with room for the largest of them."""
-    with ray_for(5, "cpu"):
+    """One Ray for all tests that run actors in this process, with room for the largest of them.
+
+    Their workers are handed on from test to test. One whose modules a test patches must be its own: ``ray.remote``.
+    """
+    with ray_for(5, "cpu"), keeping_workers():
         yield
-
-
-@pytest.fixture(scope="session")
-def one_rank():
-    pool = Ranks(1)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="session")
@@ -124,17 +121,20 @@ def four_ranks():
 
 
 @pytest.fixture(scope="session")
-def two_ranks():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
+def two_ranks(four_ranks):
+    return four_ranks.first(2)
+
+
+@pytest.fixture(scope="session")
+def one_rank(four_ranks):
+    return four_ranks.first(1)
 
 
 @pytest.fixture
-def pool_of(request):
-    """``pool_of(size)``: the session's pool of as many ranks as a parallel size takes, such as ``"TP2-CP2"``."""
+def pool_of(four_ranks):
+    """``pool_of(size)``: as many of the session's ranks as a parallel size takes, such as ``"TP2-CP2"``."""
 
     def pool(size: str) -> Ranks:
-        return request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[world_of(size)])
+        return four_ranks.first(world_of(size))
 
     return pool

@@ -37,11 +37,11 @@ def leave_groups() -> None:
     import gc
 
     import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
 
     if dist.is_initialized():
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+        from engines.megatron.engine import leave_distributed
+
+        leave_distributed()
         gc.collect()  # the engine before is a cycle that holds them: hundreds of gloo threads would wake up for ever
     build_engine.sizes = None
 

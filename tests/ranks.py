@@ -1,9 +1,16 @@
-"""A pool of processes that run a test's function together, as the ranks of a distributed job."""
+"""Processes that run a test's function together, as the ranks of a distributed job.
+
+They are forked from a server that has torch, Megatron and the engine loaded (``support/rank_server.py``): a rank is
+there in a third of a second and costs next to no time, where a spawned one imports for five CPU-seconds.
+"""
 
 import multiprocessing
+import os
 import socket
 import traceback
-from multiprocessing.connection import wait
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
 
 import cloudpickle
 
@@ -14,61 +21,97 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def _serve(rank: int, world: int, pipe) -> None:
-    import os
-
+def set_environment() -> None:
+    """What a rank needs before torch is imported."""
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1")
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    set_environment()
+    from engines_cases import leave_groups
+
     while True:
         try:
             call = pipe.recv_bytes()
         except EOFError:
             return
-        function, args = cloudpickle.loads(call)
+        function, world, args, is_other_size = cloudpickle.loads(call)
         try:
+            if is_other_size:
+                leave_groups()
             result = (True, function(rank, world, *args))
         except BaseException:
             result = (False, traceback.format_exc())
         pipe.send_bytes(cloudpickle.dumps(result))
 
 
+@dataclass
+class _Running:
+    """Processes of a pool, by their rank, and how many of them ran together last."""
+
+    ranks: dict[int, tuple[multiprocessing.Process, Connection]] = field(default_factory=dict)
+    last_world: int = 0
+
+
 class Ranks:
     """``world`` processes; ``run(f, *args)`` calls ``f(rank, world, *args)`` on each, results in rank order.
 
     When one of them fails the others may wait for it for ever, so all are ended and the next run starts new ones.
+
+    Args:
+        method: how a process starts; "spawn" imports everything anew.
     """
 
-    def __init__(self, world: int):
+    def __init__(self, world: int, method: Literal["forkserver", "spawn"] = "forkserver"):
         self.world = world
-        self._pipes, self._processes = [], []
+        self._context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            self._context.set_forkserver_preload(["support.rank_server"])
+        self._running = _Running()
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, theirs), daemon=True)
+    def first(self, world: int) -> "Ranks":
+        """The first ``world`` of these ranks, as a pool of that size: the processes are the same.
+
+        Process groups that the ranks have are theirs as long as the same number of them runs: all leave theirs where
+        it is another, so that none takes for the others' what it has from before.
+        """
+        ranks = Ranks(world)
+        ranks._context, ranks._running = self._context, self._running
+        return ranks
+
+    def _pipe(self, rank: int) -> Connection:
+        """The pipe to a rank, which is started where it is not there."""
+        if rank not in self._running.ranks:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
             process.start()
             theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+            self._running.ranks[rank] = process, ours
+        return self._running.ranks[rank][1]
 
-    def run(self, function, *args, timeout: float = 120):
-        if not self._processes:
-            self._start()
-        call = cloudpickle.dumps((function, args))
-        for pipe in self._pipes:
-            pipe.send_bytes(call)
-        results, waiting = {}, list(self._pipes)
+    def run(self, function, *args: Any, timeout: float = 120) -> list:
+        """Call the function on every rank.
+
+        Raises:
+            AssertionError: one raised; the message has its traceback.
+            TimeoutError: one did not answer in ``timeout`` seconds after another did.
+        """
+        call = cloudpickle.dumps((function, self.world, args, self.world != self._running.last_world))
+        self._running.last_world = self.world
+        ranks = {self._pipe(rank): rank for rank in range(self.world)}
         try:
+            for pipe in ranks:
+                pipe.send_bytes(call)
+            results, waiting = {}, list(ranks)
             while waiting:
                 ready = wait(waiting, timeout)
                 if not ready:
-                    late = [self._pipes.index(pipe) for pipe in waiting]
+                    late = [ranks[pipe] for pipe in waiting]
                     raise TimeoutError(f"ranks {late} did not answer within {timeout} s")
                 for pipe in ready:
-                    rank = self._pipes.index(pipe)
-                    ok, results[rank] = cloudpickle.loads(pipe.recv_bytes())
+                    ok, results[ranks[pipe]] = cloudpickle.loads(pipe.recv_bytes())
                     if not ok:
-                        raise AssertionError(f"rank {rank} failed:\n{results[rank]}")
+                        raise AssertionError(f"rank {ranks[pipe]} failed:\n{results[ranks[pipe]]}")
                     waiting.remove(pipe)
         except BaseException:
             self.close()
@@ -76,9 +119,11 @@ class Ranks:
         return [results[rank] for rank in range(self.world)]
 
     def close(self) -> None:
-        for pipe in self._pipes:
+        """End these ranks; another run starts them anew."""
+        ending = [self._running.ranks.pop(rank) for rank in range(self.world) if rank in self._running.ranks]
+        self._running.last_world = 0
+        for process, pipe in ending:
             pipe.close()
-        for process in self._processes:
             process.kill()
+        for process, _ in ending:
             process.join()
-        self._pipes, self._processes = [], []

@@ -29,7 +29,7 @@ from hardware.platform import Platform
 
 
 def init_distributed(platform: Platform, config: MegatronConfig, rank: int, address: str, seed: int) -> None:
-    """Join the ranks of one engine: ``address`` is ``host:port`` of rank 0. Call once per process."""
+    """Join the ranks of one engine: ``address`` is ``host:port`` of rank 0. ``leave_distributed`` undoes it."""
     timeout = datetime.timedelta(seconds=config.timeout_s)
     dist.init_process_group(
         platform.dist_backend, init_method=f"tcp://{address}", rank=rank, world_size=config.ranks, timeout=timeout
@@ -42,6 +42,13 @@ def init_distributed(platform: Platform, config: MegatronConfig, rank: int, addr
         distributed_timeout_minutes=max(1, config.timeout_s // 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def leave_distributed() -> None:
+    """Leave the other ranks and end the threads of every process group; engines of these groups must be gone."""
+    if dist.is_initialized():
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 class MegatronEngine:

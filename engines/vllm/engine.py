@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 
 from engines.batch import Completion
@@ -60,6 +61,12 @@ class VllmEngine:
             settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
         self.llm = LLM(**settings, **config.vllm)
+
+    def close(self) -> None:
+        """End vLLM and free its memory, as far as this process can; another engine may be started in it."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """As ``RolloutEngine``; no more prompts at a time than there is memory for their decoded pictures.

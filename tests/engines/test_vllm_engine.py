@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import ray
@@ -13,6 +14,7 @@ from engines.images import Prompt
 from engines.interfaces import Sampling
 from engines.models import ModelSpec
 from engines.weight_sync import pack_buckets
+from rlworker.rollout_engines import Rollouts
 from rlworker.worker import RolloutWorker
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -29,10 +31,9 @@ def sampling(count=4, temperature=1.0, seed=1, max_tokens=8):
 def rollout(request, cluster, make_hf_model):
     """An engine, its model's folder and whether it is tied."""
     folder = make_hf_model("qwen2", request.param)
-    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu", 0)
-    ray.get(actor.start.remote(ModelSpec.from_folder(folder), CONFIG))
-    yield actor, folder, request.param
-    ray.kill(actor)
+    with Rollouts("cpu", 1) as rollouts:
+        (actor,) = rollouts.start(ModelSpec.from_folder(folder), CONFIG).ready().actors
+        yield actor, folder, request.param
 
 
 def generate(actor, prompts, how):
@@ -144,11 +145,19 @@ def test_a_dropped_tensor_and_an_unknown_one_are_refused(rollout):
     assert worst(AutoModelForCausalLM.from_pretrained(folder), ray.get(generate(actor, PROMPTS, sampling()))) <= 1e-5
 
 
-def test_the_tied_head_workaround_is_still_needed(rollout):
+@pytest.fixture
+def patched(cluster):
+    """A process of its own for a test that patches what is in it."""
+    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu", 0)
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.mark.large
+def test_the_tied_head_workaround_is_still_needed(patched, make_hf_model):
     """With the workaround taken out, logprobs after a sync are wrong: when this fails, vLLM has mended it."""
-    actor, folder, tied = rollout
-    if not tied:
-        pytest.skip("only a tied head is left behind")
+    actor, folder, tied = patched, make_hf_model("qwen2", True), True
+    ray.get(actor.start.remote(ModelSpec.from_folder(folder), CONFIG))
 
     def patch(worker, remove: bool):
         import engines.vllm.worker as extension
@@ -168,8 +177,8 @@ def test_the_tied_head_workaround_is_still_needed(rollout):
     assert stale > 1e-2 and worst(model, ray.get(generate(actor, PROMPTS, sampling()))) <= 1e-5
 
 
-@pytest.fixture(scope="module")
-def mixture(cluster, tmp_path_factory):
+@pytest.fixture
+def mixture(tmp_path):
     """A tiny mixture-of-experts model in vLLM, driven through the worker extension: no trainer has a table for it."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -190,11 +199,8 @@ def mixture(cluster, tmp_path_factory):
         initializer_range=0.1,
         tie_word_embeddings=False,
     )
-    folder = str(tmp_path_factory.mktemp("mixture"))
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu", 0)
-    yield actor, folder
-    ray.kill(actor)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    return str(tmp_path)
 
 
 def replace_experts(worker, folder, with_workaround):
@@ -236,9 +242,28 @@ def replace_experts(worker, folder, with_workaround):
     return float((torch.tensor(got) - want).abs().max())
 
 
-def test_experts_are_packed_anew(mixture):
+@pytest.mark.large
+def test_experts_are_packed_anew(patched, mixture):
     """With the workaround the logprobs are right; without it they are not: when this fails, vLLM has mended it."""
-    actor, folder = mixture
-    assert ray.get(actor.__ray_call__.remote(replace_experts, folder, True)) <= 1e-5
-    assert ray.get(actor.__ray_call__.remote(replace_experts, folder, False)) > 1e-2
-    assert ray.get(actor.__ray_call__.remote(replace_experts, folder, True)) <= 1e-5
+    assert ray.get(patched.__ray_call__.remote(replace_experts, mixture, True)) <= 1e-5
+    assert ray.get(patched.__ray_call__.remote(replace_experts, mixture, False)) > 1e-2
+    assert ray.get(patched.__ray_call__.remote(replace_experts, mixture, True)) <= 1e-5
+
+
+@pytest.mark.large
+def test_an_engine_that_was_handed_on_samples_what_a_new_one_does(cluster, patched, make_hf_model):
+    """The process has run another model, at other sizes and with other weights, before."""
+    folders = make_hf_model("qwen2", True), make_hf_model("llama", False)
+    first, other = (ModelSpec.from_folder(folder) for folder in folders)
+    with Rollouts("cpu", 1) as rollouts:
+        (before,) = rollouts.start(other, replace(CONFIG, max_model_len=64, max_num_seqs=8)).ready().actors
+        send(before, weights_of(changed(other.folder), False))
+        ray.get(generate(before, PROMPTS, sampling(seed=9)))
+    ray.get(patched.start.remote(first, CONFIG))
+    with Rollouts("cpu", 1) as rollouts:
+        (kept,) = rollouts.start(first, CONFIG).ready().actors
+        assert kept == before, "the process was handed on"
+        assert ray.get(kept.version.remote()) == 0
+        for seed in (1, 2):
+            got, want = ray.get([generate(actor, PROMPTS, sampling(seed=seed)) for actor in (kept, patched)])
+            assert got == want, "tokens and logprobs, bit for bit"

@@ -14,8 +14,8 @@ from engines.interfaces import Sampling
 from engines.models import ModelSpec
 from engines.pixels import ImageProcessor
 from engines.weight_sync import pack_buckets
+from rlworker.rollout_engines import Rollouts
 from rlworker.tiny_models import tiny_model
-from rlworker.worker import RolloutWorker
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
@@ -26,10 +26,9 @@ def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
     folder = tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = ModelSpec.from_folder(folder)
-    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu", 0)
-    ray.get(actor.start.remote(model, CONFIG))
-    yield actor, model, prompts_of(model, make_pictures(tmp_path_factory.mktemp("pictures")))
-    ray.kill(actor)
+    with Rollouts("cpu", 1) as rollouts:
+        (actor,) = rollouts.start(model, CONFIG).ready().actors
+        yield actor, model, prompts_of(model, make_pictures(tmp_path_factory.mktemp("pictures")))
 
 
 def sampling(count=3, temperature=1.0):

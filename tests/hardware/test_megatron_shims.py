@@ -2,7 +2,7 @@
 
 import pytest
 from engines_cases import build_engine, join_group, leave_groups, make_batch, plan, start_process, weighted_loss
-from ranks import free_address
+from ranks import Ranks, free_address
 
 SINGLE = ("current_device", "factories", "tensor_types")
 NO_DEVICE = "Torch not compiled with CUDA enabled"
@@ -50,24 +50,36 @@ def taken_back(shim):
     return again
 
 
+@pytest.fixture(scope="module")
+def patched_ranks():
+    """Ranks of their own, which end with these tests: what was taken back may leave something behind."""
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("name", SINGLE)
-def test_a_step_fails_without(one_rank, make_hf_model, name):
-    error = one_rank.run(train_without, free_address(), make_hf_model("qwen2", False), name, {})[0]
+def test_a_step_fails_without(patched_ranks, make_hf_model, name):
+    error = patched_ranks.first(1).run(train_without, free_address(), make_hf_model("qwen2", False), name, {})[0]
     assert SYMPTOMS[name] in str(error), f"megatron no longer needs the shim {name!r}: remove it"
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["synchronize", "tensor_cuda"])
-def test_a_tied_pipeline_fails_without(two_ranks, make_hf_model, name):
-    errors = two_ranks.run(train_without, free_address(), make_hf_model("qwen2", True), name, {"pp": 2})
+def test_a_tied_pipeline_fails_without(patched_ranks, make_hf_model, name):
+    errors = patched_ranks.run(train_without, free_address(), make_hf_model("qwen2", True), name, {"pp": 2})
     assert all(SYMPTOMS[name] in str(e) for e in errors), f"megatron no longer needs the shim {name!r}: remove it"
 
 
-def test_sequence_parallelism_fails_without_rng(two_ranks, make_hf_model):
-    errors = two_ranks.run(train_without, free_address(), make_hf_model("qwen2", False), "rng", {"tp": 2})
+@pytest.mark.large
+def test_sequence_parallelism_fails_without_rng(patched_ranks, make_hf_model):
+    errors = patched_ranks.run(train_without, free_address(), make_hf_model("qwen2", False), "rng", {"tp": 2})
     assert all(SYMPTOMS["rng"] in str(e) for e in errors), "megatron no longer needs the shim 'rng': remove it"
 
 
-def test_resuming_fails_without_adam(one_rank, make_hf_model, tmp_path):
+@pytest.mark.large
+def test_resuming_fails_without_adam(patched_ranks, make_hf_model, tmp_path):
     """torch's AdamW does not come back from a distributed checkpoint."""
 
     def save_and_load(rank, world, address, folder, target):
@@ -86,10 +98,11 @@ def test_resuming_fails_without_adam(one_rank, make_hf_model, tmp_path):
             again()
         return None
 
-    error = one_rank.run(save_and_load, free_address(), make_hf_model("qwen2", False), str(tmp_path))[0]
+    error = patched_ranks.first(1).run(save_and_load, free_address(), make_hf_model("qwen2", False), str(tmp_path))[0]
     assert SYMPTOMS["adam"] in str(error), "torch's AdamW now resumes: remove the shim 'adam' and FusedAdam"
 
 
+@pytest.mark.large
 def test_megatron_compiles_while_it_is_imported():
     """Without the import under an identity torch.compile, megatron's fusions are compiled functions."""
     import subprocess

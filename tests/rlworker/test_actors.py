@@ -1,0 +1,74 @@
+"""Workers that are handed on from run to run: which are kept, which are ended, and that a kept one trains as a new."""
+
+import os
+import sys
+
+import pytest
+import ray
+
+from rlworker import actors
+from rlworker.actors import end_workers, keeping_workers, start_workers
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+class Worker:
+    """Stands for an engine's process: it closes well, not at all, or too late."""
+
+    def __init__(self, platform: str, how: str):
+        self.how = how
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def close(self) -> None:
+        import time
+
+        if self.how == "raises":
+            raise RuntimeError("half an update is left")
+        if self.how == "hangs":
+            time.sleep(60)
+
+
+def used(*how: str, keep: bool = True) -> list[int]:
+    """Start workers, ask each for its process, end them."""
+    workers = start_workers(Worker, "cpu", [(each,) for each in how])
+    pids = ray.get([worker.pid.remote() for worker in workers])
+    end_workers(workers, keep)
+    return pids
+
+
+@pytest.fixture
+def keeping(cluster):
+    with keeping_workers():
+        yield
+
+
+def test_a_worker_is_handed_on_to_a_run_that_asks_for_its_like(keeping):
+    first, other = used("well", "other")
+    assert used("other", "well") == [other, first]
+    two = used("well", "well")
+    assert two[0] == first and two[1] != first, "one worker serves one run at a time"
+    assert set(used("well", "well")) == set(two)
+
+
+def test_after_a_failure_none_is_kept(keeping):
+    (first,) = used("well", keep=False)
+    assert used("well") != [first]
+
+
+def test_one_that_does_not_close_is_ended(keeping, monkeypatch):
+    monkeypatch.setattr(actors, "_CLOSE_S", 1.0)
+    raising, hanging, well = used("raises", "hangs", "well")
+    again = used("raises", "hangs", "well")
+    assert again[2] == well and again[0] != raising and again[1] != hanging
+
+
+def test_outside_and_after_it_none_is_kept(cluster):
+    with keeping_workers():
+        (kept,) = used("well")
+        with keeping_workers():
+            assert used("well") != [kept], "its own"
+        assert used("well") == [kept]
+    with keeping_workers():
+        assert used("well") != [kept], "ended with what kept it"
