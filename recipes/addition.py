@@ -1,18 +1,26 @@
-"""The demo's toy: a character-level Qwen2 and two-digit additions, made on the spot."""
+"""The demo's toy: a character-level Qwen2 and two-digit additions, made on the spot.
+
+Without torch and transformers at its top, so that settings are checked before either is imported.
+"""
+
+from __future__ import annotations
 
 import json
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
 def make_tokenizer(chat_template: str | None = None, further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, and ``further`` special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocab = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127)), *further])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -26,6 +34,9 @@ def make_tokenizer(chat_template: str | None = None, further: tuple[str, ...] = 
 
 def make_model(folder: Path, seed: int, chat_template: str | None = None) -> Path:
     """Save a Qwen2 of 132 thousand random parameters, with its tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=128,

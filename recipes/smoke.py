@@ -8,9 +8,11 @@ import tyro
 
 from engines.config import VllmConfig
 from hardware.platform import get_platform
+from recipes.addition import make_model, make_tokenizer
+from recipes.squares import make_data
 from rlworker.config import RunConfig
 from rlworker.sft_config import SftConfig
-from rlworker.tiny_models import TinyVlm
+from rlworker.tiny_models import IMAGE_TOKENS, TinyVlm, tiny_vlm
 
 _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
 _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -93,8 +95,6 @@ def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
     fields = dict(prompt_field="question", answer_field="answer", max_prompt_tokens=192)
     train = heldout = _QUESTIONS
     if isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
-        from recipes.squares import make_data
-
         rows = make_data(_folder(config) / "data", {"train": 16, "heldout": 8})
         train, heldout = str(rows / "train.jsonl"), str(rows / "heldout.jsonl")
         fields |= dict(prompt_field="prompt", image_field="images")
@@ -112,10 +112,6 @@ def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
 
 
 def _tiny_model(config: RecipeConfig | SftRecipeConfig, name: str, seed: int) -> str:
-    # These import torch, which a recipe that is not tried has no use for yet.
-    from recipes.addition import make_model, make_tokenizer
-    from rlworker.tiny_models import IMAGE_TOKENS, tiny_vlm
-
     folder = _folder(config) / name
     if not isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
         return str(make_model(folder, seed, chat_template=_CHAT))

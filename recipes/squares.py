@@ -1,15 +1,19 @@
 """A toy of pictures: squares of one colour on a dark ground, to be named and counted by a tiny Qwen2.5-VL."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from recipes.addition import SPECIAL
 from rlworker.tiny_models import IMAGE_TOKENS, tiny_vlm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # All are bright in every channel, so that what is learned of counting one colour holds for the others.
 COLOURS = {"red": (235, 90, 90), "green": (90, 220, 90), "blue": (100, 130, 250), "yellow": (240, 225, 90)}
@@ -20,6 +24,9 @@ PICTURES = {"train": 4096, "heldout": 512}
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocab = {token: i for i, token in enumerate((*SPECIAL, *IMAGE_TOKENS, *WORDS))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

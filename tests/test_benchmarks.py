@@ -13,8 +13,6 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = sorted((ROOT / "scripts").glob("bench_*.py"))
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.]*(?:e[-+]\d+)?|nan|inf)(?!\w)")
 
-pytestmark = pytest.mark.large
-
 
 def run(path: Path, *options: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-W", "ignore", str(path), *options]
@@ -22,6 +20,7 @@ def run(path: Path, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_it_runs_and_prints_its_figures(path):
     done = run(path, "--tiny")
@@ -38,6 +37,7 @@ def test_all_of_them_are_named_where_a_contributor_looks():
         assert f"scripts/{path.name}" in contributing and f"scripts/{path.name}" in performance
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "options"),
     [("bench_step", ["--steps", "1"]), ("bench_head", ["--dtype", "int8"]), ("bench_gae", ["--no"])],

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,46 @@ def test_hardware_itself_does_know_mask_forms():
         *(names(ast.parse(p.read_text())) for p in SOURCES if p.relative_to(ROOT).parts[0] == "hardware")
     )
     assert {"attn_mask", "is_causal", "blocked_where_true"} <= known
+
+
+HEAVY = {"ray", "transformers", "vllm", "megatron", "datasets", "pyarrow"}
+HEAVY |= {"tensorboard", "wandb", "plotly", "math_verify"}
+"""What takes seconds to import, and no more than some tests need."""
+TESTS = [path for name in ("rlworker", "recipes", "hardware") for path in sorted((ROOT / "tests" / name).glob("*.py"))]
+
+
+def imported_first(tree: ast.AST) -> set[str]:
+    """What a file imports while it is imported itself: not in its functions, nor for its annotations alone."""
+    found = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif not isinstance(node, ast.FunctionDef | ast.Lambda):
+            for_annotations = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+            found |= set() if for_annotations else imported_first(node)
+    return found
+
+
+@cache
+def imported_with(name: str) -> frozenset[str]:
+    """A module's name, and those of all that is imported with it; other packages' are not followed."""
+    place = Path(*name.split("."))
+    files = (base / end for base in (ROOT, ROOT / "tests") for end in (f"{place}.py", place / "__init__.py"))
+    path = next((file for file in files if file.is_file()), None)
+    first = imported_first(ast.parse(path.read_text())) if path else set()
+    return frozenset({name}.union(*map(imported_with, first)))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_collecting_tests_imports_nothing_heavier_than_torch(path):
+    """Whoever runs one test waits for the imports at the top of every test's file."""
+    first = imported_first(ast.parse(path.read_text()))
+    found = {name for top in first for name in imported_with(top) if name.split(".")[0] in HEAVY}
+    assert not found, "import them in the functions that need them, or what brings them along"
+
+
+def test_what_is_imported_in_the_end_is_found():
+    assert {"ray", "plotly.graph_objects"} <= imported_with("rlworker.trainer")
+    assert not any(name.split(".")[0] in HEAVY for name in imported_with("recipes.addition"))

@@ -14,6 +14,7 @@ from hardware.npu_emulator import install
 HEADS, KV_HEADS, DIM = 4, 2, 8
 OPEN = torch.zeros(6, 6, dtype=torch.bool)
 PREFIXES = [2, 4]
+TRIANGLE, PREFIX_MASK = triangle(), prefix_mask()  # once: each has four million entries or more
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +33,7 @@ def call(**changes):
         value=torch.randn(shape(KV_HEADS)),
         head_num=HEADS,
         input_layout="BNSD",
-        atten_mask=triangle(),
+        atten_mask=TRIANGLE,
         scale=DIM**-0.5,
         sparse_mode=2,
     )
@@ -103,20 +104,20 @@ EXAMPLES = {
     ),
     "scale": (dict(scale=1.0), dict(scale=0.3)),
     "mask given": (dict(atten_mask=None), dict(atten_mask=None, sparse_mode=0)),
-    "mask type": (dict(atten_mask=triangle().float()), dict(atten_mask=triangle().to(torch.uint8))),
+    "mask type": (dict(atten_mask=TRIANGLE.float()), dict(atten_mask=TRIANGLE.to(torch.uint8))),
     "mask shape": (
         dict(atten_mask=torch.zeros(2, 6, dtype=torch.bool), sparse_mode=1),
         dict(atten_mask=torch.zeros(2, 1, 6, 6, dtype=torch.bool), sparse_mode=1),
     ),
-    "compressed mask shape": (dict(atten_mask=triangle()[:6, :6]), dict(atten_mask=triangle()[None, None])),
-    "compressed mask content": (dict(atten_mask=~triangle()), {}),
+    "compressed mask shape": (dict(atten_mask=TRIANGLE[:6, :6]), dict(atten_mask=TRIANGLE[None, None])),
+    "compressed mask content": (dict(atten_mask=~TRIANGLE), {}),
     "prefix": (
-        dict(atten_mask=prefix_mask(), sparse_mode=6),
-        dict(atten_mask=prefix_mask(), sparse_mode=6, prefix=PREFIXES),
+        dict(atten_mask=PREFIX_MASK, sparse_mode=6),
+        dict(atten_mask=PREFIX_MASK, sparse_mode=6, prefix=PREFIXES),
     ),
     "prefix range": (
-        dict(atten_mask=prefix_mask(), sparse_mode=6, prefix=[2, 7]),
-        dict(atten_mask=prefix_mask(), sparse_mode=6, prefix=[0, 6]),
+        dict(atten_mask=PREFIX_MASK, sparse_mode=6, prefix=[2, 7]),
+        dict(atten_mask=PREFIX_MASK, sparse_mode=6, prefix=[0, 6]),
     ),
     "prefix mask content": (
         dict(atten_mask=prefix_full([2, 2]), sparse_mode=5, prefix=PREFIXES),
@@ -159,7 +160,7 @@ def test_a_call_that_breaks_it_raises_and_one_that_keeps_it_does_not(requirement
     [
         (packed([2, 3, 4], [2, 3, 4], actual_seq_qlen=[2, 5, 0], actual_seq_kvlen=[2, 5, 0]), "lengths cumulative"),
         (packed([3, 5], [3, 5], actual_seq_qlen=[3, 8, 0], actual_seq_kvlen=[3, 5, 8]), "lengths cumulative"),
-        (packed([3, 5], [3, 5], atten_mask=triangle()[None, None]), "compressed mask shape"),
+        (packed([3, 5], [3, 5], atten_mask=TRIANGLE[None, None]), "compressed mask shape"),
         (packed([3, 5], [8, 0], atten_mask=None, sparse_mode=0), "rows that see nothing"),
         (packed([3, 5], [3, 5], input_layout="tnd"), "input_layout"),
     ],
@@ -173,7 +174,7 @@ def test_further_calls_that_break_a_requirement(changes, requirement):
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        (dict(attention_mask=triangle()), "attention_mask"),
+        (dict(attention_mask=TRIANGLE), "attention_mask"),
         (dict(pre_tokens=3), "pre_tokens"),
         (packed([3, 5], [3, 5], actual_seq_qlen=torch.tensor([3, 8])), "actual_seq_qlen"),
         (packed([3, 5], [3, 5], actual_seq_qlen=[3.0, 8.0]), "actual_seq_qlen"),
@@ -236,7 +237,7 @@ MODES = {
     "3": (2, 4, dict(sparse_mode=3)),
     "4": (3, 4, dict(sparse_mode=4, pre_tockens=1, next_tockens=0)),
     "5": (2, 4, dict(sparse_mode=5, atten_mask=~matrix("xxx.", "xxxx")[None, None], prefix=[3])),
-    "6": (3, 5, dict(sparse_mode=6, atten_mask=prefix_mask(), prefix=[4])),
+    "6": (3, 5, dict(sparse_mode=6, atten_mask=PREFIX_MASK, prefix=[4])),
     "no mask": (2, 3, dict(sparse_mode=0, atten_mask=None)),
 }
 """``sparse_mode`` -> queries, keys and arguments of one sequence."""
@@ -272,7 +273,7 @@ def test_who_sees_whom_in_each_mode(mode, layout):
     }
     lengths = dict(actual_seq_qlen=[queries], actual_seq_kvlen=[keys]) if layout == "TND" else {}
     tensors = dict(zip(("query", "key", "value"), map(forms[layout], drawn)))
-    got = call(input_layout=layout, **{"atten_mask": triangle(), **tensors, **lengths, **arguments})
+    got = call(input_layout=layout, **{"atten_mask": TRIANGLE, **tensors, **lengths, **arguments})
     want = by_hand(*drawn, SEEN[mode])
     assert torch.allclose(got, forms[layout](want), atol=1e-6)
     weight = torch.randn_like(want)

@@ -1,15 +1,18 @@
 """What the NPU platforms are made of beyond attention: names that exist, MindSpeed's place, errors."""
 
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 from dense_attention import DIM
+from support.program import run_program
 
 from engines.megatron.layout import Layout
 from hardware import mindspeed
@@ -19,9 +22,9 @@ from hardware.platform import describe, get_platform
 ROOT = Path(__file__).parents[2]
 
 
-def look_up(tree: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / "npu_profile.py"), "--tree", str(tree)]
-    return subprocess.run(command, capture_output=True, text=True)
+def look_up(tree: Path) -> CompletedProcess[str]:
+    script = partial(runpy.run_path, str(ROOT / "scripts" / "npu_profile.py"), run_name="__main__")
+    return run_program(script, "--tree", tree)
 
 
 def test_every_name_is_in_the_npu_profile():

@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from support.program import run_recipe
 
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
-from recipes.demo_cpu import ADDITION, DEFAULT, DemoConfig, prepare, shuffled
 from rlworker.advantages import grpo
 from rlworker.config import AlgorithmConfig, CriticConfig, RewardConfig
 from rlworker.metrics import read_metrics
@@ -19,26 +20,11 @@ SUMMARY = {"heldout_before", "heldout_after", "steps", "wall_seconds", "logprob_
 SHORT = ["--steps", "2", "--warm-up-steps", "3", "--prompts-per-step", "16", "--eval-every", "1"]
 
 
-PPO = ["--critic.warmup-steps", "1", "--shuffle-rewards", "--actor.layout", "bshd"]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options"),
-    [
-        ("demo_cpu", ["--actor.tp", "2"]),
-        pytest.param("ppo_addition", PPO, marks=pytest.mark.large),
-        pytest.param("demo_vlm", ["--actor.layout", "bshd", "--shuffle-rewards"], marks=pytest.mark.large),
-        pytest.param("demo_vlm", ["--actor.tp", "2", "--platform", "npu-emulated"], marks=pytest.mark.large),
-    ],
-    ids=["tp2", "ppo-dp2", "vlm-dp2", "vlm-tp2-npu"],
-)
-def test_it_runs_and_sums_itself_up(tmp_path, recipe, options):
-    run = tmp_path / "demo"
-    command = [sys.executable, "-W", "ignore", "-m", f"recipes.{recipe}", "--run-dir", str(run), *SHORT, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len([line for line in done.stdout.splitlines() if line.startswith("step ")]) == 3
-    told = [line for line in done.stdout.splitlines() if line.startswith("start ")]
+def check(run: Path, said: str, options: list[str]) -> None:
+    """What a demo said and left in its folder."""
+    lines = said.splitlines()
+    assert len([line for line in lines if line.startswith("step ")]) == 3
+    told = [line for line in lines if line.startswith("start ")]
     parts = (
         "Ray is up",
         "the model is warmed up",
@@ -55,15 +41,45 @@ def test_it_runs_and_sums_itself_up(tmp_path, recipe, options):
     assert summary["shuffle_rewards"] == ("--shuffle-rewards" in options)
     assert 0 < summary["logprob_diff_mean"] <= 1e-5
     assert (run / "report.html").stat().st_size > 10**6
-    lines = read_metrics(run)
-    assert ("explained_variance" in lines[-1]) == (recipe == "ppo_addition")
-    if recipe == "demo_vlm":
-        assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
-    elif tp == 2:  # the finished run is one that could be gone on with, under its own settings alone
-        config = DemoConfig(**json_config(run / "config.json") | {"model": "", "resume": True, "data": DEFAULT.data})
-        assert prepare(config, ADDITION)[0].data.train == str(run / "data" / "train.jsonl")
-        with pytest.raises(ValueError, match=r"cannot be resumed with other settings: actor\.lr was"):
-            prepare(replace(config, actor=replace(config.actor, lr=1.0)), ADDITION)
+
+
+def test_it_runs_and_sums_itself_up(cluster, tmp_path):
+    """And the finished run is one that could be gone on with, under its own settings alone."""
+    from recipes.demo_cpu import ADDITION, DEFAULT, DemoConfig, prepare
+
+    run, options = tmp_path / "demo", ["--actor.tp", "2"]
+    done = run_recipe("demo_cpu", "--run-dir", run, *SHORT, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check(run, done.stdout, options)
+    config = DemoConfig(**json_config(run / "config.json") | {"model": "", "resume": True, "data": DEFAULT.data})
+    prepared, folder = prepare(config, ADDITION)
+    folder.release()
+    assert prepared.data.train == str(run / "data" / "train.jsonl")
+    with pytest.raises(ValueError, match=r"cannot be resumed with other settings: actor\.lr was"):
+        prepare(replace(config, actor=replace(config.actor, lr=1.0)), ADDITION)
+
+
+PPO = ["--critic.warmup-steps", "1", "--shuffle-rewards", "--actor.layout", "bshd"]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("ppo_addition", PPO),
+        ("demo_vlm", ["--actor.layout", "bshd", "--shuffle-rewards"]),
+        ("demo_vlm", ["--actor.tp", "2", "--platform", "npu-emulated"]),
+    ],
+    ids=["ppo-dp2", "vlm-dp2", "vlm-tp2-npu"],
+)
+def test_others_run_as_programs(tmp_path, recipe, options):
+    run = tmp_path / "demo"
+    command = [sys.executable, "-W", "ignore", "-m", f"recipes.{recipe}", "--run-dir", str(run), *SHORT, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check(run, done.stdout, options)
+    assert ("explained_variance" in read_metrics(run)[-1]) == (recipe == "ppo_addition")
+    assert ('<img src="data:image/png;base64,' in (run / "report.html").read_text()) == (recipe == "demo_vlm")
 
 
 def json_config(path) -> dict:
@@ -77,6 +93,8 @@ def json_config(path) -> dict:
 
 
 def test_the_control_hands_out_the_same_rewards_in_another_order():
+    from recipes.demo_cpu import shuffled
+
     rewards = torch.arange(64.0)
     batch = TrainBatch.from_ids([[1, 2]] * 64, [1] * 64, rewards=rewards, group=torch.arange(64) // 8, versions=rewards)
     control = shuffled(grpo)(batch)
@@ -85,4 +103,6 @@ def test_the_control_hands_out_the_same_rewards_in_another_order():
 
 
 def test_the_default_is_two_ranks_and_no_other_layout_than_thd():
+    from recipes.demo_cpu import DEFAULT
+
     assert DEFAULT.actor.ranks == 2 and DEFAULT.actor.dp == 2 and DEFAULT.actor.layout == "thd"

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes import grpo
 from rlworker.data import Row
 
 ROOT = Path(__file__).parents[2]
@@ -59,14 +58,21 @@ WRONG = [
 ]
 
 
+@pytest.fixture(scope="module")
+def reward():
+    from recipes.grpo import reward
+
+    return reward
+
+
 @pytest.mark.parametrize(("text", "answer"), RIGHT)
-def test_right(text, answer):
-    assert grpo.reward(text, Row("?", (1,), answer, {})) == 1.0
+def test_right(reward, text, answer):
+    assert reward(text, Row("?", (1,), answer, {})) == 1.0
 
 
 @pytest.mark.parametrize(("text", "answer"), WRONG)
-def test_wrong(text, answer):
-    found = grpo.reward(text, Row("?", (1,), answer, {}))
+def test_wrong(reward, text, answer):
+    found = reward(text, Row("?", (1,), answer, {}))
     assert found == 0.0 and type(found) is float
 
 

@@ -1,18 +1,18 @@
 """The recipes for real models: each whole and small, and each in full as a plan."""
 
 import json
-import runpy
-import sys
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from support.program import run_recipe
 from vlm_cases import QWEN2_5_VL_7B
 
 from engines.batch import TrainBatch
-from recipes import dapo_math, squares
+from recipes import squares
 from recipes.addition import make_model
-from recipes.mathematics import math_reward
+from rlworker.advantages import distill
 from rlworker.data import Row, load_tokenizer
 from rlworker.metrics import read_metrics
 from rlworker.plan import plan_recipe
@@ -49,27 +49,17 @@ SMOKES = [
     ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
 ]
-LARGE = {("ppo_npu", ()), ("sft_vlm", ()), ("grpo_vlm_npu", ()), *SMOKES[-2:]}
-"""Those that only ``-m large`` runs: what differs in them, others of every suite have too."""
-
-
-@pytest.fixture
-def run_recipe(monkeypatch):
-    """``run_recipe(name, arguments)``: what ``python -m recipes.name`` does, in this process."""
-
-    def run(name: str, arguments: list[str]) -> None:
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        monkeypatch.delitem(sys.modules, f"recipes.{name}", raising=False)  # or runpy warns of it
-        runpy.run_module(f"recipes.{name}", run_name="__main__")
-
-    return run
+ALWAYS = {("dapo_math", ()), ("grpo_vlm_npu", ())}
+"""Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with pictures, a
+KL penalty and the emulated NPU. Tests of the trainers have what else differs in the others."""
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"), [pytest.param(*case, marks=pytest.mark.large if case in LARGE else ()) for case in SMOKES]
+    ("recipe", "options"), [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.large) for case in SMOKES]
 )
-def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, capsys, recipe, options):
-    run_recipe(recipe, ["--smoke", "--run-dir", str(tmp_path / recipe), *options])
+def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
+    done = run_recipe(recipe, "--smoke", "--run-dir", tmp_path / recipe, *options)
+    assert done.returncode == 0, done.stderr
     run = tmp_path / f"{recipe}_smoke" / "run"
     start, first, last = read_metrics(run)
     assert (first["step"], last["step"]) == (1, 2)
@@ -77,7 +67,7 @@ def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, capsys, recipe, 
     if recipe.startswith("sft"):
         assert last["heldout_loss"] < start["heldout_loss"]
         return
-    told = [line.split(" s  ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
+    told = [line.split(" s  ")[1] for line in done.stdout.splitlines() if line.startswith("start ")]
     parts = {"settings, folders and fields of rows are checked", "Ray is up", "rollout engines are up: 1"}
     assert parts < {*told} and told[-1] == "rollout engines are up: 1"
     if recipe == "dapo_math":  # a random model is nearly always wrong, which is -1: rollouts for want of a difference
@@ -99,6 +89,30 @@ def test_it_runs_whole_and_small(cluster, run_recipe, tmp_path, capsys, recipe, 
         assert first["zero_variance_groups"] >= first["groups"] / 2 and first["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if (name, ()) not in ALWAYS])
+def test_small_it_can_start(monkeypatch, tmp_path, recipe):
+    """Its settings, models, rows and functions go together, which is checked before engines are started."""
+    import rlworker.launch
+    import rlworker.sft
+    from rlworker.sft import SftTrainer
+    from rlworker.trainer import Trainer
+
+    built = []
+    monkeypatch.setattr(rlworker.launch, "launch", lambda *args, **parts: built.append(Trainer(*args, **parts)))
+    monkeypatch.setattr(rlworker.sft, "launch_supervised", lambda config: built.append(SftTrainer(config)))
+    done = run_recipe(recipe, "--smoke", "--run-dir", tmp_path / recipe)
+    assert done.returncode == 0, done.stderr
+    (trainer,) = built
+    config, run = trainer.config, tmp_path / f"{recipe}_smoke" / "run"
+    assert (config.run_dir, config.steps, config.actor.ranks) == (str(run), 2, 2)
+    assert config.platform == ("npu-emulated" if recipe.endswith("npu") else "cpu")
+    if recipe.startswith("sft"):
+        assert isinstance(trainer, SftTrainer)
+        return
+    assert ("critic" in trainer.models, trainer.kl_in_reward > 0) == ((recipe.startswith("ppo"),) * 2)
+    assert "reference" in trainer.models and (trainer.advantage is distill) == (recipe == "distill")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_full_it_fits_its_devices(tmp_path, recipe):
     """Of 80 GB, an NPU of 64 GB."""
@@ -117,16 +131,19 @@ def test_small_ones_fit_this_machine(tmp_path, recipe):
     assert fits, text
 
 
-def test_a_recipe_with_a_teacher_asks_for_one(run_recipe, tmp_path):
-    model = str(make_model(tmp_path, 0))
+def test_a_recipe_with_a_teacher_asks_for_one(tmp_path):
+    model = make_model(tmp_path, 0)
     sizes = ["--actor.tp", "2", "--rollout.max-new-tokens", "8", "--rollout.max-model-len", "256"]
     sizes += ["--data.max-prompt-tokens", "64"]
-    with pytest.raises(SystemExit, match=r"reference \(--algorithm\.reference\): .*'TEACHER'"):
-        run_recipe("distill", ["--model", model, *sizes])
+    done = run_recipe("distill", "--model", model, *sizes)
+    assert done.returncode == 1
+    assert re.search(r"reference \(--algorithm\.reference\): .*'TEACHER'", done.stderr)
 
 
 def test_dapo_holds_length_against_right_and_wrong_alike():
     """Of 20 tokens at most the last 4 cost: none at 16, half at 18, 1 at 20. Then the group of three is normalised."""
+    from recipes import dapo_math
+
     tokens, right = (16, 18, 20), (1.0, 1.0, -1.0)
     batch = TrainBatch.from_ids([[5] * (n + 1) for n in tokens], [1] * 3)
     batch = replace(batch, rewards=torch.tensor(right), group=torch.zeros(3, dtype=torch.long))
@@ -153,4 +170,6 @@ def test_dapo_holds_length_against_right_and_wrong_alike():
     ],
 )
 def test_an_answer_is_right_as_mathematics(text, answer, reward):
+    from recipes.mathematics import math_reward
+
     assert math_reward(text, Row("", (1,), answer, {})) == reward

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -47,23 +46,41 @@ def test_a_folder_with_a_run_is_refused(tmp_path):
             look(RunConfig())
 
 
+OTHER_PROCESS = """
+import sys
+from rlworker.checkpoint import RunFolder
+from rlworker.config import RunConfig
+folder = RunFolder(sys.argv[1])
+for _ in sys.stdin:
+    try:
+        folder.claim(RunConfig(resume=True))
+        print("claimed", flush=True)
+    except ValueError as error:
+        print(error, flush=True)
+"""
+
+
 def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
-    """Another process is refused, told whose it is, and can have it once that one has ended."""
-    code = (
-        "import sys; from rlworker.checkpoint import RunFolder; from rlworker.config import RunConfig\n"
-        "RunFolder(sys.argv[1]).claim(RunConfig(resume=True))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    """Another process is refused, told whose it is, and can have it once that one has let it go or has ended."""
+    command = [sys.executable, "-c", OTHER_PROCESS, str(tmp_path / "run")]
+    held = "is being written to by process {} on host " + socket.gethostname() + "; wait for its end"
     folder = RunFolder(str(tmp_path / "run"))
     folder.claim(RunConfig(resume=True))
     folder.claim(RunConfig(resume=True))  # its own
-    refused = subprocess.run(command, capture_output=True, text=True)
-    holder = f"is being written to by process {os.getpid()} on host {socket.gethostname()}; wait for its end"
-    assert refused.returncode and holder in refused.stderr
     with pytest.raises(ValueError, match="is being written to by process"):
         RunFolder(str(tmp_path / "run")).claim(RunConfig(resume=True))
-    folder.release()
-    assert subprocess.run(command).returncode == 0
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+
+        def ask() -> str:
+            print(file=other.stdin, flush=True)
+            return other.stdout.readline()
+
+        assert held.format(os.getpid()) in ask()
+        folder.release()
+        assert ask() == "claimed\n"
+        with pytest.raises(ValueError, match=held.format(other.pid)):
+            folder.claim(RunConfig(resume=True))
+    assert other.returncode == 0
     folder.claim(RunConfig(resume=True))
 
 
@@ -100,21 +117,38 @@ def test_folders_that_cannot_be(tmp_path):
             RunFolder(str(path)).check(RunConfig())
 
 
+UNABLE_PROCESS = """
+import os, resource, sys
+from rlworker.checkpoint import RunFolder
+from rlworker.config import RunConfig
+
+def claim(folder):
+    try:
+        RunFolder(folder).claim(RunConfig())
+    except ValueError as error:
+        print(error)
+
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+claim(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+if os.geteuid() == 0:
+    os.setuid(65534)
+claim(sys.argv[2])
+"""
+
+
 def test_a_folder_that_cannot_be_made_or_written_to(tmp_path):
-    """In processes that may not write, or only so much: as on another's folder, and on a disk that is full."""
-    code = (
-        "import os, resource, sys; from rlworker.checkpoint import RunFolder; from rlworker.config import RunConfig\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)) if sys.argv[2] == 'full' else os.setuid(65534)\n"
-        "RunFolder(sys.argv[1]).claim(RunConfig())"
-    )
-    (tmp_path / "theirs").mkdir(mode=0o755)
+    """In a process that may write only so much, as on a disk that is full, and then not at all, as on another's."""
+    (tmp_path / "theirs").mkdir(mode=0o555)
     tmp_path.chmod(0o755)
-    for kind, path in (("full", tmp_path / "run"), *([("theirs", tmp_path / "theirs" / "run")] * (os.geteuid() == 0))):
-        done = subprocess.run([sys.executable, "-c", code, str(path), kind], capture_output=True, text=True)
-        assert "ValueError: run_dir: " in done.stderr and "cannot be written to: [Errno" in done.stderr, done.stderr
-        assert "make room or choose another --run-dir" in done.stderr
-        assert not path.exists() or [file.name for file in path.iterdir()] == [".lock"]
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    full, theirs = tmp_path / "run", tmp_path / "theirs" / "run"
+    command = [sys.executable, "-c", UNABLE_PROCESS, str(full), str(theirs)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    for path, line in zip((full, theirs), said, strict=True):
+        assert line.startswith("run_dir: ") and str(path) in line and "cannot be written to: [Errno" in line
+        assert "make room or choose another --run-dir" in line
+    assert [file.name for file in full.iterdir()] == [".lock"] and not theirs.exists()
 
 
 def test_resuming_takes_the_newest_and_cuts_the_metrics_back(tmp_path):

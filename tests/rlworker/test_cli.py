@@ -3,11 +3,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-COMMAND = [str(Path(sys.executable).parent / "rlworker"), "report"]
+from support.program import run_program
 
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+from rlworker.cli import main
 
 
 def test_report_draws_a_run_cut_short(tmp_path):
@@ -19,7 +17,7 @@ def test_report_draws_a_run_cut_short(tmp_path):
     start |= {"time_start_trainers": 4.0, "time_start_rollouts": 8.5}
     lines = [json.dumps(start), json.dumps(step), '{"step": 2, "rew']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    done = run(str(tmp_path))
+    done = run_program(main, "report", tmp_path)
     assert done.returncode == 0, done.stderr
     page = Path(done.stdout.strip()).read_text()
     body = page[page.index("<body>") :]
@@ -31,6 +29,10 @@ def test_report_draws_a_run_cut_short(tmp_path):
     assert "m&lt;script&gt;" in body, "what a run wrote is shown, not run"
 
 
-def test_a_folder_without_a_run_is_an_error(tmp_path):
-    done = run(str(tmp_path))
-    assert done.returncode == 1 and "is not a run folder" in done.stderr and "Traceback" not in done.stderr
+def test_the_installed_command_ends_with_a_message(tmp_path):
+    """A process as a shell starts it; elsewhere ``main`` is called."""
+    command = [Path(sys.executable).parent / "rlworker", "report", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: report: ") and "is not a run folder" in done.stderr
+    assert done.stderr.count("\n") == 1

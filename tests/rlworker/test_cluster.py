@@ -5,12 +5,8 @@ import sys
 import time
 
 import pytest
-import ray
 
-from rlworker.cluster import WorkerFailure, naming_failures, no_collection, ray_for
 from rlworker.errors import RunError
-
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 
 class Worker:
@@ -28,6 +24,10 @@ class Worker:
 
 
 def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
+    import ray
+
+    from rlworker.cluster import ray_for
+
     def init(**_):
         raise Exception("The current node timed out during startup.")
 
@@ -38,6 +38,11 @@ def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
 
 
 def test_who_failed_is_named_among_workers_that_hang(cluster):
+    import ray
+
+    from rlworker.cluster import WorkerFailure, naming_failures
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
     workers = {f"actor rank {i}": ray.remote(Worker).options(num_cpus=1).remote() for i in range(3)}
     named = r"(?s)^step 2, phase update: .*repr=actor rank 1.*KeyError: 'level'"
     with pytest.raises(WorkerFailure, match=named), naming_failures("step 2, phase update", workers):
@@ -50,6 +55,10 @@ def test_who_failed_is_named_among_workers_that_hang(cluster):
 
 
 def test_whoever_found_ray_there_leaves_it_there(cluster):
+    import ray
+
+    from rlworker.cluster import ray_for
+
     with ray_for(1, "cpu"):
         pass
     with pytest.raises(RuntimeError, match="need 2 NPUs and Ray has 0"), ray_for(2, "npu"):
@@ -59,7 +68,28 @@ def test_whoever_found_ray_there_leaves_it_there(cluster):
     assert ray.is_initialized()
 
 
+@pytest.mark.parametrize("actors", [1, 1000])
+def test_a_ray_of_ones_own_has_room_for_the_actors_and_ends_with_them(monkeypatch, actors):
+    import ray
+
+    from rlworker.cluster import ray_for
+
+    started, ended = [], []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **settings: started.append(settings))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": started[0]["num_cpus"]})
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    with pytest.raises(KeyError), ray_for(actors, "cpu"):
+        assert not ended
+        raise KeyError
+    (settings,) = started
+    assert (settings["address"], settings["num_cpus"]) == ("local", max(actors, os.cpu_count())) and ended == [True]
+
+
+@pytest.mark.large
 def test_ray_that_was_started_for_a_run_ends_with_it():
+    """As above, by a Ray of its own in a process of its own."""
     program = (
         "import os, ray\n"
         "from rlworker.cluster import ray_for\n"
@@ -71,6 +101,8 @@ def test_ray_that_was_started_for_a_run_ends_with_it():
 
 
 def test_collection_goes_on_afterwards():
+    from rlworker.cluster import no_collection
+
     with pytest.raises(ImportError), no_collection():
         assert not gc.isenabled()
         raise ImportError

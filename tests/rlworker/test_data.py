@@ -1,16 +1,10 @@
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
-from datasets import Array2D, Dataset, DatasetDict, Features, Image, Json, List, Value
-from pyarrow import parquet
 
 from recipes.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config import DataConfig
@@ -32,12 +26,17 @@ def write(tmp_path, *rows) -> str:
 
 
 def write_parquet(tmp_path, *rows) -> str:
+    import pyarrow as pa
+    from pyarrow import parquet
+
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist(list(rows)), path)
     return str(path)
 
 
 def save(tmp_path, *rows) -> str:
+    from datasets import Dataset
+
     Dataset.from_list(list(rows)).save_to_disk(tmp_path / "saved")
     return str(tmp_path / "saved")
 
@@ -95,6 +94,8 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, form):
 
 def test_a_data_set_gives_plain_values(tmp_path, tokenizer):
     """Whatever form its owner chose to read it in, and undecoded where a column holds pictures."""
+    from datasets import Array2D, Dataset, Features, Image, Json, List, Value
+
     picture = {"bytes": b"no picture at all", "path": None}
     columns = {"prompt": Value("string"), "answer": Value("string"), "grid": Array2D((2, 2), "float32")}
     columns |= {"tools": List(Json()), "image": Image(), "more": List(Image())}
@@ -182,6 +183,9 @@ def test_a_missing_column_is_named_beside_those_there(tmp_path, form):
 
 
 def test_a_parquet_file_that_cannot_be_read(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
     path = tmp_path / "rows.parquet"
     path.write_text(json.dumps(ROW))
     assert re.search(
@@ -219,12 +223,20 @@ def test_no_file_and_no_rows(tmp_path):
     assert "none:train' does not exist" in message_of(check_rows, str(tmp_path / "none:train"), DATA)
     assert "no rows were given; set --data.train" in message_of(check_rows, "", DATA)
     assert "rows.jsonl has no rows" in message_of(check_rows, write(tmp_path, "", " "), DATA)
+
+
+def test_a_parquet_file_without_rows(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
     empty = pa.table({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())})
     parquet.write_table(empty, tmp_path / "rows.parquet")
     assert "rows.parquet has no rows" in message_of(check_rows, str(tmp_path / "rows.parquet"), DATA)
 
 
 def test_a_saved_dict_takes_a_split(tmp_path, tokenizer):
+    from datasets import Dataset, DatasetDict
+
     splits = {"train": Dataset.from_list([ROW]), "test": Dataset.from_list([{"prompt": "2+2=", "answer": "4"}])}
     folder = tmp_path / "a:b"  # what exists is meant as a whole
     DatasetDict(splits).save_to_disk(folder)
@@ -247,6 +259,8 @@ def test_a_saved_data_set_has_no_splits(tmp_path):
 
 def test_a_named_data_set(tmp_path, tokenizer, monkeypatch):
     """A folder ``owner/name`` is what the library takes in place of the hub's."""
+    import datasets
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "owner" / "name"
@@ -293,23 +307,6 @@ def test_a_name_of_another_form_is_refused(path):
 def test_fields_must_have_names():
     assert "prompt_field must not be empty" in message_of(lambda: DataConfig(prompt_field=""))
     assert "answer_field must not be empty" in message_of(lambda: DataConfig(answer_field=""))
-
-
-def test_checking_rows_imports_nothing_heavy(tmp_path):
-    code = f"""
-import sys
-from types import SimpleNamespace
-from rlworker.config import DataConfig
-from rlworker.data import check_rows
-check_rows({write(tmp_path, ROW)!r}, DataConfig())
-heavy = ("torch", "transformers", "datasets", "pyarrow")
-print([m for m in heavy if m in sys.modules])
-check_rows({write_parquet(tmp_path, ROW)!r}, DataConfig())
-check_rows({save(tmp_path, ROW)!r}, DataConfig())
-print([m for m in heavy if m in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "['datasets', 'pyarrow']"]
 
 
 def test_steps_walk_whole_epochs_in_new_orders():

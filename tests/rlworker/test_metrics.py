@@ -49,31 +49,34 @@ def test_what_is_left_may_be_hours_and_forgets_old_steps(tmp_path, clock, capsys
     assert left_of(tmp_path, clock, capsys, 1000, told[:2])[-1] == "999:00:00"
 
 
-@pytest.mark.parametrize(
-    ("call", "line"),
-    [
-        ("tell_start('Ray is up')", r"start +\d+\.\d s  Ray is up\n"),
-        (
-            "RunLog(folder, 2, 0, Trackers([], folder, 0, {})).step(1, {'reward': 0.5})",
-            r"step    1/2  reward  0\.500 .*\n",
-        ),
-        ("RunLog(folder, 2, 0, Trackers([], folder, 0, {})).note('WARNING')", r"WARNING\n"),
-    ],
-    ids=["start", "step", "note"],
-)
-def test_a_line_is_there_at_once_without_a_terminal(tmp_path, call, line):
-    code = (
-        "import os, time; from pathlib import Path; from rlworker.metrics import *; "
-        f"from rlworker.trackers import Trackers; folder = Path({str(tmp_path)!r}); "
-        f"kept = {call}; time.sleep(30); os._exit(0)"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert re.fullmatch(line, child.stdout.readline())
-    finally:
-        child.kill()
-        child.wait()
+LINES = {
+    "tell_start('Ray is up')": r"start +\d+\.\d s  Ray is up\n",
+    "log.step(1, {'reward': 0.5})": r"step    1/2  reward  0\.500 .*\n",
+    "log.note('WARNING')": r"WARNING\n",
+}
+"""What says something -> what it says."""
+PROGRAM = """
+import os, select, sys
+from pathlib import Path
+from rlworker.metrics import RunLog, tell_start
+from rlworker.trackers import Trackers
+log = RunLog(Path(sys.argv[1]), 2, 0, Trackers([], Path(sys.argv[1]), 0, {}))
+for call in sys.argv[2:]:
+    eval(call)
+    if not select.select([0], [], [], 30)[0]:
+        os._exit(1)  # without the line that it may still hold back
+    os.read(0, 1)
+"""
+
+
+def test_each_line_is_there_at_once_without_a_terminal(tmp_path):
+    """It is read before the program says anything else, which would bring it along."""
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path), *LINES]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        for line in LINES.values():
+            assert re.fullmatch(line, program.stdout.readline())
+            print(end="x", file=program.stdin, flush=True)
+    assert program.returncode == 0
 
 
 def test_seconds_of_the_start_are_of_this_program(capsys):

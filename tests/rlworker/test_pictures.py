@@ -12,10 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Value
-from datasets import Image as ImageFeature
 from PIL import Image
-from transformers import AutoImageProcessor
 
 from engines.batch import Completion
 from engines.config import MegatronConfig
@@ -28,9 +25,7 @@ from rlworker.metrics import read_metrics
 from rlworker.model_checks import check_sees_alike, check_trained
 from rlworker.pictures import pictures_of
 from rlworker.refused import save_refused
-from rlworker.report import _shown
 from rlworker.rollout import logprob_difference, to_batch
-from rlworker.sft import read_examples
 from rlworker.sft_config import SftConfig
 from rlworker.tiny_models import IMAGE_TOKENS, tiny_vlm
 
@@ -82,6 +77,9 @@ def test_pictures_take_their_places(read, model, tmp_path):
 
 
 def test_pictures_as_bytes_are_kept_once_by_what_they_are(read, model, tmp_path):
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
     save_pictures(tmp_path)
     features = Features({"prompt": Value("string"), "answer": Value("string"), "images": [ImageFeature()]})
     rows = [
@@ -163,6 +161,8 @@ def test_a_model_without_vision_refuses_pictures(tmp_path):
 
 
 def test_an_answer_may_not_have_the_tokens_of_pictures(model, tmp_path):
+    from rlworker.sft import read_examples
+
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "x", "answer": "<|image_pad|>"}))
     config = SftConfig(model=model.folder, data=replace(DATA, train=str(path)), max_answer_tokens=8)
@@ -191,6 +191,8 @@ def test_jpeg_and_grey_pictures_are_seen_as_colours(read, model, tmp_path):
 
 def test_pictures_are_seen_as_a_viewer_shows_them(read, tmp_path):
     """Black lines on a transparent ground, and a camera that lay on its side; two kinds of transparency."""
+    from rlworker.report import _shown
+
     lines = Image.new("RGBA", (56, 28))
     lines.paste((0, 0, 0, 255), (0, 0, 28, 28))
     lines.save(tmp_path / "lines.png")
@@ -235,6 +237,8 @@ def test_rows_of_one_picture_have_it_read_once(model, tmp_path, monkeypatch):
 
 
 def test_models_of_one_run_see_alike(model, make_hf_model, tmp_path):
+    from transformers import AutoImageProcessor
+
     check_sees_alike(model, model)
     text = ModelSpec.from_folder(make_hf_model("qwen2", True))
     check_sees_alike(text, text)
@@ -249,8 +253,7 @@ def test_models_of_one_run_see_alike(model, make_hf_model, tmp_path):
     (tmp_path / "other" / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.4] * 3}))
     with pytest.raises(ValueError, match=r"the image processors in .* differ in image_mean, so that both would see"):
         check_sees_alike(replace(model, folder=str(tmp_path / "other")), model)
-    saved = AutoImageProcessor.from_pretrained(model.folder)
-    saved.save_pretrained(tmp_path / "other")
+    AutoImageProcessor.from_pretrained(model.folder).save_pretrained(tmp_path / "other")
     check_sees_alike(replace(model, folder=str(tmp_path / "other")), model)  # the same settings, told in other words
 
 

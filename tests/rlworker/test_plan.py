@@ -1,16 +1,16 @@
 """What ``rlworker plan`` says, against numbers worked by hand."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.memory import padding_share
 from engines.models import ModelSpec
+from rlworker.cli import main
 from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
 from rlworker.plan import in_words, make_plan, nearest, over, plan_recipe
 
@@ -122,25 +122,21 @@ def test_padding_by_hand():
     assert padding_share(MegatronConfig(), 99) == 0
 
 
-def run_command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    command = [str(Path(sys.executable).parent / "rlworker"), "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
-
-
 def test_the_command(folder):
     sizes = ["--actor.ranks", "8", "--actor.tp", "4", "--actor.dtype", "bfloat16", "--rollout.dtype", "bfloat16"]
-    done = run_command("recipes.grpo", "--model", folder, *sizes, "--actor.recompute", "full", "--memory-gb", "80")
+    plan, recompute = ("plan", "recipes.grpo", "--model", folder, *sizes), ("--actor.recompute", "full")
+    done = run_program(main, *plan, *recompute, "--memory-gb", "80")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Every process fits into 80 GB" in done.stdout and "32 prompts x 8 samples" in done.stdout
-    done = run_command("recipes.grpo", "--model", folder, *sizes, "--memory-gb", "16")
+    done = run_program(main, *plan, "--memory-gb", "16")
     assert done.returncode == 1 and "Does not fit into 16 GB: actor ranks need" in done.stdout
     for arguments, message in (
         (["recipes.none"], "there is no module 'recipes.none'"),
         (["recipes.grpo", "--model", "none"], "does not exist"),
         (["recipes.grpo", "--model", folder, "--actor.tp", "3", "--actor.ranks", "3"], "does not divide"),
     ):
-        done = run_command(*arguments)
-        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+        done = run_program(main, "plan", *arguments)
+        assert done.returncode == 1 and message in done.stderr
 
 
 OWN = """from __future__ import annotations
@@ -157,11 +153,21 @@ DEFAULT = Own(actor=MegatronConfig(ranks=RANKS))
 """
 
 
-def test_a_recipe_may_be_a_file_outside_the_repository(folder, tmp_path):
+@pytest.fixture
+def forgotten(monkeypatch):
+    """After the test Python looks for modules where it did before, and no longer knows the one beside a recipe."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("beside", None)
+
+
+def test_a_recipe_may_be_a_file_outside_the_repository(folder, tmp_path, monkeypatch, forgotten):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text(OWN)  # a name that is taken
     (tmp_path / "beside.py").write_text("RANKS = 2")
     for recipe in (tmp_path / "json.py", "./json.py"):
-        done = run_command(str(recipe), "--model", folder, "--level", "5", "--memory-gb", "900", cwd=tmp_path)
+        sys.modules.pop("beside", None)
+        done = run_program(main, "plan", recipe, "--model", folder, "--level", "5", "--memory-gb", "900")
         assert done.returncode == 0, done.stderr
         assert "for each of 2" in done.stdout and "Every process fits into 900 GB" in done.stdout
 
@@ -185,7 +191,7 @@ def test_a_recipe_may_be_a_file_outside_the_repository(folder, tmp_path):
     ],
     ids=["missing", "no-default", "other-default", "raises", "import", "syntax", "exits"],
 )
-def test_what_is_wrong_with_a_recipes_file_is_said_in_a_line(tmp_path, source, message):
+def test_what_is_wrong_with_a_recipes_file_is_said_in_a_line(tmp_path, forgotten, source, message):
     path = tmp_path / "own.py"
     if source is not None:
         path.write_text(source)
@@ -193,7 +199,6 @@ def test_what_is_wrong_with_a_recipes_file_is_said_in_a_line(tmp_path, source, m
         plan_recipe(str(path), [], 0.0)
     said = str(error.value)
     assert said.startswith("plan: ") and message.format(path=path) in said and "\n" not in said
-    sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
 
 
 @pytest.mark.parametrize("recipe", ["none", "recipes.none", "json", "", ".grpo", "recipes", "./recipes", "own.txt"])

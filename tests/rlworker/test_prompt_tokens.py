@@ -12,7 +12,6 @@ from recipes.addition import make_tokenizer
 from rlworker.config import DataConfig
 from rlworker.data import load_tokenizer, read_rows
 from rlworker.pictures import pictures_of
-from rlworker.sft import read_examples
 from rlworker.sft_config import SftConfig
 from rlworker.tiny_models import IMAGE_TOKENS, tiny_vlm
 
@@ -69,6 +68,8 @@ def test_a_tokenizer_that_takes_a_text_for_another_with_special_tokens_is_refuse
 
 
 def test_an_answer_is_not_opened(tmp_path, make_hf_model):
+    from rlworker.sft import read_examples
+
     tokenizer = framed(make_tokenizer(), "<bos> $A <eos>")
     config = SftConfig(data=replace(DATA, train=write(tmp_path, ROW)), max_answer_tokens=8)
     model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=128)

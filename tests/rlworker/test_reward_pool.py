@@ -15,16 +15,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import ray
 
-from rlworker import reward_pool
 from rlworker.config import RewardConfig
 from rlworker.data import Row
-from rlworker.reward_pool import EXAMPLES, RewardPool
 from rlworker.rewards import batch_reward, exact_match
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-pytestmark = pytest.mark.usefixtures("cluster")
 LIMIT_S = 0.5
 DEFAULT = -1.0
 
@@ -155,14 +150,19 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def make_pool(monkeypatch):
+def make_pool(cluster, monkeypatch):
     """``make(reward, workers)`` -> a pool that ends with the test and has less patience than others."""
+    import ray
+
+    from rlworker import reward_pool
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
     pools = []
     monkeypatch.setattr(reward_pool, "_GRACE_S", 1.0)
     monkeypatch.setattr(reward_pool, "_STARTS", 2)
 
-    def make(reward, workers=1, output=None) -> RewardPool:
-        pools.append(RewardPool(reward, RewardConfig(workers, LIMIT_S, DEFAULT), output))
+    def make(reward, workers=1, output=None) -> reward_pool.RewardPool:
+        pools.append(reward_pool.RewardPool(reward, RewardConfig(workers, LIMIT_S, DEFAULT), output))
         return pools[-1]
 
     yield make
@@ -191,6 +191,8 @@ def test_each_failure_is_its_own_texts_outcome(make_pool, tmp_path, workers):
 
 
 def test_examples_say_what_happened_and_are_few(make_pool):
+    from rlworker.reward_pool import EXAMPLES
+
     pool = make_pool(misbehave)
     rows = [
         make_row(kind) for kind in ("raise", None, "raise", "none", "raise", "raise", "sleep", "pair", "caught loop")
@@ -239,6 +241,8 @@ def test_a_batch_reward_fails_for_its_group_alone(make_pool, tmp_path):
 
 def test_a_text_that_is_met_when_another_hung_is_not_to_blame(make_pool, monkeypatch, tmp_path):
     """The call that seemed to hang ends just before its process does, which is then at the next text."""
+    from rlworker.reward_pool import RewardPool
+
     pool, calls, end = make_pool(slow), tmp_path / "calls", RewardPool._end
 
     def end_late(pool, part):

@@ -2,60 +2,66 @@
 
 import json
 import os
+import time
 from collections import Counter
 
 import pytest
 
-from rlworker import checkpoint, run
+from rlworker import checkpoint
 from rlworker.checkpoint import Score
 from rlworker.config import RunConfig
 from rlworker.errors import RunError
 from rlworker.metrics import RL_LINE, read_metrics
-from rlworker.run import Run
 
 
-class Counting(Run):
-    """A run whose steps take ten minutes each on the clock that it goes by; ``scores`` are of the evaluations."""
+@pytest.fixture(scope="module")
+def counting():
+    """``counting(config, scores, at_step)``: a run whose steps take ten minutes each on the clock that it goes by;
+    ``scores`` are of the evaluations."""
+    from rlworker.run import Run
 
-    line, score = RL_LINE, Score("heldout", +1)
+    class Counting(Run):
+        line, score = RL_LINE, Score("heldout", +1)
 
-    def __init__(self, config, scores=(), at_step=lambda counting: None):
-        super().__init__(config)
-        self.scores, self.at_step, self.saved = iter(scores), at_step, []
+        def __init__(self, config, scores=(), at_step=lambda counting: None):
+            super().__init__(config)
+            self.scores, self.at_step, self.saved = iter(scores), at_step, []
 
-    def step(self):
-        self.steps_done += 1
-        self.at_step(self)
-        return {"reward": self.steps_done / 10}, []
+        def step(self):
+            self.steps_done += 1
+            self.at_step(self)
+            return {"reward": self.steps_done / 10}, []
 
-    def evaluate(self):
-        score = next(self.scores, None)
-        return {} if score is None else {"heldout": score}
+        def evaluate(self):
+            score = next(self.scores, None)
+            return {} if score is None else {"heldout": score}
 
-    def learning(self):
-        return []
+        def learning(self):
+            return []
 
-    def workers(self):
-        return {}
+        def workers(self):
+            return {}
 
-    def _save(self, score):
-        super()._save(score)
-        self.saved.append(self.steps_done)
+        def _save(self, score):
+            super()._save(score)
+            self.saved.append(self.steps_done)
 
-    def go(self):
-        with self.running:
-            self.folder.claim(self.config)
-            self.running.callback(self.folder.release)
-            self.begin()
-            self.fit()
-        return self
+        def go(self):
+            with self.running:
+                self.folder.claim(self.config)
+                self.running.callback(self.folder.release)
+                self.begin()
+                self.fit()
+            return self
+
+    return Counting
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Minutes for ``at_step`` to add to."""
     minutes = Counter()
-    monkeypatch.setattr(run.time, "monotonic", lambda: 60.0 * minutes["now"])
+    monkeypatch.setattr(time, "monotonic", lambda: 60.0 * minutes["now"])
     return lambda counting: minutes.update(now=10)
 
 
@@ -67,44 +73,44 @@ def checkpoints(tmp_path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_it_saves_by_time_and_keeps_the_newest_three(tmp_path, clock):
+def test_it_saves_by_time_and_keeps_the_newest_three(counting, tmp_path, clock):
     """Every 30 minutes by default: after steps 3 and 6, and at the end."""
-    assert Counting(config(tmp_path), at_step=clock).go().saved == [3, 6, 7]
+    assert counting(config(tmp_path), at_step=clock).go().saved == [3, 6, 7]
     every_ten = config(tmp_path / "ten", save_minutes=10.0)
-    assert Counting(every_ten, at_step=clock).go().saved == [1, 2, 3, 4, 5, 6, 7]
+    assert counting(every_ten, at_step=clock).go().saved == [1, 2, 3, 4, 5, 6, 7]
     assert checkpoints(tmp_path / "ten") == ["step_5", "step_6", "step_7"]
-    assert Counting(config(tmp_path / "none", save_minutes=0.0), at_step=clock).go().saved == [7]
-    assert Counting(config(tmp_path / "two", save_minutes=0.0, save_every=2), at_step=clock).go().saved == [2, 4, 6, 7]
+    assert counting(config(tmp_path / "none", save_minutes=0.0), at_step=clock).go().saved == [7]
+    assert counting(config(tmp_path / "two", save_minutes=0.0, save_every=2), at_step=clock).go().saved == [2, 4, 6, 7]
 
 
-def test_what_is_best_on_the_held_out_rows_is_saved_and_kept(tmp_path):
+def test_what_is_best_on_the_held_out_rows_is_saved_and_kept(counting, tmp_path):
     """Scores of steps 0 to 7: 3 and then 2 are the best so far among those saved, and 2 stays."""
     scores, changes = (0.9, 0.1, 0.6, 0.5, 0.4, 0.6, 0.2, 0.3), dict(eval_every=1, keep_checkpoints=1)
-    assert Counting(config(tmp_path, **changes), scores).go().saved == [1, 2, 7]
+    assert counting(config(tmp_path, **changes), scores).go().saved == [1, 2, 7]
     assert checkpoints(tmp_path) == ["step_2", "step_7"]
     assert json.loads((tmp_path / "run/checkpoints/step_2/trainer.json").read_text())["heldout"] == 0.6
     plain = config(tmp_path / "plain", keep_best=False, **changes)
-    assert Counting(plain, scores).go().saved == [7] and checkpoints(tmp_path / "plain") == ["step_7"]
+    assert counting(plain, scores).go().saved == [7] and checkpoints(tmp_path / "plain") == ["step_7"]
 
 
-def test_asked_to_stop_it_saves_the_step_in_hand_and_the_same_settings_go_on(tmp_path, capsys):
+def test_asked_to_stop_it_saves_the_step_in_hand_and_the_same_settings_go_on(counting, tmp_path, capsys):
     def ask(counting):
         assert counting.stop_request.in_hand == f"step {counting.steps_done}"
         counting.stop_request.signal = 15 if counting.steps_done == 2 else None
 
     settings = config(tmp_path, resume=True, save_minutes=0.0)
-    stopped = Counting(settings, at_step=ask).go()
+    stopped = counting(settings, at_step=ask).go()
     assert (stopped.saved, stopped.steps_done) == ([2], 2)
     told = capsys.readouterr().out
     assert f"run: begins in {tmp_path / 'run'}, which holds none to resume" in told
     assert "stopped after step 2 of 7; the same with --resume goes on" in told and "report: " in told
-    again = Counting(settings).go()
+    again = counting(settings).go()
     assert (again.saved, again.stop_request.in_hand) == ([7], "")
     assert "run: goes on from step 2 (checkpoints/step_2)" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(8))
 
 
-def test_a_disk_that_fills_up_ends_the_run_with_a_message(tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_ends_the_run_with_a_message(counting, tmp_path, monkeypatch):
     def fill(counting):
         if counting.steps_done == 3:
             monkeypatch.setattr(checkpoint.os, "fsync", full)
@@ -115,5 +121,5 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_message(tmp_path, monkeypatch)
     with pytest.raises(
         RunError, match=r"step 3: '.*run' cannot be written to: .*No space left.*; make room, then go on"
     ):
-        Counting(config(tmp_path, save_every=1), at_step=fill).go()
+        counting(config(tmp_path, save_every=1), at_step=fill).go()
     assert checkpoints(tmp_path)[-2:] == ["step_1", "step_2"]

@@ -13,8 +13,6 @@ from recipes.addition import make_tokenizer
 from rlworker.config import AlgorithmConfig, RunConfig
 from rlworker.data import Row
 from rlworker.metrics import StepClock
-from rlworker.reward_pool import Scores
-from rlworker.sampler import Sampler
 
 ROWS = [Row(str(i), (i + 4,), "", {}) for i in range(12)]
 
@@ -28,11 +26,15 @@ class Rewards:
     """Prompts of an even number are answered right once, of an odd one never."""
 
     def score(self, texts, rows):
+        from rlworker.reward_pool import Scores
+
         firsts = [i == 0 or row is not rows[i - 1] for i, row in enumerate(rows)]
         return Scores([float(first and int(row.prompt) % 2 == 0) for first, row in zip(firsts, rows)], {}, [])
 
 
-def sampler(rows, further, prompts=4) -> Sampler:
+def sampler(rows, further, prompts=4):
+    from rlworker.sampler import Sampler
+
     algorithm = AlgorithmConfig(dynamic_sampling=further)
     rollout = VllmConfig(max_new_tokens=4, max_model_len=16)
     config = RunConfig(algorithm=algorithm, prompts_per_step=prompts, samples_per_prompt=3)

@@ -2,37 +2,53 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from recipes.sft_text import DEFAULT
 from recipes.smoke import SftRecipeConfig, small_supervised
 from rlworker.data import load_tokenizer
 from rlworker.metrics import read_metrics
-from rlworker.sft import SftTrainer, launch_supervised
 from rlworker.sft_config import SftConfig
 
 
-@pytest.fixture
-def config(tmp_path) -> SftRecipeConfig:
+def make_config(folder: Path) -> SftRecipeConfig:
     """Two ranks, sixteen questions, eight a step."""
-    config = small_supervised(replace(DEFAULT, run_dir=str(tmp_path / "sft")))
+    from recipes.sft_text import DEFAULT
+
+    config = small_supervised(replace(DEFAULT, run_dir=str(folder / "sft")))
     actor = replace(config.actor, lr=1e-2, lr_warmup_steps=0, lr_decay="constant")
     return replace(config, actor=actor, steps=3, save_every=1, eval_every=1)
 
 
+@pytest.fixture
+def config(tmp_path) -> SftRecipeConfig:
+    return make_config(tmp_path)
+
+
 def fit(config: SftConfig) -> Path:
+    from rlworker.sft import SftTrainer
+
     SftTrainer(config).fit()
     return Path(config.run_dir)
 
 
+@pytest.fixture(scope="module")
+def finished(cluster, tmp_path_factory) -> SftRecipeConfig:
+    """The settings of a run that has gone on to its end."""
+    config = make_config(tmp_path_factory.mktemp("finished"))
+    fit(config)
+    return config
+
+
 def heldout_loss(model: str, config: SftConfig) -> float:
     """Mean over the answers' tokens, their ends included: HuggingFace, one row at a time, from the text."""
+    from transformers import AutoModelForCausalLM
+
     tokenizer, model = load_tokenizer(config.model), AutoModelForCausalLM.from_pretrained(model)
     total, count = 0.0, 0
     for line in Path(config.data.heldout).open():
@@ -48,8 +64,8 @@ def heldout_loss(model: str, config: SftConfig) -> float:
     return total / count
 
 
-def test_the_loss_is_huggingfaces_and_falls(cluster, config):
-    run = fit(config)
+def test_the_loss_is_huggingfaces_and_falls(finished):
+    config, run = finished, Path(finished.run_dir)
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert lines[0]["heldout_loss"] == pytest.approx(heldout_loss(config.model, config), abs=1e-5)
@@ -58,9 +74,12 @@ def test_the_loss_is_huggingfaces_and_falls(cluster, config):
     assert (run / "report.html").stat().st_size > 10**6
 
 
-def test_a_resumed_run_is_the_unbroken_one(cluster, config, tmp_path, capsys):
-    whole = fit(config)
-    part = fit(replace(config, run_dir=str(tmp_path / "part"), steps=1))
+def test_a_resumed_run_is_the_unbroken_one(finished, tmp_path, capsys):
+    """Of a run that was cut off after its first step."""
+    config, whole, part = finished, Path(finished.run_dir), tmp_path / "part"
+    shutil.copytree(whole, part)
+    for step in (2, 3):
+        shutil.rmtree(part / "checkpoints" / f"step_{step}")
     capsys.readouterr()
     fit(replace(config, run_dir=str(part), resume=True))
     told = [line.split("s  ", 1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
@@ -76,6 +95,8 @@ def test_a_resumed_run_is_the_unbroken_one(cluster, config, tmp_path, capsys):
 
 
 def test_long_answers_are_an_error_or_left_out(config):
+    from rlworker.sft import SftTrainer
+
     short = replace(config, max_answer_tokens=20)
     with pytest.raises(ValueError, match=r"has \d+ tokens and an end, expected at most 20; raise --max-answer-tokens"):
         SftTrainer(short)
@@ -88,7 +109,9 @@ def test_long_answers_are_an_error_or_left_out(config):
         SftTrainer(replace(short, data=replace(config.data, skip_long_prompts=True), max_answer_tokens=2))
 
 
-def test_what_cannot_work_is_refused_before_anything_starts(config, capsys):
+def test_what_cannot_work_is_refused_before_anything_starts(config):
+    from rlworker.sft import SftTrainer, launch_supervised
+
     with pytest.raises(ValueError, match="rows_per_step=1 cannot feed 2 data-parallel ranks"):
         replace(config, rows_per_step=1)
     with pytest.raises(ValueError, match="slots=64 does not hold the longest sequence, 256 tokens, which takes 255"):

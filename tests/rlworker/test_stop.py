@@ -16,7 +16,7 @@ PROGRAM = """
 import subprocess, sys, time
 from rlworker.stop import ending_well
 with ending_well() as stop:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen(["sleep", "60"])
     stop.in_hand = sys.argv[1]
     print(child.pid, flush=True)
     until = time.monotonic() + 20

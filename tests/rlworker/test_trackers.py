@@ -9,41 +9,51 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlworker.config import RunConfig
 from rlworker.metrics import RunLog, read_metrics
 from rlworker.trackers import Trackers, check_trackers
 
-WANDB_RUN = """
-import json, os, sys
+WANDB_RUNS = """
+import json, sys, time
 from pathlib import Path
 import psutil
 from rlworker.metrics import RunLog
 from rlworker.trackers import Trackers, check_trackers
 
-folder, first_step, steps = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 check_trackers(["wandb"])
 assert "wandb" not in sys.modules
-trackers = Trackers(["wandb"], folder, first_step, {"actor": {"lr": 5e-4}, "trackers": ("wandb",)})
-with RunLog(folder, 9, first_step, trackers) as log:
-    for number, metrics in steps:
-        log.step(number, metrics)
-        if metrics.get("kill"):
-            for child in psutil.Process().children():
-                child.kill()
-                child.wait()
+for folder, first_step, steps in json.loads(sys.argv[1]):
+    print("RUN in", folder)
+    Path(folder).mkdir(exist_ok=True)
+    trackers = Trackers(["wandb"], Path(folder), first_step, {"actor": {"lr": 5e-4}, "trackers": ("wandb",)})
+    with RunLog(Path(folder), 9, first_step, trackers) as log:
+        for number, metrics in steps:
+            log.step(number, metrics)
+            if metrics.get("kill"):
+                for child in psutil.Process().children():
+                    child.kill()
+                    child.wait()
+    time.sleep(1.1)  # wandb names a run's folder by the second of its start
 """
 
 
-def wandb_run(folder: Path, first_step: int, *steps: tuple[int, dict]) -> subprocess.CompletedProcess:
-    """A process of its own that logs steps to wandb, which keeps all its files in ``folder``'s parent."""
-    folder.mkdir(exist_ok=True)
-    places = {f"WANDB_{name}_DIR": str(folder.parent / name) for name in ("CACHE", "CONFIG", "DATA")}
+@pytest.fixture(scope="module")
+def wandb_runs(tmp_path_factory):
+    """The folder of a run of wandb and of one that goes on with it, that of a run whose wandb dies, and what a process
+    of their own says of each."""
+    root = tmp_path_factory.mktemp("wandb")
+    mine, dying = root / "mine", root / "dying"
+    steps = [(0, {"heldout": 0.25}), (1, {"reward": 0.5, "time_step": 2.0}), (2, {"reward": 0.75})]
+    runs = [(str(mine), 0, steps), (str(mine), 1, [(2, {"reward": 0.75}), (3, {"reward": 1.0})])]
+    runs += [(str(dying), 0, [(1, {"reward": 0.5, "kill": 1}), (2, {"reward": 0.75}), (3, {"reward": 1.0})])]
+    places = {f"WANDB_{name}_DIR": str(root / name) for name in ("CACHE", "CONFIG", "DATA")}
     unset = {"WANDB_MODE", "WANDB_PROJECT", "WANDB_NAME"}
     environment = {k: v for k, v in os.environ.items() if k not in unset} | places | {"WANDB_ERROR_REPORTING": "false"}
-    command = [sys.executable, "-W", "ignore", "-c", WANDB_RUN, str(folder), str(first_step), json.dumps(steps)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    command = [sys.executable, "-W", "ignore", "-c", WANDB_RUNS, json.dumps(runs)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return mine, dying, done.stdout.split("RUN in ")[1:]
 
 
 def wandb_records(file: Path) -> list:
@@ -70,6 +80,8 @@ def wandb_history(file: Path) -> list[dict]:
 
 
 def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
@@ -112,14 +124,10 @@ def test_tensorboard_goes_on_after_the_checkpoint(tmp_path, resumed_at):
     assert tensorboard_scalars(tmp_path)["reward"] == want
 
 
-def test_wandb_has_the_numbers_and_a_resumed_run_goes_on(tmp_path):
-    folder = tmp_path / "mine"
-    done = wandb_run(folder, 0, (0, {"heldout": 0.25}), (1, {"reward": 0.5, "time_step": 2.0}), (2, {"reward": 0.75}))
-    assert done.returncode == 0, done.stderr
-    (first,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    done = wandb_run(folder, 1, (2, {"reward": 0.75}), (3, {"reward": 1.0}))
-    assert done.returncode == 0, done.stderr
-    (second,) = set((folder / "wandb").glob("offline-run-*/*.wandb")) - {first}
+def test_wandb_has_the_numbers_and_a_resumed_run_goes_on(wandb_runs):
+    folder, _, said = wandb_runs
+    first, second = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+    assert not any("WARNING" in text for text in said[:2])
 
     history = [wandb_history(file) for file in (first, second)]
     assert [line["_step"] for line in history[0]] == [0, 1, 2] and [line["_step"] for line in history[1]] == [2, 3]
@@ -136,14 +144,11 @@ def test_wandb_has_the_numbers_and_a_resumed_run_goes_on(tmp_path):
     assert config["actor"] == {"lr": 5e-4} and config["trackers"] == ["wandb"]
 
 
-def test_a_wandb_that_dies_is_dropped_and_the_run_goes_on(tmp_path):
-    folder = tmp_path / "mine"
-    steps = [(1, {"reward": 0.5, "kill": 1}), (2, {"reward": 0.75}), (3, {"reward": 1.0})]
-    done = wandb_run(folder, 0, *steps)
-    assert done.returncode == 0, done.stderr
-    notes = [line for line in done.stdout.splitlines() if "WARNING" in line]
+def test_a_wandb_that_dies_is_dropped_and_the_run_goes_on(wandb_runs):
+    _, folder, (*_, said) = wandb_runs
+    notes = [line for line in said.splitlines() if "WARNING" in line]
     assert len(notes) == 1 and "WARNING tracker wandb failed and is dropped, metrics.jsonl goes on: " in notes[0]
-    assert done.stdout.index("step    1/9") < done.stdout.index("WARNING") < done.stdout.index("step    2/9")
+    assert said.index("step    1/9") < said.index("WARNING") < said.index("step    2/9")
     assert [line["reward"] for line in read_metrics(folder)] == [0.5, 0.75, 1.0]
 
 
@@ -182,22 +187,6 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
         assert str(error.value) == (
             f"trackers: {name} is not installed; install it (pip install {name}) or leave it out of --trackers"
         )
-
-
-def test_without_trackers_neither_library_is_imported(tmp_path):
-    code = f"""
-import sys
-from pathlib import Path
-from rlworker.metrics import RunLog
-from rlworker.trackers import Trackers, check_trackers
-check_trackers(["tensorboard", "wandb"])
-with RunLog(Path({str(tmp_path)!r}), 1, 0, Trackers([], Path({str(tmp_path)!r}), 0, {{}})) as log:
-    log.step(1, {{"reward": 0.5}})
-print([m for m in ("torch", "tensorboard", "wandb") if m in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
 
 
 def test_trackers_are_named_on_the_command_line():

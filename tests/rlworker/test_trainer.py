@@ -9,9 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import ray
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engines.config import MegatronConfig, VllmConfig
 from recipes.addition import make_data, make_tokenizer
@@ -21,12 +19,22 @@ from rlworker.data import rows_of_step
 from rlworker.losses import sequence_mean
 from rlworker.metrics import read_metrics
 from rlworker.rewards import exact_match
-from rlworker.sampler import CANARY
-from rlworker.trainer import Trainer
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-pytestmark = pytest.mark.usefixtures("cluster")
 MEAN_LIMIT, MAX_LIMIT = 1e-5, 1e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_value(cluster):
+    """Workers cannot import the tests, so that they are sent them whole."""
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def trainer_of(config: RunConfig, reward, **parts):
+    from rlworker.trainer import Trainer
+
+    return Trainer(config, reward, **parts)
 
 
 def digits_reward(text, row) -> float:
@@ -70,7 +78,7 @@ def finished(make_hf_model, data, tmp_path_factory):
     """A run of four steps over DP2 in thd, and what went wrong after it when it was made to."""
     config = make_config(make_hf_model, data, tmp_path_factory.mktemp("run") / "run", tied=True)
     faults = {}
-    with Trainer(config, digits_reward) as trainer:
+    with trainer_of(config, digits_reward) as trainer:
         trainer.fit()
         trainer.config = replace(config, logprob_diff_mean=1e-12)
         with pytest.raises(RuntimeError) as error:
@@ -126,6 +134,8 @@ def steps_of_few_groups(trainer) -> dict:
 
 def sync_with(trainer, fault: str) -> str:
     """Sync in buckets of 100 kB, of which the rollout engine makes something wrong. Returns what was said."""
+    import ray
+
     (engine,) = trainer.rollouts.actors
     ray.get(engine.__ray_call__.remote(plant, fault, trainer.models["actor"]))
     group = trainer.actor
@@ -234,6 +244,8 @@ def test_the_run_folder_is_whole(finished):
 
 
 def test_the_saved_model_is_the_trained_one(finished, make_hf_model):
+    from transformers import AutoModelForCausalLM
+
     folder = Path(finished[0].run_dir) / "checkpoints" / "step_4" / "hf"
     trained, start = (AutoModelForCausalLM.from_pretrained(f) for f in (folder, make_hf_model("qwen2", True)))
     moved = {
@@ -256,6 +268,8 @@ def agreement(run: Path, capsys, label: str) -> list[dict]:
 def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, capsys):
     """An untied model over TP2 in bshd; a critic in the actor's processes and a reference in its own, two optimizer
     steps per rollout; the critic learns alone first. Cut off after step 2 and resumed, the last steps are the same."""
+    from transformers import AutoModelForTokenClassification
+
     config = make_config(
         make_hf_model,
         data,
@@ -268,7 +282,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         steps=4,
         save_every=2,
     )
-    with Trainer(config, digits_reward) as trainer:
+    with trainer_of(config, digits_reward) as trainer:
         trainers = [name for engine in trainer.engines for name in engine.workers() if "rank" in name]
         assert trainers == ["actor rank 0", "actor rank 1", "reference rank 0", "reference rank 1"]
         trainer.fit()
@@ -286,7 +300,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     shutil.copytree(config.run_dir, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_4")
     capsys.readouterr()
-    with Trainer(replace(config, run_dir=str(tmp_path / "again"), resume=True), digits_reward) as trainer:
+    with trainer_of(replace(config, run_dir=str(tmp_path / "again"), resume=True), digits_reward) as trainer:
         trainer.fit()
     assert "s  step 2 is restored\n" in capsys.readouterr().out
     want, got = ([without_time(line) for line in read_metrics(tmp_path / run)] for run in ("run", "again"))
@@ -306,7 +320,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
 
     actor = MegatronConfig(ranks=2, pp=2, lr=3e-3, adam_eps=1e-5, micro_batch_tokens=64)
     config = make_config(make_hf_model, data, tmp_path / "run", tied=True, family="llama", actor=actor, steps=2)
-    with Trainer(config, fragile) as trainer:
+    with trainer_of(config, fragile) as trainer:
         trainer.fit()
         answers = [row.answer for row in trainer.heldout]
         taken = rows_of_step(trainer.rows, 8, 0, config.seed)
@@ -326,6 +340,10 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
 def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_path, capsys):
     """An untied llama over CP2 and two rollout engines; a teacher of another family, whose KL is part of the reward;
     ReMax's baseline; groups that are all alike give way to others."""
+    from transformers import AutoModelForCausalLM
+
+    from rlworker.sampler import CANARY
+
     teacher = make_hf_model("qwen2", False)
     config = make_config(
         make_hf_model,
@@ -349,7 +367,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
     def half_alike(text, row) -> float:
         return digits_reward(text, row) if int(row.answer) % 2 else 0.0
 
-    with Trainer(config, half_alike, advantage=advantage, aggregation=sequence_mean) as trainer:
+    with trainer_of(config, half_alike, advantage=advantage, aggregation=sequence_mean) as trainer:
         trainer.fit()
         drawn, rows = trainer.sampler.rollouts_done, trainer.rows
         trainer.sampler.rollouts_done = 0
@@ -381,6 +399,8 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
 
 
 def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_path, finished, monkeypatch):
+    import ray
+
     monkeypatch.setattr(ray, "remote", None)  # nothing can start
     broken = tmp_path / "rows.jsonl"
     broken.write_text('{"prompt": "1+1=", "answer": "2"}\n{"answer": "3"}\n')
@@ -395,5 +415,5 @@ def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_p
     ]
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
-            Trainer(wrong, exact_match)
+            trainer_of(wrong, exact_match)
     assert not (tmp_path / "run").exists()

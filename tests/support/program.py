@@ -1,0 +1,42 @@
+"""Programs run in the process of their test, where what they say and how they end is all that is looked at.
+
+A process of its own would spend a second or more on imports that the tests have made already.
+"""
+
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from io import StringIO
+from subprocess import CompletedProcess
+from unittest.mock import patch
+
+
+def run_program(main: Callable[[], object], *arguments: object) -> CompletedProcess[str]:
+    """What a program says to these arguments, and the status that it ends with.
+
+    What would be a traceback in a process of its own is raised.
+    """
+    said, complained, status = StringIO(), StringIO(), 0
+    argv = ["program", *map(str, arguments)]
+    with patch.object(sys, "argv", argv), redirect_stdout(said), redirect_stderr(complained):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+            if not isinstance(status, int):  # as Python ends a program that gives a message for a status
+                print(status, file=sys.stderr)
+                status = 1
+    return CompletedProcess(argv, int(status), said.getvalue(), complained.getvalue())
+
+
+def run_recipe(name: str, *arguments: object) -> CompletedProcess[str]:
+    """What ``python -m recipes.NAME`` does."""
+    module = f"recipes.{name}"
+    imported = sys.modules.pop(module, None)  # or runpy warns of it
+    try:
+        return run_program(partial(runpy.run_module, module, run_name="__main__"), *arguments)
+    finally:
+        if imported:
+            sys.modules[module] = imported
