@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
+from support.huggingface import load_folder, logprobs_of
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engines.config import MegatronConfig, VllmConfig
@@ -371,9 +372,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
         batch.greedy_rewards[::4], batch.greedy_rewards[3::4]
     )
     one = batch.select(5, 6)
-    with torch.no_grad():
-        log_p = AutoModelForCausalLM.from_pretrained(teacher)(one.inputs[None]).logits[0].log_softmax(-1)
-    want = log_p.gather(-1, one.targets[:, None])[:, 0]
+    want = logprobs_of(load_folder(teacher), one)
     assert float((one.ref_logprobs - want).abs().max()) <= 1e-5
     assert torch.equal(one.penalties, -0.1 * (one.rollout_logprobs - one.ref_logprobs) * one.mask)
     state = json.loads(next((tmp_path / "run" / "checkpoints" / "step_1").glob("*.json")).read_text())
