@@ -15,7 +15,7 @@ from rlworker.check_case import Case, make_case
 from rlworker.check_config import CheckConfig
 from rlworker.cluster import naming_failures, ray_for
 from rlworker.group import StartingGroup, WorkerGroup
-from rlworker.reference import Reference, huggingface_reference
+from rlworker.reference import Reference, huggingface_reference, probe_loss
 from rlworker.rollout_engines import Rollouts
 from rlworker.worker import Role
 
@@ -112,9 +112,3 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
         with naming_failures("check: start", actor.workers() | rollouts.workers()):
             engines = Bench(config, model, actor.ready()["actor"], rollouts.ready(), case, reference)
         yield engines
-
-
-def probe_loss(outputs: TokenOutputs, batch: TrainBatch):
-    """``-sum(advantage * logprob + 0.1 * entropy)`` over the tokens that count."""
-    terms = -(batch.advantages * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
-    return terms.sum(), {"loss": terms.sum().detach()}

@@ -16,10 +16,11 @@ from engines.interfaces import Sampling, TokenOutputs
 from hardware.capabilities import find_backend
 from hardware.platform import get_platform
 from hardware.rules import CAUSAL, Rule
-from rlworker.bench import Bench, Finding, bench, limits_of_platform, probe_loss
+from rlworker.bench import Bench, Finding, bench, limits_of_platform
 from rlworker.check_config import CheckConfig
 from rlworker.data import Row
 from rlworker.group import BUCKET_BYTES
+from rlworker.reference import probe_loss
 from rlworker.rollout import logprob_difference, to_batch
 
 KINDS = ("bshd", "thd")

@@ -1,14 +1,26 @@
-"""HuggingFace's own computation, one sequence at a time in fp32: what layouts and masks must not change."""
+"""HuggingFace's own computation, one sequence at a time: what layouts, masks and parallel sizes must not change.
 
+``rlworker check`` and the tests compare the engines with it. It is itself compared with a second oracle, transformers'
+own loss of one label at a time, in ``tests/rlworker/test_reference.py``.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engines.batch import TrainBatch
-from engines.interfaces import LossFn, TokenOutputs
+from engines.interfaces import LossFn, TokenOutputs, join_outputs
 from engines.models import ModelSpec
 from engines.pixels import ImageProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Arguments = Callable[[TrainBatch], dict[str, Tensor]]
+"""What transformers' forward is given of a sequence beside its ids."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +39,125 @@ class Reference:
     gradients: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class ForwardPass:
+    """What a model says of a batch; all of it can be differentiated.
+
+    Attributes:
+        logits: ``[N, vocab]``, as the model gives them. outputs: ``[N]`` each. loss: its sum over the batch.
+    """
+
+    logits: Tensor
+    outputs: TokenOutputs
+    loss: Tensor
+
+
 def huggingface_reference(
     spec: ModelSpec, batch: TrainBatch, loss: LossFn, denominator: float, temperature: float
 ) -> Reference:
-    """The reference of a batch for a model, read from its HuggingFace folder."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    """Compute the reference of a batch for a model, read from its HuggingFace folder."""
+    model = load_huggingface(spec)
+    states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
+    found = forward_pass(model, spec, batch, loss, temperature=temperature)
+    (found.loss / denominator).backward()
+    return Reference(
+        found.outputs.logprobs.detach(),
+        found.outputs.entropy.detach(),
+        {number: torch.cat(hidden) for number, hidden in states.items()},
+        gradients_by_name(model, spec),
+    )
 
-    kind = AutoModelForImageTextToText if spec.vision else AutoModelForCausalLM
-    model = kind.from_pretrained(spec.folder, dtype=torch.float32, attn_implementation="eager")
-    processor = ImageProcessor(spec.folder, spec.vision) if spec.vision else None
+
+def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
+    """Load transformers' own model from a folder, with attention that writes out every weight ``[b, h, s, s]``."""
+    import transformers
+
+    model_class = getattr(transformers, spec.architecture)
+    return model_class.from_pretrained(spec.folder, dtype=dtype, attn_implementation="eager")
+
+
+def forward_pass(
+    model: "PreTrainedModel",
+    spec: ModelSpec,
+    batch: TrainBatch,
+    loss: LossFn,
+    *,
+    temperature: float = 1.0,
+    arguments: Arguments | None = None,
+) -> ForwardPass:
+    """Run a language model, and a loss on it, on one sequence after another.
+
+    Args:
+        spec: the model's. arguments: None gives each sequence its pictures, where the model sees them.
+    """
+    logits, outputs, total = [], [], torch.zeros(())
+    for one, scores in logits_by_sequence(model, batch, arguments or picture_arguments(spec)):
+        logits.append(scores)
+        outputs.append(token_outputs(scores, one.targets, spec.banned_tokens, temperature))
+        total = total + loss(outputs[-1], one)[0]
+    return ForwardPass(torch.cat(logits), join_outputs(outputs), total)
+
+
+def logits_by_sequence(
+    model: "PreTrainedModel", batch: TrainBatch, arguments: Arguments = lambda one: {}
+) -> Iterator[tuple[TrainBatch, Tensor]]:
+    """Run a model on one sequence after another, so that there is nothing to pad, to pack or to split.
+
+    Yields:
+        each sequence that has an input, as a batch of its own, and its logits ``[n, vocab]``; of a critic ``[n, 1]``.
+    """
+    for i in range(len(batch)):
+        one = batch.select(i, i + 1)
+        if one.num_tokens:
+            yield one, model(one.inputs[None], **arguments(one)).logits[0]
+
+
+def token_outputs(
+    logits: Tensor, targets: Tensor, banned: tuple[int, ...] = (), temperature: float = 1.0
+) -> TokenOutputs:
+    """Score targets ``[n]`` by ``softmax(logits / temperature)`` over the tokens that are not banned.
+
+    A banned target has logprob 0, as in the engines: it never counts.
+    """
+    never = torch.tensor(banned, dtype=torch.long)
+    log_p = (logits.float() / temperature).index_fill(-1, never, -1e30).log_softmax(-1)
+    chosen = log_p.gather(-1, targets[:, None])[:, 0]
+    return TokenOutputs(
+        logprobs=chosen.masked_fill(torch.isin(targets, never), 0.0),
+        entropy=-(log_p.exp() * log_p).sum(-1),
+    )
+
+
+def probe_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum ``-(advantage * logprob + 0.1 * entropy)`` over the tokens that count: its gradient differs at each."""
+    terms = -(batch.advantages * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
+    return terms.sum(), {"loss": terms.sum().detach()}
+
+
+def gradients_by_name(model: "PreTrainedModel", spec: ModelSpec) -> dict[str, Tensor]:
+    """Name what the last backward pass left as the weights are named in the folder; nothing is copied."""
+    return {spec.name_in_folder(name): parameter.grad for name, parameter in model.named_parameters()}
+
+
+def picture_arguments(spec: ModelSpec) -> Arguments:
+    """Make what gives each sequence its pictures; of a model without a vision tower, nothing."""
+    if not spec.vision:
+        return lambda one: {}
+    processor = ImageProcessor(spec.folder, spec.vision)
+
+    def arguments(one: TrainBatch) -> dict[str, Tensor]:
+        ids, images = one.inputs[None], one.images[0]
+        given = {"mm_token_type_ids": (ids == spec.vision.image_token).int(), "attention_mask": torch.ones_like(ids)}
+        if images:
+            given["pixel_values"] = torch.cat([processor.patches([image]) for image in images])
+            given["image_grid_thw"] = torch.tensor([image.grid for image in images])
+        return given
+
+    return arguments
+
+
+def _keep_hidden_states(language: torch.nn.Module) -> dict[int, list[Tensor]]:
+    """Watch a decoder: what each layer gives out of every sequence that is run from now on, by its number from 1."""
     states: dict[int, list[Tensor]] = {}
 
     def keep(number: int):
@@ -45,37 +167,6 @@ def huggingface_reference(
 
         return hook
 
-    language = model.model.language_model if spec.vision else model.model
     for number, then in enumerate([*language.layers[1:], language.norm], start=1):
         then.register_forward_pre_hook(keep(number), with_kwargs=True)
-    parts, total = [], torch.zeros(())
-    for i in range(len(batch)):
-        one = batch.select(i, i + 1)
-        if not one.num_tokens:
-            continue
-        logits = model(one.inputs[None], **_pictures(one, spec, processor)).logits[0] / temperature
-        logits[:, list(spec.banned_tokens)] = -1e30
-        log_p = logits.log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        chosen = log_p.gather(-1, one.targets[:, None])[:, 0]
-        is_banned = torch.isin(one.targets, torch.tensor(spec.banned_tokens, dtype=torch.long))
-        parts.append(TokenOutputs(chosen.masked_fill(is_banned, 0.0), entropy))
-        total = total + loss(parts[-1], one)[0]
-    (total / denominator).backward()
-    return Reference(
-        torch.cat([part.logprobs for part in parts]).detach(),
-        torch.cat([part.entropy for part in parts]).detach(),
-        {number: torch.cat(hidden) for number, hidden in states.items()},
-        {spec.name_in_folder(name): parameter.grad for name, parameter in model.named_parameters()},
-    )
-
-
-def _pictures(one: TrainBatch, spec: ModelSpec, processor: ImageProcessor | None) -> dict[str, Tensor]:
-    """What HuggingFace's forward is given of a sequence beside its ids."""
-    if processor is None:
-        return {}
-    given, images = {"mm_token_type_ids": (one.inputs[None] == spec.vision.image_token).int()}, one.images[0]
-    if images:
-        given["pixel_values"] = processor.patches(images)
-        given["image_grid_thw"] = torch.tensor([image.grid for image in images])
-    return given | {"attention_mask": torch.ones_like(one.inputs[None])}
+    return states

@@ -29,20 +29,31 @@ _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }
+_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 _PATCH, _MERGE = 14, 2
+LARGE_WEIGHTS = {"initializer_range": 0.08}
+"""A setting of either tower that makes attention sharp, four times what transformers takes by itself."""
 
 
 def tiny_model(folder: str | Path, kind: Tiny) -> str:
     """Save a model whose weights are large enough that a wrong one would show."""
-    options = dict(initializer_range=0.08)
     if kind == "qwen2":
-        from transformers import Qwen2Config, Qwen2ForCausalLM
+        return tiny_text(folder, kind, 131)
+    return tiny_vlm(folder, kind, bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
 
-        _seed(0)
-        language = _LANGUAGE | options
-        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=131, tie_word_embeddings=True, **language))
-        return save_apart(model, folder)
-    return tiny_vlm(folder, kind, bare_tokenizer(), 131, language=options, vision=options)
+
+def tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True, **settings: Any) -> str:
+    """Save a language model alone, without a tokenizer. Its weights are large enough that a wrong one would show.
+
+    Args:
+        family: HF model_type. settings: of its config that differ.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _seed(0)
+    settings = _LANGUAGE | LARGE_WEIGHTS | settings
+    config = AutoConfig.for_model(family, vocab_size=vocab, tie_word_embeddings=tied, **settings)
+    return save_apart(AutoModelForCausalLM.from_config(config), folder)
 
 
 def bare_tokenizer(first: int = 0) -> Any:
@@ -75,7 +86,8 @@ def tiny_vlm(
         language, vision: settings of both towers that differ. pixels: fewest and most of a picture.
         apart: how far biases and norms, which are born alike, are moved from there: a swapped pair would go unseen.
     """
-    name, settings_class, model_class = _classes(family)
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
     rope, heads = _ROPE | {"mrope_section": [8, 4, 4]}, {}
     if family == "qwen3_vl":
         rope, heads = rope | {"mrope_interleaved": True}, {"head_dim": 32}
@@ -86,7 +98,8 @@ def tiny_vlm(
     text |= language or {}
     tower |= _VISION[family] | {"out_hidden_size": text["hidden_size"]} | (vision or {})
     _seed(seed)
-    config = settings_class(
+    config = AutoConfig.for_model(
+        family,
         text_config=text,
         vision_config=tower,
         vision_start_token_id=start,
@@ -95,11 +108,11 @@ def tiny_vlm(
         video_token_id=video,
         tie_word_embeddings=tied,
     )
-    saved = save_apart(model_class(config), folder, apart)
+    saved = save_apart(AutoModelForImageTextToText.from_config(config), folder, apart)
     tokenizer.save_pretrained(folder)
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": f"{name}Processor",
+        "processor_class": _PROCESSORS[family],
         "size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]},
         "patch_size": _PATCH,
         "temporal_patch_size": 2,
@@ -109,21 +122,6 @@ def tiny_vlm(
     }
     (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
     return saved
-
-
-def _classes(family: str) -> tuple[str, type, type]:
-    """What transformers calls a family, and its classes of the settings and of the model."""
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-    )
-
-    return {
-        "qwen2_5_vl": ("Qwen2_5_VL", Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
-        "qwen3_vl": ("Qwen3VL", Qwen3VLConfig, Qwen3VLForConditionalGeneration),
-    }[family]
 
 
 def _seed(seed: int) -> None:

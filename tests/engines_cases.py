@@ -79,14 +79,6 @@ def make_batch(seed: int = 1, vocab: int = 99):
     return TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": advantages})
 
 
-def weighted_loss(outputs, batch):
-    """A loss whose gradient differs at every target: ``-sum(advantage * logprob)`` over the mask, less entropy."""
-    import torch
-
-    terms = -(batch.advantages * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
-    return terms.sum(), {"loss": terms.sum().detach(), "largest_max": torch.amax(terms.detach().abs())}
-
-
 def plan(engine, batch):
     """The schedule of a batch over an engine's replicas, and this replica's shard."""
     from engines.schedule import plan_schedule
@@ -137,6 +129,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
 
     engine = build_engine(rank, world, address, folder, settings | {"lr": 5e-4, "adam_eps": 1e-5, "clip_grad": 0.5})
     from engines.megatron.probe import whole_gradients
+    from rlworker.reference import probe_loss
 
     batch = make_batch()
     schedule, shard = plan(engine, batch)
@@ -150,7 +143,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
         return optimizer_step()
 
     engine.optimizer.step = watched_step  # gradients are clipped in place by the step, so they are read before it
-    results = [engine.train_step(shard, weighted_loss, denominator) for _ in range(3)]
+    results = [engine.train_step(shard, probe_loss, denominator) for _ in range(3)]
     weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
     return {
         "schedule": schedule,
@@ -161,6 +154,5 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
         "gradients": gradients[0],
         "weights": weights,
         "grad_norms": [r.grad_norm for r in results],
-        "metrics": [r.metrics for r in results],
         "step_logprobs": results[0].outputs.logprobs if engine.is_leader else torch.empty(0),
     }

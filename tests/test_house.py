@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 FLOORS = {"hardware": 0, "engines": 1, "rlworker": 2, "recipes": 3}
 HARDWARE_WORDS = re.compile(r"\b(cuda|npu|nccl|hccl|ascend)\b", re.I)
 SOURCES = sorted(path for package in FLOORS for path in (ROOT / package).rglob("*.py"))
@@ -176,44 +177,63 @@ def test_hardware_itself_does_know_mask_forms():
     assert {"attn_mask", "is_causal", "blocked_where_true"} <= known
 
 
-HEAVY = {"ray", "transformers", "vllm", "megatron", "datasets", "pyarrow"}
-HEAVY |= {"tensorboard", "wandb", "plotly", "math_verify"}
-"""What takes seconds to import, and no more than some tests need."""
-TESTS = [path for name in ("rlworker", "recipes", "hardware") for path in sorted((ROOT / "tests" / name).glob("*.py"))]
-
-
-def imported_first(tree: ast.AST) -> set[str]:
-    """What a file imports while it is imported itself: not in its functions, nor for its annotations alone."""
-    found = set()
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif not isinstance(node, ast.FunctionDef | ast.Lambda):
-            for_annotations = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-            found |= set() if for_annotations else imported_first(node)
-    return found
+HEAVY = {"transformers", "ray", "vllm", "megatron", "datasets", "pyarrow", "torchvision"}
+HEAVY |= {"plotly", "math_verify", "tensorboard", "wandb"}
+"""Packages that take up to ten CPU-seconds to import: a test or fixture that needs one imports it as it runs."""
+LIGHT = [TESTS / "conftest.py", *sorted(TESTS.rglob("test_*.py"))]
+"""What every run of pytest loads."""
 
 
 @cache
-def imported_with(name: str) -> frozenset[str]:
-    """A module's name, and those of all that is imported with it; other packages' are not followed."""
-    place = Path(*name.split("."))
-    files = (base / end for base in (ROOT, ROOT / "tests") for end in (f"{place}.py", place / "__init__.py"))
-    path = next((file for file in files if file.is_file()), None)
-    first = imported_first(ast.parse(path.read_text())) if path else set()
-    return frozenset({name}.union(*map(imported_with, first)))
+def imported_on_load(path: Path) -> frozenset[str]:
+    """Name what is imported together with a file: all but what stands in functions, or is for type checkers alone.
+
+    ``from a import b`` counts as ``a`` and ``a.b``, since either may be a module.
+    """
+    found, left = set(), [ast.parse(path.read_text())]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in names(node.test):
+            left += node.orelse
+        elif not isinstance(node, ast.FunctionDef):
+            left += ast.iter_child_nodes(node)
+    return frozenset(found)
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_collecting_tests_imports_nothing_heavier_than_torch(path):
-    """Whoever runs one test waits for the imports at the top of every test's file."""
-    first = imported_first(ast.parse(path.read_text()))
-    found = {name for top in first for name in imported_with(top) if name.split(".")[0] in HEAVY}
-    assert not found, "import them in the functions that need them, or what brings them along"
+@cache
+def files_of(module: str) -> tuple[Path, ...]:
+    """Find what a module of ours is loaded from, its packages first; nothing for one that is not ours."""
+    parts = module.split(".")
+    prefixes = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+    ends = [f"{prefix}{end}" for prefix in prefixes for end in ("/__init__.py", ".py")]
+    return tuple(path for root in (ROOT, TESTS) for end in ends if (path := root / end).is_file())
 
 
-def test_what_is_imported_in_the_end_is_found():
-    assert {"ray", "plotly.graph_objects"} <= imported_with("rlworker.trainer")
-    assert not any(name.split(".")[0] in HEAVY for name in imported_with("recipes.addition"))
+def way_to(path: Path, packages: set[str]) -> list[str]:
+    """Follow imports from a file to one of some packages: the shortest way there, or nothing if there is none."""
+    ways, seen = [(path, [str(path.relative_to(ROOT))])], {path}
+    for here, way in ways:  # it grows as it is read
+        for module in sorted(imported_on_load(here)):
+            if module.split(".")[0] in packages:
+                return [*way, module]
+            new = [file for file in files_of(module) if file not in seen]
+            seen.update(new)
+            ways += [(file, [*way, str(file.relative_to(ROOT))]) for file in new]
+    return []
+
+
+@pytest.mark.parametrize("path", LIGHT, ids=lambda path: str(path.relative_to(TESTS)))
+def test_collection_imports_nothing_heavy(path):
+    """So that ``pytest -k gae`` costs what the test costs. conftest, which every run loads, has no torch either."""
+    packages = HEAVY | {"torch"} if path.name == "conftest.py" else HEAVY
+    way = way_to(path, packages)
+    assert not way, f"{' -> '.join(way)}: import it in the function or fixture that needs it"
+
+
+def test_a_heavy_import_is_found_behind_others():
+    assert way_to(ROOT / "rlworker" / "worker.py", HEAVY) == ["rlworker/worker.py", "rlworker/cluster.py", "ray"]
+    assert way_to(ROOT / "engines" / "pixels.py", HEAVY | {"torch"}) == [], "in functions, or for types alone"

@@ -1,12 +1,9 @@
-"""Small vision-language models, pictures and batches, and what the ranks of their tests run."""
+"""Pictures and batches of vision-language models, and what the ranks of their tests run."""
 
 from pathlib import Path
 
-from engines_cases import build_engine, logits_of, plan, weighted_loss
+from engines_cases import build_engine, logits_of, plan
 
-from rlworker.tiny_models import bare_tokenizer, tiny_vlm
-
-VOCAB = 99
 QWEN2_5_VL_7B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "attention_dropout": 0.0,
@@ -54,12 +51,6 @@ PICTURES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
 whole patches, and one that is made smaller because it is over the limit."""
 ROWS = ((), (0,), (1, 2, 3), (), (0,), (4, 5))
 """Pictures of each sequence: none, one and three; one picture is in two sequences."""
-
-
-def make_vlm(folder, family: str, tied: bool = False) -> str:
-    """Save a model of a family."""
-    sharp = {"initializer_range": 0.08}
-    return tiny_vlm(folder, family, bare_tokenizer(89), VOCAB, tied=tied, language=sharp, vision=sharp)
 
 
 def make_pictures(folder) -> list[str]:
@@ -132,6 +123,7 @@ def run_vlm_case(
     if budget and engine.vision:
         engine.vision.budget = budget
     from engines.megatron.probe import whole_gradients
+    from rlworker.reference import probe_loss
 
     batch, decoded = vlm_batch(engine.model, paths, rows), []
     if engine.vision:
@@ -139,7 +131,7 @@ def run_vlm_case(
         engine.vision.processor.patches = lambda images: (decoded.append(len(images)), patches(images))[1]
     schedule, shard = plan(engine, batch)
     logits, outputs = logits_of(engine, shard), engine.forward(shard)
-    engine.backward(shard, weighted_loss, float(batch.mask.sum()))
+    engine.backward(shard, probe_loss, float(batch.mask.sum()))
 
     return {
         "schedule": schedule,

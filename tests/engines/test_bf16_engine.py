@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from engines_cases import build_engine, leave_groups, make_batch, plan, weighted_loss
+from engines_cases import build_engine, leave_groups, make_batch, plan
 from ranks import free_address
-from transformers import AutoModelForCausalLM
+from support.huggingface import logprobs_of
+
+from engines.models import ModelSpec
+from rlworker.reference import load_huggingface, probe_loss
 
 BF16 = {"dtype": "bfloat16"}
 LR, DECAY, STEPS = 1e-4, 0.5, 6
@@ -17,23 +20,15 @@ def huggingface(make_hf_model):
 
     def of(family: str) -> tuple[torch.Tensor, float]:
         if family not in made:
-            want, rounded = (hf_logprobs(make_hf_model(family, False), d) for d in (torch.float32, torch.bfloat16))
+            spec, types = ModelSpec.from_folder(make_hf_model(family, False)), (torch.float32, torch.bfloat16)
+            want, rounded = (logprobs_of(load_huggingface(spec, dtype), make_batch()) for dtype in types)
             made[family] = want, float((rounded - want).abs().mean())
         return made[family]
 
     return of
 
 
-def hf_logprobs(folder: str, dtype: torch.dtype) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    batch = make_batch()
-    ones = [one for i in range(len(batch)) if (one := batch.select(i, i + 1)).num_tokens]
-    with torch.no_grad():
-        log_p = torch.cat([model(one.inputs[None]).logits[0].float().log_softmax(-1) for one in ones])
-    return log_p.gather(-1, batch.targets[:, None])[:, 0]
-
-
-def logprobs_of(rank: int, world: int, address: str, folder: str, settings: dict) -> tuple:
+def outputs_of(rank: int, world: int, address: str, folder: str, settings: dict) -> tuple:
     engine = build_engine(rank, world, address, folder, BF16 | settings)
     assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
     schedule, shard = plan(engine, make_batch())
@@ -44,7 +39,7 @@ def logprobs_of(rank: int, world: int, address: str, folder: str, settings: dict
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
 def test_it_is_as_exact_as_huggingface_in_bfloat16(one_rank, make_hf_model, huggingface, family, layout):
     ((schedule, _, outputs),) = one_rank.run(
-        logprobs_of, free_address(), make_hf_model(family, False), {"layout": layout}
+        outputs_of, free_address(), make_hf_model(family, False), {"layout": layout}
     )
     want, limit = huggingface(family)
     assert 0 < float((schedule.restore([outputs]).logprobs - want).abs().mean()) <= 1.5 * limit
@@ -52,7 +47,7 @@ def test_it_is_as_exact_as_huggingface_in_bfloat16(one_rank, make_hf_model, hugg
 
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=["TP2", "PP2", "CP2"])
 def test_it_is_as_exact_over_two_ranks(two_ranks, make_hf_model, huggingface, settings):
-    ranks = two_ranks.run(logprobs_of, free_address(), make_hf_model("qwen2", False), settings)
+    ranks = two_ranks.run(outputs_of, free_address(), make_hf_model("qwen2", False), settings)
     (schedule, outputs), *_ = [(schedule, outputs) for schedule, _, outputs in ranks if outputs]
     want, limit = huggingface("qwen2")
     assert 0 < float((schedule.restore([outputs]).logprobs - want).abs().mean()) <= 1.5 * limit
@@ -78,7 +73,7 @@ def watched_steps(rank: int, world: int, address: str, folder: str, dtype: str) 
 
     engine.optimizer.step = watched_step
     for _ in range(STEPS):
-        engine.train_step(shard, weighted_loss, float(batch.mask.sum()))
+        engine.train_step(shard, probe_loss, float(batch.mask.sum()))
     master = (lambda p: p.main_param.view(p.shape)) if dtype == "bfloat16" else (lambda p: p.data)
     masters = export_weights(engine.module.module, engine.model, master)
     found |= {"after": weights(), "masters": {name: tensor.clone() for name, tensor in masters}}
@@ -133,7 +128,7 @@ def resumed(rank: int, world: int, first: str, second: str, folder: str, target:
     def steps(engine, count: int, seed: int) -> list[float]:
         batch = make_batch(seed)
         _, shard = plan(engine, batch)
-        return [engine.train_step(shard, weighted_loss, float(batch.mask.sum())).lr for _ in range(count)]
+        return [engine.train_step(shard, probe_loss, float(batch.mask.sum())).lr for _ in range(count)]
 
     def state(engine, rates: list[float]) -> dict:
         parts = [part.optimizer for part in engine.optimizer.chained_optimizers]

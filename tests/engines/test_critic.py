@@ -6,15 +6,17 @@ from engines_cases import build_engine, make_batch, plan
 from ranks import free_address
 from support.cover import matrix
 from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, settings_of
-from transformers import AutoModelForTokenClassification
+
+from engines.batch import TrainBatch
+from engines.interfaces import ValueOutputs
+from engines.models import ModelSpec
+from rlworker.reference import gradients_by_name, load_huggingface, logits_by_sequence
 
 VALUES, GRADIENTS = 1e-5, 1e-6
 
 
 def make_value_batch():
     """The usual awkward sequences with returns to learn from."""
-    from engines.batch import TrainBatch
-
     batch = make_batch()
     returns = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(3))
     return TrainBatch(lengths=batch.lengths, **batch.columns() | {"returns": returns})
@@ -27,8 +29,6 @@ def squared(outputs, batch):
 
 def critic_case(rank: int, world: int, address: str, folder: str, settings: dict, target: str = "") -> dict:
     """Values, gradients and exported weights of a critic; with ``target`` it is also saved there as a folder."""
-    from engines.models import ModelSpec
-
     model = ModelSpec.from_folder(folder, head="value")
     engine = build_engine(rank, world, address, model, settings)
     from engines.hf_folder import save_hf_folder
@@ -50,18 +50,13 @@ def critic_case(rank: int, world: int, address: str, folder: str, settings: dict
 
 
 def hf_case(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model, batch = (
-        AutoModelForTokenClassification.from_pretrained(folder, attn_implementation="eager").eval(),
-        make_value_batch(),
-    )
-    parts, loss = [], torch.zeros(())
-    for i in range(len(batch)):
-        one = batch.select(i, i + 1)
-        if one.num_tokens:
-            parts.append(model(one.inputs[None]).logits[0, :, 0])
-            loss = loss + ((parts[-1] - one.returns).square() * one.mask).sum() / 2
+    spec, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
+    model, parts, loss = load_huggingface(spec), [], torch.zeros(())
+    for one, scores in logits_by_sequence(model, batch):
+        parts.append(scores[:, 0])
+        loss = loss + squared(ValueOutputs(parts[-1]), one)[0]
     (loss / batch.mask.sum()).backward()
-    return torch.cat(parts).detach(), {name: p.grad for name, p in model.named_parameters()}
+    return torch.cat(parts).detach(), gradients_by_name(model, spec)
 
 
 def check(ranks: list[dict], folder: str, capsys, label: str) -> None:
@@ -92,6 +87,8 @@ def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf
     folder, target = make_hf_model("qwen2", True), str(tmp_path / "saved")
     ranks = two_ranks.run(critic_case, free_address(), folder, {"tp": 2}, target)
     assert all(not rank["values"].any() for rank in ranks if rank["values"] is not None)
+    from transformers import AutoModelForTokenClassification
+
     saved, loading = AutoModelForTokenClassification.from_pretrained(target, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     from safetensors import safe_open
@@ -110,8 +107,6 @@ def test_a_checkpoint_holds_the_head(two_ranks, make_critic, tmp_path, before, a
     """Also before the first step, as an actor is saved whose critic still warms up."""
 
     def run(rank, world, first, second, folder, target):
-        from engines.models import ModelSpec
-
         model, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
         engine = build_engine(rank, world, first, model, before | {"lr": 1e-2})
         _, shard = plan(engine, batch)

@@ -6,7 +6,10 @@ from engines_cases import LENGTHS, make_batch, run_case
 from ranks import free_address
 from support.cover import matrix
 from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, settings_of
-from transformers import AutoModelForCausalLM
+
+from engines.interfaces import TokenOutputs
+from engines.models import ModelSpec
+from rlworker.reference import forward_pass, gradients_by_name, load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
 """Largest absolute differences; for invariance the largest ``|difference| / |gradient|`` (2-norms) of a tensor."""
@@ -20,34 +23,23 @@ def reference(make_hf_model):
 
     def run(family: str, tied: bool) -> dict:
         if (family, tied) not in made:
-            model = AutoModelForCausalLM.from_pretrained(make_hf_model(family, tied), attn_implementation="eager")
-            made[family, tied] = hf_steps(model.train())
+            made[family, tied] = hf_steps(ModelSpec.from_folder(make_hf_model(family, tied)))
         return made[family, tied]
 
     return run
 
 
-def hf_steps(model) -> dict:
-    batch = make_batch()
-    denominator = batch.mask.sum()
+def hf_steps(spec: ModelSpec) -> dict:
+    model, batch, result = load_huggingface(spec), make_batch(), {"norms": []}
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
-    result = {"norms": []}
     for step in range(STEPS):
-        loss, logits = torch.zeros(()), []
-        for i in range(len(batch)):
-            one = batch.select(i, i + 1)
-            if not one.num_tokens:
-                continue
-            logits.append(model(one.inputs[None]).logits[0])
-            log_p = logits[-1].log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)
-            chosen = log_p.gather(-1, one.targets[:, None])[:, 0]
-            loss = loss - ((one.advantages * chosen + 0.1 * entropy) * one.mask).sum()
+        found = forward_pass(model, spec, batch, probe_loss)
         optimizer.zero_grad()
-        (loss / denominator).backward()
+        (found.loss / batch.mask.sum()).backward()
         if step == 0:
-            result["logits"] = torch.cat(logits).detach()
-            result["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters()}
+            result["logits"] = found.logits.detach()
+            result["outputs"] = TokenOutputs(found.outputs.logprobs.detach(), found.outputs.entropy.detach())
+            result["gradients"] = {name: g.clone() for name, g in gradients_by_name(model, spec).items()}
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
     result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -84,17 +76,15 @@ def compare(pool_of, make_hf_model, reference, unsplit, capsys):
 
 def check(ranks: list[dict], want: dict, unsplit: dict, capsys, label: str) -> None:
     """Every number of a run against the reference, and its gradients against the unsplit run's, within the limits."""
-    batch = make_batch()
     leaders = sorted((r for r in ranks if r["is_leader"]), key=lambda r: r["dp_rank"])
     schedule = leaders[0]["schedule"]
     logits = schedule.in_order(torch.cat([r["logits"] for r in leaders]))
     outputs = schedule.restore([r["outputs"] for r in leaders])
-    log_p = want["logits"].log_softmax(-1)
     exported = next(r for r in ranks if r["weights"])
     differences = {
         "logits": largest(logits, want["logits"]),
-        "logprobs": largest(outputs.logprobs, log_p.gather(-1, batch.targets[:, None])[:, 0]),
-        "entropy": largest(outputs.entropy, -(log_p.exp() * log_p).sum(-1)),
+        "logprobs": largest(outputs.logprobs, want["outputs"].logprobs),
+        "entropy": largest(outputs.entropy, want["outputs"].entropy),
         "gradients": max(largest(exported["gradients"][n], g) for n, g in want["gradients"].items()),
         "weights": max(largest(exported["weights"][n], w) for n, w in want["weights"].items()),
         "invariance": max(float((exported["gradients"][n] - g).norm() / g.norm()) for n, g in unsplit.items()),

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engines.hf_folder import SafetensorsFolder, save_hf_folder
 from engines.models import ModelSpec
@@ -21,6 +20,13 @@ def copied(make_hf_model, tmp_path) -> Path:
     return tmp_path / "model"
 
 
+def load(folder: str | Path, **options) -> torch.nn.Module:
+    """Read a language model as transformers does by itself."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
 def check(folder: Path) -> SafetensorsFolder:
     found = SafetensorsFolder(str(folder))
     found.check(ModelSpec.from_folder(folder))
@@ -30,7 +36,7 @@ def check(folder: Path) -> SafetensorsFolder:
 @pytest.mark.parametrize(("shard_bytes", "files"), [(10**9, 1), (100_000, 8), (1, 50)])
 def test_transformers_loads_what_was_saved(make_hf_model, tmp_path, shard_bytes, files):
     spec = ModelSpec.from_folder(make_hf_model("qwen2", True))
-    model = AutoModelForCausalLM.from_pretrained(spec.folder)
+    model = load(spec.folder)
     weights = {name: tensor + 1 for name, tensor in model.named_parameters()}
     target = tmp_path / "saved"
     (tmp_path / ".saved.partial").mkdir()
@@ -38,7 +44,7 @@ def test_transformers_loads_what_was_saved(make_hf_model, tmp_path, shard_bytes,
     save_hf_folder(iter(weights.items()), spec, str(target), shard_bytes)
     found = len(list(target.glob("*.safetensors")))
     assert found == files if files != 8 else 1 < found < 50
-    loaded = AutoModelForCausalLM.from_pretrained(target)
+    loaded = load(target)
     assert all(torch.equal(p, weights[name]) for name, p in loaded.named_parameters())
     assert not (tmp_path / ".saved.partial").exists()
 
@@ -136,11 +142,11 @@ def test_a_tied_head_of_its_own_must_be_the_embedding(make_hf_model, tmp_path, d
     head = embedding.clone()
     change(tmp_path, **{EMBEDDING: embedding, "lm_head.weight": head})
     check(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = load(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     head[-1, -1] += 1
     change(tmp_path, **{"lm_head.weight": head})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = load(tmp_path)
     assert torch.equal(model.lm_head.weight, head.to(model.dtype)), "what the refusal is for"
     with pytest.raises(
         ValueError,
@@ -192,7 +198,7 @@ def test_a_saved_model_is_of_the_type_of_its_weights(make_hf_model, tmp_path, ke
     weights = {name: tensor + 1e-5 for name, tensor in load_file(base / "model.safetensors").items()}
     save_hf_folder(iter(weights.items()), ModelSpec.from_folder(base), str(target), 10**9)
     for options in ({}, {"dtype": "auto"}):
-        loaded = AutoModelForCausalLM.from_pretrained(target, **options)
+        loaded = load(target, **options)
         assert all(p.dtype == torch.float32 and torch.equal(p, weights[n]) for n, p in loaded.named_parameters())
     saved = json.loads((target / "config.json").read_text())
     assert {name: saved[name] for name in ("dtype", key)} == dict.fromkeys(("dtype", key), "float32")
@@ -200,6 +206,8 @@ def test_a_saved_model_is_of_the_type_of_its_weights(make_hf_model, tmp_path, ke
 
 
 def test_the_widest_type_is_named_in_every_part_that_names_one(tmp_path):
+    from transformers import AutoModelForImageTextToText
+
     tiny_model(tmp_path / "base", "qwen3_vl")
     path = tmp_path / "base" / "config.json"
     config = json.loads(path.read_text()) | {"dtype": "float16"}

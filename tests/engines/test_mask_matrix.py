@@ -3,19 +3,22 @@ own mask, which is drawn here one pair at a time."""
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
-from engines_cases import build_engine, logits_of, make_batch, plan, weighted_loss
+from engines_cases import build_engine, logits_of, make_batch, plan
 from ranks import Ranks, free_address
 from support.cover import matrix
 from support.factors import LAYOUTS, PLATFORMS, SIZES, settings_of
-from transformers import AutoModelForCausalLM
 
+from engines.batch import TrainBatch
+from engines.models import ModelSpec
 from engines.probe_case import ProbeCase
 from hardware.capabilities import find_backend
 from hardware.platform import get_platform
 from hardware.rules import CAUSAL, Rule
+from rlworker.reference import forward_pass, gradients_by_name, load_huggingface, probe_loss
 
 MASK_SIZES = tuple(size for size in (*SIZES, "CP4") if "DP" not in size)
 """Replicas of data parallelism have whole sequences each: a mask is the same in all."""
@@ -51,26 +54,21 @@ def may_see(rule: Rule, images: list[int], query: int, key: int) -> bool:
 @pytest.fixture(scope="module")
 def reference(make_hf_model):
     """Rule -> logits and gradients of HuggingFace, a sequence at a time, with the rule's mask given to it."""
-    batch = batch_with_images()
-    found = {}
+    batch, found = batch_with_images(), {}
+    spec = ModelSpec.from_folder(make_hf_model("qwen2", True))
     for name, rule in RULES.items():
-        model = AutoModelForCausalLM.from_pretrained(make_hf_model("qwen2", True), attn_implementation="eager")
-        logits, loss = [], torch.zeros(())
-        for i, length in enumerate(batch.lengths):
-            if not length:
-                continue
-            one = batch.select(i, i + 1)
-            images = images_of(length)
-            see = torch.tensor([[may_see(rule, images, q, k) for k in range(length)] for q in range(length)])
-            mask = torch.zeros(1, 1, length, length).masked_fill(~see, torch.finfo(torch.float32).min)
-            logits.append(model(one.inputs[None], attention_mask=mask).logits[0])
-            log_p = logits[-1].log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)
-            chosen = log_p.gather(-1, one.targets[:, None])[:, 0]
-            loss = loss - ((one.advantages * chosen + 0.1 * entropy) * one.mask).sum()
-        (loss / batch.mask.sum()).backward()
-        found[name] = torch.cat(logits).detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+        model = load_huggingface(spec)
+        run = forward_pass(model, spec, batch, probe_loss, arguments=partial(mask_argument, rule))
+        (run.loss / batch.mask.sum()).backward()
+        found[name] = run.logits.detach(), gradients_by_name(model, spec)
     return found
+
+
+def mask_argument(rule: Rule, one: TrainBatch) -> dict[str, torch.Tensor]:
+    """What transformers adds to the scores of a sequence ``[1, 1, n, n]``, drawn one pair at a time."""
+    images, places = one.image_block.tolist(), range(one.num_tokens)
+    see = torch.tensor([[may_see(rule, images, query, key) for key in places] for query in places])
+    return {"attention_mask": torch.zeros(see.shape).masked_fill(~see, torch.finfo(torch.float32).min)[None, None]}
 
 
 def is_honoured(platform: str, layout: str, rule: str) -> bool:
@@ -91,7 +89,7 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
         engine.config = dataclasses.replace(engine.config, layout=kind)
         if probed:
             leaks = [*probe_attention(engine, kind, rule, PROBED), *probe_tokens(engine, kind, (rule,), PROBED)]
-            gradients = gradients_of(engine, kind, batch, weighted_loss, float(batch.mask.sum()))
+            gradients = gradients_of(engine, kind, batch, probe_loss, float(batch.mask.sum()))
         schedule, shard = plan(engine, batch)
         logits = logits_of(engine, shard)
         results[kind, name] = leaks, None if logits is None else schedule.in_order(logits), gradients

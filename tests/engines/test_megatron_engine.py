@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
-from engines_cases import build_engine, make_batch, plan, weighted_loss
+from engines_cases import build_engine, make_batch, plan
 from ranks import free_address
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from support.models import VOCAB
+
+from rlworker.reference import probe_loss
+from rlworker.tiny_models import tiny_text
 
 
 def poisoned_step(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
@@ -16,14 +19,14 @@ def poisoned_step(rank: int, world: int, address: str, folder: str, settings: di
     _, shard = plan(engine, batch)
 
     def poison(outputs, micro):
-        loss, metrics = weighted_loss(outputs, micro)
+        loss, metrics = probe_loss(outputs, micro)
         return loss * (float("inf") if engine.dp_rank == 0 else 1.0), metrics
 
     def weights() -> dict:
         return {name: tensor.clone() for name, tensor in engine.export_weights()}
 
     steps = []
-    for loss in (weighted_loss, poison, weighted_loss):
+    for loss in (probe_loss, poison, probe_loss):
         result = engine.train_step(shard, loss, float(batch.mask.sum()))
         steps.append((result.grad_norm, result.lr, weights()))
     return {"steps": steps}
@@ -34,31 +37,20 @@ def resumed_step(rank: int, world: int, address: str, folder: str, out: str) -> 
     settings = {"pp": 2, "lr": 1e-3}
     engine, batch = build_engine(rank, world, address, folder, settings), make_batch()
     _, shard = plan(engine, batch)
-    engine.train_step(shard, weighted_loss, float(batch.mask.sum()))
+    engine.train_step(shard, probe_loss, float(batch.mask.sum()))
     engine.save(out)
     again = build_engine(rank, world, address, folder, settings)
     again.load(out)
     for each in (engine, again):
-        each.train_step(shard, weighted_loss, float(batch.mask.sum()))
+        each.train_step(shard, probe_loss, float(batch.mask.sum()))
     return [{name: tensor.clone() for name, tensor in each.export_weights()} for each in (engine, again)]
 
 
 def test_moments_behind_a_padded_bucket_are_resumed(two_ranks, tmp_path):
     """The tied embedding has a bucket of its own, after one that ends between two multiples of 128."""
-    config = Qwen2Config(
-        vocab_size=99,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    folder = tiny_text(tmp_path / "model", "qwen2", VOCAB, num_hidden_layers=2, num_key_value_heads=1)
     (tmp_path / "out").mkdir()
-    for straight, resumed in two_ranks.run(
-        resumed_step, free_address(), str(tmp_path / "model"), str(tmp_path / "out")
-    ):
+    for straight, resumed in two_ranks.run(resumed_step, free_address(), folder, str(tmp_path / "out")):
         assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
 
 

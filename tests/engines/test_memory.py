@@ -4,7 +4,7 @@ from engines_cases import build_engine
 from ranks import free_address
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, TWO_RANKS, settings_of
-from vlm_cases import make_vlm
+from support.models import make_vlm
 
 MODELS = {
     "qwen2-tied": ("qwen2", True, "language"),

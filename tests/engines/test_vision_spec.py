@@ -4,7 +4,8 @@ import copy
 import json
 
 import pytest
-from vlm_cases import QWEN2_5_VL_7B, make_vlm
+from support.models import make_vlm
+from vlm_cases import QWEN2_5_VL_7B
 
 from engines.models import ModelSpec
 

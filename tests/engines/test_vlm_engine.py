@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines_cases import build_engine, plan, weighted_loss
+from engines_cases import build_engine, plan
 from ranks import free_address
-from transformers import AutoModelForImageTextToText
-from vlm_cases import make_pictures, make_vlm, part_of_hf, rename, vlm_batch
+from support.models import make_vlm
+from vlm_cases import make_pictures, part_of_hf, rename, vlm_batch
 
 from engines.config import MegatronConfig
 from engines.models import ModelSpec
+from rlworker.reference import probe_loss
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 PARTS = ("vision", "projector", "language")
@@ -25,7 +26,7 @@ def run_steps(rank: int, world: int, address: str, folder: str, paths, settings:
     _, shard = plan(engine, batch)
 
     def step(engine) -> float:
-        return engine.train_step(shard, weighted_loss, float(batch.mask.sum())).grad_norm
+        return engine.train_step(shard, probe_loss, float(batch.mask.sum())).grad_norm
 
     def weights(engine) -> dict:
         return {name: tensor.clone() for name, tensor in engine.export_weights()}
@@ -78,6 +79,8 @@ def test_saved_and_gone_on_from(two_ranks, tmp_path, family, settings):
     for name in found["first"]:
         assert torch.equal(found["loaded"][name], found["first"][name]), name
         assert torch.equal(found["resumed"][name], found["second"][name]), name
+    from transformers import AutoModelForImageTextToText
+
     hf = AutoModelForImageTextToText.from_pretrained(f"{tmp_path / 'out'}-hf")
     renamed = {rename(name): parameter for name, parameter in hf.named_parameters()}
     for name, tensor in found["first"].items():
@@ -137,10 +140,10 @@ def go_on_otherwise(
     _, shard = plan(engine, batch)
     if not save:
         engine.load(out)
-    engine.train_step(shard, weighted_loss, float(batch.mask.sum()))
+    engine.train_step(shard, probe_loss, float(batch.mask.sum()))
     if save:
         engine.save(out)
-        engine.train_step(shard, weighted_loss, float(batch.mask.sum()))
+        engine.train_step(shard, probe_loss, float(batch.mask.sum()))
     return {name: tensor.clone() for name, tensor in engine.export_weights()}
 
 

@@ -5,11 +5,11 @@ import torch
 from ranks import free_address
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, settings_of
-from transformers import AutoModelForImageTextToText
-from vlm_cases import ROWS, make_pictures, make_vlm, part_of_hf, run_vlm_case, vlm_batch
+from support.models import make_vlm
+from vlm_cases import ROWS, make_pictures, part_of_hf, run_vlm_case, vlm_batch
 
 from engines.models import ModelSpec
-from engines.pixels import ImageProcessor
+from rlworker.reference import forward_pass, gradients_by_name, load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6}
 
@@ -52,33 +52,14 @@ def compare(pool_of, folders, pictures, reference, capsys):
 
 
 def hf_results(folder: str, pictures, rows=ROWS) -> dict:
-    model = ModelSpec.from_folder(folder)
-    batch, vision = vlm_batch(model, pictures, rows), model.vision
-    processor = ImageProcessor(folder, vision)
-    hf = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
-    logits, logprobs, loss = [], [], torch.zeros(())
-    for i in range(len(batch)):
-        one = batch.select(i, i + 1)
-        ids, images = one.inputs[None], one.images[0]
-        shown = {}
-        if images:
-            shown["pixel_values"] = torch.cat([processor.patches([image]) for image in images])
-            shown["image_grid_thw"] = torch.tensor([image.grid for image in images])
-        kinds = (ids == vision.image_token).int()
-        logits.append(hf(ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **shown).logits[0])
-        allowed = logits[-1].clone()
-        allowed[:, list(vision.banned_tokens)] = -1e30
-        log_p = allowed.log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        chosen = log_p.gather(-1, one.targets[:, None])[:, 0]
-        logprobs.append(chosen)
-        loss = loss - ((one.advantages * chosen + 0.1 * entropy) * one.mask).sum()
-    (loss / batch.mask.sum()).backward()
-    gradients = {model.name_in_folder(name): parameter.grad for name, parameter in hf.named_parameters()}
+    spec = ModelSpec.from_folder(folder)
+    model, batch = load_huggingface(spec), vlm_batch(spec, pictures, rows)
+    found = forward_pass(model, spec, batch, probe_loss)
+    (found.loss / batch.mask.sum()).backward()
     return {
-        "logits": torch.cat(logits).detach(),
-        "logprobs": torch.cat(logprobs).detach(),
-        "gradients": gradients,
+        "logits": found.logits.detach(),
+        "logprobs": found.outputs.logprobs.detach(),
+        "gradients": gradients_by_name(model, spec),
         "mask": batch.mask,
     }
 

@@ -1,29 +1,29 @@
 """vLLM with pictures: logprobs against HuggingFace before and after new weights, and what stays out of its answers."""
 
 import dataclasses
-import sys
 
 import pytest
-import ray
 import torch
-from transformers import AutoModelForImageTextToText
+from support import actors
+from support.actors import ask
+from support.huggingface import batch_of, differences
 from vlm_cases import make_pictures, prompts_of, rename
 
 from engines.config import VllmConfig
 from engines.interfaces import Sampling
 from engines.models import ModelSpec
-from engines.pixels import ImageProcessor
-from engines.weight_sync import pack_buckets
-from rlworker.rollout_engines import Rollouts
+from rlworker.reference import load_huggingface, logits_by_sequence, picture_arguments
 from rlworker.tiny_models import tiny_model
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
+    from rlworker.rollout_engines import Rollouts
+
     folder = tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = ModelSpec.from_folder(folder)
     with Rollouts("cpu", 1) as rollouts:
@@ -35,86 +35,70 @@ def sampling(count=3, temperature=1.0):
     return Sampling(count, temperature, 6, (1,), (0,))
 
 
-def differences(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict[str, list[float]]:
+def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict[str, torch.Tensor]:
     """|vLLM - HuggingFace| of every sampled token, after pictures and after text alone apart."""
-    found, processor = {"pictures": [], "text": []}, ImageProcessor(model.folder, model.vision)
-    for prompt, group in zip(prompts, completions, strict=True):
-        for sample in group:
-            ids = torch.tensor([[*prompt.token_ids, *sample.token_ids]])
-            shown = {}
-            if prompt.images:
-                shown["pixel_values"] = processor.patches(prompt.images)
-                shown["image_grid_thw"] = torch.tensor([image.grid for image in prompt.images])
-            kinds = (ids == model.vision.image_token).int()
-            with torch.no_grad():
-                logits = hf(ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **shown).logits[0, :-1]
-            logits[:, list(model.banned_tokens)] = -torch.inf
-            log_p = (logits / temperature).log_softmax(-1)
-            chosen = log_p.gather(-1, ids[0, 1:, None])[len(prompt.token_ids) - 1 :, 0]
-            found["pictures" if prompt.images else "text"] += (chosen - torch.tensor(sample.logprobs)).abs().tolist()
+    found = {}
+    for kind, has_pictures in (("pictures", True), ("text", False)):
+        pairs = [pair for pair in zip(prompts, completions, strict=True) if bool(pair[0].images) == has_pictures]
+        chosen, groups = zip(*pairs)
+        found[kind] = differences(hf, chosen, groups, temperature, model)
     return found
 
 
 def send(actor, hf, model: ModelSpec) -> None:
     names = {rename(name): name for name in model.all_hf_names()}
-    weights = [(names[rename(n)], p.detach()) for n, p in hf.named_parameters()]
-    version = ray.get(actor.version.remote()) + 1
-    for bucket, last in pack_buckets(iter(weights), 100_000):
-        ray.get(actor.load_weights.remote(bucket, version, last))
+    actors.send(actor, [(names[rename(n)], p.detach()) for n, p in hf.named_parameters()], 100_000)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_before_and_after_new_weights(rollout, capsys, temperature):
     actor, model, prompts = rollout
-    hf = AutoModelForImageTextToText.from_pretrained(model.folder)
+    hf = load_huggingface(model)
     send(actor, hf, model)
     for label in ("before", "after"):
-        completions = ray.get(actor.generate.remote(prompts, sampling(temperature=temperature)))
-        found = differences(model, hf, prompts, completions, temperature)
+        completions = ask(actor.generate, prompts, sampling(temperature=temperature))
+        found = by_kind(model, hf, prompts, completions, temperature)
         with capsys.disabled():
-            print(f"\n{model.model_type} {label}: " + "  ".join(f"{k} {max(v):.1e}" for k, v in found.items()), end="")
+            print(f"\n{model.model_type} {label}: " + "  ".join(f"{k} {v.max():.1e}" for k, v in found.items()), end="")
         for values in found.values():
-            assert sum(values) / len(values) <= 1e-5 and max(values) <= 1e-3
+            assert values.mean() <= 1e-5 and values.max() <= 1e-3
         if label == "before":
             torch.manual_seed(3)
             with torch.no_grad():
                 for parameter in hf.parameters():
                     parameter.mul_(1.1).add_(0.02 * torch.randn_like(parameter))
-            stale = differences(model, hf, prompts, completions, temperature)
-            assert min(max(values) for values in stale.values()) > 0.05, "the test can tell old weights from new"
+            stale = by_kind(model, hf, prompts, completions, temperature)
+            assert min(values.max() for values in stale.values()) > 0.05, "the test can tell old weights from new"
             send(actor, hf, model)
 
 
 def test_new_features_of_pictures_that_were_seen(rollout):
     """Only the tower is changed, and the same pictures are asked for again."""
     actor, model, prompts = rollout
-    hf = AutoModelForImageTextToText.from_pretrained(model.folder)
+    hf = load_huggingface(model)
     send(actor, hf, model)
-    before = ray.get(actor.generate.remote(prompts, sampling()))
+    before = ask(actor.generate, prompts, sampling())
     with torch.no_grad():
         for parameter in hf.model.visual.parameters():
             parameter.mul_(1.3)
     send(actor, hf, model)
-    after = ray.get(actor.generate.remote(prompts, sampling()))
-    assert max(differences(model, hf, prompts, after)["pictures"]) <= 1e-3
-    assert max(differences(model, hf, prompts, before)["pictures"]) > 1e-2
+    after = ask(actor.generate, prompts, sampling())
+    assert by_kind(model, hf, prompts, after)["pictures"].max() <= 1e-3
+    assert by_kind(model, hf, prompts, before)["pictures"].max() > 1e-2
 
 
 def test_tokens_of_pictures_are_never_sampled(rollout):
     """Of more than a thousand tokens, of which dozens would have been."""
     actor, model, prompts = rollout
-    hf = AutoModelForImageTextToText.from_pretrained(model.folder)
+    hf = load_huggingface(model)
     send(actor, hf, model)
     text = [prompt for prompt in prompts if not prompt.images]
-    completions = ray.get(actor.generate.remote(text, sampling(count=128, temperature=2.0)))
-    drawn, banned, expected = [], list(model.banned_tokens), 0.0
-    for prompt, group in zip(text, completions, strict=True):
-        for sample in group:
-            ids = torch.tensor([[*prompt.token_ids, *sample.token_ids]])
-            with torch.no_grad():
-                logits = hf(ids).logits[0, len(prompt.token_ids) - 1 : -1]
-            expected += float((logits / 2).softmax(-1)[:, banned].sum())
-            drawn += sample.token_ids
+    completions = ask(actor.generate, text, sampling(count=128, temperature=2.0))
+    batch, banned = batch_of(text, completions, model), list(model.banned_tokens)
+    with torch.no_grad():
+        runs = logits_by_sequence(hf, batch, picture_arguments(model))
+        expected = sum(float((logits[one.mask] / 2).softmax(-1)[:, banned].sum()) for one, logits in runs)
+    drawn = batch.targets[batch.mask].tolist()
     assert len(drawn) > 1000 and expected > 20
     assert not set(drawn) & set(banned)
 
@@ -122,10 +106,10 @@ def test_tokens_of_pictures_are_never_sampled(rollout):
 def test_prompts_wait_for_memory_and_answer_all_the_same(rollout):
     actor, _, prompts = rollout
     greedy = dataclasses.replace(sampling(count=1), temperature=0.0)
-    first = ray.get(actor.generate.remote(prompts, greedy))
-    ray.get(actor.__ray_call__.remote(_with_memory, 0.05))
-    waited = ray.get(actor.generate.remote(prompts, greedy))
-    waves = ray.get(actor.__ray_call__.remote(_with_memory, 1024))
+    first = ask(actor.generate, prompts, greedy)
+    ask(actor.__ray_call__, _with_memory, 0.05)
+    waited = ask(actor.generate, prompts, greedy)
+    waves = ask(actor.__ray_call__, _with_memory, 1024)
     assert waves > 2
     assert [[s.token_ids for s in group] for group in first] == [[s.token_ids for s in group] for group in waited]
 
@@ -151,7 +135,7 @@ def test_another_count_of_tokens_names_the_picture(rollout):
     place = ids.index(model.vision.start_token) + 1
     ids[place:place] = [model.vision.image_token] * wider.tokens(model.vision.merge)
     with pytest.raises(RuntimeError, match=r"row 1, image 0: vLLM made .* tokens of the prompt, the trainer"):
-        ray.get(actor.generate.remote([dataclasses.replace(prompt, token_ids=tuple(ids), images=(wider,))], sampling()))
+        ask(actor.generate, [dataclasses.replace(prompt, token_ids=tuple(ids), images=(wider,))], sampling())
 
 
 def test_a_picture_that_changed_is_named(rollout):
@@ -159,4 +143,4 @@ def test_a_picture_that_changed_is_named(rollout):
     prompt = next(p for p in prompts if len(p.images) == 1)
     other = dataclasses.replace(prompt.images[0], digest="0" * 64)
     with pytest.raises(ValueError, match=r"row 1, image 0: .*was changed since the run started"):
-        ray.get(actor.generate.remote([dataclasses.replace(prompt, images=(other,))], sampling()))
+        ask(actor.generate, [dataclasses.replace(prompt, images=(other,))], sampling())

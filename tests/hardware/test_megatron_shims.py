@@ -1,8 +1,10 @@
 """Each shim is taken back alone: what then fails is the proof that it is still needed."""
 
 import pytest
-from engines_cases import build_engine, join_group, leave_groups, make_batch, plan, start_process, weighted_loss
+from engines_cases import build_engine, join_group, leave_groups, make_batch, plan, start_process
 from ranks import Ranks, free_address
+
+from rlworker.reference import probe_loss
 
 SINGLE = ("current_device", "factories", "tensor_types")
 NO_DEVICE = "Torch not compiled with CUDA enabled"
@@ -29,7 +31,7 @@ def train_without(rank, world, address, folder, shim_name, settings):
     try:
         engine = build_engine(rank, world, address, folder, settings)
         _, shard = plan(engine, make_batch())
-        engine.train_step(shard, weighted_loss, 10.0)
+        engine.train_step(shard, probe_loss, 10.0)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -89,7 +91,7 @@ def test_resuming_fails_without_adam(patched_ranks, make_hf_model, tmp_path):
         again = taken_back(next(s for s in SHIMS if s.name == "adam"))
         try:
             engine = build_engine(rank, world, address, folder, {})
-            engine.train_step(plan(engine, make_batch())[1], weighted_loss, 10.0)
+            engine.train_step(plan(engine, make_batch())[1], probe_loss, 10.0)
             engine.save(target)
             engine.load(target)
         except Exception as error:

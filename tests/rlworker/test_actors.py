@@ -1,15 +1,10 @@
 """Workers that are handed on from run to run: which are kept, which are ended, and that a kept one trains as a new."""
 
 import os
-import sys
 
 import pytest
-import ray
 
-from rlworker import actors
-from rlworker.actors import end_workers, keeping_workers, start_workers
-
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+pytestmark = pytest.mark.usefixtures("by_value")
 
 
 class Worker:
@@ -32,6 +27,10 @@ class Worker:
 
 def used(*how: str, keep: bool = True) -> list[int]:
     """Start workers, ask each for its process, end them."""
+    import ray
+
+    from rlworker.actors import end_workers, start_workers
+
     workers = start_workers(Worker, "cpu", [(each,) for each in how])
     pids = ray.get([worker.pid.remote() for worker in workers])
     end_workers(workers, keep)
@@ -40,6 +39,8 @@ def used(*how: str, keep: bool = True) -> list[int]:
 
 @pytest.fixture
 def keeping(cluster):
+    from rlworker.actors import keeping_workers
+
     with keeping_workers():
         yield
 
@@ -58,13 +59,15 @@ def test_after_a_failure_none_is_kept(keeping):
 
 
 def test_one_that_does_not_close_is_ended(keeping, monkeypatch):
-    monkeypatch.setattr(actors, "_CLOSE_S", 1.0)
+    monkeypatch.setattr("rlworker.actors._CLOSE_S", 1.0)
     raising, hanging, well = used("raises", "hangs", "well")
     again = used("raises", "hangs", "well")
     assert again[2] == well and again[0] != raising and again[1] != hanging
 
 
 def test_outside_and_after_it_none_is_kept(cluster):
+    from rlworker.actors import keeping_workers
+
     with keeping_workers():
         (kept,) = used("well")
         with keeping_workers():

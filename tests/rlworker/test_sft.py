@@ -46,7 +46,10 @@ def finished(cluster, tmp_path_factory) -> SftRecipeConfig:
 
 
 def heldout_loss(model: str, config: SftConfig) -> float:
-    """Mean over the answers' tokens, their ends included: HuggingFace, one row at a time, from the text."""
+    """Mean over the answers' tokens, their ends included: transformers' own loss of labels, a row at a time, from text.
+
+    This is the second oracle of the loss: no batch, mask or reference of ours has a part in it.
+    """
     from transformers import AutoModelForCausalLM
 
     tokenizer, model = load_tokenizer(config.model), AutoModelForCausalLM.from_pretrained(model)
@@ -57,10 +60,10 @@ def heldout_loss(model: str, config: SftConfig) -> float:
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         start, whole = (tokenizer(text)["input_ids"] for text in (prompt, prompt + row["answer"]))
         ids = torch.tensor([[*whole, tokenizer.eos_token_id]])
+        labels, answer = ids.clone(), ids.shape[1] - len(start)
+        labels[0, : len(start)] = -100  # transformers leaves these out, and shifts the others itself
         with torch.no_grad():
-            log_p = model(ids).logits[0, :-1].log_softmax(-1)
-        chosen = log_p.gather(-1, ids[0, 1:, None])[len(start) - 1 :]
-        total, count = total - float(chosen.sum()), count + len(chosen)
+            total, count = total + answer * float(model(ids, labels=labels).loss), count + answer
     return total / count
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.huggingface import load_folder, logprobs_of
 
 from engines.config import MegatronConfig, VllmConfig
 from recipes.addition import make_data, make_tokenizer
@@ -340,7 +341,6 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
 def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_path, capsys):
     """An untied llama over CP2 and two rollout engines; a teacher of another family, whose KL is part of the reward;
     ReMax's baseline; groups that are all alike give way to others."""
-    from transformers import AutoModelForCausalLM
 
     from rlworker.sampler import CANARY
 
@@ -389,9 +389,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
         batch.greedy_rewards[::4], batch.greedy_rewards[3::4]
     )
     one = batch.select(5, 6)
-    with torch.no_grad():
-        log_p = AutoModelForCausalLM.from_pretrained(teacher)(one.inputs[None]).logits[0].log_softmax(-1)
-    want = log_p.gather(-1, one.targets[:, None])[:, 0]
+    want = logprobs_of(load_folder(teacher), one)
     assert float((one.ref_logprobs - want).abs().max()) <= 1e-5
     assert torch.equal(one.penalties, -0.1 * (one.rollout_logprobs - one.ref_logprobs) * one.mask)
     state = json.loads(next((tmp_path / "run" / "checkpoints" / "step_1").glob("*.json")).read_text())

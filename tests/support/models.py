@@ -1,0 +1,52 @@
+"""The tiny models that tests run: each family of ``support.factors``, and some with a setting of their own.
+
+``rlworker.tiny_models`` makes them, as it does those of ``rlworker check``.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from rlworker.tiny_models import LARGE_WEIGHTS, bare_tokenizer, tiny_text, tiny_vlm
+
+VOCAB = 99  # odd, so that tensor parallelism has to pad it
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {"head_dim": 48}),  # not hidden / heads
+    # Sliding windows on the upper half of the layers.
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    "llama-rope3": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
+}
+"""Name -> HF model_type and the settings that differ."""
+
+
+def make_language_model(folder: Path, name: str, tied: bool) -> str:
+    """Save one of ``LANGUAGE_MODELS``."""
+    family, settings = LANGUAGE_MODELS[name]
+    return tiny_text(folder, family, VOCAB, tied=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings)
+
+
+def make_critic(folder: Path, language_model: str) -> str:
+    """Save a token classification with one label, its body the language model's."""
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    torch.manual_seed(0)
+    model = AutoModelForTokenClassification.from_pretrained(language_model, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.02)
+    torch.nn.init.constant_(model.score.bias, 0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def make_vlm(folder: Path, family: str, tied: bool = False) -> str:
+    """Save a vision-language model of one of ``IMAGE_FAMILIES``, its image tokens from 90 on."""
+    return tiny_vlm(folder, family, bare_tokenizer(89), VOCAB, tied=tied, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
