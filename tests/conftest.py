@@ -24,6 +24,7 @@ from rlworker.cluster import ray_for
 from rlworker.tiny_models import save_apart
 
 torch.set_num_threads(1)
+pytest_plugins = ["support.costs"]
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),

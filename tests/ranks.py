@@ -6,6 +6,7 @@ import traceback
 from multiprocessing.connection import wait
 
 import cloudpickle
+from support.ledger.process_ledger import note
 
 
 def free_address() -> str:
@@ -18,6 +19,7 @@ def _serve(rank: int, world: int, pipe) -> None:
     import os
 
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1")
+    note("rank")
     while True:
         try:
             call = pipe.recv_bytes()
