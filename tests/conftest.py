@@ -10,6 +10,8 @@ import pytest
 from ranks import Ranks
 from support.factors import world_of
 
+pytest_plugins = ["support.costs"]
+
 
 @pytest.fixture(scope="session")
 def make_hf_model(tmp_path_factory):
@@ -59,7 +61,7 @@ def cluster():
     from rlworker.actors import keeping_workers
     from rlworker.cluster import ray_for
 
-    with ray_for(6, "cpu"), keeping_workers():
+    with ray_for(9, "cpu"), keeping_workers():
         yield
 
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 import cloudpickle
+from support.ledger.process_ledger import note
 
 
 def free_address() -> str:
@@ -28,6 +29,7 @@ def set_environment() -> None:
 
 def _serve(rank: int, pipe: Connection) -> None:
     set_environment()
+    note("rank")
     from engines_cases import leave_groups
 
     while True:

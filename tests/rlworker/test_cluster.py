@@ -37,12 +37,11 @@ def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
         pass
 
 
-def test_who_failed_is_named_among_workers_that_hang(cluster):
+def test_who_failed_is_named_among_workers_that_hang(cluster, by_value):
     import ray
 
     from rlworker.cluster import WorkerFailure, naming_failures
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
     workers = {f"actor rank {i}": ray.remote(Worker).options(num_cpus=1).remote() for i in range(3)}
     named = r"(?s)^step 2, phase update: .*repr=actor rank 1.*KeyError: 'level'"
     with pytest.raises(WorkerFailure, match=named), naming_failures("step 2, phase update", workers):

@@ -150,13 +150,11 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def make_pool(cluster, monkeypatch):
+def make_pool(cluster, by_value, monkeypatch):
     """``make(reward, workers)`` -> a pool that ends with the test and has less patience than others."""
-    import ray
 
     from rlworker import reward_pool
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
     pools = []
     monkeypatch.setattr(reward_pool, "_GRACE_S", 1.0)
     monkeypatch.setattr(reward_pool, "_STARTS", 2)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,15 +20,8 @@ from rlworker.losses import sequence_mean
 from rlworker.metrics import read_metrics
 from rlworker.rewards import exact_match
 
+pytestmark = pytest.mark.usefixtures("cluster", "by_value")
 MEAN_LIMIT, MAX_LIMIT = 1e-5, 1e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def by_value(cluster):
-    """Workers cannot import the tests, so that they are sent them whole."""
-    import ray
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def trainer_of(config: RunConfig, reward, **parts):
