@@ -49,9 +49,9 @@ SMOKES = [
     ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
 ]
-ALWAYS = {("dapo_math", ()), ("grpo_vlm_npu", ())}
-"""Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with pictures, a
-KL penalty and the emulated NPU. Tests of the trainers have what else differs in the others."""
+ALWAYS = {("dapo_math", ()), ("grpo_geo3k", ())}
+"""Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with pictures
+and a KL penalty. Tests of the trainers have what else differs in the others."""
 
 
 @pytest.mark.parametrize(

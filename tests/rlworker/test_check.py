@@ -19,11 +19,12 @@ from rlworker.check_config import CheckConfig
 from rlworker.tiny_models import tiny_model
 
 
-def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model):
-    """A user's model over two pipeline stages and two replicas, with a pack of a fixed size."""
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.large)])
+def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks):
+    """A user's model over two pipeline stages, and two replicas of them, with a pack of a fixed size."""
     from rlworker.check import run_check
 
-    sizes = MegatronConfig(ranks=4, pp=2, multiple=2, slots=128)
+    sizes = MegatronConfig(ranks=ranks, pp=2, multiple=2, slots=128)
     found = run_check(CheckConfig(model=make_hf_model("llama", False), actor=sizes))
     assert {(finding.outcome, finding.evidence) for finding in found} == {("ok", "executed")}
     checks = [finding.check for finding in found]
