@@ -66,13 +66,6 @@ def cluster():
 
 
 @pytest.fixture(scope="session")
-def one_rank():
-    pool = Ranks(1)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
 def four_ranks():
     pool = Ranks(4)
     yield pool
@@ -80,17 +73,20 @@ def four_ranks():
 
 
 @pytest.fixture(scope="session")
-def two_ranks():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
+def two_ranks(four_ranks):
+    return four_ranks.first(2)
+
+
+@pytest.fixture(scope="session")
+def one_rank(four_ranks):
+    return four_ranks.first(1)
 
 
 @pytest.fixture
-def pool_of(request):
-    """``pool_of(size)``: the session's pool of as many ranks as a parallel size takes, such as ``"TP2-CP2"``."""
+def pool_of(four_ranks):
+    """``pool_of(size)``: as many of the session's ranks as a parallel size takes, such as ``"TP2-CP2"``."""
 
     def pool(size: str) -> Ranks:
-        return request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[world_of(size)])
+        return four_ranks.first(world_of(size))
 
     return pool

@@ -9,11 +9,15 @@ import os
 import socket
 import traceback
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Literal
 
 import cloudpickle
 from support.ledger.process_ledger import note
+
+TESTS = Path(__file__).parent
 
 
 def free_address() -> str:
@@ -47,6 +51,21 @@ def _serve(rank: int, pipe: Connection) -> None:
         pipe.send_bytes(cloudpickle.dumps(result))
 
 
+def _start_server() -> None:
+    """Start the fork server, if it does not run, with what it loads on its path: it passes over what it cannot import.
+
+    Python 3.11 gives a fork server this process's ``sys.path`` and does not use it.
+    """
+    multiprocessing.set_forkserver_preload(["support.rank_server"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, *map(str, (TESTS, TESTS.parent))]))
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ |= {"PYTHONPATH": before} if before else {}
+
+
 @dataclass
 class _Running:
     """Processes of a pool, by their rank, and how many of them ran together last."""
@@ -68,7 +87,7 @@ class Ranks:
         self.world = world
         self._context = multiprocessing.get_context(method)
         if method == "forkserver":
-            self._context.set_forkserver_preload(["support.rank_server"])
+            _start_server()
         self._running = _Running()
 
     def first(self, world: int) -> "Ranks":

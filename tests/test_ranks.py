@@ -1,6 +1,7 @@
 """The pool of ranks: what a forked rank computes, and what of one test may reach the next."""
 
 import os
+import sys
 
 import pytest
 from engines_cases import build_engine, run_case
@@ -35,6 +36,7 @@ def test_forked_ranks_compute_what_spawned_ones_do_bit_for_bit(make_hf_model):
 
 def whole_sum(rank, world, address, folder):
     """How many ranks the engine's group really has, as a sum over them, and this process."""
+    assert "support.rank_server" in sys.modules, "the fork server has loaded the engine"
     import torch
     import torch.distributed as dist
 

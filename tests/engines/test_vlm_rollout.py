@@ -116,11 +116,12 @@ def test_prompts_wait_for_memory_and_answer_all_the_same(rollout):
 
 def _with_memory(worker, megabytes: float) -> int:
     """Give the engine so much for pictures. Returns how many calls vLLM has had since this was called last."""
-    calls, engine = getattr(worker, "calls", []), worker.engine
+    engine = worker.engine
+    calls = getattr(engine, "calls", [])
     object.__setattr__(engine.config, "image_memory_mb", megabytes)
-    if not hasattr(worker, "calls"):
-        worker.calls, plain = calls, engine.llm.generate
-        engine.llm.generate = lambda *args, **kwargs: (worker.calls.append(1), plain(*args, **kwargs))[1]
+    if not hasattr(engine, "calls"):
+        engine.calls, plain = calls, engine.llm.generate
+        engine.llm.generate = lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1]
     count = len(calls)
     calls.clear()
     return count
