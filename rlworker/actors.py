@@ -1,5 +1,6 @@
 """The Ray actors of a run: new processes, or ones that an earlier run of this program has left."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,14 +57,37 @@ def start_workers(kind: type, platform: str, each: Sequence[tuple]) -> list[Acto
     One that was kept is taken where it was started by the same arguments, so that its name in messages stays right.
     """
     actor = ray.remote(kind).options(**get_platform(platform).ray_options)
-    actors = []
-    for arguments in each:
-        key = (kind, platform, *arguments)
-        idle = _kept.idle.get(key) if _kept else None
-        actors.append(idle.pop() if idle else actor.remote(platform, *arguments))
-        if _kept:
-            _kept.made[actors[-1]] = key
+    keys = [(kind, platform, *arguments) for arguments in each]
+    if not _kept:
+        return [actor.remote(*key[1:]) for key in keys]
+    actors = [_kept.idle[key].pop() if _kept.idle.get(key) else None for key in keys]
+    _kept.made |= {kept: key for kept, key in zip(actors, keys, strict=True) if kept}
+    _make_room(platform, actors.count(None))
+    for place, key in enumerate(keys):
+        if actors[place] is None:
+            actors[place] = actor.remote(*key[1:])
+            _kept.made[actors[place]] = key
     return actors
+
+
+def _make_room(platform: str, count: int) -> None:
+    """End the kept workers that have no run where Ray could not place ``count`` new ones beside them: those would wait
+    for ever."""
+    idle = [(key, actor) for key, actors in _kept.idle.items() for actor in actors]
+    needed = Counter()
+    for name in [platform] * count + [key[1] for key in _kept.made.values()] + [key[1] for key, _ in idle]:
+        needed.update(_resources(name))
+    have = ray.cluster_resources()
+    if any(need > have.get(resource, 0) for resource, need in needed.items()):
+        _kept.idle.clear()
+        for _, actor in idle:
+            ray.kill(actor)
+
+
+def _resources(platform: str) -> dict[str, float]:
+    """What Ray sets aside for a worker."""
+    options = get_platform(platform).ray_options
+    return {"CPU": options["num_cpus"], **options.get("resources", {})}
 
 
 def end_workers(actors: Sequence[ActorHandle], keep: bool) -> None:

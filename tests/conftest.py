@@ -61,7 +61,7 @@ def cluster():
     from rlworker.actors import keeping_workers
     from rlworker.cluster import ray_for
 
-    with ray_for(9, "cpu"), keeping_workers():
+    with ray_for(6, "cpu"), keeping_workers():
         yield
 
 

@@ -46,7 +46,7 @@ def patched(cluster):
 
     from rlworker.worker import RolloutWorker
 
-    actor = ray.remote(RolloutWorker).options(num_cpus=1).remote("cpu", 0)
+    actor = ray.remote(RolloutWorker).options(num_cpus=0).remote("cpu", 0)  # beside those that are kept
     yield actor
     ray.kill(actor)
 

@@ -1,6 +1,7 @@
 """Workers that are handed on from run to run: which are kept, which are ended, and that a kept one trains as a new."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,7 +39,9 @@ def used(*how: str, keep: bool = True) -> list[int]:
 
 
 @pytest.fixture
-def keeping(cluster):
+def keeping(cluster, monkeypatch):
+    options = SimpleNamespace(ray_options={"num_cpus": 0})  # beside the workers that the other tests keep
+    monkeypatch.setattr("rlworker.actors.get_platform", lambda name: options)
     from rlworker.actors import keeping_workers
 
     with keeping_workers():
@@ -65,7 +68,18 @@ def test_one_that_does_not_close_is_ended(keeping, monkeypatch):
     assert again[2] == well and again[0] != raising and again[1] != hanging
 
 
-def test_outside_and_after_it_none_is_kept(cluster):
+def test_those_without_a_run_give_way_where_there_is_no_room_for_others(keeping, monkeypatch):
+    monkeypatch.setattr("rlworker.actors._resources", lambda platform: {"place": 1})
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"place": 3.0})
+    first = used("well", "well")
+    assert used("other", "well")[1] in first, "there is a third place"
+    again = used("another", "well")
+    assert again[1] in first, "what is taken up again is not among those that must go"
+    last = used("well", "well")
+    assert last[0] == again[1] and last[1] not in first, "the other one that was kept went"
+
+
+def test_outside_and_after_it_none_is_kept(keeping):
     from rlworker.actors import keeping_workers
 
     with keeping_workers():

@@ -42,7 +42,7 @@ def test_who_failed_is_named_among_workers_that_hang(cluster, by_value):
 
     from rlworker.cluster import WorkerFailure, naming_failures
 
-    workers = {f"actor rank {i}": ray.remote(Worker).options(num_cpus=1).remote() for i in range(3)}
+    workers = {f"actor rank {i}": ray.remote(Worker).options(num_cpus=0).remote() for i in range(3)}
     named = r"(?s)^step 2, phase update: .*repr=actor rank 1.*KeyError: 'level'"
     with pytest.raises(WorkerFailure, match=named), naming_failures("step 2, phase update", workers):
         ray.get(workers["actor rank 1"].fail.remote())
