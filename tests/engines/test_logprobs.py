@@ -1,5 +1,7 @@
 """Vocabulary-parallel logprobs and entropy against log_softmax over the whole vocabulary."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from engines_cases import join_group, start_process
@@ -8,14 +10,21 @@ from ranks import free_address
 VOCAB, PADDED, TOKENS, HIDDEN = 11, 12, 13, 8
 
 
-def outputs_and_gradient(rank, world, address, temperature, entropy_weight, keep, at_once):
-    """Largest differences of outputs and gradients; gradients are taken twice, as from a graph that is retained."""
+def in_chunks(rank, world, address, at_once, *case):
+    """``outputs_and_gradient`` with so many logits in memory at a time."""
     start_process(rank)
+    from engines.megatron import logprobs
+
+    with patch.object(logprobs, "_LOGITS_AT_ONCE", at_once):
+        return outputs_and_gradient(rank, world, address, *case)
+
+
+def outputs_and_gradient(rank, world, address, temperature, entropy_weight, keep):
+    """Largest differences of outputs and gradients; gradients are taken twice, as from a graph that is retained."""
     import torch.distributed as dist
 
     from engines.megatron import logprobs
 
-    logprobs._LOGITS_AT_ONCE = at_once
     group = join_group(rank, world, address)
     generator = torch.Generator().manual_seed(0)
     rows = 3 * torch.randn(PADDED, HIDDEN, generator=generator)
@@ -52,5 +61,5 @@ def outputs_and_gradient(rank, world, address, temperature, entropy_weight, keep
 @pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
 def test_against_the_whole_vocabulary(request, pool, temperature, entropy_weight, keep, at_once):
     ranks = request.getfixturevalue(pool)
-    for differences in ranks.run(outputs_and_gradient, free_address(), temperature, entropy_weight, keep, at_once):
+    for differences in ranks.run(in_chunks, free_address(), at_once, temperature, entropy_weight, keep):
         assert max(differences) <= 1e-6, differences

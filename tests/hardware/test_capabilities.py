@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -153,10 +154,9 @@ def megatron_local(rank, world, rule, dense):
         mpu._set_global_memory_buffer()
     core.attention_dropout = torch.nn.Identity()
     core.config.sequence_parallel = True  # dropout would ask for a random state that only a parallel group sets up
-    fused_softmax.get_default_causal_mask = lambda n: (
-        torch.ones(n, n).triu(1).bool()
-    )  # theirs is made with device="cuda"
-    out = core(*(x.transpose(0, 1) for x in (query, key, value)), mask).transpose(0, 1)
+    upper = lambda n: torch.ones(n, n).triu(1).bool()  # noqa: E731, theirs is made with device="cuda"
+    with patch.object(fused_softmax, "get_default_causal_mask", upper):
+        out = core(*(x.transpose(0, 1) for x in (query, key, value)), mask).transpose(0, 1)
     if alone:
         mpu.destroy_global_memory_buffer()
     valid = spec.places(0)[0] >= 0

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -59,10 +60,10 @@ def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, 
             inputs = npu_plan.attention_inputs(spec, no_turn, dict.fromkeys(spec.rules, mode))
         form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
         gathered = [torch.cat([form(p[i]) for p in packed]) for i in (1, 2)]
-        layers.gather_keys_values = lambda key, value, group, g=gathered: g
         group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp, rank=lambda r=r: r))
         core = attention(config, layer, None, "self", pg_collection=group)
-        out = core(form(packed[r][0]), form(packed[r][1]), form(packed[r][2]), None, packed_seq_params=inputs)
+        with patch.object(layers, "gather_keys_values", lambda key, value, group, g=gathered: g):
+            out = core(form(packed[r][0]), form(packed[r][1]), form(packed[r][2]), None, packed_seq_params=inputs)
         outputs = outputs + layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None])
         keys, values = (torch.cat([p[i] for p in packed], dim=1) for i in (1, 2))
         references = references + layout.unpack(dense_attention(packed[r][0], keys, values, spec.visible(layer)))
