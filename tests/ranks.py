@@ -8,11 +8,13 @@ import multiprocessing
 import os
 import socket
 import traceback
+from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import cloudpickle
 from support.ledger.process_ledger import note
@@ -57,13 +59,9 @@ def _start_server() -> None:
     Python 3.11 gives a fork server this process's ``sys.path`` and does not use it.
     """
     multiprocessing.set_forkserver_preload(["support.rank_server"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, *map(str, (TESTS, TESTS.parent))]))
-    try:
+    path = filter(None, [os.environ.get("PYTHONPATH"), str(TESTS), str(TESTS.parent)])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):
         forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        os.environ |= {"PYTHONPATH": before} if before else {}
 
 
 @dataclass
@@ -96,8 +94,8 @@ class Ranks:
         Process groups that the ranks have are theirs as long as the same number of them runs: all leave theirs where
         it is another, so that none takes for the others' what it has from before.
         """
-        ranks = Ranks(world)
-        ranks._context, ranks._running = self._context, self._running
+        ranks = copy(self)
+        ranks.world = world
         return ranks
 
     def _pipe(self, rank: int) -> Connection:
