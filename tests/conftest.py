@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it as it is imported, which comes later
+os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own 15 its workers would starve beside a pool of ranks
 os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide output that is not there when a process is killed
 
 import pytest
@@ -11,6 +12,17 @@ from ranks import Ranks
 from support.factors import world_of
 
 pytest_plugins = ["support.costs"]
+
+POOLS = ("cluster", "four_ranks")
+"""Fixtures that start processes. Among pytest-xdist's workers each is started once, by the one that has its tests."""
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Keep together, where pytest-xdist hands the tests out, those of a pool and the others of each file."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            pool = next((name for name in POOLS if name in item.fixturenames), item.path.name)
+            item.add_marker(pytest.mark.xdist_group(pool))
 
 
 @pytest.fixture(scope="session")

@@ -160,6 +160,18 @@ def test_processes_count_for_the_test_that_started_them(run, pytester):
     assert table["."][:4] == [str(whole[kind]) for kind in ("vllm", "rank", "torch", "unwatched")]
 
 
+def test_workers_of_xdist_count_for_themselves_and_are_added_up(run, pytester):
+    """What the workers are does not count, and the time of what they start counts in its file."""
+    sources = {"conftest": "import torch", "test_starts": STARTS, "test_then_burns": BURNS}
+    done = run(2, "-p", "xdist", "-n", "2", "--dist", "loadfile", "--costs", "costs.json", **sources)
+    assert done.ret == pytest.ExitCode.TESTS_FAILED
+    done.assert_outcomes(passed=9)
+    done.stdout.fnmatch_lines("FAILED: 3 vLLM processes started, of at most 2 *")
+    told = json.loads((pytester.path / "costs.json").read_text())
+    assert told["tests"] == {f"test_starts.py::{test}": kinds for test, kinds in STARTED.items()}
+    assert BURNED_S - 0.05 <= told["files"]["test_then_burns.py"]["cpu_s"] < 1.7 * BURNED_S
+
+
 def test_a_run_above_its_budget_fails_and_names_tests(run):
     done = run(2, test_starts=FEW_AND_MANY)
     assert done.ret == pytest.ExitCode.TESTS_FAILED

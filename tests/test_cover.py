@@ -178,7 +178,8 @@ def test_it_chooses_the_same_in_every_process():
     """Whatever the order in which Python's sets and dictionaries hash strings: here, and in a process of another."""
     code = f"from support.cover import Matrix; table = Matrix({EXAMPLE}); print(table.cover(table.pairs))"
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
-    environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(TESTS)}
+    path = os.pathsep.join((str(TESTS), os.environ["PYTHONPATH"]))  # which the count of processes has set
+    environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     table = Matrix(EXAMPLE)
     assert done.stdout == f"{table.cover(table.pairs)}\n"

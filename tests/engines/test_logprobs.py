@@ -58,8 +58,8 @@ def outputs_and_gradient(rank, world, address, temperature, entropy_weight, keep
 @pytest.mark.parametrize("at_once", [2**25, 20], ids=["whole", "chunks"])
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "made again"])
 @pytest.mark.parametrize(("temperature", "entropy_weight"), [(1.0, 0.0), (0.7, 0.3)])
-@pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
-def test_against_the_whole_vocabulary(request, pool, temperature, entropy_weight, keep, at_once):
-    ranks = request.getfixturevalue(pool)
+@pytest.mark.parametrize("world", [1, 2])
+def test_against_the_whole_vocabulary(four_ranks, world, temperature, entropy_weight, keep, at_once):
+    ranks = four_ranks.first(world)
     for differences in ranks.run(in_chunks, free_address(), at_once, temperature, entropy_weight, keep):
         assert max(differences) <= 1e-6, differences

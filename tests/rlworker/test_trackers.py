@@ -148,7 +148,7 @@ def test_a_wandb_that_dies_is_dropped_and_the_run_goes_on(wandb_runs):
     _, folder, (*_, said) = wandb_runs
     notes = [line for line in said.splitlines() if "WARNING" in line]
     assert len(notes) == 1 and "WARNING tracker wandb failed and is dropped, metrics.jsonl goes on: " in notes[0]
-    assert said.index("step    1/9") < said.index("WARNING") < said.index("step    2/9")
+    assert said.index("step    1/9") < said.index("WARNING")  # wandb notices by itself, during step 2 or just after
     assert [line["reward"] for line in read_metrics(folder)] == [0.5, 0.75, 1.0]
 
 

@@ -11,6 +11,8 @@ Counted are all processes below the run, Ray's workers and those of subprocesses
 A process counts for the test in which it became so: Ray starts workers long before they are given anything to do. The
 pytest process counts as nothing. CPU-seconds are those of the process tree. What tests share falls to the first that
 takes it.
+
+With pytest-xdist each of its workers counts for itself, and the process that hands out the tests adds them up.
 """
 
 import json
@@ -20,7 +22,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import takewhile
 from pathlib import Path
 
@@ -34,6 +36,7 @@ TABLE = "suite-budget"
 COLLECTION = "collection"
 """Where costs go that come before the first test."""
 LEDGER_FOLDER = str(Path(__file__).parent / "ledger")
+_OF_WORKER = "suite-costs"
 _READ_EVERY_S = 1.0
 """A reading of the process tree takes 10 ms, most tests take less."""
 _NAMED = 10
@@ -45,7 +48,11 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
-    config.pluginmanager.register(Meter(config), "suite-costs")
+    costs = Costs()
+    if not config.getoption("numprocesses", None):
+        config.pluginmanager.register(Meter(costs, config), "suite-meter")
+    if not hasattr(config, "workeroutput"):
+        config.pluginmanager.register(Report(costs, config), "suite-costs")
 
 
 def budget_of(config) -> dict[str, int]:
@@ -68,16 +75,39 @@ def budget_of(config) -> dict[str, int]:
     return budget if config.option.markexpr == default else {}
 
 
-class Meter:
-    """Counts what a run starts and uses, and tells it at the end."""
+class Costs:
+    """What tests started and used.
 
-    def __init__(self, config):
-        self.config, self.budget = config, budget_of(config)
-        self.test = COLLECTION
+    Attributes:
+        starts: test -> how many processes of each kind it started. cpu_s: file -> CPU-seconds.
+    """
+
+    def __init__(self):
         self.starts: dict[str, Counter] = defaultdict(Counter)
-        """Test -> how many processes of each kind it started."""
         self.cpu_s = Counter()
-        """File -> CPU-seconds."""
+
+    def add(self, starts: Mapping[str, Mapping[str, int]], cpu_s: Mapping[str, float]) -> None:
+        for test, kinds in starts.items():
+            self.starts[test].update(kinds)
+        self.cpu_s.update(cpu_s)
+
+    def rows(self, place_of: Callable[[str], str]) -> dict[str, dict[str, float]]:
+        """Place -> kind -> processes, with the CPU-seconds; ``place_of`` says of a file where it belongs."""
+        rows = {place_of(file): dict.fromkeys((*NAMES, "cpu_s"), 0) for file in sorted(self.cpu_s)}
+        for test, kinds in self.starts.items():
+            for kind, count in kinds.items():
+                rows[place_of(file_of(test))][kind] += count
+        for file, seconds in self.cpu_s.items():
+            rows[place_of(file)]["cpu_s"] += seconds
+        return rows
+
+
+class Meter:
+    """Counts what the tests of this process start and use."""
+
+    def __init__(self, costs: Costs, config):
+        self.costs, self.config = costs, config
+        self.test = COLLECTION
         self._tree, self._used, self._read_at = ProcessTree(), 0.0, time.monotonic()
         self._counted = set()
         descriptor, self._path = tempfile.mkstemp(prefix="suite-ledger-")
@@ -107,54 +137,63 @@ class Meter:
             self._read_cpu()
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session) -> None:
+    def pytest_sessionfinish(self) -> None:
         self._read_ledger()
         self._read_cpu()
+        if hasattr(self.config, "workeroutput"):
+            starts = {test: dict(kinds) for test, kinds in self.costs.starts.items()}
+            self.config.workeroutput[_OF_WORKER] = (starts, dict(self.costs.cpu_s))
+
+    def _audit(self, event: str, arguments: tuple) -> None:
+        if event == "subprocess.Popen" and not is_watched(*arguments):
+            self.costs.starts[self.test]["unwatched"] += 1
+
+    def _read_ledger(self) -> None:
+        for line in self._ledger:
+            if line not in self._counted:
+                self._counted.add(line)
+                self.costs.starts[self.test][line.split()[0]] += 1
+
+    def _read_cpu(self) -> None:
+        used = self._tree.seconds()
+        self.costs.cpu_s[file_of(self.test)] += round(used - self._used, 2)
+        self._used, self._read_at = used, time.monotonic()
+
+
+class Report:
+    """Holds the run to its budget, and tells what it cost at its end."""
+
+    def __init__(self, costs: Costs, config):
+        self.costs, self.config, self.budget = costs, config, budget_of(config)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        """A worker of pytest-xdist has ended; one that crashed tells nothing, and its test has failed."""
+        self.costs.add(*getattr(node, "workeroutput", {}).get(_OF_WORKER, ({}, {})))
+
+    def pytest_sessionfinish(self, session) -> None:
+        if self.config.getoption("numprocesses", None):
+            self.costs.add({}, {COLLECTION: time.process_time()})
         if self._exceeded() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        if self.test != COLLECTION:
+        if set(self.costs.cpu_s) - {COLLECTION}:
             terminalreporter.section("costs")
             for line in self._table():
                 terminalreporter.write_line(line)
             for kind in self._exceeded():
                 terminalreporter.write_line(self._complaint(kind), red=True)
         if path := self.config.getoption("costs"):
-            Path(path).write_text(json.dumps(self._report(), indent=1) + "\n")
-
-    def _audit(self, event: str, arguments: tuple) -> None:
-        if event == "subprocess.Popen" and not is_watched(*arguments):
-            self.starts[self.test]["unwatched"] += 1
-
-    def _read_ledger(self) -> None:
-        for line in self._ledger:
-            if line not in self._counted:
-                self._counted.add(line)
-                self.starts[self.test][line.split()[0]] += 1
-
-    def _read_cpu(self) -> None:
-        used = self._tree.seconds()
-        self.cpu_s[file_of(self.test)] += round(used - self._used, 2)
-        self._used, self._read_at = used, time.monotonic()
+            Path(path).write_text(json.dumps(self._told(), indent=1) + "\n")
 
     def _exceeded(self) -> list[str]:
-        started = sum(self.starts.values(), Counter())
+        started = sum(self.costs.starts.values(), Counter())
         return [kind for kind, most in self.budget.items() if started[kind] > most]
 
-    def _rows(self, place_of) -> dict[str, dict[str, float]]:
-        """Place -> kind -> processes, with the CPU-seconds; ``place_of`` says of a file where it belongs."""
-        rows = {place_of(file): dict.fromkeys((*NAMES, "cpu_s"), 0) for file in sorted(self.cpu_s)}
-        for test, kinds in self.starts.items():
-            for kind, count in kinds.items():
-                rows[place_of(file_of(test))][kind] += count
-        for file, seconds in self.cpu_s.items():
-            rows[place_of(file)]["cpu_s"] += seconds
-        return rows
-
     def _table(self) -> list[str]:
-        rows = self._rows(lambda file: file if file == COLLECTION else str(Path(file).parent))
-        (whole,) = self._rows(lambda file: "the run").values()
+        rows = self.costs.rows(lambda file: file if file == COLLECTION else str(Path(file).parent))
+        (whole,) = self.costs.rows(lambda file: "the run").values()
         texts = {place: {**row, "cpu_s": f"{row['cpu_s']:.1f}"} for place, row in (rows | {"the run": whole}).items()}
         if self.budget:
             texts["at most"] = self.budget
@@ -167,7 +206,7 @@ class Meter:
         return lines
 
     def _complaint(self, kind: str) -> str:
-        by_test = Counter({test: kinds[kind] for test, kinds in self.starts.items() if kinds[kind]})
+        by_test = Counter({test: kinds[kind] for test, kinds in self.costs.starts.items() if kinds[kind]})
         named = [f"{count:>5}  {test}" for test, count in by_test.most_common(_NAMED)]
         if len(by_test) > _NAMED:
             named.append(f"       and {len(by_test) - _NAMED} more tests, which --costs FILE lists")
@@ -182,12 +221,12 @@ class Meter:
             )
         )
 
-    def _report(self) -> dict:
+    def _told(self) -> dict:
         return {
             "markers": self.config.option.markexpr,
             "budget": self.budget,
-            "files": self._rows(lambda file: file),
-            "tests": self.starts,
+            "files": self.costs.rows(lambda file: file),
+            "tests": self.costs.starts,
         }
 
 
