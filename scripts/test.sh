@@ -6,4 +6,4 @@ bash scripts/setup.sh
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/python -m pytest -n 2 --dist loadgroup "$@"
+.venv/bin/python -m pytest -n 2 "$@"

@@ -11,18 +11,7 @@ import pytest
 from ranks import Ranks
 from support.factors import world_of
 
-pytest_plugins = ["support.costs"]
-
-POOLS = ("cluster", "four_ranks")
-"""Fixtures that start processes. Among pytest-xdist's workers each is started once, by the one that has its tests."""
-
-
-def pytest_collection_modifyitems(config, items) -> None:
-    """Keep together, where pytest-xdist hands the tests out, those of a pool and the others of each file."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            pool = next((name for name in POOLS if name in item.fixturenames), item.path.name)
-            item.add_marker(pytest.mark.xdist_group(pool))
+pytest_plugins = ["support.costs", "support.lanes"]
 
 
 @pytest.fixture(scope="session")

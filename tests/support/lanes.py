@@ -1,0 +1,35 @@
+"""Pytest plugin: the tests side by side, by pytest-xdist's ``-n 2``, with no process started twice.
+
+A worker of pytest-xdist is given whole files, and all files that take the same pool of processes.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+POOLS = {"cluster": ("cluster",), "ranks": ("four_ranks", "two_ranks", "one_rank", "pool_of")}
+"""Pool -> the fixtures of conftest.py that start it."""
+
+
+@cache
+def lane_of(file: Path) -> str:
+    """What a file of tests must stay together with: the pool that its tests or fixtures take, or the file itself."""
+    text = file.read_text(encoding="utf-8")
+    for pool, fixtures in POOLS.items():
+        if re.search(rf"\b(def \w+|usefixtures)\([^)]*\b({'|'.join(fixtures)})\b", text):
+            return pool
+    return file.name
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out lanes, the one of most tests first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByLane(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:  # the method that is there to be overridden
+            return lane_of(config.rootpath / nodeid.split("::")[0])
+
+    return ByLane(config, log)
