@@ -76,7 +76,7 @@ def check(ranks: list[dict], folder: str, capsys, label: str) -> None:
 def test_parity(pool_of, make_critic, capsys, size, family, layout, recompute):
     settings = settings_of(size) | {"layout": layout, "recompute": recompute}
     if "PP" in size:
-        settings["micro_batch_tokens"] = 16
+        settings["micro_batch_tokens"] = 24
     folder = make_critic(family)
     ranks = pool_of(size).run(critic_case, free_address(), folder, settings)
     check(ranks, folder, capsys, f"{size} {family} {layout} recompute={recompute}")

@@ -38,11 +38,11 @@ CRITIC = {"clipped value": (partial(value_loss, clip=0.2), token_mean)}
 WHOLE = {"layout": "bshd", "micro_batch_tokens": 10**6}
 HEADS = {"language": POLICY, "value": CRITIC}
 CUTS = {
-    "one-split": ("one", {"micro_batch_tokens": 16}),
+    "one-split": ("one", {"micro_batch_tokens": 24}),
     "DP2": ("DP2", {}),
-    "DP2-split": ("DP2", {"micro_batch_tokens": 16}),
+    "DP2-split": ("DP2", {"micro_batch_tokens": 24}),
     "TP2": ("TP2", {}),
-    "PP2-split": ("PP2", {"micro_batch_tokens": 16}),
+    "PP2-split": ("PP2", {"micro_batch_tokens": 24}),
     "CP2": ("CP2", {}),
     "TP2-CP2-split": ("TP2-CP2", {"micro_batch_tokens": 32}),
     "DP2-PP2-filler": ("DP2-PP2", {"micro_batch_tokens": 1}),
