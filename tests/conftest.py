@@ -11,7 +11,7 @@ import pytest
 from ranks import Ranks
 from support.factors import world_of
 
-pytest_plugins = ["support.costs", "support.lanes"]
+pytest_plugins = ["support.costs", "support.lanes", "support.measured"]
 
 
 @pytest.fixture(scope="session")

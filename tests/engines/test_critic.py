@@ -59,7 +59,7 @@ def hf_case(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return torch.cat(parts).detach(), gradients_by_name(model, spec)
 
 
-def check(ranks: list[dict], folder: str, capsys, label: str) -> None:
+def check(ranks: list[dict], folder: str, measured) -> None:
     want_values, want_gradients = hf_case(folder)
     leaders = sorted((r for r in ranks if r["values"] is not None), key=lambda r: r["dp_rank"])
     found = leaders[0]["schedule"].in_order(torch.cat([r["values"] for r in leaders]))
@@ -67,19 +67,18 @@ def check(ranks: list[dict], folder: str, capsys, label: str) -> None:
     gradients = leaders[0]["gradients"]
     assert set(gradients) == set(want_gradients)
     gradient, name = max((float((gradients[n] - want).abs().max()), n) for n, want in want_gradients.items())
-    with capsys.disabled():
-        print(f"\ncritic {label}: values {values:.1e}  gradients {gradient:.1e} ({name})", end="")
-    assert values <= VALUES and gradient <= GRADIENTS
+    measured({"values": values, "gradients": gradient})
+    assert values <= VALUES and gradient <= GRADIENTS, name
 
 
 @matrix({"size": (*TWO_RANKS, "TP2-PP2", "TP2-CP2"), "family": FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE})
-def test_parity(pool_of, make_critic, capsys, size, family, layout, recompute):
+def test_parity(pool_of, make_critic, measured, size, family, layout, recompute):
     settings = settings_of(size) | {"layout": layout, "recompute": recompute}
     if "PP" in size:
         settings["micro_batch_tokens"] = 24
     folder = make_critic(family)
     ranks = pool_of(size).run(critic_case, free_address(), folder, settings)
-    check(ranks, folder, capsys, f"{size} {family} {layout} recompute={recompute}")
+    check(ranks, folder, measured)
 
 
 def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf_model, tmp_path):

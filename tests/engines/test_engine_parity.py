@@ -62,19 +62,19 @@ def unsplit(one_rank, make_hf_model):
 
 
 @pytest.fixture
-def compare(pool_of, make_hf_model, reference, unsplit, capsys):
+def compare(pool_of, make_hf_model, reference, unsplit, measured):
     """``compare(size, family, tied, settings)``: run one case and check all of its numbers."""
 
     def run(size: str, family: str, tied: bool, settings: dict) -> None:
         settings = settings_of(size) | settings
         ranks = pool_of(size).run(run_case, free_address(), make_hf_model(family, tied), settings)
         label = f"{size} {family} tied={tied} {settings}"
-        check(ranks, reference(family, tied), unsplit(family, tied), capsys, label)
+        check(ranks, reference(family, tied), unsplit(family, tied), measured, label)
 
     return run
 
 
-def check(ranks: list[dict], want: dict, unsplit: dict, capsys, label: str) -> None:
+def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) -> None:
     """Every number of a run against the reference, and its gradients against the unsplit run's, within the limits."""
     leaders = sorted((r for r in ranks if r["is_leader"]), key=lambda r: r["dp_rank"])
     schedule = leaders[0]["schedule"]
@@ -89,8 +89,7 @@ def check(ranks: list[dict], want: dict, unsplit: dict, capsys, label: str) -> N
         "weights": max(largest(exported["weights"][n], w) for n, w in want["weights"].items()),
         "invariance": max(float((exported["gradients"][n] - g).norm() / g.norm()) for n, g in unsplit.items()),
     }
-    with capsys.disabled():
-        print(f"\n{label}: " + "  ".join(f"{name} {value:.1e}" for name, value in differences.items()), end="")
+    measured(differences)
     over = {name: value for name, value in differences.items() if not value <= LIMITS[name]}
     assert not over, f"{label}: {over}"
     assert set(exported["weights"]) == set(want["weights"])

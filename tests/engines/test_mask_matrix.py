@@ -97,7 +97,7 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
 
 
 @pytest.fixture
-def check_rules(make_hf_model, reference, capsys):
+def check_rules(make_hf_model, reference, measured):
     """``check_rules(pool, settings, platform, places, label)``: a platform against HuggingFace, and against the CPU
     where it is another, in each layout and rule of ``places``."""
 
@@ -107,9 +107,7 @@ def check_rules(make_hf_model, reference, capsys):
         on_cpu = ranks if platform == "cpu" else pool.run(run_rules, *case, "cpu", places, False)
         for place in places:
             found = differences([rank[place] for rank in ranks], [rank[place] for rank in on_cpu], reference[place[1]])
-            with capsys.disabled():
-                numbers = "  ".join(f"{name} {value:.1e}" for name, value in found.items())
-                print(f"\n{label}, {platform}, {place}: probes silent, {numbers}", end="")
+            measured(found)
             assert max(found["logits"], found["logits from cpu"]) <= 1e-5, (label, platform, place, found)
             assert found["gradients"] <= 1e-6, (label, platform, place, found)
 

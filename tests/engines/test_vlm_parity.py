@@ -38,14 +38,14 @@ def reference(folders, pictures):
 
 
 @pytest.fixture
-def compare(pool_of, folders, pictures, reference, capsys):
+def compare(pool_of, folders, pictures, reference, measured):
     """``compare(size, family, settings)``: run one case, check its numbers, and say how many pictures a rank decoded at
     once at most."""
 
     def run(size: str, family: str, settings: dict) -> int:
         args = folders[family], pictures, settings_of(size) | settings
         ranks = pool_of(size).run(run_vlm_case, free_address(), *args)
-        check(ranks, reference(family), capsys, f"{size} {family} {settings}", settings.get("freeze", ()))
+        check(ranks, reference(family), measured, f"{size} {family} {settings}", settings.get("freeze", ()))
         return max(max(rank["decoded"], default=0) for rank in ranks)
 
     return run
@@ -94,11 +94,11 @@ def test_parity(compare, size, family, layout, recompute, micro, vision, project
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
-def test_parity_where_some_ranks_see_no_picture(four_ranks, folders, pictures, capsys, family):
+def test_parity_where_some_ranks_see_no_picture(four_ranks, folders, pictures, measured, family):
     """One picture over four ranks, in two of three sequences."""
     rows = ((2,), (), (2,))
     ranks = four_ranks.run(run_vlm_case, free_address(), folders[family], pictures, {"tp": 2, "cp": 2}, "cpu", rows)
-    check(ranks, hf_results(folders[family], pictures, rows), capsys, f"{family} TP2-CP2 one picture")
+    check(ranks, hf_results(folders[family], pictures, rows), measured, f"{family} TP2-CP2 one picture")
 
 
 OTHERS = {
@@ -115,7 +115,7 @@ def test_parity_otherwise(compare, family, case):
     assert (compare(size, family, settings) == 1) == ("budget" in settings)
 
 
-def check(ranks: list[dict], want: dict, capsys, label: str, frozen: tuple[str, ...] = ()) -> None:
+def check(ranks: list[dict], want: dict, measured, label: str, frozen: tuple[str, ...] = ()) -> None:
     schedule = ranks[0]["schedule"]
     leaders = sorted((rank for rank in ranks if rank["is_leader"]), key=lambda rank: rank["dp_rank"])
     logits = schedule.in_order(torch.cat([rank["logits"] for rank in leaders]))
@@ -136,6 +136,5 @@ def check(ranks: list[dict], want: dict, capsys, label: str, frozen: tuple[str, 
             differences[name] = max(differences.get(name, 0.0), difference)
     worst = max(differences, key=differences.get)
     found["gradients"] = differences[worst]
-    with capsys.disabled():
-        print(f"\n{label}: " + "  ".join(f"{k} {v:.1e}" for k, v in found.items()), worst, end="")
+    measured(found)
     assert all(found[name] <= limit for name, limit in LIMITS.items()), (label, found, worst)

@@ -51,15 +51,14 @@ def send(actor, hf, model: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_before_and_after_new_weights(rollout, capsys, temperature):
+def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
     actor, model, prompts = rollout
     hf = load_huggingface(model)
     send(actor, hf, model)
     for label in ("before", "after"):
         completions = ask(actor.generate, prompts, sampling(temperature=temperature))
         found = by_kind(model, hf, prompts, completions, temperature)
-        with capsys.disabled():
-            print(f"\n{model.model_type} {label}: " + "  ".join(f"{k} {v.max():.1e}" for k, v in found.items()), end="")
+        measured({f"{kind} {label}": float(values.max()) for kind, values in found.items()})
         for values in found.values():
             assert values.mean() <= 1e-5 and values.max() <= 1e-3
         if label == "before":

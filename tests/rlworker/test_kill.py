@@ -10,12 +10,11 @@ KILL = Kill("actor rank 1", step=3, phase="sync", delay_ms=10)
 
 @pytest.mark.large
 @pytest.mark.timeout(900)
-def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(tmp_path, capsys):
+def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(tmp_path, measured):
     make_data(tmp_path / "data")
     make_model(tmp_path / "model", seed=0)
     ended = run_chain(tmp_path, [KILL], steps=4)
-    with capsys.disabled():
-        print(f"\n{ended['kills']} kills, the last process gone after {ended['longest_seconds']:.1f} s", end="")
+    measured({"kills": ended["kills"], "seconds until the last process was gone": ended["longest_seconds"]})
 
 
 def test_drawn_kills_come_in_an_order_that_a_chain_can_reach():

@@ -106,7 +106,7 @@ def folders(make_hf_model, make_critic) -> dict[str, str]:
 
 
 @matrix({"cut": tuple(CUTS), "head": tuple(HEADS), "layout": LAYOUTS})
-def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, capsys, cut, head, layout):
+def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, measured, cut, head, layout):
     (size, settings), cases = CUTS[cut], HEADS[head]
     want = whole(head, cases)
     args = (folders[head], settings_of(size) | settings | {"layout": layout}, head, cases, want["logprobs"])
@@ -118,8 +118,7 @@ def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, capsys, cut
             for tensor, gradient in gradients.items()
         }
         worst = max(apart, key=apart.get)
-        with capsys.disabled():
-            print(f"\n{name}, {cut} {layout}: {apart[worst]:.1e} ({worst})", end="")
+        measured({name: apart[worst]})
         assert apart[worst] <= LIMIT, f"{name}: {worst}"
         for key, value in sums.items():
             assert sum(leader[name][1][key] for leader in leaders) == pytest.approx(value, rel=1e-5, abs=1e-5), key

@@ -173,8 +173,8 @@ def plant(worker, fault: str, model) -> None:
     worker.engine.load_weights = load
 
 
-def test_rollout_and_trainer_agree_at_every_step(finished, capsys):
-    assert len(agreement(Path(finished[0].run_dir), capsys, "tied, thd, DP2")) == 4
+def test_rollout_and_trainer_agree_at_every_step(finished, measured):
+    assert len(agreement(Path(finished[0].run_dir), measured)) == 4
 
 
 def test_every_step_samples_from_the_weights_before_it(finished):
@@ -248,17 +248,16 @@ def test_the_saved_model_is_the_trained_one(finished, make_hf_model):
     assert trained.config.eos_token_id == 2 and (folder / "tokenizer.json").exists()
 
 
-def agreement(run: Path, capsys, label: str) -> list[dict]:
+def agreement(run: Path, measured) -> list[dict]:
     """The lines of a run's steps; rollout and trainer must have agreed at each."""
     lines = read_metrics(run)[1:]
     mean, largest = (max(line[f"logprob_diff_{kind}"] for line in lines) for kind in ("mean", "max"))
-    with capsys.disabled():
-        print(f"\n{label}: |logprob difference| mean {mean:.1e} max {largest:.1e}", end="")
+    measured({"mean logprob difference": mean, "largest": largest})
     assert 0 < mean <= MEAN_LIMIT and largest <= MAX_LIMIT
     return lines
 
 
-def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, capsys):
+def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, capsys, measured):
     """An untied model over TP2 in bshd; a critic in the actor's processes and a reference in its own, two optimizer
     steps per rollout; the critic learns alone first. Cut off after step 2 and resumed, the last steps are the same."""
     from transformers import AutoModelForTokenClassification
@@ -279,7 +278,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         trainers = [name for engine in trainer.engines for name in engine.workers() if "rank" in name]
         assert trainers == ["actor rank 0", "actor rank 1", "reference rank 0", "reference rank 1"]
         trainer.fit()
-    lines = agreement(tmp_path / "run", capsys, "untied, bshd, TP2, PPO")
+    lines = agreement(tmp_path / "run", measured)
     assert "grad_norm" not in lines[0] and all(line["critic_grad_norm"] > 0 for line in lines)
     assert lines[0]["explained_variance"] == pytest.approx(0.0, abs=1e-5), "its head starts at zero"
     assert 0 < lines[1]["kl"] < lines[2]["kl"], "the policy starts at the reference and leaves it"
@@ -300,7 +299,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     assert got == want
 
 
-def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, capsys):
+def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, capsys, measured):
     """A tied llama over PP2; some calls of the reward raise, some end its process, and the run goes on."""
 
     def fragile(text, row):
@@ -320,7 +319,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
     assert "WARNING after 0 steps: " in capsys.readouterr().out
     said = (tmp_path / "run" / "rewards.log").read_text()
     assert all(f"fragile was asked {answer}\n" in said for answer in answers), "also those whose process died"
-    first, last = agreement(tmp_path / "run", capsys, "llama tied, PP2")
+    first, last = agreement(tmp_path / "run", measured)
     start = read_metrics(tmp_path / "run")[0]
     sevens, threes = (sum(answer.endswith(digit) for answer in answers) for digit in "73")
     assert start["heldout_raised"] == sevens > 0 and start["heldout_died"] == threes > 0
@@ -330,7 +329,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
     assert (first.get("reward_raised", 0), first.get("reward_died", 0)) == (sevens, threes)
 
 
-def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_path, capsys):
+def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_path, capsys, measured):
     """An untied llama over CP2 and two rollout engines; a teacher of another family, whose KL is part of the reward;
     ReMax's baseline; groups that are all alike give way to others."""
 
@@ -368,7 +367,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
             drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.sampling(16))
             drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.sampling(16, CANARY))
             trainer.sampler.rollouts_done += 1
-    agreement(tmp_path / "run", capsys, "llama untied, CP2")
+    agreement(tmp_path / "run", measured)
     texts = {str([c.token_ids for c in group]) for group in drawn_anew}
     assert len(texts) == 12, "steps, engines and the canary draw from streams of their own"
     assert {c.version for group in drawn_anew for c in group} == {1}, "every engine has the newest weights"
