@@ -1,6 +1,6 @@
 """The demo's addition learned by PPO: a Megatron critic beside the actor, in the same processes.
 
-A tiny Qwen2 is made and warmed up as in recipes.demo_cpu; then the critic, which starts as a copy of the warm model
+A tiny Qwen3 is made and warmed up as in recipes.demo_cpu; then the critic, which starts as a copy of the warm model
 with a head of zeros, learns what a half-written answer is worth, and the actor from what each token changed in it.
 """
 
