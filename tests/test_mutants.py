@@ -223,8 +223,8 @@ def test_a_hang_is_found_by_its_test_and_leaves_nothing_behind(toy):
     test = "import subprocess, time, toy\n\ndef test_it():\n    if not toy.seen(1, 2) or toy.seen(1, 1):\n"
     test += "        subprocess.run('sleep 98765 &', shell=True, start_new_session=True)\n        time.sleep(98765)\n"
     (toy / "tests" / "test_toy.py").write_text(test)
-    done = run(toy, "--fast", "--count", "1", "--timeout", "5")
+    done = run(toy, "--fast", "--count", "1", "--timeout", "10")  # pytest itself begins in less, also at load
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "found by tests/test_toy.py::test_it (silent for 5 s)" in done.stdout
+    assert "found by tests/test_toy.py::test_it (silent for 10 s)" in done.stdout
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert "sleep 98765" not in left
