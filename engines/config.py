@@ -7,8 +7,8 @@ from typing import Literal, get_args
 from engines.checks import LARGEST, PassThrough, check_numbers, check_pass_through, check_types, installed_fields
 from engines.models import ModelSpec
 from engines.vision_spec import Part
-from hardware.capabilities import check_override
-from hardware.rules import slot_unit
+from hardware.attention.capabilities import check_override
+from hardware.attention.rules import slot_unit
 
 
 def _names(text: str) -> frozenset[str]:

@@ -50,7 +50,8 @@ def mend(_engine) -> None:
 
 
 def _thd_plan(change: Callable) -> list[Patch]:
-    from hardware import cpu_plan, npu_plan
+    from hardware.cpu import attention_plan as cpu_plan
+    from hardware.npu import attention_plan as npu_plan
 
     def wrap(plan):
         return lambda spec, *args: plan(change(spec), *args)
@@ -77,7 +78,8 @@ def _boundaries_off_by_one() -> list[Patch]:
 
 
 def _mask_of_another_rule(change: Callable) -> list[Patch]:
-    from hardware import cpu_plan, npu_plan
+    from hardware.cpu import attention_plan as cpu_plan
+    from hardware.npu import attention_plan as npu_plan
 
     def wrap(mask):
         return lambda spec, rule, *args: mask(spec, change(rule), *args)
@@ -97,7 +99,8 @@ def _causal_for_images() -> list[Patch]:
 
 
 def _inverted_polarity() -> list[Patch]:
-    from hardware import cpu_plan, npu_plan
+    from hardware.cpu import attention_plan as cpu_plan
+    from hardware.npu import attention_plan as npu_plan
 
     def wrap(mask):
         def inverted(*args):
@@ -113,7 +116,7 @@ def _inverted_polarity() -> list[Patch]:
 def _none_means_full() -> list[Patch]:
     import torch.nn.functional as F
 
-    from hardware import npu_plan
+    from hardware.npu import attention_plan as npu_plan
 
     def wrap(sdpa):
         return lambda *args, is_causal=False, **kwargs: sdpa(*args, **kwargs)
@@ -125,7 +128,8 @@ def _none_means_full() -> list[Patch]:
 
 
 def _padding_seen() -> list[Patch]:
-    from hardware import cpu_plan, npu_plan
+    from hardware.cpu import attention_plan as cpu_plan
+    from hardware.npu import attention_plan as npu_plan
 
     def wrap(mask):
         def open_to_padding(spec, rule, *args):
@@ -262,7 +266,7 @@ def _positions_of_the_neighbour() -> list[Patch]:
 
 
 def _backward_drops_a_rank() -> list[Patch]:
-    from hardware.context_parallel import _GatherRanks
+    from hardware.collectives import _GatherRanks
 
     def wrap(_):
         return staticmethod(lambda ctx, gradient: (gradient[ctx.group.rank()].contiguous(), None))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engines.config import MegatronConfig
 from engines.models import ModelSpec
 from engines.vision_spec import part_of
-from hardware.rules import slot_unit
+from hardware.attention.rules import slot_unit
 
 _ALIGNED, _BUCKET = 64, 128
 """Numbers to a multiple of which Megatron starts a parameter in its buffer, and ends a bucket (core 0.16)."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engines.checks import fits, spell
-from hardware.rules import CAUSAL, Rule
+from hardware.attention.rules import CAUSAL, Rule
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -9,7 +9,7 @@ from engines.hf_folder import read_object
 from engines.hf_names import LANGUAGE_PREFIX, MODEL_TYPES, TOP_NAMES, VALUE_NAMES, VISION_PREFIX, Names
 from engines.model_config import ARCHITECTURES, LENGTHS, check_keys, head_dim_of, refuse_unsupported, rope_of, rules_of
 from engines.vision_spec import VISION_TYPES, Part, VisionSpec, language_config, part_of
-from hardware.rules import Rule
+from hardware.attention.rules import Rule
 
 
 @dataclass(frozen=True)

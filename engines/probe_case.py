@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hardware.masks import MaskSpec
-from hardware.rules import Rule
+from hardware.attention.mask_spec import MaskSpec
+from hardware.attention.rules import Rule
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.batch import TrainBatch, token_numbers
 from engines.config import MegatronConfig
 from engines.interfaces import Outputs, Shard
-from hardware.rules import slot_unit
+from hardware.attention.rules import slot_unit
 
 _SMALL = 8
 """Sequences stay together where they are at most this part of what a replica, or a pipeline stage of it, has to do."""

@@ -18,7 +18,8 @@ import tyro
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
-from hardware.platform import describe, get_platform
+from hardware.platform import describe
+from hardware.platforms import get_platform
 from recipes.addition import make_data, make_model
 from rlworker.advantages import AdvantageFn, configured_advantage
 from rlworker.checkpoint import RunFolder

@@ -8,7 +8,7 @@ In full, which is untested: eight training ranks and eight vLLM engines. docs/as
 
 from dataclasses import replace
 
-from hardware.npu import NpuPlatform
+from hardware.npu.platform import NpuPlatform
 from recipes import grpo_gsm8k
 from recipes.mathematics import math_reward
 from recipes.smoke import recipe_config

@@ -7,7 +7,7 @@ from typing import TypeVar
 import tyro
 
 from engines.config import VllmConfig
-from hardware.platform import get_platform
+from hardware.platforms import get_platform
 from recipes.addition import make_model, make_tokenizer
 from recipes.squares import make_data
 from rlworker.config import RunConfig

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from hardware.platform import get_platform
+from hardware.platforms import get_platform
 
 _CLOSE_S = 30.0
 """How long a worker may take to give up its engines; one that takes longer is ended."""

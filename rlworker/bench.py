@@ -10,7 +10,8 @@ from typing import Literal
 from engines.batch import TrainBatch
 from engines.interfaces import TokenOutputs
 from engines.models import ModelSpec
-from hardware.platform import Platform, describe, get_platform
+from hardware.platform import Platform, describe
+from hardware.platforms import get_platform
 from rlworker.check_case import Case, make_case
 from rlworker.check_config import CheckConfig
 from rlworker.cluster import naming_failures, ray_for

@@ -13,9 +13,9 @@ import torch
 from ray.exceptions import RayError
 
 from engines.interfaces import Sampling, TokenOutputs
-from hardware.capabilities import find_backend
-from hardware.platform import get_platform
-from hardware.rules import CAUSAL, Rule
+from hardware.attention.capabilities import find_backend
+from hardware.attention.rules import CAUSAL, Rule
+from hardware.platforms import get_platform
 from rlworker.bench import Bench, Finding, bench, limits_of_platform
 from rlworker.check_config import CheckConfig
 from rlworker.data import Row

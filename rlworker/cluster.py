@@ -11,7 +11,7 @@ import ray
 from ray._private.node import Node
 from ray.exceptions import RayActorError, RayError
 
-from hardware.platform import get_platform
+from hardware.platforms import get_platform
 from rlworker.errors import RunError
 
 _ANSWER_S = 3.0

@@ -8,8 +8,8 @@ from typing import Literal
 from engines.checks import LARGEST, check_numbers, check_types
 from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
+from hardware.attention.rules import slot_unit
 from hardware.platform import PlatformName
-from hardware.rules import slot_unit
 from rlworker.model_checks import check_engines, check_sees_alike, check_trained
 
 _LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}

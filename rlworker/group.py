@@ -11,7 +11,8 @@ from engines.batch import TrainBatch
 from engines.images import same_images
 from engines.interfaces import LossFn, Outputs, StepResult
 from engines.schedule import Schedule, plan_schedule
-from hardware.platform import Platform, get_platform
+from hardware.platform import Platform
+from hardware.platforms import get_platform
 from rlworker.actors import end_workers, start_workers
 from rlworker.worker import Role, TrainWorker
 

@@ -7,9 +7,10 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.hf_folder import SafetensorsFolder
 from engines.models import ModelSpec
 from engines.pixels import ImageProcessor
-from hardware.capabilities import find_backend, override_warnings
-from hardware.platform import Platform, describe, get_platform
-from hardware.rules import CAUSAL
+from hardware.attention.capabilities import find_backend, override_warnings
+from hardware.attention.rules import CAUSAL
+from hardware.platform import Platform, describe
+from hardware.platforms import get_platform
 
 
 def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollout: VllmConfig) -> ModelSpec:

@@ -16,8 +16,8 @@ import tyro
 from engines.config import MegatronConfig
 from engines.memory import RankMemory, bytes_of, padding_share, parameters_of, rank_memory
 from engines.models import ModelSpec
-from hardware.platform import get_platform
-from hardware.rules import slot_unit
+from hardware.attention.rules import slot_unit
+from hardware.platforms import get_platform
 from rlworker.config import RunConfig
 from rlworker.sft_config import SftConfig
 

@@ -10,7 +10,8 @@ from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
 from engines.pixels import DECODING_ERRORS, in_colours
-from hardware.platform import describe, get_platform
+from hardware.platform import describe
+from hardware.platforms import get_platform
 from rlworker.metrics import read_metrics
 
 _THUMBNAIL = 160

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from engines.faults import FAULTS, Fault
-from hardware.platform import get_platform
+from hardware.platforms import get_platform
 from rlworker.bench import Bench, Finding, bench, limits_of_platform
 from rlworker.check import check_all, send_weights
 from rlworker.check_config import CheckConfig

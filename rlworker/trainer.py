@@ -11,7 +11,7 @@ from ray.actor import ActorHandle
 
 from engines.batch import TrainBatch
 from engines.interfaces import LossFn, Outputs
-from hardware.platform import get_platform
+from hardware.platforms import get_platform
 from rlworker import step_metrics
 from rlworker.advantages import AdvantageFn, check_group_size, configured_advantage, with_kl_penalty
 from rlworker.checkpoint import RunFolder, Score

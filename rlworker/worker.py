@@ -44,7 +44,7 @@ class TrainWorker:
     """
 
     def __init__(self, platform: str, name: str, rank: int):
-        from hardware.platform import get_platform
+        from hardware.platforms import get_platform
 
         self.platform, self.name, self.rank = get_platform(platform), name, rank
         self.engines: dict[str, TrainEngine] = {}
@@ -147,7 +147,7 @@ class RolloutWorker:
     """One vLLM engine."""
 
     def __init__(self, platform: str, index: int):
-        from hardware.platform import get_platform
+        from hardware.platforms import get_platform
 
         self.index, self.platform = index, get_platform(platform)
         os.environ.update(self.platform.rollout_env() | {"HF_HUB_OFFLINE": "1"})

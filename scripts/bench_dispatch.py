@@ -16,7 +16,7 @@ from timing import median_ms, options
 from engines.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.schedule import plan_schedule
-from hardware.platform import get_platform
+from hardware.platforms import get_platform
 from rlworker.cluster import ray_for
 from rlworker.group import WorkerGroup
 from rlworker.worker import Role

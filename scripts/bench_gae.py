@@ -12,7 +12,7 @@ import torch
 from timing import median_ms, options
 
 from engines.batch import TrainBatch
-from hardware.platform import get_platform
+from hardware.platforms import get_platform
 from rlworker.advantages import gae
 
 TINY = options(__doc__).parse_args().tiny

@@ -23,7 +23,7 @@ from engines.images import image_columns, same_images
 from engines.models import ModelSpec
 from engines.pixels import ImageProcessor
 from engines.schedule import plan_schedule
-from hardware.platform import get_platform
+from hardware.platforms import get_platform
 from recipes.squares import make_tokenizer
 from rlworker.tiny_models import tiny_vlm
 

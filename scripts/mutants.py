@@ -35,10 +35,16 @@ _LOWERED = (f"{_H}core_attention.py", f"{_H}masks.py", f"{_H}capabilities.py", f
 _ENGINE = (f"{_E}megatron_weights.py", f"{_E}megatron_engine.py")
 MODULES = {
     "engines/megatron/layout.py": (f"{_E}layout.py", f"{_H}core_attention.py", f"{_E}engine_parity.py"),
-    "hardware/rules.py": (f"{_H}masks.py", f"{_E}layout.py", f"{_E}schedule.py", *_LOWERED[:1], *_LOWERED[2:]),
-    "hardware/masks.py": (f"{_H}masks.py", f"{_E}layout.py", *_LOWERED[:1], *_LOWERED[2:]),
-    "hardware/cpu_plan.py": (*_LOWERED, f"{_E}engine_parity.py"),
-    "hardware/npu_plan.py": (*_LOWERED, f"{_H}npu_platform.py", f"{_H}npu_faults.py"),
+    "hardware/attention/rules.py": (
+        f"{_H}masks.py",
+        f"{_E}layout.py",
+        f"{_E}schedule.py",
+        *_LOWERED[:1],
+        *_LOWERED[2:],
+    ),
+    "hardware/attention/mask_spec.py": (f"{_H}masks.py", f"{_E}layout.py", *_LOWERED[:1], *_LOWERED[2:]),
+    "hardware/cpu/attention_plan.py": (*_LOWERED, f"{_E}engine_parity.py"),
+    "hardware/npu/attention_plan.py": (*_LOWERED, f"{_H}npu_platform.py", f"{_H}npu_faults.py"),
     "engines/megatron/logprobs.py": (f"{_E}logprobs.py", f"{_E}megatron_engine.py", f"{_E}engine_parity.py"),
     "engines/megatron/weights.py": (*_ENGINE, f"{_E}engine_parity.py"),
     "engines/weight_sync.py": (f"{_E}weight_sync.py", f"{_E}vllm_engine.py"),

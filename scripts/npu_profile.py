@@ -1,6 +1,6 @@
 """What this project takes from the packages of the npu profile, and whether those packages have it.
 
-    python scripts/npu_profile.py            compares the tree with hardware/npu_profile.json
+    python scripts/npu_profile.py            compares the tree with hardware/npu/profile.json
     python scripts/npu_profile.py --write    downloads the wheels that requirements/npu.txt names, and looks it all up
 
 Looked up are every name imported from torch_npu, transformers, vllm and megatron, every call of torch_npu with its
@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DATA = ROOT / "hardware" / "npu_profile.json"
+DATA = ROOT / "hardware" / "npu" / "profile.json"
 REQUIREMENTS = ROOT / "requirements" / "npu.txt"
 PACKAGES = {
     "torch-npu": "torch_npu",

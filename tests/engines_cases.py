@@ -7,11 +7,11 @@ that alignment pads after the last one too."""
 
 def start_process(rank: int, name: str = "cpu"):
     """Platform and device; Megatron is imported and patched once per process."""
-    from hardware.platform import get_platform
+    from hardware.platforms import get_platform
 
     platform = get_platform(name)
     if name == "npu-emulated":  # in a pool that has started as another platform too: beyond that it adds the operator
-        from hardware.npu_emulator import install
+        from hardware.npu.emulator.operator import install
 
         install()
     if not getattr(start_process, "done", False):

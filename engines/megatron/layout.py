@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hardware.context_parallel import sum_over_ranks
-from hardware.masks import LayoutKind, MaskSpec
-from hardware.rules import CAUSAL, Rule, slot_unit
+from hardware.attention.mask_spec import LayoutKind, MaskSpec
+from hardware.attention.rules import CAUSAL, Rule, slot_unit
+from hardware.collectives import sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Layout:
 
 def _held_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray | None]:
     """``(slots, tokens)`` of a rank: sequences lie end to end, each as the two of its ``2 * cp`` chunks that are the
-    rank's (``hardware.masks.zigzag_positions``)."""
+    rank's (``hardware.attention.mask_spec.zigzag_positions``)."""
     local = padded // cp
     position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     slots = np.repeat(np.cumsum(local) - local, lengths)

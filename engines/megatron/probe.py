@@ -22,7 +22,7 @@ from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
 from engines.probe_case import Influence, ProbeCase
 from engines.schedule import Schedule, plan_schedule
-from hardware.rules import Rule
+from hardware.attention.rules import Rule
 
 _PASS_SLOTS, _PASS_LOGITS = 2**14, 2**26
 """Tokens that one pass of a layer's attention takes, and logits that one pass of the model makes."""

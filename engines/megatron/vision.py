@@ -22,8 +22,8 @@ from engines.megatron.layout import Layout
 from engines.models import ModelSpec
 from engines.pixels import ImageProcessor
 from engines.vision_spec import VisionSpec
-from hardware.context_parallel import gather_ranks
-from hardware.platform import AttentionInputs
+from hardware.attention.inputs import AttentionInputs
+from hardware.collectives import gather_ranks
 
 
 def _classes(model_type: str) -> tuple[type, type]:

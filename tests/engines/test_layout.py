@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engines.megatron.layout import Layout
-from hardware.rules import slot_unit
+from hardware.attention.rules import slot_unit
 
 
 def by_hand(lengths, kind, tp, cp, rank, multiple=1, slots=0):

@@ -15,9 +15,9 @@ from support.factors import LAYOUTS, PLATFORMS, SIZES, settings_of
 from engines.batch import TrainBatch
 from engines.models import ModelSpec
 from engines.probe_case import ProbeCase
-from hardware.capabilities import find_backend
-from hardware.platform import get_platform
-from hardware.rules import CAUSAL, Rule
+from hardware.attention.capabilities import find_backend
+from hardware.attention.rules import CAUSAL, Rule
+from hardware.platforms import get_platform
 from rlworker.reference import forward_pass, gradients_by_name, load_huggingface, probe_loss
 
 MASK_SIZES = tuple(size for size in (*SIZES, "CP4") if "DP" not in size)

@@ -5,7 +5,7 @@ import pytest
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models import ModelSpec
-from hardware.rules import CAUSAL, Rule
+from hardware.attention.rules import CAUSAL, Rule
 
 
 def edit_config(make_hf_model, tmp_path, **changes) -> str:

@@ -14,7 +14,7 @@ from engines.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.interfaces import TokenOutputs
 from engines.schedule import balanced, plan_schedule, sequence_costs
-from hardware.rules import slot_unit
+from hardware.attention.rules import slot_unit
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any)
 

@@ -12,13 +12,13 @@ from dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv, ima
 from engines_cases import start_process
 
 from engines.megatron.layout import Layout
-from hardware import capabilities
-from hardware.capabilities import PLACES, TABLE, check_override, find_backend, place_name
-from hardware.cpu import CpuPlatform
-from hardware.masks import MaskSpec, blocked_where_true
-from hardware.npu_call import prefix_mask, triangle
-from hardware.npu_emulator import install
-from hardware.rules import CAUSAL, RULES, Rule
+from hardware.attention import capabilities
+from hardware.attention.capabilities import PLACES, TABLE, check_override, find_backend, place_name
+from hardware.attention.mask_spec import MaskSpec, blocked_where_true
+from hardware.attention.rules import CAUSAL, RULES, Rule
+from hardware.cpu.platform import CpuPlatform
+from hardware.npu.emulator.operator import install
+from hardware.npu.kernel_call import prefix_mask, triangle
 
 RULE_OF = {
     "full": Rule(causal=False),

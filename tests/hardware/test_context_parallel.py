@@ -6,7 +6,7 @@ from ranks import free_address
 def gather_and_sum(rank, world, address):
     """Outputs and gradients of both collectives, with gradients that are not contiguous in memory."""
     start_process(rank)
-    from hardware.context_parallel import gather_keys_values, sum_over_ranks
+    from hardware.collectives import gather_keys_values, sum_over_ranks
 
     group = join_group(rank, world, address)
     torch.manual_seed(rank)

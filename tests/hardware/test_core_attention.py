@@ -14,8 +14,8 @@ from support.cover import matrix
 from support.factors import LAYOUTS, PLATFORMS
 
 from engines.megatron.layout import Layout
-from hardware.platform import get_platform
-from hardware.rules import CAUSAL, Rule
+from hardware.attention.rules import CAUSAL, Rule
+from hardware.platforms import get_platform
 
 LENGTHS = [(5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38)]
 RULES = (
@@ -37,9 +37,10 @@ def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, 
 
     from megatron.core.transformer import TransformerConfig
 
-    from hardware import layers, npu_plan
-    from hardware.cpu_attention import CpuAttention
-    from hardware.npu_attention import NpuAttention
+    from hardware.cpu.attention import CpuAttention
+    from hardware.megatron import layers
+    from hardware.npu import attention_plan as npu_plan
+    from hardware.npu.attention import NpuAttention
 
     attention = {"cpu": CpuAttention, "npu-emulated": NpuAttention}[name]
 
@@ -157,7 +158,7 @@ def test_each_layer_has_its_rule_and_a_pack_may_be_of_a_fixed_size(one_rank, pla
 
 def test_no_mask_is_as_large_as_the_pack():
     """Masks stay within a group's own length, whatever the number of tokens in the pack."""
-    from hardware.cpu import CpuPlatform
+    from hardware.cpu.platform import CpuPlatform
 
     lengths = tuple(range(10, 60)) * 4
     layout = Layout.build(lengths, "thd", cp=2)
@@ -174,7 +175,7 @@ def test_a_dense_mask_or_bias_is_refused(one_rank):
 
         from megatron.core.transformer import TransformerConfig
 
-        from hardware.cpu_attention import CpuAttention
+        from hardware.cpu.attention import CpuAttention
 
         config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
         core = CpuAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=None))
@@ -197,7 +198,7 @@ def test_rotation_is_that_of_huggingface(one_rank, make_hf_model):
 
         from engines.megatron.rotary import Rotary
         from engines.models import ModelSpec
-        from hardware.layers import rotate
+        from hardware.megatron.layers import rotate
 
         spec = ModelSpec.from_folder(folder)
         position = torch.tensor([[0, 1, 2, 0, 100, 200]])
@@ -219,7 +220,7 @@ def test_norm_is_that_of_huggingface(one_rank):
 
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-        from hardware.layers import RMSNorm
+        from hardware.megatron.layers import RMSNorm
 
         x = torch.randn(5, 3, 16)
         config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hardware.fused_adam import FusedAdam
+from hardware.megatron.fused_adam import FusedAdam
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

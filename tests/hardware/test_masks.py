@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from hardware.masks import MaskSpec, added_to_scores, blocked_where_true, slot_places, zigzag_positions
-from hardware.rules import CAUSAL, Rule, tokens_before
+from hardware.attention.mask_spec import MaskSpec, added_to_scores, blocked_where_true, slot_places, zigzag_positions
+from hardware.attention.rules import CAUSAL, Rule, tokens_before
 
 
 def test_zigzag_pairs_a_low_chunk_with_a_high_one():

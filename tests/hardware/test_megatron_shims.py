@@ -23,7 +23,7 @@ SYMPTOMS = {
 def train_without(rank, world, address, folder, shim_name, settings):
     """What one optimizer step raises with one shim taken back; None where it runs."""
     start_process(rank)
-    from hardware.megatron_shims import SHIMS
+    from hardware.megatron.shims import SHIMS
 
     shim = next(s for s in SHIMS if s.name == shim_name)
     leave_groups()
@@ -42,7 +42,7 @@ def train_without(rank, world, address, folder, shim_name, settings):
 
 def taken_back(shim):
     """Undo an installed shim, by the originals that it kept; returns how to put it on again."""
-    from hardware import megatron_shims
+    from hardware.megatron import shims as megatron_shims
 
     megatron_shims.INSTALLED.pop(shim.name)()
 
@@ -86,7 +86,7 @@ def test_resuming_fails_without_adam(patched_ranks, make_hf_model, tmp_path):
 
     def save_and_load(rank, world, address, folder, target):
         start_process(rank)
-        from hardware.megatron_shims import SHIMS
+        from hardware.megatron.shims import SHIMS
 
         again = taken_back(next(s for s in SHIMS if s.name == "adam"))
         try:

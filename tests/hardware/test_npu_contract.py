@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from hardware.npu import EmulatedNpuPlatform
-from hardware.npu_call import LAYOUTS, prefix_mask, triangle
-from hardware.npu_contract import REQUIREMENTS, NotEmulatedError, NpuError, NpuSilentError
-from hardware.npu_emulator import install
+from hardware.npu.emulator.contract import REQUIREMENTS, NotEmulatedError, NpuError, NpuSilentError
+from hardware.npu.emulator.operator import install
+from hardware.npu.kernel_call import LAYOUTS, prefix_mask, triangle
+from hardware.npu.platform import EmulatedNpuPlatform
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 OPEN = torch.zeros(6, 6, dtype=torch.bool)
@@ -196,12 +196,13 @@ def test_what_is_not_computed_raises(changes):
 BESIDE = """
 import json, torch
 from pathlib import Path
-import hardware.npu_emulator
-schema = json.loads((Path(hardware.npu_emulator.__file__).parent / "npu_profile.json").read_text())["operators"]
+import hardware.npu.emulator.operator
+profile = Path(hardware.npu.__file__).parent / "profile.json"
+schema = json.loads(profile.read_text())["operators"]
 library = torch.library.Library("npu", "DEF")
 library.define(schema["npu_fusion_attention"])
 library.impl("npu_fusion_attention", lambda *_, **__: None, "PrivateUse1")
-hardware.npu_emulator.install()
+hardware.npu.emulator.operator.install()
 x = torch.randn(3, 1, 4, requires_grad=True)
 ends = dict(actual_seq_qlen=[3], actual_seq_kvlen=[3])
 out = torch.ops.npu.npu_fusion_attention(x, x, x, 1, "TND", scale=0.5, **ends)[0]

@@ -5,10 +5,10 @@ import torch
 from dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv
 
 from engines.megatron.layout import Layout
-from hardware.npu_contract import NpuError, NpuSilentError
-from hardware.npu_emulator import install
-from hardware.platform import get_platform
-from hardware.rules import CAUSAL
+from hardware.attention.rules import CAUSAL
+from hardware.npu.emulator.contract import NpuError, NpuSilentError
+from hardware.npu.emulator.operator import install
+from hardware.platforms import get_platform
 
 LENGTHS = (5, 2, 7)
 

@@ -15,9 +15,10 @@ from dense_attention import DIM
 from support.program import run_program
 
 from engines.megatron.layout import Layout
-from hardware import mindspeed
-from hardware.npu import NpuPlatform
-from hardware.platform import describe, get_platform
+from hardware.npu import mindspeed
+from hardware.npu.platform import NpuPlatform
+from hardware.platform import describe
+from hardware.platforms import get_platform
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +32,7 @@ def test_every_name_is_in_the_npu_profile():
     """Calls of torch_npu with their keywords, imports of transformers, vllm and megatron, in the profile's versions."""
     done = look_up(ROOT)
     assert done.returncode == 0, done.stdout
-    stored = json.loads((ROOT / "hardware" / "npu_profile.json").read_text())
+    stored = json.loads((ROOT / "hardware" / "npu" / "profile.json").read_text())
     assert {"torch_npu.npu.set_device", "vllm.LLM", "transformers.AutoConfig"} < set(stored["names"])
     assert len(stored["names"]) >= 50
 

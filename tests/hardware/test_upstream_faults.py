@@ -8,10 +8,10 @@ from engines_cases import start_process
 from torch.utils.checkpoint import checkpoint
 
 from engines.megatron.layout import Layout
-from hardware.capabilities import TABLE, find_backend
-from hardware.cpu import CpuPlatform
-from hardware.masks import added_to_scores, blocked_where_true
-from hardware.rules import CAUSAL, Rule
+from hardware.attention.capabilities import TABLE, find_backend
+from hardware.attention.mask_spec import added_to_scores, blocked_where_true
+from hardware.attention.rules import CAUSAL, Rule
+from hardware.cpu.platform import CpuPlatform
 
 LENGTHS = (5, 1, 7)
 
@@ -34,7 +34,7 @@ def through_platform(layout, rules=(CAUSAL,)):
 
     from megatron.core.transformer import TransformerConfig
 
-    from hardware.cpu_attention import CpuAttention
+    from hardware.cpu.attention import CpuAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
     core = CpuAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))

@@ -18,9 +18,9 @@ from engines.config import (
     MegatronConfig,
     VllmConfig,
 )
-from hardware import capabilities
-from hardware.capabilities import TABLE, override_warnings
-from hardware.platform import get_platform
+from hardware.attention import capabilities
+from hardware.attention.capabilities import TABLE, override_warnings
+from hardware.platforms import get_platform
 from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
 from rlworker.data import load_tokenizer
 from rlworker.model_checks import check_engines

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hardware.rules import CAUSAL, Rule
+from hardware.attention.rules import CAUSAL, Rule
 
 LayoutKind = Literal["bshd", "thd"]
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hardware.npu import MAX_PACK_SEQUENCES
-from hardware.npu_call import LAYOUTS, NO_LIMIT, Call
-from hardware.npu_conditions import (
+from hardware.npu.emulator.conditions import (
     band_is_not_empty,
     cut_band_covers_its_keys,
     dims_are_alike,
@@ -32,6 +30,8 @@ from hardware.npu_conditions import (
     prefixes_are_in_range,
     sizes_are_alike,
 )
+from hardware.npu.kernel_call import LAYOUTS, NO_LIMIT, Call
+from hardware.npu.limits import MAX_PACK_SEQUENCES
 
 
 class NpuError(RuntimeError):

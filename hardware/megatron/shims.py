@@ -141,7 +141,7 @@ def _adam(_: Runtime) -> Undo:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    from hardware.fused_adam import FusedAdam
+    from hardware.megatron.fused_adam import FusedAdam
 
     return _together(
         _replace(optimizer, "Adam", FusedAdam),

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 import torch
 
-from hardware.platform import AttentionInputs
+from hardware.attention.inputs import AttentionInputs
 
 KEEPERS = ("mindspeed.utils", "mindspeed.core.context_parallel.get_batch_utils")
 """Modules of MindSpeed that keep lengths (its commit a97d6a7, July 2026)."""

@@ -6,11 +6,10 @@ This module is read to check settings, so it imports torch, torch_npu and Megatr
 import os
 from typing import ClassVar
 
-from hardware.capabilities import find_backend
-from hardware.cpu import CpuPlatform
+from hardware.attention.capabilities import find_backend
+from hardware.cpu.platform import CpuPlatform
+from hardware.npu.limits import MAX_PACK_SEQUENCES
 
-MAX_PACK_SEQUENCES = 1024
-"""Sequences that ``npu_fusion_attention`` takes in TND (op-plugin documentation)."""
 NOT_COVERED = (
     "pse",
     "sink",
@@ -57,7 +56,8 @@ class NpuPlatform:
                 f"platform: a training process is to see its own NPU alone and sees {devices}; unset "
                 "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES where Ray is started"
             )
-        from hardware import megatron_shims, mindspeed
+        from hardware.megatron import shims as megatron_shims
+        from hardware.npu import mindspeed
 
         mindspeed.patch_megatron()
         torch_npu.npu.set_device(0)
@@ -74,20 +74,20 @@ class NpuPlatform:
         return torch.device("npu", 0)
 
     def layer_spec(self, config):
-        from hardware.layers import layer_spec
-        from hardware.npu_attention import NpuAttention
+        from hardware.megatron.layers import layer_spec
+        from hardware.npu.attention import NpuAttention
 
         return layer_spec(config, NpuAttention)
 
     def attention_inputs(self, spec, rotary, override=()):
-        from hardware.npu_plan import attention_inputs
+        from hardware.npu.attention_plan import attention_inputs
 
         backends = self.attention_backends
         found = {rule: find_backend(backends, spec.kind, spec.cp, rule, override)[0] for rule in spec.rules}
         return attention_inputs(spec, rotary, {rule: int(backend[-1]) for rule, backend in found.items()})
 
     def around_forward(self, inputs):
-        from hardware.mindspeed import lengths_around_forward
+        from hardware.npu.mindspeed import lengths_around_forward
 
         return lengths_around_forward(inputs)
 
@@ -129,7 +129,7 @@ class EmulatedNpuPlatform(CpuPlatform):
     attention_inputs = NpuPlatform.attention_inputs
 
     def init_process(self, local_rank: int):
-        from hardware.npu_emulator import install
+        from hardware.npu.emulator.operator import install
 
         device = super().init_process(local_rank)
         install()

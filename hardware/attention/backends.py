@@ -1,39 +1,15 @@
-"""What every attention backend does with a rule: honours it, told how, or refuses it, and what works instead.
+"""Every attention backend's rows of the capability table: what it does with each rule, in each layout.
 
-``attention_inputs`` of every platform reads this table and nothing else, so that a rule which a kernel would ignore or
-misread never gets to it. Facts are from the backends' sources and documentation, as named at each; where ``evidence``
-says "executed" a test runs the backend and compares it with the oracle. docs/masks.md is this page for users.
+Facts are from the backends' sources and documentation, as named at each; where ``evidence`` says "executed" a test
+runs the backend and compares it with the oracle.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
-from hardware.rules import RULES, Rule
+from hardware.attention.cell import Cell, Evidence
+from hardware.attention.rules import RULES
 
-Evidence = Literal["executed", "emulated", "untested"]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One backend and one rule, in one layout, with or without context parallelism.
-
-    Attributes:
-        honoured: the backend computes the rule when told as ``text`` says; else ``text`` says why it does not.
-        nearest: where refused, what comes nearest.
-        composes: the rule is told by a mask of any form, so that it may be asked together with others told so.
-        evidence: how far this was proven here.
-    """
-
-    honoured: bool
-    text: str
-    nearest: str = ""
-    composes: bool = False
-    evidence: Evidence = "untested"
-
-
-Place = tuple[str, str, bool, str]
-"""(backend, layout kind, context-parallel, rule)"""
+Rows = dict[tuple[str, bool], dict[str, Cell]]
 
 
 def _all(cell: Cell, rules: Iterable[str] = RULES) -> dict[str, Cell]:
@@ -60,8 +36,6 @@ _UNPROVEN = "not shown to be right under context parallelism"
 _CP_CALLS = (
     "keys gathered over the ranks, then two calls, low and high chunks, each bottom-right against its own prefix"
 )
-
-Rows = dict[tuple[str, bool], dict[str, Cell]]
 
 
 def _rows(bshd: dict, thd: dict, bshd_cp: dict, thd_cp: dict) -> Rows:
@@ -253,7 +227,7 @@ def _npu(mode: int) -> Rows:
     return _rows(only, only, row(True, {}), row(True, {}))
 
 
-_BACKENDS: dict[str, Rows] = {
+BACKENDS: dict[str, Rows] = {
     "torch_sdpa": _torch_sdpa(),
     "torch_varlen": _packed_kernel("varlen_attn", _no(_UNPROVEN, "flash_varlen")),
     "flash_varlen": _packed_kernel("flash-attention's varlen kernel (2.1 and later)", _said(_CP_CALLS)),
@@ -269,67 +243,3 @@ _BACKENDS: dict[str, Rows] = {
     "megatron_local": _megatron_local(),
     **{f"npu_mode{mode}": _npu(mode) for mode in range(9)},
 }
-
-TABLE: dict[Place, Cell] = {
-    (backend, kind, cp, rule): cell
-    for backend, rows in _BACKENDS.items()
-    for (kind, cp), cells in rows.items()
-    for rule, cell in cells.items()
-}
-"""Every backend, layout and rule, with and without context parallelism."""
-
-
-def place_name(place: Place) -> str:
-    """``backend/kind/cp or no-cp/rule``, as an override names it."""
-    backend, kind, cp, rule = place
-    return f"{backend}/{kind}/{'cp' if cp else 'no-cp'}/{rule}"
-
-
-PLACES: dict[str, Place] = {place_name(place): place for place in TABLE}
-
-
-def find_backend(
-    backends: Iterable[str], kind: str, cp: int, rule: Rule, override: Iterable[str] = ()
-) -> tuple[str, tuple[Cell, ...]]:
-    """The first of ``backends`` that honours every part of a rule, with the cells that say how.
-
-    Args:
-        override: names of refused cells (``place_name``) that count as honoured.
-
-    Raises:
-        ValueError: none does; the message has each one's reason and what works instead.
-    """
-    refusals = []
-    for backend in backends:
-        cells = {part: TABLE[backend, kind, cp > 1, part] for part in rule.parts}
-        names = {part: place_name((backend, kind, cp > 1, part)) for part in rule.parts}
-        refused = [part for part, cell in cells.items() if not cell.honoured and names[part] not in override]
-        alone = [part for part, cell in cells.items() if cell.honoured and not cell.composes]
-        if not refused and (len(cells) == 1 or not alone):
-            return backend, tuple(cells.values())
-        refusals += [
-            f"{names[part]} is refused: {cells[part].text}; nearest: {cells[part].nearest}" for part in refused
-        ]
-        if not refused:
-            refusals.append(f"{backend} honours {' and '.join(alone)} each alone, and not together")
-    raise ValueError(f"attention: no backend honours the rule {rule} in {kind} with cp={cp}: " + ". ".join(refusals))
-
-
-def override_warnings(override: Iterable[str]) -> list[str]:
-    """What a run should say about each refused cell that it uses all the same."""
-    return [
-        f"WARNING attention: {name} is refused by the capability table ({TABLE[PLACES[name]].text}; nearest: "
-        f"{TABLE[PLACES[name]].nearest}) and used all the same, as --actor.attention-override asks"
-        for name in override
-    ]
-
-
-def check_override(override: Iterable[str]) -> None:
-    """Raise ValueError where an override names no cell, or one that is honoured anyway."""
-    for name in override:
-        if name not in PLACES:
-            raise ValueError(
-                f"attention: {name!r} names no cell of the capability table; a name is like {next(iter(PLACES))!r}"
-            )
-        if TABLE[PLACES[name]].honoured:
-            raise ValueError(f"attention: {name!r} is honoured and needs no override; leave it out")

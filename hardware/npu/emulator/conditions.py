@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hardware.npu_call import TRIANGLE, Call, prefix_mask, triangle
+from hardware.npu.kernel_call import TRIANGLE, Call, prefix_mask, triangle
 
 _PROVEN_TRIANGLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Compressed masks that were found right, with the version of their contents."""

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hardware.masks import MaskSpec
-from hardware.rules import CAUSAL, Rule
+from hardware.attention.mask_spec import MaskSpec
+from hardware.attention.rules import CAUSAL, Rule
 
 
 def dense_mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.ndarray, keys: int) -> Tensor | None:

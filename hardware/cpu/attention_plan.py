@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hardware.dense_mask import dense_mask
-from hardware.masks import MaskSpec, gathered_slots, zigzag_positions
-from hardware.platform import AttentionInputs
-from hardware.rules import Rule
+from hardware.attention.dense_mask import dense_mask
+from hardware.attention.inputs import AttentionInputs
+from hardware.attention.mask_spec import MaskSpec, gathered_slots, zigzag_positions
+from hardware.attention.rules import Rule
 
 
 @dataclass(frozen=True)

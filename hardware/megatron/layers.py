@@ -14,9 +14,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from hardware.context_parallel import gather_keys_values
-from hardware.platform import AttentionInputs
-from hardware.rules import Rule
+from hardware.attention.inputs import AttentionInputs
+from hardware.attention.rules import Rule
+from hardware.collectives import gather_keys_values
 
 
 class RMSNorm(torch.nn.Module):

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from hardware.layers import CoreAttention
-from hardware.npu_plan import KernelCall, NpuPlan
-from hardware.rules import Rule
+from hardware.attention.rules import Rule
+from hardware.megatron.layers import CoreAttention
+from hardware.npu.attention_plan import KernelCall, NpuPlan
 
 
 class NpuAttention(CoreAttention):

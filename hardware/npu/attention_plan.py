@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hardware.dense_mask import dense_mask
-from hardware.masks import MaskSpec, gathered_slots, ragged, zigzag_positions
-from hardware.npu import MAX_PACK_SEQUENCES
-from hardware.npu_call import NO_LIMIT, triangle
-from hardware.platform import AttentionInputs
-from hardware.rules import CAUSAL, Rule, tokens_before
+from hardware.attention.dense_mask import dense_mask
+from hardware.attention.inputs import AttentionInputs
+from hardware.attention.mask_spec import MaskSpec, gathered_slots, ragged, zigzag_positions
+from hardware.attention.rules import CAUSAL, Rule, tokens_before
+from hardware.npu.kernel_call import NO_LIMIT, triangle
+from hardware.npu.limits import MAX_PACK_SEQUENCES
 
 
 @dataclass(frozen=True)

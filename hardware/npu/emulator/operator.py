@@ -1,7 +1,7 @@
 """``torch.ops.npu.npu_fusion_attention`` on a CPU: the operator's own schema, every documented rule, its arithmetic.
 
 A call is parsed by torch.library from the schema of the torch-npu that the npu profile names, so that a wrong keyword,
-or a tensor where a list of ints belongs, fails as it does on the device. ``npu_contract.py`` then checks it, and is
+or a tensor where a list of ints belongs, fails as it does on the device. ``contract.py`` then checks it, and is
 strict: what the device would compute wrong in silence raises here.
 """
 
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hardware.npu_call import Call
-from hardware.npu_contract import NotEmulatedError, check
+from hardware.npu.emulator.contract import NotEmulatedError, check
+from hardware.npu.kernel_call import Call
 
 OPERATOR = "npu_fusion_attention"
 _LIBRARY: list[torch.library.Library] = []
@@ -23,7 +23,7 @@ def install() -> None:
     """Register the operator in this process; once is enough. Where torch_npu has it already, for tensors of the CPU."""
     if _LIBRARY:
         return
-    profile = json.loads(importlib.resources.files("hardware").joinpath("npu_profile.json").read_text())
+    profile = json.loads(importlib.resources.files("hardware.npu").joinpath("profile.json").read_text())
     schema = profile["operators"][OPERATOR]
     real = hasattr(torch.ops.npu, OPERATOR)
     library = torch.library.Library("npu", "IMPL" if real else "DEF")

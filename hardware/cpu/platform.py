@@ -7,7 +7,7 @@ import contextlib
 import os
 from typing import ClassVar
 
-from hardware.capabilities import find_backend
+from hardware.attention.capabilities import find_backend
 
 # Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -37,20 +37,20 @@ class CpuPlatform:
     def init_process(self, local_rank: int):
         import torch
 
-        from hardware.megatron_shims import CPU, install
+        from hardware.megatron.shims import CPU, install
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         install(CPU)
         return torch.device("cpu")
 
     def layer_spec(self, config):
-        from hardware.cpu_attention import CpuAttention
-        from hardware.layers import layer_spec
+        from hardware.cpu.attention import CpuAttention
+        from hardware.megatron.layers import layer_spec
 
         return layer_spec(config, CpuAttention)
 
     def attention_inputs(self, spec, rotary, override=()):
-        from hardware.cpu_plan import attention_inputs
+        from hardware.cpu.attention_plan import attention_inputs
 
         for rule in set(spec.rules):
             find_backend(self.attention_backends, spec.kind, spec.cp, rule, override)

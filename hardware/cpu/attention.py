@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hardware.cpu_plan import CpuPlan
-from hardware.layers import CoreAttention
-from hardware.rules import Rule
+from hardware.attention.rules import Rule
+from hardware.cpu.attention_plan import CpuPlan
+from hardware.megatron.layers import CoreAttention
 
 
 class CpuAttention(CoreAttention):

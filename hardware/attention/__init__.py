@@ -1,0 +1,1 @@
+"""Who may see whom, and which of it each attention kernel honours."""

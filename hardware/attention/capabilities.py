@@ -1,0 +1,79 @@
+"""What every attention backend does with a rule: honours it, told how, or refuses it, and what works instead.
+
+``attention_inputs`` of every platform reads this table and nothing else, so that a rule which a kernel would ignore or
+misread never gets to it. docs/masks.md is this page for users.
+"""
+
+from collections.abc import Iterable
+
+from hardware.attention.backends import BACKENDS
+from hardware.attention.cell import Cell
+from hardware.attention.rules import Rule
+
+Place = tuple[str, str, bool, str]
+"""(backend, layout kind, context-parallel, rule)"""
+
+
+TABLE: dict[Place, Cell] = {
+    (backend, kind, cp, rule): cell
+    for backend, rows in BACKENDS.items()
+    for (kind, cp), cells in rows.items()
+    for rule, cell in cells.items()
+}
+"""Every backend, layout and rule, with and without context parallelism."""
+
+
+def place_name(place: Place) -> str:
+    """``backend/kind/cp or no-cp/rule``, as an override names it."""
+    backend, kind, cp, rule = place
+    return f"{backend}/{kind}/{'cp' if cp else 'no-cp'}/{rule}"
+
+
+PLACES: dict[str, Place] = {place_name(place): place for place in TABLE}
+
+
+def find_backend(
+    backends: Iterable[str], kind: str, cp: int, rule: Rule, override: Iterable[str] = ()
+) -> tuple[str, tuple[Cell, ...]]:
+    """The first of ``backends`` that honours every part of a rule, with the cells that say how.
+
+    Args:
+        override: names of refused cells (``place_name``) that count as honoured.
+
+    Raises:
+        ValueError: none does; the message has each one's reason and what works instead.
+    """
+    refusals = []
+    for backend in backends:
+        cells = {part: TABLE[backend, kind, cp > 1, part] for part in rule.parts}
+        names = {part: place_name((backend, kind, cp > 1, part)) for part in rule.parts}
+        refused = [part for part, cell in cells.items() if not cell.honoured and names[part] not in override]
+        alone = [part for part, cell in cells.items() if cell.honoured and not cell.composes]
+        if not refused and (len(cells) == 1 or not alone):
+            return backend, tuple(cells.values())
+        refusals += [
+            f"{names[part]} is refused: {cells[part].text}; nearest: {cells[part].nearest}" for part in refused
+        ]
+        if not refused:
+            refusals.append(f"{backend} honours {' and '.join(alone)} each alone, and not together")
+    raise ValueError(f"attention: no backend honours the rule {rule} in {kind} with cp={cp}: " + ". ".join(refusals))
+
+
+def override_warnings(override: Iterable[str]) -> list[str]:
+    """What a run should say about each refused cell that it uses all the same."""
+    return [
+        f"WARNING attention: {name} is refused by the capability table ({TABLE[PLACES[name]].text}; nearest: "
+        f"{TABLE[PLACES[name]].nearest}) and used all the same, as --actor.attention-override asks"
+        for name in override
+    ]
+
+
+def check_override(override: Iterable[str]) -> None:
+    """Raise ValueError where an override names no cell, or one that is honoured anyway."""
+    for name in override:
+        if name not in PLACES:
+            raise ValueError(
+                f"attention: {name!r} names no cell of the capability table; a name is like {next(iter(PLACES))!r}"
+            )
+        if TABLE[PLACES[name]].honoured:
+            raise ValueError(f"attention: {name!r} is honoured and needs no override; leave it out")

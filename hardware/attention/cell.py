@@ -1,0 +1,24 @@
+"""What one attention backend does with one rule."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Evidence = Literal["executed", "emulated", "untested"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One backend and one rule, in one layout, with or without context parallelism.
+
+    Attributes:
+        honoured: the backend computes the rule when told as ``text`` says; else ``text`` says why it does not.
+        nearest: where refused, what comes nearest.
+        composes: the rule is told by a mask of any form, so that it may be asked together with others told so.
+        evidence: how far this was proven here.
+    """
+
+    honoured: bool
+    text: str
+    nearest: str = ""
+    composes: bool = False
+    evidence: Evidence = "untested"

@@ -1,0 +1,43 @@
+"""What a model's forward receives about attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hardware.attention.mask_spec import MaskSpec
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What ``model.forward`` receives about attention: the platform's own form of a ``MaskSpec``.
+
+    It travels as the ``packed_seq_params`` argument of Megatron's forward, from which Megatron reads ``qkv_format`` and
+    ``cp_group`` alone; our core attention reads the rest. Activation recomputation keeps that argument by reference
+    but would save ``attention_mask`` for backward, which must therefore be a tensor or None.
+
+    Attributes:
+        qkv_format: Megatron's word for the layout: ``"sbhd"`` or ``"thd"``.
+        attention_mask: what the backend's forward takes as its mask; None where the core attention knows the rule.
+        spec: the rule, which names each layer's window.
+        rotary: ``(cos, sin)`` of this rank's own slots, ``[s, b, 1, d]`` (sbhd) or ``[s, 1, d]`` (thd).
+        plan: index tensors and masks that the platform's core attention built once for all layers.
+        deepstack: what the first layers add to their image tokens (``engines.megatron.vision``); None without images.
+    """
+
+    qkv_format: str
+    spec: MaskSpec
+    rotary: tuple[Tensor, Tensor]
+    plan: Any
+    attention_mask: Tensor | None = None
+    cp_group: None = None
+    deepstack: Any = None
+
+    @classmethod
+    def of(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
+        """``rotary`` as ``Platform.attention_inputs`` is given it: ``[b, s, d]``."""
+        if spec.kind == "bshd":
+            return cls("sbhd", spec, tuple(x.transpose(0, 1).unsqueeze(2) for x in rotary), plan)  # [s, b, 1, d]
+        return cls("thd", spec, tuple(x[0].unsqueeze(1) for x in rotary), plan)  # [s, 1, d]

@@ -1,0 +1,1 @@
+"""The CPU platform: a rule lowered to calls of scaled dot-product attention."""

@@ -1,0 +1,1 @@
+"""``npu_fusion_attention`` on a CPU, with its documented contract."""
