@@ -5,7 +5,7 @@ penalty for answers that run long, every token of a mini-batch counting alike, n
     python -m recipes.dapo_math --smoke                the same recipe, tiny, on a CPU
 """
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
 from recipes.mathematics import INSTRUCTION, math_reward
 from recipes.smoke import RecipeConfig, recipe_config

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import tyro
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from recipes.addition import make_data, make_model

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from rlworker.config import CriticConfig
 from rlworker.errors import RunError
 from rlworker.losses import KlEstimate, kl_direct

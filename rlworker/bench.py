@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from engines.batch import TrainBatch
-from engines.interfaces import TokenOutputs
-from engines.models import ModelSpec
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import TokenOutputs
+from engines.models.spec import ModelSpec
 from hardware.platform import Platform, describe
 from hardware.platforms import get_platform
 from rlworker.check_case import Case, make_case
@@ -20,7 +20,7 @@ from rlworker.reference import Reference, huggingface_reference, probe_loss
 from rlworker.rollout_engines import Rollouts
 from rlworker.worker import Role
 
-_PROBE = "engines.megatron.probe:"
+_PROBE = "engines.probes.megatron:"
 
 LIMITS = {
     "float32": {"logprobs": 1e-4, "gradients": 1e-4, "layers": 1e-6, "rollout mean": 2e-5, "rollout max": 5e-3},

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from ray.exceptions import RayError
 
-from engines.interfaces import Sampling, TokenOutputs
+from engines.batch.samples import Sampling
+from engines.batch.shard import TokenOutputs
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engines.batch import TrainBatch
-from engines.images import Image, Prompt, image_columns
-from engines.models import ModelSpec
-from engines.pixels import ImageProcessor
-from engines.probe_case import ProbeCase
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Image, Prompt
+from engines.images.columns import image_columns
+from engines.images.processor import ImageProcessor
+from engines.models.spec import ModelSpec
+from engines.probes.case import ProbeCase
 
 _LENGTHS = (9, 1, 14, 0, 6, 9, 21)
 _IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 6: ((0, 2),)}

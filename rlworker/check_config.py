@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from tyro.conf import Positional
 
-from engines.checks import check_types
 from engines.config import MegatronConfig, VllmConfig
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
+from engines.validation import check_types
 from hardware.platform import PlatformName
 from rlworker.model_checks import check_engines
 from rlworker.tiny_models import Tiny

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from engines.checks import LARGEST, check_numbers, check_types
 from engines.config import MegatronConfig, VllmConfig
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
+from engines.validation import LARGEST, check_numbers, check_types
 from hardware.attention.rules import slot_unit
 from hardware.platform import PlatformName
 from rlworker.model_checks import check_engines, check_sees_alike, check_trained

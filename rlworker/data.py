@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from engines.images import Image
+from engines.batch.samples import Image
 from rlworker.config import DataConfig
 from rlworker.pictures import MARKER, Pictures, refuse_other_fields
 from rlworker.sources import folder_of, rows_at

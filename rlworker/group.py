@@ -7,10 +7,11 @@ from typing import Any
 
 import ray
 
-from engines.batch import TrainBatch
-from engines.images import same_images
-from engines.interfaces import LossFn, Outputs, StepResult
-from engines.schedule import Schedule, plan_schedule
+from engines.batch.batch import TrainBatch
+from engines.batch.schedule import Schedule, plan_schedule
+from engines.batch.shard import Outputs
+from engines.images.plan import same_images
+from engines.interfaces import LossFn, StepResult
 from hardware.platform import Platform
 from hardware.platforms import get_platform
 from rlworker.actors import end_workers, start_workers

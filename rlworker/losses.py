@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.batch import TrainBatch
-from engines.interfaces import LossFn, TokenOutputs, ValueOutputs
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import TokenOutputs, ValueOutputs
+from engines.interfaces import LossFn
 from rlworker.config import AlgorithmConfig
 
 Surrogate = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Tensor]]

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.hf_folder import SafetensorsFolder
-from engines.models import ModelSpec
-from engines.pixels import ImageProcessor
+from engines.images.processor import ImageProcessor
+from engines.models.hf_folder import SafetensorsFolder
+from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend, override_warnings
 from hardware.attention.rules import CAUSAL
 from hardware.platform import Platform, describe

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.images import Image, image_blocks
-from engines.models import ModelSpec
-from engines.pixels import ImageProcessor
-from engines.vision_spec import VisionSpec
+from engines.batch.samples import Image
+from engines.images.columns import image_blocks
+from engines.images.processor import ImageProcessor
+from engines.models.spec import ModelSpec
+from engines.models.vision_spec import VisionSpec
 
 if TYPE_CHECKING:
     from rlworker.config import DataConfig

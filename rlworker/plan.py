@@ -14,8 +14,8 @@ import psutil
 import tyro
 
 from engines.config import MegatronConfig
-from engines.memory import RankMemory, bytes_of, padding_share, parameters_of, rank_memory
-from engines.models import ModelSpec
+from engines.megatron.memory import RankMemory, bytes_of, padding_share, parameters_of, rank_memory
+from engines.models.spec import ModelSpec
 from hardware.attention.rules import slot_unit
 from hardware.platforms import get_platform
 from rlworker.config import RunConfig

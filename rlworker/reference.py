@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engines.batch import TrainBatch
-from engines.interfaces import LossFn, TokenOutputs, join_outputs
-from engines.models import ModelSpec
-from engines.pixels import ImageProcessor
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import TokenOutputs, join_outputs
+from engines.images.processor import ImageProcessor
+from engines.interfaces import LossFn
+from engines.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

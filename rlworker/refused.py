@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.batch import COLUMNS, TrainBatch
-from engines.interfaces import Outputs
+from engines.batch.batch import COLUMNS, TrainBatch
+from engines.batch.shard import Outputs
 from rlworker.errors import RunError
 
 

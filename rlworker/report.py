@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
-from engines.pixels import DECODING_ERRORS, in_colours
+from engines.images.processor import DECODING_ERRORS, in_colours
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker.metrics import read_metrics

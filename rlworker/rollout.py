@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engines.batch import Completion, TrainBatch
-from engines.images import image_columns
-from engines.vision_spec import VisionSpec
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Completion
+from engines.images.columns import image_columns
+from engines.models.vision_spec import VisionSpec
 from rlworker.data import Row
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from engines.batch.samples import Prompt
 from engines.config import VllmConfig
-from engines.images import Prompt
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from rlworker.actors import end_workers, start_workers
 from rlworker.data import Row
 from rlworker.worker import RolloutWorker
@@ -20,8 +20,7 @@ from rlworker.worker import RolloutWorker
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engines.batch import Completion
-    from engines.interfaces import Sampling
+    from engines.batch.samples import Completion, Sampling
 
 
 class Rollouts:

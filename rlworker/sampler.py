@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from engines.batch import Completion
-from engines.interfaces import Sampling
+from engines.batch.samples import Completion, Sampling
 from rlworker.config import RunConfig
 from rlworker.data import Row, rows_of_step
 from rlworker.errors import RunError

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from engines.faults import FAULTS, Fault
+from engines.probes.faults import FAULTS, Fault
 from hardware.platforms import get_platform
 from rlworker.bench import Bench, Finding, bench, limits_of_platform
 from rlworker.check import check_all, send_weights
@@ -15,7 +15,7 @@ from rlworker.tiny_models import tiny_model
 
 
 def self_test(config: CheckConfig, folder: str, tell: Callable[[str], None]) -> list[Finding]:
-    """Run every check without a fault; then with each fault of ``engines.faults`` the one that must find it.
+    """Run every check without a fault; then with each fault of ``engines.probes.faults`` the one that must find it.
 
     Args:
         config: its actor's sizes are not used: faults show on one rank, or on two under context parallelism.
@@ -60,11 +60,11 @@ def _of_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> li
 def _with_fault(engines: Bench, name: str, fault: Fault, version: int) -> Finding:
     """Plant a fault, make the check that must find it, take the fault out again."""
     group = engines.actor if fault.where == "actor" else engines.rollouts
-    group.call("run", "engines.faults:plant", name)
+    group.call("run", "engines.probes.faults:plant", name)
     try:
         findings = check_all(engines, version, fault.found_by)
     finally:
-        group.call("run", "engines.faults:mend")
+        group.call("run", "engines.probes.faults:mend")
         send_weights(engines, version + 2)  # what the fault may have kept back
     failed = [finding for finding in findings if finding.outcome == "FAILED"]
     named = [finding for finding in failed if not finding.text.startswith("raised")]

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Image
+from engines.batch.shard import Outputs
 from engines.config import MegatronConfig
-from engines.images import Image, image_columns
-from engines.interfaces import Outputs
-from engines.models import ModelSpec
-from engines.vision_spec import VisionSpec
+from engines.images.columns import image_columns
+from engines.models.spec import ModelSpec
+from engines.models.vision_spec import VisionSpec
 from rlworker import step_metrics
 from rlworker.checkpoint import RunFolder, Score
 from rlworker.cluster import naming_failures, ray_for

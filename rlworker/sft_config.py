@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from engines.checks import check_numbers
 from engines.config import MegatronConfig
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
+from engines.validation import check_numbers
 from rlworker.config import TrainingConfig, check_slots, decaying_over
 from rlworker.model_checks import check_trained
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from engines.interfaces import StepResult
 from rlworker.rollout import Group
 

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 from ray.actor import ActorHandle
 
-from engines.batch import TrainBatch
-from engines.interfaces import LossFn, Outputs
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import Outputs
+from engines.interfaces import LossFn
 from hardware.platforms import get_platform
 from rlworker import step_metrics
 from rlworker.advantages import AdvantageFn, check_group_size, configured_advantage, with_kl_penalty

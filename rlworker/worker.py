@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from rlworker.cluster import no_collection
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class TrainWorker:
 
     def save_hf(self, role: str, folder: str, shard_bytes: int) -> None:
         """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from."""
-        from engines.hf_folder import save_hf_folder
+        from engines.models.hf_folder import save_hf_folder
 
         engine = self.engines[role]
         save_hf_folder(engine.export_weights(), engine.model, folder, shard_bytes)
@@ -197,7 +197,7 @@ class RolloutWorker:
 
 def _refuse_planted(who: str) -> None:
     """Faults are mended after each check, but a process that had one is not handed on to a run."""
-    if "engines.faults" in sys.modules:
+    if "engines.probes.faults" in sys.modules:
         raise RuntimeError(f"{who}: faults were planted into this process, so that it ends with its run")
 
 

@@ -13,9 +13,9 @@ import ray
 import torch
 from timing import median_ms, options
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
+from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
-from engines.schedule import plan_schedule
 from hardware.platforms import get_platform
 from rlworker.cluster import ray_for
 from rlworker.group import WorkerGroup

@@ -11,7 +11,7 @@ import sys
 import torch
 from timing import median_ms, options
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from hardware.platforms import get_platform
 from rlworker.advantages import gae
 

@@ -9,7 +9,7 @@ distribution; beside it, in the same run, sorting the lengths alone, and dealing
 import numpy as np
 from timing import median_ms, options
 
-from engines.schedule import balanced, sequence_costs
+from engines.batch.balance import balanced, sequence_costs
 
 TINY = options(__doc__).parse_args().tiny
 SEQUENCES, REPLICAS, ROUNDS = (640, 64, 1) if TINY else (102_400, 1_024, 9)

@@ -17,12 +17,13 @@ import numpy as np
 from PIL import Image as Pictures
 from timing import median_ms, options
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
+from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
-from engines.images import image_columns, same_images
-from engines.models import ModelSpec
-from engines.pixels import ImageProcessor
-from engines.schedule import plan_schedule
+from engines.images.columns import image_columns
+from engines.images.plan import same_images
+from engines.images.processor import ImageProcessor
+from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from recipes.squares import make_tokenizer
 from rlworker.tiny_models import tiny_vlm

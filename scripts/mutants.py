@@ -51,7 +51,8 @@ MODULES = {
     "rlworker/losses.py": (f"{_R}losses.py", f"{_R}advantages.py", f"{_R}loss_invariance.py"),
     "rlworker/advantages.py": (f"{_R}advantages.py", f"{_R}trainer.py"),
     "rlworker/scan.py": (f"{_R}advantages.py",),
-    "engines/schedule.py": (f"{_E}schedule.py", f"{_E}megatron_engine.py"),
+    "engines/batch/balance.py": (f"{_E}schedule.py",),
+    "engines/batch/schedule.py": (f"{_E}schedule.py", f"{_E}megatron_engine.py"),
     "engines/megatron/checkpoint.py": (*_ENGINE, f"{_E}bf16_engine.py"),
     "rlworker/checkpoint.py": (f"{_R}checkpoint.py", f"{_R}run.py"),
 }

@@ -54,7 +54,7 @@ def build_engine(rank: int, world: int, address: str, model, settings: dict, pla
 
     from engines.config import MegatronConfig
     from engines.megatron.engine import MegatronEngine, init_distributed
-    from engines.models import ModelSpec
+    from engines.models.spec import ModelSpec
 
     config = MegatronConfig(ranks=world, timeout_s=60, **settings)
     sizes = (config.tp, config.pp, config.cp)
@@ -70,7 +70,7 @@ def make_batch(seed: int = 1, vocab: int = 99):
     """Sequences of ``LENGTHS`` random ids with prompts of one to three, and advantages of both signs."""
     import torch
 
-    from engines.batch import TrainBatch
+    from engines.batch.batch import TrainBatch
 
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
@@ -81,7 +81,7 @@ def make_batch(seed: int = 1, vocab: int = 99):
 
 def plan(engine, batch):
     """The schedule of a batch over an engine's replicas, and this replica's shard."""
-    from engines.schedule import plan_schedule
+    from engines.batch.schedule import plan_schedule
 
     schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size)
     return schedule, schedule.shards(batch)[engine.dp_rank]
@@ -128,7 +128,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
     import torch
 
     engine = build_engine(rank, world, address, folder, settings | {"lr": 5e-4, "adam_eps": 1e-5, "clip_grad": 0.5})
-    from engines.megatron.probe import whole_gradients
+    from engines.probes.megatron import whole_gradients
     from rlworker.reference import probe_loss
 
     batch = make_batch()

@@ -143,11 +143,11 @@ MASK_FORMS = re.compile(
 """Words in which some backend takes its mask."""
 PASSED_ON = {
     # Megatron calls core attention with this argument, and so does the probe; it is None.
-    ("engines/megatron/probe.py", "attn_mask_type"),
+    ("engines/probes/megatron.py", "attn_mask_type"),
     # A fault is planted into the platform's kernel.
-    ("engines/faults.py", "is_causal"),
-    ("engines/faults.py", "atten_mask"),
-    ("engines/faults.py", "sparse_mode"),
+    ("engines/probes/faults.py", "is_causal"),
+    ("engines/probes/faults.py", "atten_mask"),
+    ("engines/probes/faults.py", "sparse_mode"),
 }
 
 
@@ -236,4 +236,6 @@ def test_collection_imports_nothing_heavy(path):
 
 def test_a_heavy_import_is_found_behind_others():
     assert way_to(ROOT / "rlworker" / "worker.py", HEAVY) == ["rlworker/worker.py", "rlworker/cluster.py", "ray"]
-    assert way_to(ROOT / "engines" / "pixels.py", HEAVY | {"torch"}) == [], "in functions, or for types alone"
+    assert way_to(ROOT / "engines" / "images" / "processor.py", HEAVY | {"torch"}) == [], (
+        "in functions, or for types alone"
+    )

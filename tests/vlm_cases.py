@@ -69,8 +69,8 @@ def prompts_of(model, paths, rows=ROWS, seed: int = 1):
     """Random text around the pictures of each row."""
     import torch
 
-    from engines.images import Prompt
-    from engines.pixels import ImageProcessor
+    from engines.batch.samples import Prompt
+    from engines.images.processor import ImageProcessor
 
     processor, generator = ImageProcessor(model.folder, model.vision), torch.Generator().manual_seed(seed)
     text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
@@ -90,8 +90,8 @@ def vlm_batch(model, paths, rows=ROWS, seed: int = 1):
 
     import torch
 
-    from engines.batch import TrainBatch
-    from engines.images import image_columns
+    from engines.batch.batch import TrainBatch
+    from engines.images.columns import image_columns
 
     prompts, generator = prompts_of(model, paths, rows, seed), torch.Generator().manual_seed(seed)
     text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
@@ -122,7 +122,7 @@ def run_vlm_case(
     )
     if budget and engine.vision:
         engine.vision.budget = budget
-    from engines.megatron.probe import whole_gradients
+    from engines.probes.megatron import whole_gradients
     from rlworker.reference import probe_loss
 
     batch, decoded = vlm_batch(engine.model, paths, rows), []

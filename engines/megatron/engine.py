@@ -12,9 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import Outputs, Shard, TokenOutputs, ValueOutputs, join_outputs
 from engines.config import MegatronConfig
-from engines.interfaces import LossFn, Outputs, Shard, StepResult, TokenOutputs, ValueOutputs, join_outputs
+from engines.interfaces import LossFn, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import token_outputs
@@ -23,8 +24,8 @@ from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
 from engines.megatron.vision import Vision
 from engines.megatron.weights import export_weights, load_weights
-from engines.models import ModelSpec
-from engines.vision_spec import part_of
+from engines.models.spec import ModelSpec
+from engines.models.vision_spec import part_of
 from hardware.platform import Platform
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.interfaces import TokenOutputs
+from engines.batch.shard import TokenOutputs
 
 _NEVER = -1e30
 """Logit of a token that is never sampled: its probability is 0, and unlike -inf 0 times it is 0."""

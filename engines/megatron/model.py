@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engines.config import MegatronConfig
 from engines.megatron.vision import add_tower
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from hardware.platform import Platform
 
 _RECOMPUTE = {

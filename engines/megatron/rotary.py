@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 
 
 class Rotary:

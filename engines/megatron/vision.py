@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.initialization import no_init_weights
 
-from engines.batch import TrainBatch
-from engines.images import Image, VisionPlan, waves
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Image
+from engines.images.plan import VisionPlan, waves
+from engines.images.processor import ImageProcessor
 from engines.megatron.layout import Layout
-from engines.models import ModelSpec
-from engines.pixels import ImageProcessor
-from engines.vision_spec import VisionSpec
+from engines.models.spec import ModelSpec
+from engines.models.vision_spec import VisionSpec
 from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
 

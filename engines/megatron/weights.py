@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from engines.hf_folder import SafetensorsFolder
-from engines.models import ModelSpec
+from engines.models.hf_folder import SafetensorsFolder
+from engines.models.spec import ModelSpec
 
 
 def _named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -7,12 +7,11 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 
-from engines.batch import Completion
+from engines.batch.samples import Completion, Prompt, Sampling
 from engines.config import VllmConfig
-from engines.images import Prompt, waves
-from engines.interfaces import Sampling
-from engines.models import ModelSpec
-from engines.pixels import decode
+from engines.images.plan import waves
+from engines.images.processor import decode
+from engines.models.spec import ModelSpec
 from engines.weight_sync import WeightBucket
 
 

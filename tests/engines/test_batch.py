@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.batch import COLUMNS, TrainBatch
+from engines.batch.batch import COLUMNS, TrainBatch
 
 
 def make(**columns) -> TrainBatch:

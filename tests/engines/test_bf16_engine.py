@@ -6,7 +6,7 @@ from engines_cases import build_engine, leave_groups, make_batch, plan
 from ranks import free_address
 from support.huggingface import logprobs_of
 
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from rlworker.reference import load_huggingface, probe_loss
 
 BF16 = {"dtype": "bfloat16"}
@@ -57,8 +57,8 @@ def watched_steps(rank: int, world: int, address: str, folder: str, dtype: str) 
     """Weights before, the gradients of every step, and weights and masters after."""
     settings = {"dtype": dtype, "lr": LR, "weight_decay": DECAY, "adam_eps": 1e-5, "clip_grad": 0.0}
     engine = build_engine(rank, world, address, folder, settings)
-    from engines.megatron.probe import whole_gradients
     from engines.megatron.weights import export_weights
+    from engines.probes.megatron import whole_gradients
 
     def weights() -> dict:
         return {name: tensor.clone() for name, tensor in engine.export_weights()}

@@ -7,9 +7,9 @@ from ranks import free_address
 from support.cover import matrix
 from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, settings_of
 
-from engines.batch import TrainBatch
-from engines.interfaces import ValueOutputs
-from engines.models import ModelSpec
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import ValueOutputs
+from engines.models.spec import ModelSpec
 from rlworker.reference import gradients_by_name, load_huggingface, logits_by_sequence
 
 VALUES, GRADIENTS = 1e-5, 1e-6
@@ -31,8 +31,8 @@ def critic_case(rank: int, world: int, address: str, folder: str, settings: dict
     """Values, gradients and exported weights of a critic; with ``target`` it is also saved there as a folder."""
     model = ModelSpec.from_folder(folder, head="value")
     engine = build_engine(rank, world, address, model, settings)
-    from engines.hf_folder import save_hf_folder
-    from engines.megatron.probe import whole_gradients
+    from engines.models.hf_folder import save_hf_folder
+    from engines.probes.megatron import whole_gradients
 
     batch = make_value_batch()
     schedule, shard = plan(engine, batch)

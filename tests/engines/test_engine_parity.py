@@ -7,8 +7,8 @@ from ranks import free_address
 from support.cover import matrix
 from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, settings_of
 
-from engines.interfaces import TokenOutputs
-from engines.models import ModelSpec
+from engines.batch.shard import TokenOutputs
+from engines.models.spec import ModelSpec
 from rlworker.reference import forward_pass, gradients_by_name, load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}

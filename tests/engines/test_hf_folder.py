@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines.hf_folder import SafetensorsFolder, save_hf_folder
-from engines.models import ModelSpec
+from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
+from engines.models.spec import ModelSpec
 from rlworker.tiny_models import tiny_model
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -161,7 +161,7 @@ def test_a_tied_head_of_its_own_must_be_the_embedding(make_hf_model, tmp_path, d
 
 def test_a_tied_head_in_another_type_and_file_is_compared_by_its_values(make_hf_model, tmp_path, monkeypatch):
     """A few rows at a time, so that the difference is in a later part."""
-    monkeypatch.setattr("engines.hf_folder._ROWS_AT_ONCE", 40)
+    monkeypatch.setattr("engines.models.hf_folder._ROWS_AT_ONCE", 40)
     shutil.copytree(make_hf_model("qwen2", True), tmp_path, dirs_exist_ok=True)
     embedding = load_file(tmp_path / "model.safetensors")[EMBEDDING].bfloat16()
     change(tmp_path, **{EMBEDDING: embedding})

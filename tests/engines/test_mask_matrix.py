@@ -12,9 +12,9 @@ from ranks import Ranks, free_address
 from support.cover import matrix
 from support.factors import LAYOUTS, PLATFORMS, SIZES, settings_of
 
-from engines.batch import TrainBatch
-from engines.models import ModelSpec
-from engines.probe_case import ProbeCase
+from engines.batch.batch import TrainBatch
+from engines.models.spec import ModelSpec
+from engines.probes.case import ProbeCase
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
@@ -80,7 +80,7 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
     """For each layout and rule of ``places``: what the probes found on this rank, and the leader's logits and
     gradients. Where not ``probed``, the logits alone."""
     engine = build_engine(rank, world, address, folder, settings, platform)
-    from engines.megatron.probe import gradients_of, probe_attention, probe_tokens
+    from engines.probes.megatron import gradients_of, probe_attention, probe_tokens
 
     batch, results = batch_with_images(), {}
     for kind, name in places:
@@ -169,7 +169,7 @@ def test_the_probe_hears_a_wrong_rule(one_rank, make_hf_model):
 
     def call(rank, world, address, folder):
         engine = build_engine(rank, world, address, folder, {})
-        from engines.megatron.probe import probe_tokens
+        from engines.probes.megatron import probe_tokens
 
         engine.model = dataclasses.replace(engine.model, rules=(Rule(window=2),))
         return [probe_tokens(engine, kind, (CAUSAL,), PROBED) for kind in ("bshd", "thd")]

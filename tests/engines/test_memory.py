@@ -19,9 +19,9 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     import torch
     from megatron.core import parallel_state as mpu
 
+    from engines.megatron.memory import parameters_of, rank_memory
     from engines.megatron.weights import _named_parameters
-    from engines.memory import parameters_of, rank_memory
-    from engines.models import ModelSpec
+    from engines.models.spec import ModelSpec
 
     model = ModelSpec.from_folder(folder, head)
     engine = build_engine(rank, world, address, model, settings)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from hardware.attention.rules import CAUSAL, Rule
 
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import free_address
 
-from engines.batch import TrainBatch
+from engines.batch.balance import balanced, sequence_costs
+from engines.batch.batch import TrainBatch
+from engines.batch.schedule import plan_schedule
+from engines.batch.shard import TokenOutputs
 from engines.config import MegatronConfig
-from engines.interfaces import TokenOutputs
-from engines.schedule import balanced, plan_schedule, sequence_costs
 from hardware.attention.rules import slot_unit
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any)

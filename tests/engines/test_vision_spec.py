@@ -7,7 +7,7 @@ import pytest
 from support.models import make_vlm
 from vlm_cases import QWEN2_5_VL_7B
 
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 
 
 def spec_of(folder, config: dict) -> ModelSpec:

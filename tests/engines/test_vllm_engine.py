@@ -9,11 +9,10 @@ from support.actors import ask, send
 from support.huggingface import differences, load_folder, logprobs_of
 from support.models import VOCAB
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Prompt, Sampling
 from engines.config import VllmConfig
-from engines.images import Prompt
-from engines.interfaces import Sampling
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
 from rlworker.reference import logits_by_sequence
 from rlworker.tiny_models import tiny_text

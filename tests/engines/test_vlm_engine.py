@@ -10,7 +10,7 @@ from support.models import make_vlm
 from vlm_cases import make_pictures, part_of_hf, rename, vlm_batch
 
 from engines.config import MegatronConfig
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from rlworker.reference import probe_loss
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -20,7 +20,7 @@ PARTS = ("vision", "projector", "language")
 def run_steps(rank: int, world: int, address: str, folder: str, paths, settings: dict, out: str) -> dict:
     """Two steps, a checkpoint between them that another engine goes on from, and the weights after each."""
     engine = build_engine(rank, world, address, folder, settings | {"lr": 1e-3})
-    from engines.hf_folder import save_hf_folder
+    from engines.models.hf_folder import save_hf_folder
 
     batch = vlm_batch(engine.model, paths)
     _, shard = plan(engine, batch)

@@ -9,9 +9,9 @@ from support.actors import ask
 from support.huggingface import batch_of, differences
 from vlm_cases import make_pictures, prompts_of, rename
 
+from engines.batch.samples import Sampling
 from engines.config import VllmConfig
-from engines.interfaces import Sampling
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from rlworker.reference import load_huggingface, logits_by_sequence, picture_arguments
 from rlworker.tiny_models import tiny_model
 

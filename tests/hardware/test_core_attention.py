@@ -197,7 +197,7 @@ def test_rotation_is_that_of_huggingface(one_rank, make_hf_model):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
         from engines.megatron.rotary import Rotary
-        from engines.models import ModelSpec
+        from engines.models.spec import ModelSpec
         from hardware.megatron.layers import rotate
 
         spec = ModelSpec.from_folder(folder)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.program import run_recipe
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
 from rlworker.advantages import grpo
 from rlworker.config import AlgorithmConfig, CriticConfig, RewardConfig

@@ -9,7 +9,7 @@ import torch
 from support.program import run_recipe
 from vlm_cases import QWEN2_5_VL_7B
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from recipes import squares
 from recipes.addition import make_model
 from rlworker.advantages import distill

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from rlworker import advantages
 from rlworker.advantages import check_group_size, gae, returns_to_go, whiten, with_kl_penalty, with_overlong_penalty
 from rlworker.errors import RunError

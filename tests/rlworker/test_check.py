@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.faults import FAULTS
-from engines.models import ModelSpec
-from engines.probe_case import Influence
+from engines.models.spec import ModelSpec
+from engines.probes.case import Influence
+from engines.probes.faults import FAULTS
 from rlworker import cli
 from rlworker.check_case import make_case
 from rlworker.check_config import CheckConfig

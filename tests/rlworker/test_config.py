@@ -8,7 +8,6 @@ import pytest
 from engines_cases import start_process
 from support.program import run_recipe
 
-from engines.checks import installed_fields
 from engines.config import (
     MEGATRON_OWN,
     MEGATRON_REFUSED,
@@ -18,6 +17,7 @@ from engines.config import (
     MegatronConfig,
     VllmConfig,
 )
+from engines.validation import installed_fields
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, override_warnings
 from hardware.platforms import get_platform

@@ -10,7 +10,7 @@ from ranks import free_address
 from support.cover import matrix
 from support.factors import LAYOUTS, settings_of
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from rlworker import losses
 from rlworker.losses import constant_length, policy_loss, sequence_mean, sft_loss, token_mean, value_loss
 
@@ -68,10 +68,10 @@ def gradients_of(
     rank: int, world: int, address: str, folder: str, settings: dict, head: str, cases: dict, logprobs=None
 ) -> dict:
     """Gradients and metric sums of each loss, and the logprobs that ratios are made against."""
-    from engines.models import ModelSpec
+    from engines.models.spec import ModelSpec
 
     engine = build_engine(rank, world, address, ModelSpec.from_folder(folder, head=head), settings)
-    from engines.megatron.probe import whole_gradients
+    from engines.probes.megatron import whole_gradients
 
     if head == "language" and logprobs is None:
         schedule, shard = plan(engine, full_batch())

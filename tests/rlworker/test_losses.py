@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from engines.batch import TrainBatch
-from engines.interfaces import TokenOutputs, ValueOutputs
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import TokenOutputs, ValueOutputs
 from rlworker import losses
 from rlworker.config import AlgorithmConfig
 from rlworker.losses import configured_loss, kl_low_variance, policy_loss, ppo, sft_loss, value_loss

@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from engines.batch import Completion
+from engines.batch.samples import Completion
 from engines.config import MegatronConfig
-from engines.models import ModelSpec
-from engines.pixels import decode
+from engines.images.processor import decode
+from engines.models.spec import ModelSpec
 from recipes.addition import make_tokenizer
 from rlworker.config import DataConfig
 from rlworker.data import check_rows, load_tokenizer, read_rows

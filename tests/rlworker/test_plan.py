@@ -8,8 +8,8 @@ import pytest
 from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.memory import padding_share
-from engines.models import ModelSpec
+from engines.megatron.memory import padding_share
+from engines.models.spec import ModelSpec
 from rlworker.cli import main
 from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
 from rlworker.plan import in_words, make_plan, nearest, over, plan_recipe

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
-from engines.models import ModelSpec
+from engines.models.spec import ModelSpec
 from recipes.addition import make_tokenizer
 from rlworker.config import DataConfig
 from rlworker.data import load_tokenizer, read_rows

@@ -17,8 +17,8 @@ from support.factors import IMAGE_FAMILIES
 from support.models import make_vlm
 from vlm_cases import make_pictures, vlm_batch
 
-from engines.batch import TrainBatch
-from engines.models import ModelSpec
+from engines.batch.batch import TrainBatch
+from engines.models.spec import ModelSpec
 from rlworker.reference import huggingface_reference, load_huggingface, probe_loss
 
 TEMPERATURE = 0.7

@@ -2,7 +2,7 @@ import json
 
 import torch
 
-from engines.batch import TrainBatch
+from engines.batch.batch import TrainBatch
 from recipes.addition import make_tokenizer
 from rlworker.refused import offending_rows, save_refused
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engines.batch import Completion
+from engines.batch.samples import Completion
 from rlworker.data import Row
 from rlworker.rollout import logprob_difference, to_batch
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engines.batch import Completion
+from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
-from engines.interfaces import Sampling
 from recipes.addition import make_tokenizer
 from rlworker.config import AlgorithmConfig, RunConfig
 from rlworker.data import Row

@@ -150,7 +150,7 @@ def sync_with(trainer, fault: str) -> str:
 
 def plant(worker, fault: str, model) -> None:
     """Let a rollout worker's engine lose something of every sync: this runs in its process."""
-    from engines.hf_folder import SafetensorsFolder
+    from engines.models.hf_folder import SafetensorsFolder
     from engines.weight_sync import pack_buckets
 
     right, seen = worker.engine.load_weights, []

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engines.batch import Completion, TrainBatch
-from engines.images import Prompt
-from engines.models import ModelSpec
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Completion, Prompt
+from engines.models.spec import ModelSpec
 from rlworker.data import Row
 from rlworker.reference import load_huggingface, logits_by_sequence, picture_arguments, token_outputs
 from rlworker.rollout import to_batch

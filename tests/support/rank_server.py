@@ -17,7 +17,7 @@ def load() -> None:
     import transformers  # noqa: F401
 
     import engines.megatron.engine
-    import engines.megatron.probe  # noqa: F401
+    import engines.probes.megatron  # noqa: F401
 
     gc.freeze()  # a collection in a fork would write to pages that it shares with the others
     gc.enable()

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from heapq import heappop, heapreplace
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from engines.batch import TrainBatch, token_numbers
+from engines.batch.balance import balanced, sequence_costs
+from engines.batch.batch import TrainBatch, token_numbers
+from engines.batch.shard import Outputs, Shard
 from engines.config import MegatronConfig
-from engines.interfaces import Outputs, Shard
 from hardware.attention.rules import slot_unit
 
 _SMALL = 8
@@ -118,41 +118,6 @@ def plan_schedule(
     most = max(map(len, shares))
     count = _fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(few, most), most)
     return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths))
-
-
-def sequence_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
-    """``[B]`` work of a sequence in a layer, in units of ``hidden`` multiplications.
-
-    ``12 * hidden * L + L^2``: 12 hidden^2 weights see each token, and causal attention multiplies each token with half
-    of the L others twice (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, appendix).
-    """
-    return 12 * hidden * lengths + lengths**2
-
-
-def balanced(costs: np.ndarray, parts: int, counts_matter: bool = True) -> np.ndarray:
-    """``[B]`` whole costs -> ``[B]``, the part that each goes to: the dearest first, to whoever has least so far.
-
-    Args:
-        counts_matter: all parts hold equally many, to one.
-    """
-    each, extra = divmod(len(costs), parts) if counts_matter else (len(costs), 0)
-    order = np.argsort(-costs, kind="stable")
-    bits = parts.bit_length()  # a load and the part that has it in one number, which a heap compares faster than a pair
-    heap, left, chosen = list(range(parts)), [each] * parts, []
-    for cost in (costs[order] << bits).tolist():
-        part = heap[0] & ((1 << bits) - 1)
-        chosen.append(part)
-        left[part] -= 1
-        if left[part] > 0:
-            heapreplace(heap, heap[0] + cost)
-        elif left[part] == 0 and extra:
-            extra -= 1
-            heapreplace(heap, heap[0] + cost)
-        else:
-            heappop(heap)
-    owner = np.empty(len(costs), dtype=np.int64)
-    owner[order] = chosen
-    return owner
 
 
 def _grouped(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndarray]:

@@ -195,7 +195,7 @@ def _label_of_a_neighbour() -> list[Patch]:
 
 
 def _column_shifted() -> list[Patch]:
-    from engines.interfaces import Shard
+    from engines.batch.shard import Shard
 
     def wrap(cut):
         def with_shifted_advantages(self):

@@ -9,24 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.images import Image
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One sampled answer.
-
-    Attributes:
-        token_ids: sampled ids, the stop token included.
-        logprobs: log-probability of each sampled id under the policy that drew it, at the sampling temperature.
-        finished: ended by a stop token; False when it was cut at the length limit.
-        version: version of the weights that sampled it.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finished: bool
-    version: int
+from engines.batch.samples import Image
 
 
 def _column(kind: str, default: Any = None) -> Any:
@@ -49,7 +32,7 @@ class TrainBatch:
     Attributes:
         lengths: inputs per sequence; a sequence of L ids has L - 1.
         inputs, positions: ``[N]`` long, what goes in and its place in its own sequence; positions ``[N, 3]`` in time,
-            height and width where the model has them (``engines.images``).
+            height and width where the model has them (``engines.images.columns``).
         image_block: ``[N]`` long, which image of its sequence an input belongs to, -1 for text.
         images: those of each sequence, in their order; None where there are none.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.

@@ -1,7 +1,8 @@
-"""Checks that all settings share: types, numbers, and names that are passed on to a library."""
+"""Checks that all settings share: types, numbers, names that are passed on to a library, and files of settings."""
 
 import ast
 import difflib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -131,3 +132,14 @@ def check_pass_through(
             raise ValueError(f"{where} has {name!r}, which is not there to be set; {hint}")
         if not fits(known[name], given[name]):
             raise ValueError(f"{where} has {name} {given[name]!r}, expected {spell(known[name])}")
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file of a model's folder. Raises ValueError where it cannot be read or holds no object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"model: {path} cannot be read: {error}; save the model again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"model: {path} must hold a JSON object, got {type(found).__name__}; save the model again")
+    return found

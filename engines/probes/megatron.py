@@ -15,13 +15,15 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from engines.batch import TrainBatch
-from engines.images import Image, same_images
-from engines.interfaces import LossFn, TokenOutputs
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Image
+from engines.batch.schedule import Schedule, plan_schedule
+from engines.batch.shard import TokenOutputs
+from engines.images.plan import same_images
+from engines.interfaces import LossFn
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
-from engines.probe_case import Influence, ProbeCase
-from engines.schedule import Schedule, plan_schedule
+from engines.probes.case import Influence, ProbeCase
 from hardware.attention.rules import Rule
 
 _PASS_SLOTS, _PASS_LOGITS = 2**14, 2**26

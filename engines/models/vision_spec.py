@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engines.checks import fits, spell
+from engines.validation import fits, spell
 
 _SIZES = ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size")
 _SIZES += ("spatial_merge_size", "temporal_patch_size")

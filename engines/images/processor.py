@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.images import Image
-from engines.vision_spec import VisionSpec
+from engines.batch.samples import Image
+from engines.models.vision_spec import VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

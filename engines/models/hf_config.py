@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from engines.checks import fits, spell
+from engines.validation import fits, spell
 from hardware.attention.rules import CAUSAL, Rule
 
 ARCHITECTURES = {

@@ -5,10 +5,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from engines.hf_folder import read_object
-from engines.hf_names import LANGUAGE_PREFIX, MODEL_TYPES, TOP_NAMES, VALUE_NAMES, VISION_PREFIX, Names
-from engines.model_config import ARCHITECTURES, LENGTHS, check_keys, head_dim_of, refuse_unsupported, rope_of, rules_of
-from engines.vision_spec import VISION_TYPES, Part, VisionSpec, language_config, part_of
+from engines.models.hf_config import (
+    ARCHITECTURES,
+    LENGTHS,
+    check_keys,
+    head_dim_of,
+    refuse_unsupported,
+    rope_of,
+    rules_of,
+)
+from engines.models.hf_names import LANGUAGE_PREFIX, MODEL_TYPES, TOP_NAMES, VALUE_NAMES, VISION_PREFIX, Names
+from engines.models.vision_spec import VISION_TYPES, Part, VisionSpec, language_config, part_of
+from engines.validation import read_object
 from hardware.attention.rules import Rule
 
 
@@ -59,7 +67,7 @@ class ModelSpec:
         if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
             raise ValueError(
                 f"model: {path} has model_type {model_type!r}, which has no name table; expected one of "
-                f"{sorted(MODEL_TYPES)}; add one in engines/hf_names.py"
+                f"{sorted(MODEL_TYPES)}; add one in engines/models/hf_names.py"
             )
         vision = None
         if model_type in VISION_TYPES:
@@ -128,7 +136,7 @@ class ModelSpec:
         table = MODEL_TYPES[self.model_type]
         if name not in table:
             raise ValueError(
-                f"model: {self.model_type} has no entry for {megatron_name}; add it in engines/hf_names.py"
+                f"model: {self.model_type} has no entry for {megatron_name}; add it in engines/models/hf_names.py"
             )
         kind, names = table[name]
         return kind, tuple(f"{self._prefix}layers.{layer}.{n}" for n in names)

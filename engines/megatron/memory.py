@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 
 from engines.config import MegatronConfig
-from engines.models import ModelSpec
-from engines.vision_spec import part_of
+from engines.models.spec import ModelSpec
+from engines.models.vision_spec import part_of
 from hardware.attention.rules import slot_unit
 
 _ALIGNED, _BUCKET = 64, 128

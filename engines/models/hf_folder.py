@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from engines.validation import read_object
+
 if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch
     import torch
     from torch import Tensor
 
-    from engines.models import ModelSpec
+    from engines.models.spec import ModelSpec
 
 _COPIED = (".json", ".jinja", ".model", ".txt")
 """Endings of the configuration and tokenizer files that a saved model takes along."""
@@ -29,17 +31,6 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 """What config.json calls the type of the weights, now and in older transformers."""
 _ROWS_AT_ONCE = 1024
 """Rows of two matrices that are compared at a time."""
-
-
-def read_object(path: Path) -> dict:
-    """The object in a JSON file of a model's folder. Raises ValueError where it cannot be read or holds no object."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"model: {path} cannot be read: {error}; save the model again") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"model: {path} must hold a JSON object, got {type(found).__name__}; save the model again")
-    return found
 
 
 class SafetensorsFolder:

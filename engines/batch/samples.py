@@ -1,0 +1,92 @@
+"""What a model is given and what it answers: pictures, prompts and completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.models.vision_spec import VisionSpec
+
+_COPIES = 3
+"""Of a picture's patches at once: transformers 5 resizes, normalises and cuts, each into memory of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A picture on disk.
+
+    Attributes:
+        path, digest: where it is, and the SHA-256 of what is there.
+        size: its width and height in pixels.
+        grid: the patches that the processor makes of it: frames, rows, columns.
+        place: where it was named, for messages, such as ``data: train.jsonl, line 3, image 0``.
+    """
+
+    path: str
+    digest: str
+    size: tuple[int, int]
+    grid: tuple[int, int, int]
+    place: str
+
+    @property
+    def patches(self) -> int:
+        frames, rows, columns = self.grid
+        return frames * rows * columns
+
+    def tokens(self, merge: int) -> int:
+        """Image tokens that stand for it."""
+        return self.patches // merge**2
+
+    def nbytes(self, vision: VisionSpec) -> int:
+        """Memory of it while it is decoded, about: its pixels, and its patches in fp32 with what the processor makes on
+        the way to them."""
+        return 3 * self.size[0] * self.size[1] + _COPIES * 4 * self.patches * vision.patch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a completion goes on from: ids, with as many image tokens as the model sees, and its images in order."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer.
+
+    Attributes:
+        token_ids: sampled ids, the stop token included.
+        logprobs: log-probability of each sampled id under the policy that drew it, at the sampling temperature.
+        finished: ended by a stop token; False when it was cut at the length limit.
+        version: version of the weights that sampled it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+    version: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn.
+
+    Attributes:
+        count: completions per prompt. temperature: 0 is greedy. max_tokens: the length limit.
+        stream: numbers that name a stream of random numbers, as many of them for each use; draws repeat for the same
+            stream, weights and prompts, and streams of different names have nothing in common.
+        stop_token_ids: a completion ends with the first of these, which belongs to it.
+    """
+
+    count: int
+    temperature: float
+    max_tokens: int
+    stream: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def seed(self) -> int:
+        """64 bits hashed from all of ``stream``: neighbours in one number never meet those in another."""
+        return int(np.random.SeedSequence(self.stream).generate_state(1, np.uint64)[0])

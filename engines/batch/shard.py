@@ -1,0 +1,73 @@
+"""A replica's part of a batch, and what a model says about it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engines.batch.batch import TrainBatch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One replica's part of a batch, in the order in which it is computed.
+
+    Attributes:
+        counts: sequences of each micro-batch; they follow one another in ``batch``.
+        fillers: micro-batches that come after them, so that every replica has as many. Each is the last sequence of
+            ``batch``, which belongs to none of the counts: it is computed and counts for nothing.
+        replica: the data-parallel rank that this is for.
+        digest: of the whole schedule (``engines.batch.schedule``), the same on every rank.
+    """
+
+    batch: TrainBatch
+    counts: tuple[int, ...]
+    fillers: int
+    replica: int
+    digest: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the sequences that count."""
+        return sum(self.batch.lengths[: sum(self.counts)])
+
+    def micro_batches(self) -> list[TrainBatch]:
+        """Views of the batch."""
+        bounds = [0, *accumulate(self.counts)]
+        real = [self.batch.select(a, b) for a, b in zip(bounds, bounds[1:])]
+        return real + [self.batch.select(bounds[-1], len(self.batch))] * self.fillers
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model says about each target of a batch.
+
+    Attributes:
+        logprobs: ``[N]`` float32, log-probability of the target at the sampling temperature.
+        entropy: ``[N]`` float32, entropy of the distribution that predicts it, in nats.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class ValueOutputs:
+    """What a critic says about each input of a batch.
+
+    Attributes:
+        values: ``[N]`` float32, the value of the prefix that ends at the input.
+    """
+
+    values: Tensor
+
+
+Outputs = TokenOutputs | ValueOutputs
+"""Of a language model, or of a critic."""
+
+
+def join_outputs(parts: Sequence[Outputs]) -> Outputs:
+    """Outputs of consecutive sequences, end to end."""
+    return type(parts[0])(*map(torch.cat, zip(*(vars(part).values() for part in parts))))

@@ -1,0 +1,1 @@
+"""Pictures: where their tokens are, their patches, and who sees them."""

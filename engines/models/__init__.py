@@ -1,0 +1,1 @@
+"""Models as HuggingFace saves them: shape, names of weights, files."""

@@ -1,0 +1,1 @@
+"""What checks ask of an engine, and the faults that they must find."""
