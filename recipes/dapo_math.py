@@ -9,10 +9,10 @@ from engines.batch.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
 from recipes.mathematics import INSTRUCTION, math_reward
 from recipes.smoke import RecipeConfig, recipe_config
-from rlworker.advantages import AdvantageFn, grpo, with_overlong_penalty
-from rlworker.config import AlgorithmConfig, DataConfig, RewardConfig
-from rlworker.data import Row
-from rlworker.launch import launch
+from rlworker.algorithms.advantages import AdvantageFn, grpo, with_overlong_penalty
+from rlworker.config.run import AlgorithmConfig, DataConfig, RewardConfig
+from rlworker.data.rows import Row
+from rlworker.trainers.launch import launch
 
 DEFAULT = RecipeConfig(
     run_dir="runs/dapo_math",

@@ -21,20 +21,21 @@ from engines.models.spec import ModelSpec
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from recipes.addition import make_data, make_model
-from rlworker.advantages import AdvantageFn, configured_advantage
-from rlworker.checkpoint import RunFolder
-from rlworker.cluster import ray_for
-from rlworker.config import AlgorithmConfig, DataConfig, RunConfig
-from rlworker.data import load_tokenizer
-from rlworker.metrics import read_metrics, tell_start
-from rlworker.pictures import pictures_of
-from rlworker.report import write_report
-from rlworker.rewards import exact_match
-from rlworker.sft import Example, read_examples, to_batch, train_supervised
-from rlworker.sft_config import SftConfig
-from rlworker.stop import Stop, ending_well
-from rlworker.trackers import check_trackers
-from rlworker.trainer import Trainer
+from rlworker.algorithms.advantages import AdvantageFn, configured_advantage
+from rlworker.cluster.ray import ray_for
+from rlworker.config.run import AlgorithmConfig, DataConfig, RunConfig
+from rlworker.config.sft import SftConfig
+from rlworker.data.examples import Example, read_examples, to_batch
+from rlworker.data.images import pictures_of
+from rlworker.data.rows import load_tokenizer
+from rlworker.rewards.functions import exact_match
+from rlworker.tracking.log import read_metrics, tell_start
+from rlworker.tracking.report import write_report
+from rlworker.tracking.run_folder import RunFolder
+from rlworker.tracking.trackers import check_trackers
+from rlworker.trainers.rl import Trainer
+from rlworker.trainers.sft import train_supervised
+from rlworker.trainers.stop import Stop, ending_well
 
 
 @dataclass(frozen=True)

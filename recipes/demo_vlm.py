@@ -6,7 +6,7 @@ then trained by GRPO from the reward alone, vision tower included. Held-out pict
 
 from engines.config import MegatronConfig, VllmConfig
 from recipes import demo_cpu, squares
-from rlworker.config import AlgorithmConfig, DataConfig
+from rlworker.config.run import AlgorithmConfig, DataConfig
 
 _WARM_UP = dict(lr=1e-3, min_lr=1e-3, lr_warmup_steps=30, lr_decay="constant", adam_beta2=0.98, weight_decay=0.01)
 SQUARES = demo_cpu.Toy(squares.make_data, squares.make_model, _WARM_UP, rows=128)

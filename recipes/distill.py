@@ -10,9 +10,9 @@ from dataclasses import replace
 from recipes import grpo_gsm8k
 from recipes.mathematics import math_reward
 from recipes.smoke import recipe_config
-from rlworker.advantages import distill
-from rlworker.config import AlgorithmConfig
-from rlworker.launch import launch
+from rlworker.algorithms.advantages import distill
+from rlworker.config.run import AlgorithmConfig
+from rlworker.trainers.launch import launch
 
 DEFAULT = replace(
     grpo_gsm8k.DEFAULT,

@@ -11,9 +11,9 @@ from decimal import Decimal
 
 import tyro
 
-from rlworker.config import RunConfig
-from rlworker.data import Row
-from rlworker.launch import launch
+from rlworker.config.run import RunConfig
+from rlworker.data.rows import Row
+from rlworker.trainers.launch import launch
 
 NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 

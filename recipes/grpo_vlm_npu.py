@@ -12,7 +12,7 @@ from hardware.npu.platform import NpuPlatform
 from recipes import grpo_geo3k
 from recipes.mathematics import math_reward
 from recipes.smoke import recipe_config
-from rlworker.launch import launch
+from rlworker.trainers.launch import launch
 
 DEFAULT = replace(
     grpo_geo3k.DEFAULT,

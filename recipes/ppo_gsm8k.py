@@ -9,8 +9,8 @@ from dataclasses import replace
 from recipes import grpo_gsm8k
 from recipes.mathematics import math_reward
 from recipes.smoke import recipe_config
-from rlworker.config import AlgorithmConfig, CriticConfig
-from rlworker.launch import launch
+from rlworker.config.run import AlgorithmConfig, CriticConfig
+from rlworker.trainers.launch import launch
 
 DEFAULT = replace(
     grpo_gsm8k.DEFAULT,

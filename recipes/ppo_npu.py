@@ -11,7 +11,7 @@ from dataclasses import replace
 from recipes import grpo_npu, ppo_gsm8k
 from recipes.mathematics import math_reward
 from recipes.smoke import recipe_config
-from rlworker.launch import launch
+from rlworker.trainers.launch import launch
 
 DEFAULT = replace(
     ppo_gsm8k.DEFAULT,

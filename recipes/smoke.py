@@ -10,9 +10,9 @@ from engines.config import VllmConfig
 from hardware.platforms import get_platform
 from recipes.addition import make_model, make_tokenizer
 from recipes.squares import make_data
-from rlworker.config import RunConfig
-from rlworker.sft_config import SftConfig
-from rlworker.tiny_models import IMAGE_TOKENS, TinyVlm, tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, tiny_vlm
+from rlworker.config.run import RunConfig
+from rlworker.config.sft import SftConfig
 
 _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
 _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

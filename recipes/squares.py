@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from recipes.addition import SPECIAL
-from rlworker.tiny_models import IMAGE_TOKENS, tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

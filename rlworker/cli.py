@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from rlworker.check_config import CheckConfig
+from rlworker.checks.config import CheckConfig
 from rlworker.errors import RunError
 
 
@@ -21,7 +21,7 @@ def report(run: Positional[Path]) -> None:
     Args:
         run: Folder of the run.
     """
-    from rlworker.report import write_report
+    from rlworker.tracking.report import write_report
 
     print(write_report(run))
 
@@ -32,9 +32,9 @@ def check(config: Annotated[CheckConfig, tyro.conf.arg(name="")]) -> None:
     Args:
         config: What is checked.
     """
-    from rlworker.check import run_check
-    from rlworker.self_test import self_test
-    from rlworker.tiny_models import tiny_model
+    from rlworker.checks.check import run_check
+    from rlworker.checks.self_test import self_test
+    from rlworker.checks.tiny_models import tiny_model
 
     with TemporaryDirectory(prefix="rlworker-check-") as folder:
         tell = (lambda line: None) if config.json else print
@@ -58,7 +58,7 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
         arguments: RECIPE [--memory-gb N] [its settings], such as recipes.grpo --model FOLDER --actor.ranks 2. RECIPE
             is a module's name, or a file's path such as ./own.py.
     """
-    from rlworker.plan import plan_recipe
+    from rlworker.checks.plan import plan_recipe
 
     parser = argparse.ArgumentParser("rlworker plan", add_help=False)
     parser.add_argument("recipe")

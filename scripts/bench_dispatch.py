@@ -17,9 +17,9 @@ from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
 from hardware.platforms import get_platform
-from rlworker.cluster import ray_for
-from rlworker.group import WorkerGroup
-from rlworker.worker import Role
+from rlworker.cluster.ray import ray_for
+from rlworker.cluster.train_group import WorkerGroup
+from rlworker.cluster.workers import Role
 
 TINY = options(__doc__).parse_args().tiny
 ACTORS, MEGABYTES, ROUNDS = (4, 1, 1) if TINY else (4, 50, 15)

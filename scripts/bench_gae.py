@@ -13,7 +13,7 @@ from timing import median_ms, options
 
 from engines.batch.batch import TrainBatch
 from hardware.platforms import get_platform
-from rlworker.advantages import gae
+from rlworker.algorithms.advantages import gae
 
 TINY = options(__doc__).parse_args().tiny
 SEQUENCES, TOKENS, PROMPT, ROUNDS = (16, 64, 8, 1) if TINY else (1024, 8192, 512, 9)

@@ -65,8 +65,8 @@ def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[st
     import ray
 
     from engines.config import MegatronConfig, VllmConfig
-    from rlworker.config import DataConfig, RunConfig
-    from rlworker.trainer import Trainer
+    from rlworker.config.run import DataConfig, RunConfig
+    from rlworker.trainers.rl import Trainer
 
     config = RunConfig(
         model=str(folder / "model"),
@@ -101,7 +101,7 @@ def bench_single_process(folder: Path, steps: int, threads: int) -> dict[str, fl
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlworker.data import load_tokenizer
+    from rlworker.data.rows import load_tokenizer
 
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

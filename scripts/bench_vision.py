@@ -26,7 +26,7 @@ from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from recipes.squares import make_tokenizer
-from rlworker.tiny_models import tiny_vlm
+from rlworker.checks.tiny_models import tiny_vlm
 
 TINY = options(__doc__).parse_args().tiny
 PROMPTS, SAMPLES, ROUNDS = (2, 2, 1) if TINY else (8, 8, 7)

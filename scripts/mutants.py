@@ -48,13 +48,13 @@ MODULES = {
     "engines/megatron/logprobs.py": (f"{_E}logprobs.py", f"{_E}megatron_engine.py", f"{_E}engine_parity.py"),
     "engines/megatron/weights.py": (*_ENGINE, f"{_E}engine_parity.py"),
     "engines/weight_sync.py": (f"{_E}weight_sync.py", f"{_E}vllm_engine.py"),
-    "rlworker/losses.py": (f"{_R}losses.py", f"{_R}advantages.py", f"{_R}loss_invariance.py"),
-    "rlworker/advantages.py": (f"{_R}advantages.py", f"{_R}trainer.py"),
-    "rlworker/scan.py": (f"{_R}advantages.py",),
+    "rlworker/algorithms/losses.py": (f"{_R}losses.py", f"{_R}advantages.py", f"{_R}loss_invariance.py"),
+    "rlworker/algorithms/advantages.py": (f"{_R}advantages.py", f"{_R}trainer.py"),
+    "rlworker/algorithms/discounting.py": (f"{_R}advantages.py",),
     "engines/batch/balance.py": (f"{_E}schedule.py",),
     "engines/batch/schedule.py": (f"{_E}schedule.py", f"{_E}megatron_engine.py"),
     "engines/megatron/checkpoint.py": (*_ENGINE, f"{_E}bf16_engine.py"),
-    "rlworker/checkpoint.py": (f"{_R}checkpoint.py", f"{_R}run.py"),
+    "rlworker/tracking/run_folder.py": (f"{_R}checkpoint.py", f"{_R}run.py"),
 }
 """Where faults are planted, and the tests that are asked first, those that say most in least time before the others."""
 ENOUGH = 0.9

@@ -59,8 +59,8 @@ def cluster():
 
     Their workers are handed on from test to test. One whose modules a test patches must be its own: ``ray.remote``.
     """
-    from rlworker.actors import keeping_workers
-    from rlworker.cluster import ray_for
+    from rlworker.cluster.actors import keeping_workers
+    from rlworker.cluster.ray import ray_for
 
     with ray_for(6, "cpu"), keeping_workers():
         yield

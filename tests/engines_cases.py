@@ -129,7 +129,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
 
     engine = build_engine(rank, world, address, folder, settings | {"lr": 5e-4, "adam_eps": 1e-5, "clip_grad": 0.5})
     from engines.probes.megatron import whole_gradients
-    from rlworker.reference import probe_loss
+    from rlworker.checks.huggingface import probe_loss
 
     batch = make_batch()
     schedule, shard = plan(engine, batch)

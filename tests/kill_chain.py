@@ -23,7 +23,7 @@ import psutil
 from safetensors import safe_open
 
 from engines.config import MegatronConfig, VllmConfig
-from rlworker.config import DataConfig, RunConfig
+from rlworker.config.run import DataConfig, RunConfig
 
 VICTIMS = ("driver", "actor rank 0", "actor rank 1", "rollout engine 0")
 PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
@@ -64,7 +64,7 @@ def run_link(config: RunConfig, kill: Kill | None, pids: Path) -> None:
     """One program of the chain, killed as told."""
     import ray
 
-    from rlworker.trainer import Trainer
+    from rlworker.trainers.rl import Trainer
 
     class Killed(Trainer):
         def start(self):

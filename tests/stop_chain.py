@@ -52,9 +52,9 @@ def recipe(moment: Moment | None, pids: Path) -> None:
     """What a user's own recipe is, with a signal at the moment told."""
     import tyro
 
-    from rlworker.config import RunConfig
-    from rlworker.launch import launch
-    from rlworker.run import Run
+    from rlworker.config.run import RunConfig
+    from rlworker.trainers.launch import launch
+    from rlworker.trainers.run import Run
 
     phase_of = Run._phase
 

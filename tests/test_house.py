@@ -98,7 +98,7 @@ def test_every_config_key_has_a_reader():
     from engines.config import MegatronConfig, VllmConfig
     from recipes.demo_cpu import DemoConfig
     from recipes.smoke import RecipeConfig, SftRecipeConfig
-    from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RewardConfig
+    from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RewardConfig
 
     owners = {  # what a value of this class is called where it is read
         MegatronConfig: {"actor", "config", "engine"},
@@ -235,7 +235,11 @@ def test_collection_imports_nothing_heavy(path):
 
 
 def test_a_heavy_import_is_found_behind_others():
-    assert way_to(ROOT / "rlworker" / "worker.py", HEAVY) == ["rlworker/worker.py", "rlworker/cluster.py", "ray"]
+    assert way_to(ROOT / "rlworker" / "cluster" / "workers.py", HEAVY) == [
+        "rlworker/cluster/workers.py",
+        "rlworker/cluster/ray.py",
+        "ray",
+    ]
     assert way_to(ROOT / "engines" / "images" / "processor.py", HEAVY | {"torch"}) == [], (
         "in functions, or for types alone"
     )

@@ -123,7 +123,7 @@ def run_vlm_case(
     if budget and engine.vision:
         engine.vision.budget = budget
     from engines.probes.megatron import whole_gradients
-    from rlworker.reference import probe_loss
+    from rlworker.checks.huggingface import probe_loss
 
     batch, decoded = vlm_batch(engine.model, paths, rows), []
     if engine.vision:

@@ -7,7 +7,7 @@ from ranks import free_address
 from support.huggingface import logprobs_of
 
 from engines.models.spec import ModelSpec
-from rlworker.reference import load_huggingface, probe_loss
+from rlworker.checks.huggingface import load_huggingface, probe_loss
 
 BF16 = {"dtype": "bfloat16"}
 LR, DECAY, STEPS = 1e-4, 0.5, 6

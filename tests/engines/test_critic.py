@@ -10,7 +10,7 @@ from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, settings_of
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import ValueOutputs
 from engines.models.spec import ModelSpec
-from rlworker.reference import gradients_by_name, load_huggingface, logits_by_sequence
+from rlworker.checks.huggingface import gradients_by_name, load_huggingface, logits_by_sequence
 
 VALUES, GRADIENTS = 1e-5, 1e-6
 

@@ -9,7 +9,7 @@ from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS
 
 from engines.batch.shard import TokenOutputs
 from engines.models.spec import ModelSpec
-from rlworker.reference import forward_pass, gradients_by_name, load_huggingface, probe_loss
+from rlworker.checks.huggingface import forward_pass, gradients_by_name, load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
 """Largest absolute differences; for invariance the largest ``|difference| / |gradient|`` (2-norms) of a tensor."""

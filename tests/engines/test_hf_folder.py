@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
 from engines.models.spec import ModelSpec
-from rlworker.tiny_models import tiny_model
+from rlworker.checks.tiny_models import tiny_model
 
 EMBEDDING = "model.embed_tokens.weight"
 

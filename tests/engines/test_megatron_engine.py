@@ -8,8 +8,8 @@ from engines_cases import build_engine, make_batch, plan
 from ranks import free_address
 from support.models import VOCAB
 
-from rlworker.reference import probe_loss
-from rlworker.tiny_models import tiny_text
+from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.tiny_models import tiny_text
 
 
 def poisoned_step(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:

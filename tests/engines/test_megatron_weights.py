@@ -10,7 +10,7 @@ from ranks import free_address
 from safetensors.torch import load_file, save_file
 from support.huggingface import load_folder, logprobs_of
 
-from rlworker.reference import probe_loss
+from rlworker.checks.huggingface import probe_loss
 
 SETTINGS = {"lr": 1e-3, "adam_eps": 1e-5, "lr_warmup_steps": 4, "lr_decay": "cosine", "lr_decay_steps": 8}
 

@@ -14,8 +14,8 @@ from engines.batch.samples import Prompt, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
-from rlworker.reference import logits_by_sequence
-from rlworker.tiny_models import tiny_text
+from rlworker.checks.huggingface import logits_by_sequence
+from rlworker.checks.tiny_models import tiny_text
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=64, kv_cache_mb=64)
@@ -30,7 +30,7 @@ def sampling(count=4, temperature=1.0, seed=1, max_tokens=8):
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def rollout(request, cluster, make_hf_model):
     """An engine, its model's folder and whether it is tied."""
-    from rlworker.rollout_engines import Rollouts
+    from rlworker.cluster.rollout_group import Rollouts
 
     folder = make_hf_model("qwen2", request.param)
     with Rollouts("cpu", 1) as rollouts:
@@ -43,7 +43,7 @@ def patched(cluster):
     """A process of its own for a test that patches what is in it."""
     import ray
 
-    from rlworker.worker import RolloutWorker
+    from rlworker.cluster.workers import RolloutWorker
 
     actor = ray.remote(RolloutWorker).options(num_cpus=0).remote("cpu", 0)  # beside those that are kept
     yield actor
@@ -224,7 +224,7 @@ def test_experts_are_packed_anew(patched, mixture):
 @pytest.mark.large
 def test_an_engine_that_was_handed_on_samples_what_a_new_one_does(patched, make_hf_model):
     """The process has run another model, at other sizes and with other weights, before."""
-    from rlworker.rollout_engines import Rollouts
+    from rlworker.cluster.rollout_group import Rollouts
 
     folders = make_hf_model("qwen2", True), make_hf_model("llama", False)
     first, other = (ModelSpec.from_folder(folder) for folder in folders)

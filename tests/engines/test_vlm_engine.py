@@ -11,7 +11,7 @@ from vlm_cases import make_pictures, part_of_hf, rename, vlm_batch
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
-from rlworker.reference import probe_loss
+from rlworker.checks.huggingface import probe_loss
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 PARTS = ("vision", "projector", "language")

@@ -9,7 +9,7 @@ from support.models import make_vlm
 from vlm_cases import ROWS, make_pictures, part_of_hf, run_vlm_case, vlm_batch
 
 from engines.models.spec import ModelSpec
-from rlworker.reference import forward_pass, gradients_by_name, load_huggingface, probe_loss
+from rlworker.checks.huggingface import forward_pass, gradients_by_name, load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6}
 

@@ -12,8 +12,8 @@ from vlm_cases import make_pictures, prompts_of, rename
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.reference import load_huggingface, logits_by_sequence, picture_arguments
-from rlworker.tiny_models import tiny_model
+from rlworker.checks.huggingface import load_huggingface, logits_by_sequence, picture_arguments
+from rlworker.checks.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
@@ -22,7 +22,7 @@ CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cac
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
-    from rlworker.rollout_engines import Rollouts
+    from rlworker.cluster.rollout_group import Rollouts
 
     folder = tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = ModelSpec.from_folder(folder)

@@ -4,7 +4,7 @@ import pytest
 from engines_cases import build_engine, join_group, leave_groups, make_batch, plan, start_process
 from ranks import Ranks, free_address
 
-from rlworker.reference import probe_loss
+from rlworker.checks.huggingface import probe_loss
 
 SINGLE = ("current_device", "factories", "tensor_types")
 NO_DEVICE = "Torch not compiled with CUDA enabled"

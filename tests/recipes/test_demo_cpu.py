@@ -12,9 +12,9 @@ from support.program import run_recipe
 
 from engines.batch.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
-from rlworker.advantages import grpo
-from rlworker.config import AlgorithmConfig, CriticConfig, RewardConfig
-from rlworker.metrics import read_metrics
+from rlworker.algorithms.advantages import grpo
+from rlworker.config.run import AlgorithmConfig, CriticConfig, RewardConfig
+from rlworker.tracking.log import read_metrics
 
 SUMMARY = {"heldout_before", "heldout_after", "steps", "wall_seconds", "logprob_diff_mean", "logprob_diff_max"}
 SHORT = ["--steps", "2", "--warm-up-steps", "3", "--prompts-per-step", "16", "--eval-every", "1"]

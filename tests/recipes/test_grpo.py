@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlworker.data import Row
+from rlworker.data.rows import Row
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,10 +12,10 @@ from vlm_cases import QWEN2_5_VL_7B
 from engines.batch.batch import TrainBatch
 from recipes import squares
 from recipes.addition import make_model
-from rlworker.advantages import distill
-from rlworker.data import Row, load_tokenizer
-from rlworker.metrics import read_metrics
-from rlworker.plan import plan_recipe
+from rlworker.algorithms.advantages import distill
+from rlworker.checks.plan import plan_recipe
+from rlworker.data.rows import Row, load_tokenizer
+from rlworker.tracking.log import read_metrics
 
 RECIPES = {
     "grpo_gsm8k": (),
@@ -92,14 +92,16 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if (name, ()) not in ALWAYS])
 def test_small_it_can_start(monkeypatch, tmp_path, recipe):
     """Its settings, models, rows and functions go together, which is checked before engines are started."""
-    import rlworker.launch
-    import rlworker.sft
-    from rlworker.sft import SftTrainer
-    from rlworker.trainer import Trainer
+    import rlworker.trainers.launch
+    import rlworker.trainers.sft
+    from rlworker.trainers.rl import Trainer
+    from rlworker.trainers.sft import SftTrainer
 
     built = []
-    monkeypatch.setattr(rlworker.launch, "launch", lambda *args, **parts: built.append(Trainer(*args, **parts)))
-    monkeypatch.setattr(rlworker.sft, "launch_supervised", lambda config: built.append(SftTrainer(config)))
+    monkeypatch.setattr(
+        rlworker.trainers.launch, "launch", lambda *args, **parts: built.append(Trainer(*args, **parts))
+    )
+    monkeypatch.setattr(rlworker.trainers.sft, "launch_supervised", lambda config: built.append(SftTrainer(config)))
     done = run_recipe(recipe, "--smoke", "--run-dir", tmp_path / recipe)
     assert done.returncode == 0, done.stderr
     (trainer,) = built

@@ -7,11 +7,18 @@ import pytest
 import torch
 
 from engines.batch.batch import TrainBatch
-from rlworker import advantages
-from rlworker.advantages import check_group_size, gae, returns_to_go, whiten, with_kl_penalty, with_overlong_penalty
+from rlworker.algorithms import advantages
+from rlworker.algorithms.advantages import (
+    check_group_size,
+    gae,
+    returns_to_go,
+    whiten,
+    with_kl_penalty,
+    with_overlong_penalty,
+)
+from rlworker.algorithms.discounting import Chosen, discounted_sums
+from rlworker.algorithms.losses import kl_square
 from rlworker.errors import RunError
-from rlworker.losses import kl_square
-from rlworker.scan import Chosen, discounted_sums
 
 
 def groups_of(*rewards, tokens=2) -> TrainBatch:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from engines.config import MEGATRON_OWN, MEGATRON_REFUSED, VLLM_OWN, VLLM_REFUSED, MegatronConfig, VllmConfig
-from rlworker.config import AlgorithmConfig, DataConfig, RewardConfig, RunConfig
+from rlworker.config.run import AlgorithmConfig, DataConfig, RewardConfig, RunConfig
 
 CONFIG = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48}
 CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 64}
@@ -277,18 +277,18 @@ def start(*_, **__):
 def nothing_starts():
     import ray
 
-    import rlworker.launch
+    import rlworker.trainers.launch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rlworker.launch, "ray_for", start)
-        patch.setattr(rlworker.launch, "_build_trainer", start)
+        patch.setattr(rlworker.trainers.launch, "ray_for", start)
+        patch.setattr(rlworker.trainers.launch, "_build_trainer", start)
         patch.setattr(ray, "init", start)
         yield
 
 
 def launch(*breakages: Breakage) -> str:
     """Launch a run on an input with these breakages. Returns what it says."""
-    from rlworker.launch import launch as launch_run
+    from rlworker.trainers.launch import launch as launch_run
 
     with tempfile.TemporaryDirectory() as folder:
         given = Input(Path(folder))

@@ -14,15 +14,15 @@ from engines.models.spec import ModelSpec
 from engines.probes.case import Influence
 from engines.probes.faults import FAULTS
 from rlworker import cli
-from rlworker.check_case import make_case
-from rlworker.check_config import CheckConfig
-from rlworker.tiny_models import tiny_model
+from rlworker.checks.case import make_case
+from rlworker.checks.config import CheckConfig
+from rlworker.checks.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.large)])
 def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks):
     """A user's model over two pipeline stages, and two replicas of them, with a pack of a fixed size."""
-    from rlworker.check import run_check
+    from rlworker.checks.check import run_check
 
     sizes = MegatronConfig(ranks=ranks, pp=2, multiple=2, slots=128)
     found = run_check(CheckConfig(model=make_hf_model("llama", False), actor=sizes))
@@ -43,7 +43,7 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
     ],
 )
 def test_a_model_that_sees_pictures_passes(cluster, tmp_path, tiny, sizes):
-    from rlworker.check import run_check
+    from rlworker.checks.check import run_check
 
     found = run_check(CheckConfig(model=tiny_model(tmp_path, tiny), actor=sizes))
     assert {finding.outcome for finding in found if finding.check != "attention"} == {"ok"}, found
@@ -80,7 +80,7 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
 
 
 def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
-    from rlworker import check
+    from rlworker.checks import check
 
     failed = check.Finding("attention", "thd, causal", "FAILED", "3 pairs see the future", "executed")
     refused = check.Finding("attention", "thd, images", "refused", "no backend", "table")
@@ -93,7 +93,7 @@ def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
 
 
 def test_a_fault_is_told_in_words():
-    from rlworker.check import _in_words
+    from rlworker.checks.check import _in_words
 
     influences = [
         Influence(3, {"the future": 2}, 0, "sequence 0 at 1 sees sequence 0 at 2"),

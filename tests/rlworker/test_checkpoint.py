@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from engines.config import MegatronConfig
-from rlworker.checkpoint import RunFolder, Score
-from rlworker.config import RunConfig
+from rlworker.config.run import RunConfig
+from rlworker.tracking.run_folder import RunFolder, Score
 
 HELDOUT = Score("heldout", +1)
 
@@ -48,8 +48,8 @@ def test_a_folder_with_a_run_is_refused(tmp_path):
 
 OTHER_PROCESS = """
 import sys
-from rlworker.checkpoint import RunFolder
-from rlworker.config import RunConfig
+from rlworker.tracking.run_folder import RunFolder
+from rlworker.config.run import RunConfig
 folder = RunFolder(sys.argv[1])
 for _ in sys.stdin:
     try:
@@ -119,8 +119,8 @@ def test_folders_that_cannot_be(tmp_path):
 
 UNABLE_PROCESS = """
 import os, resource, sys
-from rlworker.checkpoint import RunFolder
-from rlworker.config import RunConfig
+from rlworker.tracking.run_folder import RunFolder
+from rlworker.config.run import RunConfig
 
 def claim(folder):
     try:

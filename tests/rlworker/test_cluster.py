@@ -26,7 +26,7 @@ class Worker:
 def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
     import ray
 
-    from rlworker.cluster import ray_for
+    from rlworker.cluster.ray import ray_for
 
     def init(**_):
         raise Exception("The current node timed out during startup.")
@@ -40,7 +40,7 @@ def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
 def test_who_failed_is_named_among_workers_that_hang(cluster, by_value):
     import ray
 
-    from rlworker.cluster import WorkerFailure, naming_failures
+    from rlworker.cluster.ray import WorkerFailure, naming_failures
 
     workers = {f"actor rank {i}": ray.remote(Worker).options(num_cpus=0).remote() for i in range(3)}
     named = r"(?s)^step 2, phase update: .*repr=actor rank 1.*KeyError: 'level'"
@@ -56,7 +56,7 @@ def test_who_failed_is_named_among_workers_that_hang(cluster, by_value):
 def test_whoever_found_ray_there_leaves_it_there(cluster):
     import ray
 
-    from rlworker.cluster import ray_for
+    from rlworker.cluster.ray import ray_for
 
     with ray_for(1, "cpu"):
         pass
@@ -71,7 +71,7 @@ def test_whoever_found_ray_there_leaves_it_there(cluster):
 def test_a_ray_of_ones_own_has_room_for_the_actors_and_ends_with_them(monkeypatch, actors):
     import ray
 
-    from rlworker.cluster import ray_for
+    from rlworker.cluster.ray import ray_for
 
     started, ended = [], []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -91,7 +91,7 @@ def test_ray_that_was_started_for_a_run_ends_with_it():
     """As above, by a Ray of its own in a process of its own."""
     program = (
         "import os, ray\n"
-        "from rlworker.cluster import ray_for\n"
+        "from rlworker.cluster.ray import ray_for\n"
         "with ray_for(3, 'cpu'):\n"
         "    assert ray.cluster_resources()['CPU'] == max(3, os.cpu_count())\n"
         "assert not ray.is_initialized()\n"
@@ -100,7 +100,7 @@ def test_ray_that_was_started_for_a_run_ends_with_it():
 
 
 def test_collection_goes_on_afterwards():
-    from rlworker.cluster import no_collection
+    from rlworker.cluster.ray import no_collection
 
     with pytest.raises(ImportError), no_collection():
         assert not gc.isenabled()

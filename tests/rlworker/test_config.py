@@ -21,9 +21,9 @@ from engines.validation import installed_fields
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, override_warnings
 from hardware.platforms import get_platform
-from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
-from rlworker.data import load_tokenizer
-from rlworker.model_checks import check_engines
+from rlworker.config.model_checks import check_engines
+from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
+from rlworker.data.rows import load_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from recipes.addition import is_heldout, make_data, make_tokenizer
-from rlworker.config import DataConfig
-from rlworker.data import check_rows, check_vocabulary, read_rows, rows_of_step
+from rlworker.config.run import DataConfig
+from rlworker.data.rows import check_rows, check_vocabulary, read_rows, rows_of_step
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}

@@ -14,23 +14,23 @@ def imported(*names):
 model, rows, parquet, saved, folder = sys.argv[1:]
 found = {}
 
-from rlworker.metrics import RunLog
-from rlworker.trackers import Trackers, check_trackers
+from rlworker.tracking.log import RunLog
+from rlworker.tracking.trackers import Trackers, check_trackers
 check_trackers(["tensorboard", "wandb"])
 Path(folder).mkdir()
 with RunLog(Path(folder), 1, 0, Trackers([], Path(folder), 0, {})) as log:
     log.step(1, {"reward": 0.5})
 found["log"] = imported("torch", "tensorboard", "wandb")
 
-from rlworker.config import DataConfig
-from rlworker.data import check_rows
+from rlworker.config.run import DataConfig
+from rlworker.data.rows import check_rows
 data = DataConfig(rows, rows, max_prompt_tokens=8)
 check_rows(rows, data)
 found["rows"] = imported("torch", "transformers", "datasets", "pyarrow")
 
 from engines.config import MegatronConfig, VllmConfig
-from rlworker.config import RunConfig
-from rlworker.launch import check_run
+from rlworker.config.run import RunConfig
+from rlworker.trainers.launch import check_run
 actor = MegatronConfig(ranks=2, megatron={"init_method_std": 0.1})
 rollout = VllmConfig(max_new_tokens=8, max_model_len=32, vllm={"enable_prefix_caching": True})
 check_run(RunConfig(model=model, run_dir=f"{folder}/run", data=data, actor=actor, rollout=rollout))

@@ -11,8 +11,8 @@ from support.cover import matrix
 from support.factors import LAYOUTS, settings_of
 
 from engines.batch.batch import TrainBatch
-from rlworker import losses
-from rlworker.losses import constant_length, policy_loss, sequence_mean, sft_loss, token_mean, value_loss
+from rlworker.algorithms import losses
+from rlworker.algorithms.losses import constant_length, policy_loss, sequence_mean, sft_loss, token_mean, value_loss
 
 LIMIT = 1e-5
 """Largest ``|difference| / |gradient|`` (2-norms) of a tensor."""

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlworker import metrics
-from rlworker.metrics import RunLog, tell_start
-from rlworker.trackers import Trackers
+from rlworker.tracking import log as metrics
+from rlworker.tracking.log import RunLog, tell_start
+from rlworker.tracking.trackers import Trackers
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ LINES = {
 PROGRAM = """
 import os, select, sys
 from pathlib import Path
-from rlworker.metrics import RunLog, tell_start
-from rlworker.trackers import Trackers
+from rlworker.tracking.log import RunLog, tell_start
+from rlworker.tracking.trackers import Trackers
 log = RunLog(Path(sys.argv[1]), 2, 0, Trackers([], Path(sys.argv[1]), 0, {}))
 for call in sys.argv[2:]:
     eval(call)

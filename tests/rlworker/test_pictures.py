@@ -19,15 +19,15 @@ from engines.config import MegatronConfig
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
 from recipes.addition import make_tokenizer
-from rlworker.config import DataConfig
-from rlworker.data import check_rows, load_tokenizer, read_rows
-from rlworker.metrics import read_metrics
-from rlworker.model_checks import check_sees_alike, check_trained
-from rlworker.pictures import pictures_of
-from rlworker.refused import save_refused
-from rlworker.rollout import logprob_difference, to_batch
-from rlworker.sft_config import SftConfig
-from rlworker.tiny_models import IMAGE_TOKENS, tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
+from rlworker.config.model_checks import check_sees_alike, check_trained
+from rlworker.config.run import DataConfig
+from rlworker.config.sft import SftConfig
+from rlworker.data.images import pictures_of
+from rlworker.data.rows import check_rows, load_tokenizer, read_rows
+from rlworker.rollouts.to_batch import logprob_difference, to_batch
+from rlworker.tracking.log import read_metrics
+from rlworker.trainers.rejected_step import save_refused
 
 DATA = DataConfig(max_prompt_tokens=64)
 CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
@@ -161,7 +161,7 @@ def test_a_model_without_vision_refuses_pictures(tmp_path):
 
 
 def test_an_answer_may_not_have_the_tokens_of_pictures(model, tmp_path):
-    from rlworker.sft import read_examples
+    from rlworker.data.examples import read_examples
 
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "x", "answer": "<|image_pad|>"}))
@@ -191,7 +191,7 @@ def test_jpeg_and_grey_pictures_are_seen_as_colours(read, model, tmp_path):
 
 def test_pictures_are_seen_as_a_viewer_shows_them(read, tmp_path):
     """Black lines on a transparent ground, and a camera that lay on its side; two kinds of transparency."""
-    from rlworker.report import _shown
+    from rlworker.tracking.report import _shown
 
     lines = Image.new("RGBA", (56, 28))
     lines.paste((0, 0, 0, 255), (0, 0, 28, 28))

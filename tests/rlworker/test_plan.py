@@ -10,9 +10,9 @@ from support.program import run_program
 from engines.config import MegatronConfig, VllmConfig
 from engines.megatron.memory import padding_share
 from engines.models.spec import ModelSpec
+from rlworker.checks.plan import in_words, make_plan, nearest, over, plan_recipe
 from rlworker.cli import main
-from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
-from rlworker.plan import in_words, make_plan, nearest, over, plan_recipe
+from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -143,7 +143,7 @@ OWN = """from __future__ import annotations
 from dataclasses import dataclass
 from beside import RANKS
 from engines.config import MegatronConfig
-from rlworker.config import RunConfig
+from rlworker.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Own(RunConfig):

@@ -9,11 +9,11 @@ from tokenizers.processors import TemplateProcessing
 
 from engines.models.spec import ModelSpec
 from recipes.addition import make_tokenizer
-from rlworker.config import DataConfig
-from rlworker.data import load_tokenizer, read_rows
-from rlworker.pictures import pictures_of
-from rlworker.sft_config import SftConfig
-from rlworker.tiny_models import IMAGE_TOKENS, tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
+from rlworker.config.run import DataConfig
+from rlworker.config.sft import SftConfig
+from rlworker.data.images import pictures_of
+from rlworker.data.rows import load_tokenizer, read_rows
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -68,7 +68,7 @@ def test_a_tokenizer_that_takes_a_text_for_another_with_special_tokens_is_refuse
 
 
 def test_an_answer_is_not_opened(tmp_path, make_hf_model):
-    from rlworker.sft import read_examples
+    from rlworker.data.examples import read_examples
 
     tokenizer = framed(make_tokenizer(), "<bos> $A <eos>")
     config = SftConfig(data=replace(DATA, train=write(tmp_path, ROW)), max_answer_tokens=8)

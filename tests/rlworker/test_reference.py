@@ -19,7 +19,7 @@ from vlm_cases import make_pictures, vlm_batch
 
 from engines.batch.batch import TrainBatch
 from engines.models.spec import ModelSpec
-from rlworker.reference import huggingface_reference, load_huggingface, probe_loss
+from rlworker.checks.huggingface import huggingface_reference, load_huggingface, probe_loss
 
 TEMPERATURE = 0.7
 ROWS = ((), (0,), (1, 3))

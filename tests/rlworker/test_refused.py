@@ -4,7 +4,7 @@ import torch
 
 from engines.batch.batch import TrainBatch
 from recipes.addition import make_tokenizer
-from rlworker.refused import offending_rows, save_refused
+from rlworker.trainers.rejected_step import offending_rows, save_refused
 
 
 def make_batch(**columns) -> TrainBatch:

@@ -16,9 +16,9 @@ import numpy as np
 import psutil
 import pytest
 
-from rlworker.config import RewardConfig
-from rlworker.data import Row
-from rlworker.rewards import batch_reward, exact_match
+from rlworker.config.run import RewardConfig
+from rlworker.data.rows import Row
+from rlworker.rewards.functions import batch_reward, exact_match
 
 LIMIT_S = 0.5
 DEFAULT = -1.0
@@ -153,7 +153,7 @@ def is_gone(pid: int) -> bool:
 def make_pool(cluster, by_value, monkeypatch):
     """``make(reward, workers)`` -> a pool that ends with the test and has less patience than others."""
 
-    from rlworker import reward_pool
+    from rlworker.rewards import pool as reward_pool
 
     pools = []
     monkeypatch.setattr(reward_pool, "_GRACE_S", 1.0)
@@ -189,7 +189,7 @@ def test_each_failure_is_its_own_texts_outcome(make_pool, tmp_path, workers):
 
 
 def test_examples_say_what_happened_and_are_few(make_pool):
-    from rlworker.reward_pool import EXAMPLES
+    from rlworker.rewards.pool import EXAMPLES
 
     pool = make_pool(misbehave)
     rows = [
@@ -239,7 +239,7 @@ def test_a_batch_reward_fails_for_its_group_alone(make_pool, tmp_path):
 
 def test_a_text_that_is_met_when_another_hung_is_not_to_blame(make_pool, monkeypatch, tmp_path):
     """The call that seemed to hang ends just before its process does, which is then at the next text."""
-    from rlworker.reward_pool import RewardPool
+    from rlworker.rewards.pool import RewardPool
 
     pool, calls, end = make_pool(slow), tmp_path / "calls", RewardPool._end
 

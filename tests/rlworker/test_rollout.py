@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from engines.batch.samples import Completion
-from rlworker.data import Row
-from rlworker.rollout import logprob_difference, to_batch
+from rlworker.data.rows import Row
+from rlworker.rollouts.to_batch import logprob_difference, to_batch
 
 
 def test_columns_stand_at_their_tokens():

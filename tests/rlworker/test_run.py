@@ -7,18 +7,18 @@ from collections import Counter
 
 import pytest
 
-from rlworker import checkpoint
-from rlworker.checkpoint import Score
-from rlworker.config import RunConfig
+from rlworker.config.run import RunConfig
 from rlworker.errors import RunError
-from rlworker.metrics import RL_LINE, read_metrics
+from rlworker.tracking import run_folder as checkpoint
+from rlworker.tracking.log import RL_LINE, read_metrics
+from rlworker.tracking.run_folder import Score
 
 
 @pytest.fixture(scope="module")
 def counting():
     """``counting(config, scores, at_step)``: a run whose steps take ten minutes each on the clock that it goes by;
     ``scores`` are of the evaluations."""
-    from rlworker.run import Run
+    from rlworker.trainers.run import Run
 
     class Counting(Run):
         line, score = RL_LINE, Score("heldout", +1)

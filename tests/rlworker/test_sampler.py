@@ -9,9 +9,9 @@ import pytest
 from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
 from recipes.addition import make_tokenizer
-from rlworker.config import AlgorithmConfig, RunConfig
-from rlworker.data import Row
-from rlworker.metrics import StepClock
+from rlworker.config.run import AlgorithmConfig, RunConfig
+from rlworker.data.rows import Row
+from rlworker.tracking.log import StepClock
 
 ROWS = [Row(str(i), (i + 4,), "", {}) for i in range(12)]
 
@@ -25,14 +25,14 @@ class Rewards:
     """Prompts of an even number are answered right once, of an odd one never."""
 
     def score(self, texts, rows):
-        from rlworker.reward_pool import Scores
+        from rlworker.rewards.pool import Scores
 
         firsts = [i == 0 or row is not rows[i - 1] for i, row in enumerate(rows)]
         return Scores([float(first and int(row.prompt) % 2 == 0) for first, row in zip(firsts, rows)], {}, [])
 
 
 def sampler(rows, further, prompts=4):
-    from rlworker.sampler import Sampler
+    from rlworker.rollouts.sampler import Sampler
 
     algorithm = AlgorithmConfig(dynamic_sampling=further)
     rollout = VllmConfig(max_new_tokens=4, max_model_len=16)

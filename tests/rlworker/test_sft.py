@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.smoke import SftRecipeConfig, small_supervised
-from rlworker.data import load_tokenizer
-from rlworker.metrics import read_metrics
-from rlworker.sft_config import SftConfig
+from rlworker.config.sft import SftConfig
+from rlworker.data.rows import load_tokenizer
+from rlworker.tracking.log import read_metrics
 
 
 def make_config(folder: Path) -> SftRecipeConfig:
@@ -31,7 +31,7 @@ def config(tmp_path) -> SftRecipeConfig:
 
 
 def fit(config: SftConfig) -> Path:
-    from rlworker.sft import SftTrainer
+    from rlworker.trainers.sft import SftTrainer
 
     SftTrainer(config).fit()
     return Path(config.run_dir)
@@ -98,7 +98,7 @@ def test_a_resumed_run_is_the_unbroken_one(finished, tmp_path, capsys):
 
 
 def test_long_answers_are_an_error_or_left_out(config):
-    from rlworker.sft import SftTrainer
+    from rlworker.trainers.sft import SftTrainer
 
     short = replace(config, max_answer_tokens=20)
     with pytest.raises(ValueError, match=r"has \d+ tokens and an end, expected at most 20; raise --max-answer-tokens"):
@@ -113,7 +113,7 @@ def test_long_answers_are_an_error_or_left_out(config):
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(config):
-    from rlworker.sft import SftTrainer, launch_supervised
+    from rlworker.trainers.sft import SftTrainer, launch_supervised
 
     with pytest.raises(ValueError, match="rows_per_step=1 cannot feed 2 data-parallel ranks"):
         replace(config, rows_per_step=1)

@@ -14,7 +14,7 @@ from stop_chain import STOPPED, draw_moments, prepare, run_chain, run_link, star
 
 PROGRAM = """
 import subprocess, sys, time
-from rlworker.stop import ending_well
+from rlworker.trainers.stop import ending_well
 with ending_well() as stop:
     child = subprocess.Popen(["sleep", "60"])
     stop.in_hand = sys.argv[1]

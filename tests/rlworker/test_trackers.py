@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from rlworker.config import RunConfig
-from rlworker.metrics import RunLog, read_metrics
-from rlworker.trackers import Trackers, check_trackers
+from rlworker.config.run import RunConfig
+from rlworker.tracking.log import RunLog, read_metrics
+from rlworker.tracking.trackers import Trackers, check_trackers
 
 WANDB_RUNS = """
 import json, sys, time
 from pathlib import Path
 import psutil
-from rlworker.metrics import RunLog
-from rlworker.trackers import Trackers, check_trackers
+from rlworker.tracking.log import RunLog
+from rlworker.tracking.trackers import Trackers, check_trackers
 
 check_trackers(["wandb"])
 assert "wandb" not in sys.modules

@@ -13,19 +13,19 @@ from support.huggingface import load_folder, logprobs_of
 
 from engines.config import MegatronConfig, VllmConfig
 from recipes.addition import make_data, make_tokenizer
-from rlworker.advantages import distill, grpo, remax
-from rlworker.config import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
-from rlworker.data import rows_of_step
-from rlworker.losses import sequence_mean
-from rlworker.metrics import read_metrics
-from rlworker.rewards import exact_match
+from rlworker.algorithms.advantages import distill, grpo, remax
+from rlworker.algorithms.losses import sequence_mean
+from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
+from rlworker.data.rows import rows_of_step
+from rlworker.rewards.functions import exact_match
+from rlworker.tracking.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("cluster", "by_value")
 MEAN_LIMIT, MAX_LIMIT = 1e-5, 1e-3
 
 
 def trainer_of(config: RunConfig, reward, **parts):
-    from rlworker.trainer import Trainer
+    from rlworker.trainers.rl import Trainer
 
     return Trainer(config, reward, **parts)
 
@@ -333,7 +333,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
     """An untied llama over CP2 and two rollout engines; a teacher of another family, whose KL is part of the reward;
     ReMax's baseline; groups that are all alike give way to others."""
 
-    from rlworker.sampler import CANARY
+    from rlworker.rollouts.sampler import CANARY
 
     teacher = make_hf_model("qwen2", False)
     config = make_config(

@@ -1,6 +1,6 @@
 """Logprobs by HuggingFace: of a batch, and of what a rollout engine has sampled.
 
-The computation itself is ``rlworker.reference``, one sequence at a time.
+The computation itself is ``rlworker.checks.huggingface``, one sequence at a time.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completion, Prompt
 from engines.models.spec import ModelSpec
-from rlworker.data import Row
-from rlworker.reference import load_huggingface, logits_by_sequence, picture_arguments, token_outputs
-from rlworker.rollout import to_batch
+from rlworker.checks.huggingface import load_huggingface, logits_by_sequence, picture_arguments, token_outputs
+from rlworker.data.rows import Row
+from rlworker.rollouts.to_batch import to_batch
 
 
 def load_folder(folder: str):

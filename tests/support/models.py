@@ -1,12 +1,12 @@
 """The tiny models that tests run: each family of ``support.factors``, and some with a setting of their own.
 
-``rlworker.tiny_models`` makes them, as it does those of ``rlworker check``.
+``rlworker.checks.tiny_models`` makes them, as it does those of ``rlworker check``.
 """
 
 from pathlib import Path
 from typing import Any
 
-from rlworker.tiny_models import LARGE_WEIGHTS, bare_tokenizer, tiny_text, tiny_vlm
+from rlworker.checks.tiny_models import LARGE_WEIGHTS, bare_tokenizer, tiny_text, tiny_vlm
 
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
 _LLAMA3_ROPE = {

@@ -1,0 +1,1 @@
+"""What is learned: advantages and losses, as functions of a batch."""

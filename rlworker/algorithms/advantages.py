@@ -1,0 +1,215 @@
+"""Advantages: plain functions of what was rewarded.
+
+``advantage(batch) -> [N]``, or with a critic ``-> ([N] advantages, [N] returns)``, the returns being what its values
+should have been. Rewards are ``batch.rewards``, one a sequence, given at its last counting token, and ``penalties``,
+where there are any, at each token. A completion that was cut at the length limit counts as ended there.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engines.batch.batch import TrainBatch
+from rlworker.algorithms.discounting import Chosen, discounted_sums, following, last_places
+from rlworker.algorithms.losses import KlEstimate, kl_direct
+from rlworker.config.run import CriticConfig
+from rlworker.errors import RunError
+
+AdvantageFn = Callable[[TrainBatch], Tensor | tuple[Tensor, Tensor]]
+
+
+# -- of a prompt's group
+
+
+def group_relative(advantage: AdvantageFn) -> AdvantageFn:
+    """Mark an advantage that compares a prompt's completions with each other, and so is zero where there is but one."""
+    advantage.group_relative = True
+    return advantage
+
+
+def check_group_size(advantage: AdvantageFn, samples_per_prompt: int) -> None:
+    """Raise ValueError where a group-relative advantage would have nothing to compare."""
+    while isinstance(advantage, partial):
+        advantage = advantage.func
+    if samples_per_prompt == 1 and getattr(advantage, "group_relative", False):
+        raise ValueError(
+            f"config: samples_per_prompt=1 leaves {advantage.__name__} nothing to compare a completion with, so that "
+            "every advantage is 0; raise --samples-per-prompt, or take an advantage that needs no group (a critic's, "
+            "remax, reinforce_plus_plus)"
+        )
+
+
+@group_relative
+def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
+    """Group-relative advantage (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+
+    ``(reward - mean of the prompt's group) / (standard deviation of the group + eps)``, the same for every token of a
+    completion. The deviation is the sample's (n - 1); a group of one has none and gets an advantage of zero.
+
+    Args:
+        batch: with ``rewards`` and ``group``, both ``[B]``; groups are numbered from 0.
+
+    Returns:
+        ``[N]`` float32.
+    """
+    centred, count = _centred(batch)
+    variance = _group_sums(centred**2, batch.group) / (count - 1).clamp_min(1)
+    return batch.per_token(centred / (variance.sqrt() + eps)[batch.group])
+
+
+@group_relative
+def dr_grpo(batch: TrainBatch) -> Tensor:
+    """``reward - mean of the group``, not divided by its deviation (Dr. GRPO, arXiv:2503.20783)."""
+    return batch.per_token(_centred(batch)[0])
+
+
+@group_relative
+def rloo(batch: TrainBatch) -> Tensor:
+    """``reward - mean of the others of the group`` (RLOO, arXiv:2402.14740); zero in a group of one."""
+    centred, count = _centred(batch)
+    return batch.per_token(centred * (count / (count - 1).clamp_min(1))[batch.group])
+
+
+def reinforce_plus_plus(batch: TrainBatch) -> Tensor:
+    """Rewards to come, normalised over the counting tokens of the batch (REINFORCE++, arXiv:2501.03262).
+
+    The KL penalty of that paper is part of the reward: see ``with_kl_penalty``.
+    """
+    return whiten(returns_to_go(batch), batch.mask)
+
+
+@group_relative
+def reinforce_plus_plus_baseline(batch: TrainBatch) -> Tensor:
+    """``reward - mean of the group``, normalised over the counting tokens of the batch (the same paper)."""
+    return whiten(dr_grpo(batch), batch.mask)
+
+
+def remax(batch: TrainBatch) -> Tensor:
+    """``reward - reward of the greedy completion`` of the same prompt (ReMax, arXiv:2310.10505).
+
+    Args:
+        batch: with ``greedy_rewards`` ``[B]``, which a run has with ``--algorithm.greedy-baseline``.
+    """
+    return batch.per_token(_rewards(batch) - _column(batch, "greedy_rewards", "--algorithm.greedy-baseline"))
+
+
+def distill(batch: TrainBatch) -> Tensor:
+    """``teacher logprob - policy logprob`` of each sampled token: its gradient is that of the reverse KL, one token
+    ahead (MiniLLM, arXiv:2306.08543; on samples of the student as in GKD, arXiv:2306.13649).
+
+    Args:
+        batch: with ``ref_logprobs``, those of the teacher, which ``--algorithm.reference`` names.
+    """
+    return _column(batch, "ref_logprobs", "--algorithm.reference") - _policy_logprobs(batch)
+
+
+def configured_advantage(critic: CriticConfig) -> AdvantageFn:
+    """What a run without an advantage of its own takes: ``grpo``, or ``gae`` where a critic is trained."""
+    return partial(gae, gamma=critic.gamma, lam=critic.lam) if critic.train else grpo
+
+
+# -- of each token, with a critic
+
+
+def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv:1506.02438, equation 16), normalised over the counting tokens.
+
+    ``delta_t = reward_t + gamma * value_{t+1} - value_t`` and ``A_t = sum of (gamma * lam)^k * delta_{t+k}``, where
+    t + 1 is the next token that counts: what an environment wrote in between is skipped. Nothing comes after the last.
+
+    Args:
+        batch: with ``values`` ``[N]``, where ``values[n]`` is the critic's value of the prefix that ends at input n.
+
+    Returns:
+        ``[N]`` advantages and ``[N]`` returns, ``A + value`` before normalising; zero where the mask is.
+    """
+    counting = Chosen.of(batch.mask, batch.lengths)
+    values = counting.take(_column(batch, "values", "--critic.train"))
+    deltas = following(values, counting.lengths).mul_(gamma).sub_(values)
+    raw = discounted_sums(_add_rewards(deltas, batch, counting), counting.lengths, gamma * lam)
+    returns = raw + values
+    return counting.put(_normalise_(raw)), counting.put(returns)
+
+
+def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
+    """``[N]``: the discounted sum of the rewards from each counting token to the end of its sequence."""
+    counting = Chosen.of(batch.mask, batch.lengths)
+    rewards = _add_rewards(torch.zeros(int(counting.lengths.sum())), batch, counting)
+    return counting.put(discounted_sums(rewards, counting.lengths, gamma))
+
+
+# -- what a reward is made of
+
+
+def with_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_direct) -> TrainBatch:
+    """The batch with a penalty of ``-coef * KL`` to the reference at each counting token (arXiv:2203.02155, equation 2,
+    taken token by token)."""
+    penalties = -coef * estimate(_policy_logprobs(batch), batch.ref_logprobs) * batch.mask
+    return replace(batch, penalties=penalties)
+
+
+def with_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> TrainBatch:
+    """The batch with lower rewards for completions that end within ``buffer`` tokens of the limit.
+
+    From 0 at ``max_tokens - buffer`` tokens down to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476, equation 13).
+    """
+    over = batch.sum_per_sequence(batch.mask.float()) - (max_tokens - buffer)
+    return replace(batch, rewards=batch.rewards - (over / buffer).clamp(0, 1))
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """``[N]`` with mean 0 and deviation 1 over the mask, and zero elsewhere."""
+    out = torch.zeros_like(values)
+    out[mask] = _normalise_(values[mask])
+    return out
+
+
+# -- parts
+
+
+def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Chosen) -> Tensor:
+    """Add the reward of each counting token: its penalty, and at the last of a sequence the sequence's reward."""
+    if batch.penalties is not None:
+        numbers += counting.take(batch.penalties)
+    numbers[last_places(counting.lengths)] += batch.rewards[counting.lengths > 0].float()
+    return numbers
+
+
+def _column(batch: TrainBatch, name: str, option: str) -> Tensor:
+    if (column := getattr(batch, name)) is None:
+        raise RunError(f"advantage: the batch has no {name}; set {option}")
+    return column
+
+
+def _rewards(batch: TrainBatch) -> Tensor:
+    """``[B]``: the whole reward of each sequence."""
+    rewards = batch.rewards.float()
+    return rewards if batch.penalties is None else rewards + batch.sum_per_sequence(batch.penalties)
+
+
+def _policy_logprobs(batch: TrainBatch) -> Tensor:
+    """Logprobs under the policy that sampled: the trainer's own where it has made them."""
+    return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+
+
+def _group_sums(values: Tensor, group: Tensor) -> Tensor:
+    return torch.zeros(int(group.max()) + 1).index_add_(0, group, values)
+
+
+def _centred(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """``[B]`` rewards less the mean of their group, and the size of each group."""
+    rewards = _rewards(batch)
+    count = _group_sums(torch.ones_like(rewards), batch.group)
+    mean = _group_sums(rewards, batch.group) / count.clamp_min(1)
+    return rewards - mean[batch.group], count
+
+
+def _normalise_(values: Tensor) -> Tensor:
+    """To mean 0 and deviation 1, in place; numbers that are all alike become 0."""
+    if len(values):
+        deviation, mean = torch.std_mean(values, correction=0)
+        values.sub_(mean).div_(deviation + 1e-8)
+    return values

@@ -1,0 +1,239 @@
+"""Losses: plain functions ``loss(outputs, batch) -> (sum over tokens, metric sums)``.
+
+A policy loss is put together of a surrogate (what is maximised, PPO's or another's), an aggregation (how much each
+token counts, which the trainer puts into the batch's ``weights``) and, where wanted, penalties and a correction for
+what the rollout engine computes otherwise than the trainer. Shapes are ``[N]`` where nothing else is said.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import TokenOutputs, ValueOutputs
+from engines.interfaces import LossFn
+from rlworker.config.run import AlgorithmConfig
+
+Surrogate = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Tensor]]
+"""``surrogate(logprobs, old_logprobs, batch) -> (loss of each token, whether its ratio was clipped)``."""
+KlEstimate = Callable[[Tensor, Tensor], Tensor]
+"""``estimate(logprobs, ref_logprobs)`` of KL(policy || reference), token by token."""
+Correction = Callable[[Tensor, Tensor], Tensor]
+"""``correction(old_logprobs, rollout_logprobs)``: factors of each token's loss."""
+Aggregation = Callable[[TrainBatch], tuple[Tensor, float]]
+"""``aggregation(batch of an optimizer step) -> (weights, denominator)`` of ``sum(weight * loss) / denominator``."""
+
+
+# -- surrogates
+
+
+def ppo(
+    logprobs: Tensor,
+    old: Tensor,
+    batch: TrainBatch,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` (PPO, arXiv:1707.06347, equation 7).
+
+    A ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476, section 3.1).
+
+    Args:
+        dual: where A < 0, the loss is at most ``-dual * A`` (dual clip, arXiv:1912.09729); 0 leaves it out.
+    """
+    ratio, advantages = (logprobs - old).exp(), batch.advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if dual:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
+    return loss, ratio != clipped
+
+
+def gspo(
+    logprobs: Tensor, old: Tensor, batch: TrainBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> tuple[Tensor, Tensor]:
+    """PPO's clip of the whole sequence's ratio, ``exp(mean of log ratio)`` (GSPO, arXiv:2507.18071, equations 5 and 7).
+
+    To be used with ``sequence_mean``.
+    """
+    ratio = batch.per_token(_sequence_means(logprobs - old, batch).exp())
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages), ratio != clipped
+
+
+def cispo(
+    logprobs: Tensor, old: Tensor, batch: TrainBatch, *, clip_low: float = 1.0, clip_high: float = 4.0
+) -> tuple[Tensor, Tensor]:
+    """``-constant(clip(ratio)) * A * logprob``: a clipped token keeps its gradient (CISPO, arXiv:2506.13585).
+
+    A ``clip_low`` of 1 does not clip from below, as in that paper.
+    """
+    ratio = (logprobs - old).exp().detach()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -clipped * batch.advantages * logprobs, ratio != clipped
+
+
+def gmpo(
+    logprobs: Tensor, old: Tensor, batch: TrainBatch, *, clip_low: float = 0.4, clip_high: float = 0.4
+) -> tuple[Tensor, Tensor]:
+    """Geometric mean of a sequence's ratios, each log ratio clipped to ``[-clip_low, clip_high]`` on the side that PPO
+    clips (GMPO, arXiv:2507.20673).
+
+    To be used with ``sequence_mean`` and one advantage per sequence.
+    """
+    log_ratio, advantages = logprobs - old, batch.advantages
+    clipped = log_ratio.clamp(-clip_low, clip_high)
+    pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
+    ratio = batch.per_token(_sequence_means(pessimistic, batch).exp())
+    return -ratio * advantages, log_ratio != clipped
+
+
+def sapo(
+    logprobs: Tensor, old: Tensor, batch: TrainBatch, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> tuple[Tensor, Tensor]:
+    """``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``: a soft gate in place of the clip, closing faster on what was bad
+    (SAPO, arXiv:2511.20347)."""
+    ratio, advantages = (logprobs - old).exp(), batch.advantages
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, torch.zeros_like(batch.mask)
+
+
+# -- estimates of KL(policy || reference): Schulman, "Approximating KL Divergence" (2020)
+
+
+def kl_direct(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k1: ``logprob - ref``, without bias and of either sign. For rewards: in a loss its mean gradient is zero."""
+    return logprobs - ref_logprobs
+
+
+def kl_square(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k2: ``(logprob - ref)^2 / 2``, whose gradient in a loss is that of the KL divergence."""
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def kl_low_variance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k3: ``exp(d) - 1 - d`` with ``d = ref - logprob``, never negative, as in GRPO (arXiv:2402.03300, equation 4).
+
+    It is at most 10, and without a gradient beyond, as in verl: one token far from the reference would be infinite.
+    """
+    difference = (ref_logprobs - logprobs).clamp(-20, 20)  # exp stays finite
+    return (difference.exp() - 1 - difference).clamp(max=10)
+
+
+# -- corrections for a rollout that computes other logprobs than the trainer
+
+
+def truncated_importance(old: Tensor, rollout: Tensor, *, most: float = 2.0) -> Tensor:
+    """``min(exp(old - rollout), most)`` (truncated importance sampling, Ionides 2008; between rollout and trainer:
+    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025)."""
+    return (old - rollout).exp().clamp(max=most)
+
+
+def masked_importance(old: Tensor, rollout: Tensor, *, least: float = 0.5, most: float = 5.0) -> Tensor:
+    """``exp(old - rollout)`` where it lies in ``[least, most]``, else 0 (IcePop, arXiv:2510.18855)."""
+    ratio = (old - rollout).exp()
+    return ratio * ((ratio >= least) & (ratio <= most))
+
+
+# -- aggregations
+
+
+def token_mean(batch: TrainBatch) -> tuple[Tensor, float]:
+    """Every counting token counts alike (DAPO, arXiv:2503.14476, section 3.3)."""
+    return batch.mask.float(), max(float(batch.mask.sum()), 1.0)
+
+
+def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
+    """Every sequence counts alike, its loss being its tokens' mean (GRPO, arXiv:2402.03300, equation 3)."""
+    lengths = batch.sum_per_sequence(batch.mask.float())
+    return batch.mask / batch.per_token(lengths.clamp_min(1)), max(float((lengths > 0).sum()), 1.0)
+
+
+def constant_length(batch: TrainBatch, *, tokens: int) -> tuple[Tensor, float]:
+    """The sum over each sequence's tokens, divided by the same number for all, such as the longest completion
+    (Dr. GRPO, arXiv:2503.20783)."""
+    return batch.mask.float(), float(len(batch) * tokens)
+
+
+# -- losses
+
+
+def policy_loss(
+    outputs: TokenOutputs,
+    batch: TrainBatch,
+    *,
+    surrogate: Surrogate = ppo,
+    kl_coef: float = 0.0,
+    kl: KlEstimate = kl_low_variance,
+    entropy_coef: float = 0.0,
+    correction: Correction | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A surrogate's loss, plus ``kl_coef`` times the KL to a reference, less ``entropy_coef`` times the entropy.
+
+    Where the batch has no ``old_logprobs`` this is the only step on its rollout, and they are these very logprobs. The
+    metric ``loss`` counts every token alike, whatever ``batch.weights`` say.
+    """
+    mask = batch.mask
+    old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    loss, clipped = surrogate(outputs.logprobs, old, batch)
+    ratio = (outputs.logprobs.detach() - old).exp()
+    metrics = {
+        "entropy": (outputs.entropy * mask).sum().detach(),
+        "clip_fraction": (clipped & mask).sum(),
+        "ratio_max": torch.where(mask, ratio, 0).amax() if len(ratio) else torch.zeros(()),
+    }
+    if correction:
+        factors = correction(old, batch.rollout_logprobs)
+        loss = loss * factors
+        metrics["correction"] = (factors * mask).sum()
+    if kl_coef:
+        penalty = kl(outputs.logprobs, batch.ref_logprobs)
+        loss = loss + kl_coef * penalty
+        metrics["kl"] = (penalty * mask).sum().detach()
+    if entropy_coef:
+        loss = loss - entropy_coef * outputs.entropy
+    total = _weighted_sum(loss, batch)
+    return total, metrics | {"loss": (loss * mask).sum().detach()}
+
+
+def configured_loss(algorithm: AlgorithmConfig) -> LossFn:
+    """PPO's clipped loss with the coefficients of the settings."""
+    clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual=algorithm.dual_clip)
+    kl_coef = algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0
+    surrogate = partial(ppo, **clips)
+    return partial(policy_loss, surrogate=surrogate, kl_coef=kl_coef, entropy_coef=algorithm.entropy_coef)
+
+
+def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """``(value - return)^2 / 2``, or the larger of this and the same with the value held within ``clip`` of what it was
+    before the update (PPO as its authors' baselines implement it; Engstrom et al., arXiv:2005.12729)."""
+    values, returns, mask = outputs.values, batch.returns, batch.mask
+    loss = (values - returns).square()
+    metrics = {"value_loss": (loss * mask).sum().detach() / 2}
+    if clip:
+        near = torch.clamp(values, batch.values - clip, batch.values + clip)
+        metrics["value_clip_fraction"] = ((near != values) & mask).sum()
+        loss = torch.maximum(loss, (near - returns).square())
+    return _weighted_sum(loss / 2, batch), metrics
+
+
+def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy of the targets that count."""
+    total = -_weighted_sum(outputs.logprobs, batch)
+    return total, {"loss": total.detach()}
+
+
+# -- parts
+
+
+def _weighted_sum(loss: Tensor, batch: TrainBatch) -> Tensor:
+    return (loss * (batch.mask if batch.weights is None else batch.weights)).sum()
+
+
+def _sequence_means(x: Tensor, batch: TrainBatch) -> Tensor:
+    """``[N] -> [B]``: the mean over each sequence's counting tokens, zero where there are none."""
+    return batch.sum_per_sequence(x * batch.mask) / batch.sum_per_sequence(batch.mask.float()).clamp_min(1)

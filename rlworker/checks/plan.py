@@ -1,0 +1,299 @@
+"""What a run will take, said before anything is taken: ``rlworker plan RECIPE``."""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import tyro
+
+from engines.config import MegatronConfig
+from engines.megatron.memory import RankMemory, bytes_of, padding_share, parameters_of, rank_memory
+from engines.models.spec import ModelSpec
+from hardware.attention.rules import slot_unit
+from hardware.platforms import get_platform
+from rlworker.config.run import RunConfig
+from rlworker.config.sft import SftConfig
+
+Config = RunConfig | SftConfig
+
+_GB = 2**30
+_PROCESS = {"trainer": 0.5 * _GB, "rollout": 1.7 * _GB, "ray": 0.6 * _GB}
+"""What a process takes before it holds a model, where all of them share one machine's memory (measured on a CPU)."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one process on its device.
+
+    Attributes:
+        name: which. count: how many there are.
+        roles: engine -> what it holds; a rollout engine has its weights as parameters, its cache of keys and values as
+            activations.
+    """
+
+    name: str
+    count: int
+    roles: dict[str, RankMemory]
+
+    @property
+    def total(self) -> int:
+        """Engines that share a process run one after the other, so that their activations do not add up."""
+        held = sum(memory.total - memory.activations for memory in self.roles.values())
+        return held + max(memory.activations for memory in self.roles.values())
+
+    @property
+    def is_rollout(self) -> bool:
+        return "rollout" in self.roles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    batch: what a step is made of, label and value. needs: the largest rank of each stage, and of RL a rollout engine.
+    padding: share of the trainer's slots without a token. sees: the model sees pictures.
+    """
+
+    batch: dict[str, str]
+    needs: list[Need]
+    padding: float
+    sees: bool
+
+
+def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str, bool]:
+    """The plan of a recipe in words, and whether it fits.
+
+    Args:
+        recipe: a module's name or a file's path, which has its settings as ``DEFAULT``. settings: changes to them, as
+            on its command line.
+        memory_gb: of the device of each process; 0 takes this machine's memory for all of them together.
+
+    Raises:
+        ValueError: there is no such recipe, or the settings do not fit each other or the models.
+    """
+    default = _default_of(recipe)
+    config = tyro.cli(type(default), default=default, args=settings, prog=f"rlworker plan {recipe}")
+    if not config.model:
+        raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, of which config.json is read")
+    models = {}
+    for role, folder in config.models.items():
+        models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
+        config.actor.check_model(models[role])
+    plan = make_plan(config, models)
+    text, fits = _verdict(config, models, plan, memory_gb)
+    return f"{in_words(plan)}\n{text}", fits
+
+
+def _default_of(recipe: str) -> Config:
+    """The settings of a recipe, whose module is imported."""
+    path = Path(recipe)
+    is_file = path.suffix == ".py"
+    advice = "give a module such as recipes.grpo or the path of a recipe's file, such as ./own.py"
+    if not (path.is_file() if is_file else all(part.isidentifier() for part in recipe.split("."))):
+        raise ValueError(f"plan: {recipe!r} is {'no file' if is_file else 'no name of a module'}; {advice}")
+    try:
+        module = _module_at(path) if is_file else importlib.import_module(recipe)
+    except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
+        lacks = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
+        if not is_file and f"{recipe}.".startswith(lacks):
+            raise ValueError(f"plan: there is no module {recipe!r} ({error}); {advice}") from None
+        place = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"plan: importing {recipe!r} failed: {said}, at {place.filename}:{place.lineno}; mend it, and keep what "
+            'starts a run under if __name__ == "__main__"'
+        ) from None
+    default = getattr(module, "DEFAULT", None)
+    if not isinstance(default, Config):
+        got = f"is a {type(default).__name__}" if hasattr(module, "DEFAULT") else "is not there"
+        raise ValueError(
+            f"plan: {recipe!r} must have its settings as DEFAULT, a RunConfig or SftConfig, but that {got}; add such "
+            "as DEFAULT = RunConfig()"
+        )
+    return default
+
+
+def _module_at(path: Path) -> ModuleType:
+    """The module in a file, imported as ``python FILE`` would find what lies beside it, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"recipe at {path}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass looks for the types that its fields name
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _verdict(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: float) -> tuple[str, bool]:
+    if not memory_gb:
+        held = _PROCESS["ray"]
+        for need in plan.needs:
+            held += need.count * (need.total + _PROCESS["rollout" if need.is_rollout else "trainer"])
+        need, have = held / _GB, psutil.virtual_memory().total / _GB
+        return f"All processes on this machine: {need:.1f} GB of {have:.1f} GB", need <= have
+    if not (large := over(plan, memory_gb)):
+        return f"Every process fits into {memory_gb:g} GB", True
+    text = "; ".join(f"{need.name} need {need.total / _GB:.1f} GB" for need in large)
+    text = f"Does not fit into {memory_gb:g} GB: {text}"
+    if not all(need.is_rollout for need in large):
+        settings = nearest(config, models, memory_gb)
+        text += f". The trainers fit with {settings}" if settings else ". No trainer sizes that were tried fit"
+    return text, False
+
+
+def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
+    """Plan a run.
+
+    Args:
+        models: of each role of ``config.models``, from ``config.json`` alone.
+    """
+    batch = (_rl_batch if isinstance(config, RunConfig) else _supervised_batch)(config) | _cut(config)
+    needs = list(_trainers(config, models))
+    if isinstance(config, RunConfig):
+        needs.append(_rollout(config, models["actor"]))
+    sees = models["actor"].vision is not None
+    return Plan(batch, needs, padding_share(config.actor, config.longest), sees)
+
+
+def _rl_batch(config: RunConfig) -> dict[str, str]:
+    minis, steps, longest = config.algorithm.mini_batches, config.steps, config.longest
+    prompts, count, samples = config.prompts_per_step, config.samples_per_prompt, config.samples_per_step
+    return {
+        "a step": f"{prompts} prompts x {count} samples = {samples} samples",
+        "a sample": f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest} tokens at most",
+        "a mini-batch": f"{samples // minis} samples, one optimizer step; {minis} in a step",
+        "the run": f"{steps} steps, {steps * minis} optimizer steps, {steps * prompts:,} prompts, "
+        f"{steps * samples:,} samples, {steps * samples * longest:,} tokens at most",
+    }
+
+
+def _supervised_batch(config: SftConfig) -> dict[str, str]:
+    rows, longest = config.rows_per_step, config.longest
+    return {
+        "a step": f"{rows} samples, one optimizer step",
+        "a sample": f"{config.data.max_prompt_tokens} + {config.max_answer_tokens} = {longest} tokens at most",
+        "the run": f"{config.steps} steps, {config.steps * rows:,} samples, "
+        f"{config.steps * rows * longest:,} tokens at most",
+    }
+
+
+def _cut(config: Config) -> dict[str, str]:
+    """How what an optimizer step takes is spread over ranks and cut."""
+    actor, share = config.actor, _share(config)
+    budget = actor.slots if actor.layout == "thd" and actor.slots else actor.micro_batch_tokens
+    each = max(1, min(budget, actor.micro_batch_tokens) // _row(config))
+    most = max(-(-share // each), min(actor.pp, share))
+    sizes = f"tp {actor.tp} x pp {actor.pp} x cp {actor.cp} = {actor.ranks // actor.dp} ranks"
+    return {
+        "a replica": f"{sizes}; {share} samples of an optimizer step for each of {actor.dp}",
+        "a micro-batch": f"{actor.micro_batch_tokens:,} slots at most, so {most} on a replica where all are longest",
+    }
+
+
+def _trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
+    separate = config.separate if isinstance(config, RunConfig) else ()
+    shared = [role for role in models if role not in separate]
+    for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(separate))):
+        for stage in range(config.actor.pp):
+            held = {role: largest_rank(models[role], config, stage, role != "reference") for role in roles}
+            where = f"{name} ranks, stage {stage}" if config.actor.pp > 1 else f"{name} ranks"
+            yield Need(where, config.actor.ranks // config.actor.pp, held)
+
+
+def _rollout(config: RunConfig, model: ModelSpec) -> Need:
+    platform = get_platform(config.platform)
+    weights = sum(parameter.numbers for parameter in parameters_of(model, MegatronConfig(), 0))
+    weights = weights * bytes_of(config.rollout.dtype) // int(config.rollout.vllm.get("tensor_parallel_size", 1))
+    cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
+    return Need("rollout engines", config.rollout.engines, {"rollout": RankMemory(weights, 0, 0, cache)})
+
+
+def largest_rank(model: ModelSpec, config: Config, stage: int, trainable: bool) -> RankMemory:
+    """Of the ranks that hold the same parameters, the one with the most optimizer state."""
+    actor, slots = config.actor, micro_batch_slots(config)
+    ranks = range(actor.dp * actor.cp if trainable else 1)
+    return max((rank_memory(model, actor, stage, rank, slots, trainable) for rank in ranks), key=lambda m: m.total)
+
+
+def micro_batch_slots(config: Config) -> int:
+    """Slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at most."""
+    actor, row = config.actor, _row(config)
+    most = max(row, min(actor.micro_batch_tokens, _share(config) * row))
+    return most // row * row if actor.layout == "bshd" else actor.slots or most
+
+
+def _row(config: Config) -> int:
+    """Slots of the longest sample."""
+    actor = config.actor
+    unit = slot_unit(actor.tp, actor.cp, actor.multiple)
+    return (actor.layout == "bshd" and actor.slots) or -(-config.longest // unit) * unit
+
+
+def _share(config: Config) -> int:
+    """Samples of a mini-batch on each replica."""
+    return -(-config.rows_per_mini_batch // config.actor.dp)
+
+
+def over(plan: Plan, memory_gb: float) -> list[Need]:
+    """The processes that do not fit on a device of their own."""
+    return [need for need in plan.needs if need.total > memory_gb * _GB]
+
+
+def nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float) -> str:
+    """Settings under which the trainers fit, as few changes from the given ones as will do; empty where none of those
+    tried does."""
+    actor = config.actor
+    recompute = dict.fromkeys((actor.recompute, "full"))
+    tokens = [actor.micro_batch_tokens // cut for cut in (1, 2, 4, 8)]
+    longest = config.longest
+    sizes = (1, 2, 4, 8, 16)
+    found = []
+    for kind, most, tp, pp, dp in product(recompute, tokens, sizes, sizes, dict.fromkeys((actor.dp, 1))):
+        if tp < actor.tp or pp < actor.pp or (most < longest and most != actor.micro_batch_tokens):
+            continue
+        try:
+            other = replace(actor, recompute=kind, micro_batch_tokens=most, tp=tp, pp=pp, ranks=tp * pp * actor.cp * dp)
+            for model in models.values():
+                other.check_model(model)
+        except ValueError:
+            continue
+        needs = over(make_plan(replace(config, actor=other), models), memory_gb)
+        if all(need.is_rollout for need in needs):
+            changes = _changes(actor, other)
+            found.append((len(changes), other.ranks, -most, changes))
+    return " ".join(min(found)[3]) if found else ""
+
+
+def _changes(before: MegatronConfig, after: MegatronConfig) -> list[str]:
+    names = ("ranks", "tp", "pp", "recompute", "micro_batch_tokens")
+    pairs = [(name, getattr(after, name)) for name in names if getattr(after, name) != getattr(before, name)]
+    return [f"--actor.{name.replace('_', '-')} {value}" for name, value in pairs]
+
+
+def in_words(plan: Plan) -> str:
+    """The plan as a text."""
+    width = max(len(label) for label in plan.batch)
+    lines = [f"{label.ljust(width)}  {value}" for label, value in plan.batch.items()]
+    lines.append(f"{'padding'.ljust(width)}  about {100 * plan.padding:.1f} % of the trainer's slots, at even lengths")
+    lines += [
+        "",
+        f"{'GB':24s}{'parameters':>12s}{'gradients':>12s}{'optimizer':>12s}{'activations':>12s}{'total':>12s}",
+    ]
+    for need in plan.needs:
+        for role, memory in need.roles.items():
+            name = need.name if len(need.roles) == 1 else f"{need.name}: {role}"
+            parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total)
+            lines.append(f"{name:24s}" + "".join(f"{part / _GB:12.3f}" for part in parts))
+        if len(need.roles) > 1:
+            lines.append(f"{need.name:24s}{need.total / _GB:60.3f}")
+    lines.append(
+        "Parameters, gradients and optimizer are exact; activations are an estimate; a rollout engine's are its cache."
+    )
+    if plan.sees:
+        lines.append("The vision tower is counted as if every token of a micro-batch were a picture's.")
+    return "\n".join(lines)

@@ -1,0 +1,72 @@
+"""``rlworker check --self-test``: the check itself is checked, with faults that it must find."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from engines.probes.faults import FAULTS, Fault
+from hardware.platforms import get_platform
+from rlworker.checks.check import check_all, send_weights
+from rlworker.checks.config import CheckConfig
+from rlworker.checks.context import Bench, Finding, bench, limits_of_platform
+from rlworker.checks.tiny_models import tiny_model
+from rlworker.cluster.ray import ray_for
+from rlworker.cluster.rollout_group import Rollouts
+
+
+def self_test(config: CheckConfig, folder: str, tell: Callable[[str], None]) -> list[Finding]:
+    """Run every check without a fault; then with each fault of ``engines.probes.faults`` the one that must find it.
+
+    Args:
+        config: its actor's sizes are not used: faults show on one rank, or on two under context parallelism.
+        folder: for the tiny models that they show on.
+        tell: is told of every fault as it is done.
+
+    Returns:
+        a finding for each fault, and the failures of the check without one.
+    """
+    found: list[Finding] = []
+    with ray_for(2 + config.rollout.engines, config.platform):
+        for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
+            of_kind = replace(config, model=tiny_model(f"{folder}/{kind}", kind))
+            found += _of_model(of_kind, kind, tell)
+    platform = get_platform(config.platform)
+    return [*found, *limits_of_platform(platform)]
+
+
+def _of_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> list[Finding]:
+    """The faults that show on one kind of model, through rollout engines of its own."""
+    found: list[Finding] = []
+    faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
+    with ExitStack() as running:
+        rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
+        rollouts.start(config.check_model(), config.rollout)
+        version = 1
+        for cp in sorted({fault.cp for fault in faults.values()}):
+            sizes = replace(config.actor, ranks=cp, tp=1, pp=1, cp=cp)
+            with bench(replace(config, actor=sizes), rollouts) as engines:
+                failed = [finding for finding in check_all(engines, version) if finding.outcome == "FAILED"]
+                tell(f"without a fault, {kind}, cp={cp}: {len(failed)} findings")
+                found += failed or [engines.finding("no fault", f"{kind}, cp={cp}", True, "nothing found")]
+                for name, fault in faults.items():
+                    if fault.cp == cp:
+                        version += 3
+                        found.append(_with_fault(engines, name, fault, version))
+                        tell(f"{found[-1].outcome:6s} {name}: {found[-1].text}")
+                version += 3
+    return found
+
+
+def _with_fault(engines: Bench, name: str, fault: Fault, version: int) -> Finding:
+    """Plant a fault, make the check that must find it, take the fault out again."""
+    group = engines.actor if fault.where == "actor" else engines.rollouts
+    group.call("run", "engines.probes.faults:plant", name)
+    try:
+        findings = check_all(engines, version, fault.found_by)
+    finally:
+        group.call("run", "engines.probes.faults:mend")
+        send_weights(engines, version + 2)  # what the fault may have kept back
+    failed = [finding for finding in findings if finding.outcome == "FAILED"]
+    named = [finding for finding in failed if not finding.text.startswith("raised")]
+    text = f"{named[0].check}, {named[0].where}: {named[0].text}" if named else "not found by the check that must"
+    return engines.finding("fault", name, bool(named), text)

@@ -1,0 +1,1 @@
+"""Ray: the processes of a run, in groups, and who of them failed."""

@@ -1,0 +1,126 @@
+"""Ray actors that hold training engines, called together."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from engines.batch.batch import TrainBatch
+from engines.batch.schedule import Schedule, plan_schedule
+from engines.batch.shard import Outputs
+from engines.images.plan import same_images
+from engines.interfaces import LossFn, StepResult
+from hardware.platform import Platform
+from hardware.platforms import get_platform
+from rlworker.cluster.actors import end_workers, start_workers
+from rlworker.cluster.workers import Role, TrainWorker
+
+BUCKET_BYTES = 256 * 2**20
+"""Weights travel to the rollout engines in buckets of this size."""
+SHARD_BYTES = 4 * 2**30
+"""A saved HuggingFace model is cut into files of this size."""
+
+
+class WorkerGroup:
+    """All ranks of one engine.
+
+    Args:
+        role: which of the engines of these actors.
+        actors: one handle per rank. places: each rank's ``dp_rank`` and ``is_leader``.
+    """
+
+    def __init__(self, role: Role, platform: Platform, actors: list, places: list[dict]):
+        self.role, self.name, self.platform, self.actors, self.places = role, role.name, platform, actors, places
+        self.dp_size = 1 + max(place["dp_rank"] for place in places)
+
+    def call(self, method: str, *args: Any) -> list:
+        """``method(*args)`` on every rank; the results in rank order."""
+        return ray.get([getattr(actor, method).remote(self.name, *args) for actor in self.actors])
+
+    def forward(self, batch: TrainBatch) -> Outputs:
+        """The engine's outputs of a batch, ``[N]``."""
+        schedule = self._plan(batch)
+        return schedule.restore(self.call_sharded("forward", schedule.shards(batch)))
+
+    def train_step(self, batch: TrainBatch, loss: LossFn, denominator: float) -> tuple[list[StepResult], Outputs]:
+        """One optimizer step on ``sum(loss) / denominator``.
+
+        Returns:
+            the results of each replica, and the outputs ``[N]`` of the batch from before the step.
+        """
+        schedule = self._plan(batch)
+        results = self.call_sharded("train_step", schedule.shards(batch), loss, denominator)
+        return results, schedule.restore([result.outputs for result in results])
+
+    def call_sharded(self, method: str, shards: Sequence[Any], *args: Any) -> list:
+        """``method(shard, *args)`` on every rank, each with the shard of its replica.
+
+        Returns:
+            the leaders' results by data-parallel rank.
+        """
+        # One copy per shard in shared memory, read by all ranks of the replica.
+        shards = [ray.put(shard) for shard in shards]
+        args = [ray.put(argument) for argument in args]
+        calls = [
+            getattr(actor, method).remote(self.name, shards[place["dp_rank"]], *args)
+            for actor, place in zip(self.actors, self.places, strict=True)
+        ]
+        results = ray.get(calls)
+        leaders = {p["dp_rank"]: r for p, r in zip(self.places, results, strict=True) if p["is_leader"]}
+        return [leaders[rank] for rank in range(self.dp_size)]
+
+    def _plan(self, batch: TrainBatch) -> Schedule:
+        role, most = self.role, self.platform.max_pack_sequences
+        return plan_schedule(batch.lengths, role.config, role.model.hidden, self.dp_size, most, same_images(batch))
+
+
+def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:
+    """Write each engine's state and its HuggingFace folder into a checkpoint: ``actor`` and ``hf``, ``critic`` and
+    ``hf_critic``."""
+    for group in groups:
+        (folder / group.name).mkdir()
+        group.call("save", str(folder / group.name))
+        hf = folder / ("hf" if group.name == "actor" else f"hf_{group.name}")
+        group.call("save_hf", str(hf), SHARD_BYTES)
+
+
+class StartingGroup:
+    """Training engines on their way up, all in the same processes; ``ready()`` waits for them.
+
+    As a context manager it ends the processes.
+
+    Args:
+        name: what messages call the processes.
+        roles: one or more engines, of the same parallel sizes.
+    """
+
+    def __init__(self, name: str, platform: str, roles: tuple[Role, ...], seed: int):
+        self.name, self.roles, self.platform = name, roles, get_platform(platform)
+        self.actors = start_workers(TrainWorker, platform, [(name, rank) for rank in range(roles[0].config.ranks)])
+        # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
+        # that vLLM needs, which takes longest and would otherwise wait for them.
+        at_once = max(1, (os.cpu_count() or 1) - 1)
+        prepared = [None] * at_once
+        for rank, worker in enumerate(self.actors):
+            prepared[rank % at_once] = worker.prepare.remote(prepared[rank % at_once])
+        # The first rank's address is passed on as a reference, so that nobody waits for it here.
+        address = self.actors[0].address.remote()
+        self._places = [worker.start.remote(address, roles, seed) for worker in self.actors]
+
+    def ready(self) -> dict[str, WorkerGroup]:
+        """The engines by the names of their roles."""
+        places = ray.get(self._places)
+        return {role.name: WorkerGroup(role, self.platform, self.actors, places) for role in self.roles}
+
+    def workers(self) -> dict[str, ray.actor.ActorHandle]:
+        """Every rank by the name that a message gives it."""
+        return {f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)}
+
+    def __enter__(self) -> "StartingGroup":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        actors, self.actors = self.actors, []
+        end_workers(actors, keep=kind is None)

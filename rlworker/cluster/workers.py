@@ -1,0 +1,208 @@
+"""The Ray actors: one process per trainer rank, one per rollout engine.
+
+Each sets its platform's environment before torch is imported and imports its engine afterwards, so this module itself
+imports neither.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engines.config import MegatronConfig, VllmConfig
+from engines.models.spec import ModelSpec
+from rlworker.cluster.ray import no_collection
+
+if TYPE_CHECKING:
+    from engines.interfaces import RolloutEngine, TrainEngine
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one training engine is for.
+
+    Attributes:
+        name: "actor", "reference", "critic".
+        temperature: divides the logits. trainable: False has neither gradients nor an optimizer.
+    """
+
+    name: str
+    model: ModelSpec
+    config: MegatronConfig
+    temperature: float = 1.0
+    trainable: bool = True
+
+
+class TrainWorker:
+    """One rank of the training engines that share its process; each method but the first few is of the ``role`` named.
+
+    Args:
+        name: what messages call this group of ranks.
+    """
+
+    def __init__(self, platform: str, name: str, rank: int):
+        from hardware.platforms import get_platform
+
+        self.platform, self.name, self.rank = get_platform(platform), name, rank
+        self.engines: dict[str, TrainEngine] = {}
+        self.device = None
+        os.environ.update(self.platform.train_env() | {"HF_HUB_OFFLINE": "1"})
+
+    def __repr__(self) -> str:  # Ray's messages say it
+        return f"{self.name} rank {self.rank}"
+
+    def prepare(self, after: None) -> None:
+        """Import what the engine needs, once. ``after`` is another rank's ``prepare``, which Ray waits for."""
+        if self.device is not None:
+            return
+        with no_collection():
+            self.device = self.platform.init_process(self.rank)
+            import engines.megatron.engine  # noqa: F401
+
+    def address(self) -> str:
+        """``host:port`` at which this rank can gather the others."""
+        import socket
+
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def start(self, address: str, roles: tuple[Role, ...], seed: int) -> dict:
+        """Join the other ranks, build the models; returns this rank's place."""
+        import logging
+        import warnings
+
+        from engines.megatron.engine import MegatronEngine, init_distributed
+
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.WARNING)
+        with no_collection():
+            init_distributed(self.platform, roles[0].config, self.rank, address, seed)
+            for role in roles:
+                engine = MegatronEngine(
+                    role.model,
+                    role.config,
+                    self.platform,
+                    self.device,
+                    temperature=role.temperature,
+                    trainable=role.trainable,
+                )
+                self.engines[role.name] = engine
+        return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
+
+    def close(self) -> None:
+        """Give up the engines and leave the other ranks. ``start`` may follow, with other models and other sizes.
+
+        Raises:
+            RuntimeError: the code of this process was changed, so that it must not be used again.
+        """
+        from engines.megatron.engine import leave_distributed
+
+        _refuse_planted("rank")
+        self.engines.clear()
+        gc.unfreeze()  # an engine is a cycle, and was left out of collections when it had been built
+        gc.collect()
+        leave_distributed()
+
+    def forward(self, role: str, shard):
+        return self.engines[role].forward(shard)
+
+    def run(self, role: str, function: str, *args):
+        """``function(engine, *args)``, named as ``module:function``: the controller cannot import where it stands."""
+        return _named(function)(self.engines[role], *args)
+
+    def train_step(self, role: str, shard, loss_fn, denominator: float):
+        return self.engines[role].train_step(shard, loss_fn, denominator)
+
+    def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
+        """Send the weights to every rollout actor, bucket by bucket. Collective; the first leader sends."""
+        import ray
+
+        from engines.weight_sync import pack_buckets
+
+        for bucket, last in pack_buckets(self.engines[role].export_weights(), bucket_bytes):
+            reference = ray.put(bucket)
+            ray.get([rollout.load_weights.remote(reference, version, last) for rollout in rollouts])
+
+    def save(self, role: str, folder: str) -> None:
+        self.engines[role].save(folder)
+
+    def load(self, role: str, folder: str) -> None:
+        self.engines[role].load(folder)
+
+    def save_hf(self, role: str, folder: str, shard_bytes: int) -> None:
+        """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from."""
+        from engines.models.hf_folder import save_hf_folder
+
+        engine = self.engines[role]
+        save_hf_folder(engine.export_weights(), engine.model, folder, shard_bytes)
+
+
+class RolloutWorker:
+    """One vLLM engine."""
+
+    def __init__(self, platform: str, index: int):
+        from hardware.platforms import get_platform
+
+        self.index, self.platform = index, get_platform(platform)
+        os.environ.update(self.platform.rollout_env() | {"HF_HUB_OFFLINE": "1"})
+
+    def __repr__(self) -> str:
+        return f"rollout engine {self.index}"
+
+    def prepare(self) -> None:
+        """Import what the engine needs, which takes longer than all the rest of a start."""
+        import warnings
+
+        warnings.filterwarnings("ignore")
+        with no_collection():
+            import engines.vllm.engine  # noqa: F401
+
+    def start(self, model: ModelSpec, config: VllmConfig) -> None:
+        from engines.vllm.engine import VllmEngine
+
+        with no_collection():
+            gc.freeze()  # vLLM collects five times of its own while it starts
+            cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
+            self.engine: RolloutEngine = VllmEngine(model, replace(config, kv_cache_mb=cache_mb))
+
+    def close(self) -> None:
+        """Give up the engine. ``start`` may follow, with another model.
+
+        Raises:
+            RuntimeError: the code of this process was changed, so that it must not be used again.
+        """
+        _refuse_planted("rollout engine")
+        if engine := self.__dict__.pop("engine", None):
+            engine.close()
+
+    def generate(self, prompts, sampling):
+        return self.engine.generate(prompts, sampling)
+
+    def version(self) -> int:
+        return self.engine.version
+
+    def load_weights(self, bucket, version: int, last: bool) -> None:
+        self.engine.load_weights(bucket, version, last)
+
+    def run(self, function: str, *args):
+        """As ``TrainWorker.run``."""
+        return _named(function)(self.engine, *args)
+
+
+def _refuse_planted(who: str) -> None:
+    """Faults are mended after each check, but a process that had one is not handed on to a run."""
+    if "engines.probes.faults" in sys.modules:
+        raise RuntimeError(f"{who}: faults were planted into this process, so that it ends with its run")
+
+
+def _named(function: str):
+    import importlib
+
+    module, name = function.split(":")
+    return getattr(importlib.import_module(module), name)

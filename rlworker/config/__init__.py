@@ -1,0 +1,1 @@
+"""The settings of a run, and what is checked of them before it starts."""

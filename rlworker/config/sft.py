@@ -1,0 +1,64 @@
+"""Settings of supervised training, checked before Ray or Megatron starts."""
+
+from dataclasses import dataclass
+
+from engines.config import MegatronConfig
+from engines.models.spec import ModelSpec
+from engines.validation import check_numbers
+from rlworker.config.model_checks import check_trained
+from rlworker.config.run import TrainingConfig, check_slots, decaying_over
+
+
+@dataclass(frozen=True)
+class SftConfig(TrainingConfig):
+    """Supervised training on the rows of RL: the model learns to say ``data.answer_field`` after the prompt, and then
+    the end-of-sequence token."""
+
+    rows_per_step: int = 64
+    """Rows of an optimizer step."""
+    max_answer_tokens: int = 1024
+    """A longer answer, its end included, is an error that names its row, or is skipped with data.skip_long_prompts."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_numbers("config", self, "at least 1", lambda x: x >= 1, "rows_per_step", "max_answer_tokens")
+        check_slots(self.actor, self.longest)
+        if self.rows_per_step < self.actor.dp:
+            raise ValueError(
+                f"config: rows_per_step={self.rows_per_step} cannot feed {self.actor.dp} data-parallel ranks; raise it"
+            )
+
+    @property
+    def rows_per_mini_batch(self) -> int:
+        """Rows of an optimizer step, which is the whole step."""
+        return self.rows_per_step
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return self.data.max_prompt_tokens + self.max_answer_tokens
+
+    @property
+    def actor_of_run(self) -> MegatronConfig:
+        """The engine's settings with a decay over the whole run where no other length was asked for."""
+        return decaying_over(self.actor, self.steps)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The folder of the one model, by its role."""
+        return {"actor": self.model}
+
+    def check_model(self) -> ModelSpec:
+        """The model, checked against the engine that will hold it.
+
+        Raises:
+            ValueError: it cannot be held, or has fewer positions than the longest row takes.
+        """
+        model = ModelSpec.from_folder(self.model)
+        check_trained(model, self.actor, self.platform)
+        if self.longest > model.max_positions:
+            raise ValueError(
+                f"config: max_prompt_tokens + max_answer_tokens = {self.longest} is above the model's "
+                f"{model.max_positions} positions; lower one of them"
+            )
+        return model

@@ -1,0 +1,64 @@
+"""Rows with their answers, as supervised training learns from them."""
+
+from dataclasses import dataclass
+
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Image
+from engines.images.columns import image_columns
+from engines.models.spec import ModelSpec
+from engines.models.vision_spec import VisionSpec
+from rlworker.config.sft import SftConfig
+from rlworker.data.images import MARKER, Pictures
+from rlworker.data.rows import check_vocabulary, read_rows
+
+
+@dataclass(frozen=True)
+class Example:
+    """Prompt and answer in tokens, the end-of-sequence token last; ``prompt_length`` of them are the prompt, which has
+    ``images``."""
+
+    ids: tuple[int, ...]
+    prompt_length: int
+    images: tuple[Image, ...] = ()
+
+
+def read_examples(
+    path: str, tokenizer, config: SftConfig, model: ModelSpec, pictures: Pictures | None = None
+) -> tuple[list[Example], int]:
+    """The rows at ``path`` as examples, and how many were skipped because they are too long.
+
+    Raises:
+        ValueError: as ``read_rows``; an answer is too long or has the token of a picture, or a token is not in the
+            model's vocabulary.
+    """
+    read = read_rows(path, tokenizer, config.data, pictures)
+    answers = tokenizer([row.answer for row in read.rows], add_special_tokens=False)["input_ids"]
+    texts, examples, most = [], [], config.max_answer_tokens
+    for row, answer in zip(read.rows, answers, strict=True):
+        if MARKER in row.answer and pictures:
+            raise ValueError(f"data: {path}: the answer {row.answer[:80]!r} has {MARKER}: only prompts have pictures")
+        if banned := set(answer) & set(model.banned_tokens):
+            raise ValueError(
+                f"data: {path}: the answer {row.answer[:80]!r} has tokens {sorted(banned)}, which stand for pictures; "
+                "leave them out"
+            )
+        if len(answer) < most:
+            texts.append(row.prompt)
+            ids = (*row.prompt_ids, *answer, tokenizer.eos_token_id)
+            examples.append(Example(ids, len(row.prompt_ids), row.images))
+        elif not config.data.skip_long_prompts:
+            raise ValueError(
+                f"data: {path}: the answer {row.answer[:80]!r} has {len(answer)} tokens and an end, expected at most "
+                f"{most}; raise --max-answer-tokens or leave long ones out with --data.skip-long-prompts"
+            )
+    if not examples:
+        raise ValueError(f"data: {path}: all answers are longer than {most} tokens; raise --max-answer-tokens")
+    check_vocabulary(texts, [example.ids for example in examples], tokenizer, model.vocab)
+    return examples, read.skipped + len(read.rows) - len(examples)
+
+
+def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:
+    """The examples' tokens; the answers' are those that count."""
+    ids = [example.ids for example in examples]
+    columns = image_columns(ids, [example.images for example in examples], vision) if vision else {}
+    return TrainBatch.from_ids(ids, [example.prompt_length for example in examples], **columns)

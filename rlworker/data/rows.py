@@ -1,0 +1,293 @@
+"""Rows to learn from: files and data sets in, tokenised prompts out, and which of them each step takes."""
+
+import reprlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from engines.batch.samples import Image
+from rlworker.config.run import DataConfig
+from rlworker.data.images import MARKER, Pictures, refuse_other_fields
+from rlworker.data.sources import folder_of, rows_at
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question.
+
+    Attributes:
+        prompt: the text that the model sees, chat template applied.
+        prompt_ids: its token ids, those of its pictures and those that the tokenizer opens a text with included.
+        answer: what a reward function compares with.
+        source: the whole row in plain Python values, for reward functions that need more.
+        images: its pictures in order.
+    """
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answer: str
+    source: dict
+    images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one source.
+
+    Attributes:
+        skipped: how many were left out because their prompt is too long.
+    """
+
+    rows: list[Row]
+    skipped: int
+
+
+def load_tokenizer(folder: str):
+    """The tokenizer saved with a model.
+
+    Raises:
+        ValueError: there is none that can be read, or it has no end-of-sequence token, so that nothing would end an
+            answer.
+    """
+    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers would make an empty tokenizer without a word
+        raise ValueError(
+            f"model: folder {folder!r} has no tokenizer (one of {', '.join(_TOKENIZER_FILES)}); save it there"
+        )
+    if (Path(folder) / "tokenizer.json").is_file():
+        # The whole tokenizer as it was saved; the class of the model's own name would import torch to read the same.
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
+    try:
+        tokenizer = Tokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise ValueError(f"model: the tokenizer in {folder!r} cannot be read ({error}); save it there again") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set one")
+    return tokenizer
+
+
+def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], tokenizer, vocab: int) -> None:
+    """Raise ValueError where the tokenizer knows tokens, used here, that the model of ``vocab`` tokens does not.
+
+    Args:
+        texts: what the message calls each of ``ids``.
+    """
+    if tokenizer.eos_token_id >= vocab:
+        raise ValueError(f"model: the tokenizer's eos token is {tokenizer.eos_token_id}, the model has {vocab} tokens")
+    for text, numbers in zip(texts, ids, strict=True):
+        if max(numbers) >= vocab:
+            raise ValueError(
+                f"data: the row of prompt {text[:80]!r} has token {max(numbers)}, the model has {vocab} tokens; take "
+                "the tokenizer that belongs to the model"
+            )
+
+
+def check_rows(path: str, data: DataConfig) -> None:
+    """Look at every row's fields, which takes no tokenizer.
+
+    Raises:
+        ValueError: there are no such rows, or a broken one, by place, row and field.
+    """
+    for _ in _checked(path, data):
+        pass
+
+
+def read_rows(path: str, tokenizer, data: DataConfig, pictures: Pictures | None = None) -> Rows:
+    """Read the rows at ``path``, which ``DataConfig.train`` describes, and tokenise their prompts.
+
+    Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text stays as it is
+    where ``data.instruction`` does not make a message of it, after the special tokens that the tokenizer opens a text
+    with.
+
+    Args:
+        pictures: of a vision-language model.
+
+    Raises:
+        ValueError: there are no such rows, or a broken one, by place, row and field; a prompt is too long, or all are
+            where such are skipped; a picture cannot be read, or there is another number of them than places for them.
+    """
+    places, sources, texts, images = [], [], [], []
+    for where, source in _checked(path, data):
+        own: tuple[Image, ...] = ()
+        if pictures:
+            own = pictures.of_row(source, where, data, folder_of(path))
+            if own:  # what a row holds as bytes is on disk now, and need not be held by every process that sees the row
+                source = source | {data.image_field: [image.path for image in own]}
+        elif source.get(data.image_field) or _has_pictures(source[data.prompt_field]):
+            raise ValueError(
+                f'{where}: field "{data.image_field}" or the prompt has pictures, which this model cannot see; take a '
+                "vision-language model, or name another field with --data.image-field"
+            )
+        text = _text_of(source[data.prompt_field], tokenizer, where, data)
+        places.append(where)
+        sources.append(source)
+        texts.append(pictures.text_of(text, tokenizer) if pictures else text)
+        images.append(own)
+    if pictures and not any(images):
+        refuse_other_fields(sources[0], places[0], data)
+    is_plain = [isinstance(source[data.prompt_field], str) and not data.instruction for source in sources]
+    encoded = _tokenised(texts, is_plain, tokenizer)
+    rows, limit = [], data.max_prompt_tokens
+    for where, source, text, ids, own in zip(places, sources, texts, encoded, images, strict=True):
+        if pictures:
+            ids = pictures.expanded(ids, own, where, data)
+        if len(ids) > limit and data.skip_long_prompts:
+            continue
+        if not 0 < len(ids) <= limit:
+            raise ValueError(
+                f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change it, raise '
+                "--data.max-prompt-tokens or leave long ones out with --data.skip-long-prompts"
+            )
+        rows.append(Row(text, tuple(ids), source[data.answer_field], source, own))
+    if not rows:
+        raise ValueError(
+            f"data: {path}: all {len(encoded)} prompts are longer than {limit} tokens, the shortest has "
+            f"{min(map(len, encoded))}; raise --data.max-prompt-tokens"
+        )
+    return Rows(rows, skipped=len(encoded) - len(rows))
+
+
+def _tokenised(texts: list[str], is_plain: list[bool], tokenizer) -> list[list[int]]:
+    """The ids of each text. A plain one comes after the special tokens that the tokenizer opens a text with, unless it
+    has them written out; a chat template has written its own."""
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    if True not in is_plain:
+        return encoded
+    first = is_plain.index(True)
+    opening = _opening(texts[first], encoded[first], tokenizer)
+    return [
+        ids if not plain or ids[: len(opening)] == opening else opening + ids
+        for ids, plain in zip(encoded, is_plain, strict=True)
+    ]
+
+
+def _opening(text: str, ids: list[int], tokenizer) -> list[int]:
+    """The special tokens that the tokenizer puts before any text, such as Llama's BOS, found on one of ``ids`` without
+    them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
+    whole = tokenizer(text)["input_ids"]
+    for start in range(len(whole) - len(ids) + 1):
+        if whole[start : start + len(ids)] == ids:
+            return whole[:start]
+    raise ValueError(
+        f"model: the tokenizer makes {whole[:20]} of {text[:80]!r} with its special tokens, expected {ids[:20]} with "
+        "further ones around it; take the tokenizer that belongs to the model, saved as tokenizer.json"
+    )
+
+
+def _checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
+    """Each row after where it stands, its fields checked. Rows of a table count from 0, lines of a file from 1."""
+    rows = rows_at(path, data)
+    empty = True
+    for where, source in rows:
+        _check_fields(where, source, data)
+        yield where, source
+        empty = False
+    if empty:
+        raise ValueError(f"data: {path} has no rows")
+
+
+def _check_fields(where: str, source: dict, data: DataConfig) -> None:
+    prompt, answer = source.get(data.prompt_field), source.get(data.answer_field)
+    prompt_place, answer_place = (f'{where}: field "{name}"' for name in (data.prompt_field, data.answer_field))
+    if not prompt:
+        raise ValueError(
+            f"{prompt_place} is missing or empty, the row has {', '.join(source)}; it must be text or a list of "
+            "messages (another field: --data.prompt-field)"
+        )
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and _plain(m.get("content")) is not None for m in prompt
+    )
+    if not isinstance(prompt, str) and not is_chat:
+        raise ValueError(
+            f'{prompt_place} must be text or a list of {{"role": text, "content": text or parts}}, parts being '
+            f'{{"type": "text", "text": text}} or {{"type": "image"}}, got {reprlib.repr(prompt)}'
+        )
+    if is_chat and any(set(part) - {"type", "text"} for m in prompt for part in _parts(m["content"])):
+        raise ValueError(
+            f"{prompt_place} has a part with more than its type and text; a picture is named in the field "
+            f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone'
+        )
+    if is_chat and data.instruction:
+        raise ValueError(
+            f"{prompt_place} has messages, which data.instruction does not go into; write it into them and set "
+            '--data.instruction ""'
+        )
+    if not isinstance(answer, str):
+        raise ValueError(
+            f"{answer_place} must be text, got {type(answer).__name__}, the row has {', '.join(source)}; make it text "
+            "or name another field with --data.answer-field"
+        )
+    for text in [text for m in prompt for text in (m["role"], _plain(m["content"]))] if is_chat else [prompt]:
+        _check_encodable(prompt_place, text)
+    _check_encodable(answer_place, answer)
+
+
+def _parts(content: Any) -> list[dict]:
+    return content if isinstance(content, list) else []
+
+
+def _has_pictures(prompt: Any) -> bool:
+    """Some part of a message is one."""
+    return any(part.get("type") == "image" for m in _parts(prompt) for part in _parts(m["content"]))
+
+
+def _plain(content: Any) -> str | None:
+    """A message's content as text, parts that are pictures as markers; None where it is neither text nor parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return None
+    texts = [MARKER if part.get("type") == "image" else part.get("text") for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def _check_encodable(place: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can hold and no tokenizer takes
+        raise ValueError(f"{place} is no valid Unicode text: {error}; remove that character") from None
+
+
+def _text_of(prompt: str | list[dict], tokenizer, where: str, data: DataConfig) -> str:
+    if isinstance(prompt, str) and not data.instruction:
+        return prompt
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": f"{prompt}\n\n{data.instruction}"}]
+    return _apply_template(prompt, tokenizer, where, data)
+
+
+def _apply_template(messages: list[dict], tokenizer, where: str, data: DataConfig) -> str:
+    place = f'{where}: field "{data.prompt_field}"'
+    if not tokenizer.chat_template:
+        has, remedy = "has messages", "give text"
+        if data.instruction:
+            has, remedy = "would become a message by data.instruction", 'set --data.instruction ""'
+        raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
+    messages = [message | {"content": _plain(message["content"])} for message in messages]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:  # templates refuse roles and orders that they do not know
+        raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
+
+
+def rows_of_step(rows: list[Row], count: int, step: int, seed: int) -> list[Row]:
+    """The ``count`` rows that step ``step`` (from 0) takes.
+
+    Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but
+    the arguments, so that a resumed run sees what the uninterrupted one would have.
+    """
+    taken = []
+    for place in range(step * count, (step + 1) * count):
+        epoch, index = divmod(place, len(rows))
+        if not taken or index == 0:
+            order = np.random.default_rng([seed, epoch]).permutation(len(rows))
+        taken.append(rows[order[index]])
+    return taken

@@ -1,0 +1,154 @@
+"""Rows from where they are kept: JSONL and parquet files, saved data sets and those of the HuggingFace hub."""
+
+import codecs
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from rlworker.config.run import DataConfig
+
+_BATCH = 100
+"""Rows of a table that become Python values at once; they may hold pictures."""
+
+_Table = tuple[list[str], Iterator[dict]]
+"""Names of a table's columns, and its rows."""
+
+
+def folder_of(path: str) -> Path:
+    """Where paths within the rows at ``path`` start from: their file's folder, their own, or where the program runs."""
+    if path.startswith("hf:"):
+        return Path()
+    if Path(path).is_file():
+        return Path(path).parent
+    return Path(path) if Path(path).is_dir() else Path(path.rpartition(":")[0])
+
+
+def rows_at(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
+    """Each row at ``path``, which ``DataConfig.train`` describes, after where it stands. Rows of a table count from 0,
+    lines of a file from 1.
+
+    Raises:
+        ValueError: there are no such rows, or they cannot be read.
+    """
+    if not path:
+        raise ValueError("data: no rows were given; set --data.train, such as --data.train train.jsonl")
+    if path.startswith("hf:"):
+        yield from _numbered(path, _hub_rows(path), data)
+    elif path.endswith(".parquet") and Path(path).is_file():
+        yield from _numbered(path, _parquet_rows(path), data)
+    elif Path(path).is_file():
+        yield from _lines(path)
+    else:
+        yield from _numbered(path, _saved_rows(path), data)
+
+
+def _lines(path: str) -> Iterator[tuple[str, dict]]:
+    """Each object of a JSONL file, after where it stands."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)  # as editors on Windows write it
+            if not line.strip():
+                continue
+            where = f"data: {path}, line {number}"
+            try:
+                row = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8: {error}; save the file as UTF-8") from None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: not JSON: {error}; expected an object on each line") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{where}: expected an object, got {type(row).__name__}")
+            yield where, row
+
+
+def _numbered(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[str, dict]]:
+    """Each row of a table, after where it stands; the columns must be there."""
+    columns, rows = table
+    for option, name in (("prompt-field", data.prompt_field), ("answer-field", data.answer_field)):
+        if name not in columns:
+            raise ValueError(
+                f'data: {path}: no column "{name}", there are {", ".join(columns)}; name one with --data.{option}'
+            )
+    for number, row in enumerate(rows):
+        yield f"data: {path}, row {number} (from 0)", row
+
+
+def _parquet_rows(path: str) -> _Table:
+    """Of a parquet file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    @contextmanager
+    def readable() -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"data: {path}: cannot be read as a parquet file: {error}") from None
+
+    def rows() -> Iterator[dict]:
+        with readable():
+            for batch in file.iter_batches(_BATCH):
+                batch.validate(full=True)  # text that is no UTF-8
+                yield from batch.to_pylist()
+
+    with readable():
+        file = parquet.ParquetFile(path)
+    return file.schema_arrow.names, rows()
+
+
+def _saved_rows(path: str) -> _Table:
+    """Of ``FOLDER`` or ``FOLDER:SPLIT``, as ``save_to_disk`` of a Dataset or a DatasetDict wrote it."""
+    folder, split = (path, "") if Path(path).is_dir() else path.rpartition(":")[::2]
+    if not Path(folder).is_dir() or not folder:
+        raise ValueError(
+            f"data: {path!r} does not exist; set --data.train and --data.heldout to a JSONL or parquet file, a folder "
+            "of datasets.save_to_disk (FOLDER or FOLDER:SPLIT) or hf:OWNER/NAME:SPLIT"
+        )
+    splits = Path(folder) / "dataset_dict.json"
+    if splits.is_file():
+        known = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+        if split not in known:
+            got = f"no split {split!r}" if split else "no split was given"
+            raise ValueError(
+                f"data: {path}: {got}, there are {', '.join(known)}; choose one, such as {folder}:{known[0]}"
+            )
+    elif split:
+        raise ValueError(f"data: {path}: {folder} has no splits; give the folder alone")
+    from datasets import load_from_disk
+
+    return _dataset_rows(path, partial(load_from_disk, str(Path(folder, split))), "a folder of datasets.save_to_disk")
+
+
+def _hub_rows(path: str) -> _Table:
+    """Of ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME/CONFIG:SPLIT``."""
+    form = "hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT"
+    name, _, split = path.removeprefix("hf:").partition(":")
+    owner, *rest = name.split("/")
+    if not split or len(rest) not in (1, 2) or not all((owner, *rest)):
+        raise ValueError(f"data: {path}: expected {form}, such as hf:openai/gsm8k/main:train")
+    from datasets import load_dataset
+
+    return _dataset_rows(path, partial(load_dataset, f"{owner}/{rest[0]}", *rest[1:], split=split), form)
+
+
+def _dataset_rows(path: str, load: Callable, expected: str) -> _Table:
+    """Of the Dataset that ``load`` loads: plain Python values, images and sounds as their bytes."""
+    from datasets import Features
+
+    try:
+        dataset = load()
+    except Exception as error:  # each kind of file and each way to the hub fails with errors of its own
+        raise ValueError(f"data: {path}: cannot be loaded as {expected}: {type(error).__name__}: {error}") from error
+    features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=_undecoded))
+    batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # whatever form its owner set
+    return dataset.column_names, (features.decode_example(row) for batch in batches for row in batch.to_pylist())
+
+
+def _undecoded(feature: dict) -> dict:
+    """A feature's description with its decoder off; that of Json stays on, for it gives plain values."""
+    if isinstance(kind := feature.get("_type"), str) and "feature" not in feature:  # neither a struct nor a list
+        return feature | {"decode": kind == "Json"}  # a kind without a decoder drops the key
+    return feature

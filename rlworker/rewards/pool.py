@@ -1,0 +1,288 @@
+"""Rewards in processes of their own: whatever a reward function does, the run goes on.
+
+A call that takes too long, raises, returns no number or ends its process is that text's outcome. The workers write
+each number to a file that the controller reads along, so that it knows at every moment which text a worker is at: one
+that gets no further is ended there, one that died is known to have died there, and what came before is not lost.
+"""
+
+import json
+import os
+import tempfile
+import time
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlworker.config.run import RewardConfig
+from rlworker.data.rows import Row
+from rlworker.errors import RunError
+from rlworker.rewards.functions import BatchRewardFn, RewardFn
+from rlworker.rewards.worker import Outcome, RewardWorker, call_bounds, failures_file
+
+REWARD_LOG = "rewards.log"
+"""File of a run folder that has what the reward function prints and logs."""
+
+EXAMPLES = 3
+"""Failures of each kind that are kept word for word."""
+
+_GRACE_S = 2.0
+"""After its time limit, how long a call may take to heed the interrupt before its process is ended."""
+_START_S = 120.0
+"""How long a worker may take to start; it may import much."""
+_STARTS = 3
+"""Workers in a row that may end before they begin, such as one that died between two calls."""
+_END_S = 10.0
+"""How long to wait for the end of a process that was ended."""
+_POLL_S = 0.1
+_OVERDUE = "no end after {:g} s and no heed of the interrupt, so that its process was ended"
+_DIED = "its process died (it exited, crashed or had no memory left)"
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """A text that got no reward.
+
+    Attributes:
+        kind: "timeout", "raised", "not_a_number", "wrong_count" (a call returned too many or too few numbers) or
+            "died" (the process did).
+        message: what happened.
+    """
+
+    kind: str
+    prompt: str
+    text: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of some texts.
+
+    Attributes:
+        values: one per text, in order; ``RewardConfig.default`` where its call failed.
+        failures: kind -> texts that failed so; only the kinds that occurred.
+        examples: the first few of each kind.
+    """
+
+    values: list[float]
+    failures: dict[str, int]
+    examples: list[RewardFailure]
+
+    def counts(self, name: str) -> dict[str, int]:
+        """Metrics ``{name}_failures`` and, of the kinds that occurred, ``{name}_{kind}``."""
+        kinds = {f"{name}_{kind}": count for kind, count in self.failures.items()}
+        return {f"{name}_failures": sum(self.failures.values())} | kinds
+
+    def summary(self) -> str:
+        """What failed, in one line."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.failures.items())
+        text = f"{sum(self.failures.values())} of {len(self.values)} rewards failed: {kinds}"
+        if self.examples:
+            first = self.examples[0]
+            text += f"; {first.kind} on prompt {first.prompt[-80:]!r}, text {first.text[-80:]!r}: {first.message}"
+        return text
+
+
+def pickled(reward: RewardFn | BatchRewardFn) -> bytes:
+    """The reward function as bytes.
+
+    Raises:
+        ValueError: it holds something that cannot be sent to another process.
+    """
+    try:
+        return ray.cloudpickle.dumps(reward)
+    except Exception as error:  # whatever an object of the user's raises when it is pickled
+        raise ValueError(
+            f"reward: {getattr(reward, '__qualname__', reward)!r} cannot be sent to another process "
+            f"({type(error).__name__}: {error}); open files, locks and connections inside the function"
+        ) from error
+
+
+class RewardPool:
+    """Processes that score texts. They start when this is built, without being waited for.
+
+    As a context manager it ends them.
+
+    Args:
+        reward: ``reward(text, row) -> float``, or marked with ``batch_reward``.
+        output: the file at whose end what the function prints and logs goes, however much that is; None keeps none.
+
+    Raises:
+        ValueError: the reward function cannot be sent to another process.
+    """
+
+    def __init__(self, reward: RewardFn | BatchRewardFn, config: RewardConfig, output: Path | None = None):
+        self.config, self.batch = config, getattr(reward, "batch", False)
+        self._arguments = pickled(reward), self.batch, config.time_limit_s, output
+        if output:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        # Progress goes through files, so the workers run where the controller does.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._worker = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=here)
+        self._folder = tempfile.TemporaryDirectory(prefix="rlworker_rewards_")
+        self._sent = self._failed_starts = 0
+        self.actors = [self._worker.remote(*self._arguments) for _ in range(config.workers)]
+
+    def workers(self) -> dict[str, ray.actor.ActorHandle]:
+        """Every worker by the name that a message gives it."""
+        return {f"reward worker {i}": actor for i, actor in enumerate(self.actors)}
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the processes."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self._folder.cleanup()
+
+    def score(self, texts: Sequence[str], rows: Sequence[Row]) -> Scores:
+        """Rewards of ``texts [N]``, each an answer to its row of ``rows [N]``.
+
+        A batch reward is called with runs of texts that have one and the same row.
+
+        Raises:
+            RunError: the workers do not start.
+        """
+        places: dict[int, int] = {}
+        index = [places.setdefault(id(row), len(places)) for row in rows]
+        bounds = call_bounds(index, self.batch)
+        outcomes: list[Outcome] = [0.0] * len(texts)
+        waiting, running = deque(self._parts(bounds)), {}
+        while waiting or running:
+            busy = {part.slot for part in running.values()}
+            for slot in set(range(len(self.actors))) - busy:
+                if waiting:
+                    part = self._send(slot, *waiting.popleft(), texts, index, rows)
+                    running[part.reference] = part
+            ready, _ = ray.wait(list(running), timeout=_POLL_S)
+            for reference, part in list(running.items()):
+                stalled = reference not in ready and part.is_stalled(self.config.time_limit_s + _GRACE_S)
+                if reference in ready or stalled:
+                    del running[reference]
+                    waiting.extendleft(self._finish(part, stalled, bounds, outcomes))
+        return self._scores(outcomes, texts, rows)
+
+    def _parts(self, bounds: list[int]) -> list[tuple[int, int]]:
+        """Start and end of what a worker gets at a time; several each, so that none waits long for a slow one."""
+        calls, count = len(bounds) - 1, 1 if len(self.actors) == 1 else 4 * len(self.actors)
+        cuts = [bounds[calls * i // count] for i in range(count + 1)]
+        return [(a, b) for a, b in pairwise(cuts) if b > a]
+
+    def _send(self, slot: int, start: int, end: int, texts, index: list[int], rows) -> "_Part":
+        """Give a worker its texts, with every row only once."""
+        self._sent += 1
+        path = f"{self._folder.name}/{self._sent}"
+        numbers = np.memmap(path, np.float64, "w+", shape=(1 + end - start,))
+        numbers[0] = -1
+        chosen = dict(zip(index[start:end], rows[start:end], strict=True))
+        # Pickled here, because Ray's own way with a list of small objects takes three times as long.
+        job = ray.cloudpickle.dumps((texts[start:end], index[start:end], chosen))
+        return _Part(slot, start, end, path, numbers, self.actors[slot].score.remote(job, path))
+
+    def _finish(self, part: "_Part", stalled: bool, bounds: list[int], outcomes) -> list[tuple[int, int]]:
+        """Take what a worker wrote. One that died or got no further is replaced.
+
+        Returns:
+            what is left to be done: start and end, or nothing.
+        """
+        lost = "It got no further." if stalled else _loss(part.reference)
+        if lost:
+            self._end(part)
+        at = part.start + part.take(outcomes)
+        self._failed_starts = 0 if part.has_begun else self._failed_starts + 1
+        if not lost:
+            return []
+        if self._failed_starts == _STARTS:
+            raise RunError(f"reward: its process does not start, {_STARTS} times in a row. {lost}")
+        self.actors[part.slot] = self._worker.remote(*self._arguments)
+        left = at
+        # The call it was at is to blame, unless it never came to one, or came to another after it had seemed to hang.
+        if part.has_begun and at < part.end and not (stalled and at > part.start + part.progress):
+            left = bounds[bisect_right(bounds, at)]
+            limit = self.config.time_limit_s
+            outcomes[at:left] = [("timeout", _OVERDUE.format(limit)) if stalled else ("died", _DIED)] * (left - at)
+        return [(left, part.end)] if left < part.end else []
+
+    def _end(self, part: "_Part") -> None:
+        """End a worker and wait until it can write no more."""
+        ray.kill(self.actors[part.slot])
+        ray.wait([part.reference], timeout=_END_S)
+
+    def _scores(self, outcomes: list[Outcome], texts: Sequence[str], rows: Sequence[Row]) -> Scores:
+        failures, examples = Counter(), []
+        for outcome, text, row in zip(outcomes, texts, rows, strict=True):
+            if not isinstance(outcome, float):
+                kind, message = outcome
+                failures[kind] += 1
+                if failures[kind] <= EXAMPLES:
+                    examples.append(RewardFailure(kind, row.prompt, text, message))
+        values = [x if isinstance(x, float) else self.config.default for x in outcomes] if failures else outcomes
+        return Scores(values, dict(failures), examples)
+
+
+@dataclass
+class _Part:
+    """Texts that a worker is at.
+
+    Attributes:
+        slot: which worker. start, end: which texts. reference: Ray's, to the end of its call.
+        numbers: ``[1 + texts]``, written by the worker: the texts it has scored (-1 before it begins), then their
+            rewards. The failures among them are lines of a file beside it.
+        progress, changed: scored texts as last seen, and since when.
+    """
+
+    slot: int
+    start: int
+    end: int
+    path: str
+    numbers: np.ndarray
+    reference: ray.ObjectRef
+    progress: int = -1
+    changed: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_begun(self) -> bool:
+        return self.numbers[0] >= 0
+
+    def is_stalled(self, limit_s: float) -> bool:
+        """Whether no text was scored for ``limit_s``."""
+        progress, now = int(self.numbers[0]), time.monotonic()
+        if progress != self.progress:
+            self.progress, self.changed = progress, now
+        return now - self.changed > (limit_s if self.has_begun else _START_S)
+
+    def take(self, outcomes: list[Outcome]) -> int:
+        """Copy what was scored to its place among all ``outcomes``, and remove the files. Returns how many."""
+        scored = max(0, int(self.numbers[0]))
+        outcomes[self.start : self.start + scored] = self.numbers[1 : 1 + scored].tolist()
+        if self.has_begun:
+            for line in Path(failures_file(self.path)).read_text("utf-8").split("\n")[:-1]:
+                place, kind, message = json.loads(line)
+                if place < scored:  # a process that died may have written a part of a call's
+                    outcomes[self.start + place] = (kind, message)
+            os.remove(failures_file(self.path))
+        os.remove(self.path)
+        return scored
+
+
+def _loss(reference: ray.ObjectRef) -> str | None:
+    """What Ray says of the worker that died in a call; None where it did not."""
+    try:
+        ray.get(reference)
+    except RayTaskError:
+        raise
+    except RayError as error:
+        return str(error)
+    return None

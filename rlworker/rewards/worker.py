@@ -1,0 +1,189 @@
+"""The process that calls the reward function, and what it writes of it.
+
+Importing this takes neither torch nor an engine: a worker that takes the place of another should start at once.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import reprlib
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from itertools import pairwise, repeat, takewhile
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+from ray import cloudpickle
+
+from rlworker.data.rows import Row
+
+_INTERRUPT = signal.SIGRTMIN
+"""Ends a call that takes too long. Not SIGALRM, which reward libraries take for time limits of their own."""
+_LARGEST = float(np.finfo(np.float32).max)
+"""A batch keeps rewards in float32, where anything larger would be infinite."""
+_MESSAGE_CHARACTERS = 300
+
+Outcome = float | tuple[str, str]
+"""A reward, or the kind of a failure and what happened."""
+
+
+class _Interrupt(BaseException):
+    """Raised in a call that takes too long; no Exception, so that ``except Exception`` lets it through."""
+
+
+class RewardWorker:
+    """The process that calls the reward function.
+
+    Ray runs an actor's methods in the main thread, which is where Python handles signals.
+
+    Args:
+        output: the file at whose end what the function prints and logs goes; None leaves it to Ray.
+    """
+
+    def __init__(self, reward: bytes, batch: bool, time_limit_s: float, output: Path | None):
+        if output:  # before the function is loaded, whose modules may print as well
+            _write_output_to(output)
+        self.reward, self.batch, self.limit = cloudpickle.loads(reward), batch, time_limit_s
+        self._began: float | None = None  # when the call that runs now began
+        self._interrupted = ""
+        signal.signal(_INTERRUPT, self._interrupt)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def score(self, job: bytes, path: str) -> None:
+        """Score texts into the files at ``path`` (see ``reward_pool._Part``).
+
+        Args:
+            job: pickled texts ``[N]``, row numbers ``[N]`` and rows by number.
+        """
+        texts, index, rows = cloudpickle.loads(job)
+        numbers, scored = memoryview(np.memmap(path, np.float64, "r+")), 0
+        with open(failures_file(path), "w", encoding="utf-8") as failures:
+            numbers[0] = 0.0
+            for count, text, row in self._calls(texts, index, rows):
+                for place, outcome in enumerate(self._call(text, row, count), scored):
+                    if type(outcome) is float:
+                        numbers[1 + place] = outcome
+                    else:
+                        failures.write(json.dumps([place, *outcome]) + "\n")
+                        failures.flush()
+                scored += count
+                numbers[0] = scored
+
+    def _calls(self, texts: list[str], index: list[int], rows: dict[int, Row]) -> Iterator[tuple]:
+        """Number of texts and arguments of each call."""
+        if not self.batch:
+            return zip(repeat(1), texts, map(rows.__getitem__, index))
+        bounds = list(pairwise(call_bounds(index, batch=True)))
+        return ((b - a, texts[a:b], [rows[i] for i in index[a:b]]) for a, b in bounds)
+
+    def _call(self, text: str | list[str], row: Row | list[Row], count: int) -> list[Outcome]:
+        """One call of the reward function."""
+        self._interrupted = ""
+        try:
+            try:
+                self._began = time.monotonic()
+                outcomes = _outcomes(self.reward(text, row), count)
+            finally:
+                self._began = None
+        except BaseException as error:  # sys.exit() too is only this call's outcome
+            outcomes = [("raised", _describe(error))] * count
+        if self._interrupted:  # whatever the function made of it
+            outcomes = [("timeout", f"no end after {self.limit:g} s, {self._interrupted}")] * count
+        return outcomes
+
+    def _watch(self) -> None:
+        """A thread: interrupt the main one when its call is overdue."""
+        main, tick = threading.main_thread().ident, min(self.limit / 20, 0.1)
+        while True:
+            time.sleep(tick)
+            if self._is_overdue():
+                signal.pthread_kill(main, _INTERRUPT)
+
+    def _is_overdue(self) -> bool:
+        began = self._began
+        return began is not None and time.monotonic() - began >= self.limit
+
+    def _interrupt(self, _signal: int, frame: FrameType) -> None:
+        if self._is_overdue():  # the call that the signal was meant for may have ended in between
+            self._began = None
+            ours = RewardWorker._call.__code__
+            outward = list(takewhile(lambda place: place[0].f_code is not ours, traceback.walk_stack(frame)))
+            self._interrupted = _where(outward[::-1])
+            raise _Interrupt
+
+
+def failures_file(path: str) -> str:
+    """Where the failures are that belong to the numbers at ``path``."""
+    return f"{path}.failures"
+
+
+def call_bounds(index: list[int], batch: bool) -> list[int]:
+    """Where calls begin among the texts of rows ``index [N]``, and ``N``: at every text, or where the row changes."""
+    starts = [i for i, row in enumerate(index) if i == 0 or row != index[i - 1]] if batch else range(len(index))
+    return [*starts, len(index)]
+
+
+def _write_output_to(path: Path) -> None:
+    """Let everything that this process, C code in it and its children print go to the end of a file, and ``logging``.
+
+    Several processes share the file: each line is written at once and where the file then ends, so that none is lost
+    with a process that is killed.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(file, number)
+        text = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        setattr(sys, name, text)
+    os.close(file)
+    libc = ctypes.CDLL(None)
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)  # 1 is by the line; C keeps a file's till the end
+    # Used only where nobody has set up logging, so that whatever the function sets up, and whenever, takes its place.
+    logging.lastResort = logging.StreamHandler()
+    logging.lastResort.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().setLevel(logging.INFO)
+
+
+def _outcomes(returned, count: int) -> list[Outcome]:
+    """What a call for ``count`` texts returned, as one outcome per text."""
+    if type(returned) is float and count == 1 and abs(returned) <= _LARGEST:  # nearly always
+        return [returned]
+    try:
+        values = [returned] if isinstance(returned, (str, bytes, dict)) else list(returned)
+    except TypeError:  # a number
+        values = [returned]
+    if len(values) != count:
+        message = f"returned {len(values)} numbers for {count} texts: {reprlib.repr(returned)}"
+        return [("wrong_count", message)] * count
+    return [_outcome(value) for value in values]
+
+
+def _outcome(value) -> Outcome:
+    try:
+        number = float("nan" if isinstance(value, (str, bytes)) else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = float("nan")
+    return number if abs(number) <= _LARGEST else ("not_a_number", f"returned {reprlib.repr(value)}")
+
+
+def _describe(error: BaseException) -> str:
+    """Type, message and place of an error."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be made)"
+    return f"{type(error).__name__}: {message[:_MESSAGE_CHARACTERS]}, {_where(frames[1:] or frames)}"
+
+
+def _where(frames: list[tuple[FrameType, int]]) -> str:
+    """The line of the reward function, and the innermost one where it is another."""
+    if not frames:  # no Python code of its own
+        return "in the reward function"
+    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in (frames[0], frames[-1])]
+    return "at " + " > ".join(dict.fromkeys(places))

@@ -1,0 +1,89 @@
+"""What a step learns from: prompts, completions of the current weights, their texts and rewards."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engines.batch.samples import Completion, Sampling
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.config.run import RunConfig
+from rlworker.data.rows import Row, rows_of_step
+from rlworker.errors import RunError
+from rlworker.rewards.pool import RewardPool, Scores
+from rlworker.rollouts.metrics import of_groups
+from rlworker.rollouts.to_batch import Group
+from rlworker.tracking.log import StepClock
+
+TRAINING, CANARY = range(2)
+"""What completions are drawn for: each use has random numbers of its own."""
+
+
+class Sampler:
+    """Draws prompts, samples and scores.
+
+    Args:
+        rows: to draw from. phase: ``phase(clock, name)``, the context in which a part of a step runs.
+        warn: what to do with a line about rewards that failed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer,
+        rows: list[Row],
+        rollouts: Rollouts,
+        rewards: RewardPool,
+        phase: Callable,
+        warn: Callable[[str], None],
+    ):
+        self.config, self.tokenizer, self.rows = config, tokenizer, rows
+        self.rollouts, self.rewards, self.phase, self.warn = rollouts, rewards, phase, warn
+        self.rollouts_done = 0
+
+    def sample(self, clock: StepClock, version: int) -> tuple[list[Group], dict[str, float]]:
+        """The groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
+
+        With dynamic sampling, groups whose rewards are all alike are dropped, and those of further prompts take their
+        place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left.
+        """
+        config, further = self.config, self.config.algorithm.dynamic_sampling
+        kept, alike, failures = [], [], {}
+        for _ in range(1 + further):
+            with self.phase(clock, "rollout"):
+                rows = rows_of_step(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
+                completions = self.rollouts.generate(rows, self.sampling(config.samples_per_prompt))
+                _check_versions(completions, version)
+            self.rollouts_done += 1
+            with self.phase(clock, "reward"):
+                groups, scores = self._score(rows, completions)
+            for name, count in scores.counts("reward").items():
+                failures[name] = failures.get(name, 0) + count
+            for group in groups:
+                (alike if further and group.is_alike else kept).append(group)
+            if len(kept) >= config.prompts_per_step:
+                break
+        return kept[: config.prompts_per_step], of_groups(kept + alike) | failures
+
+    def greedy(self, rows: list[Row]) -> Scores:
+        """Rewards of the most likely completion of each row."""
+        return self._score(rows, self.rollouts.generate(rows, replace(self.sampling(1), temperature=0.0)))[1]
+
+    def sampling(self, count: int, use: int = TRAINING) -> Sampling:
+        """How ``count`` completions per prompt are drawn for the next rollout, or beside it for another ``use``."""
+        rollout, stream = self.config.rollout, (self.config.seed, self.rollouts_done, use)
+        return Sampling(count, rollout.temperature, rollout.max_new_tokens, stream, (self.tokenizer.eos_token_id,))
+
+    def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[Group], Scores]:
+        """Texts and rewards of the completions ``[P][G]``."""
+        size, ids = len(completions[0]), [sample.token_ids for group in completions for sample in group]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        scores = self.rewards.score(texts, [row for row in rows for _ in range(size)])
+        if scores.failures:
+            self.warn(scores.summary())
+        cuts = [slice(i * size, (i + 1) * size) for i in range(len(rows))]
+        parts = zip(rows, completions, cuts, strict=True)
+        return [Group(row, samples, texts[cut], scores.values[cut]) for row, samples, cut in parts], scores
+
+
+def _check_versions(completions: list[list[Completion]], version: int) -> None:
+    if (versions := {sample.version for group in completions for sample in group}) != {version}:
+        raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {version} alone")

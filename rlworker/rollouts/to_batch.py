@@ -1,0 +1,80 @@
+"""Completions to a batch, and how far rollout and trainer are apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Completion
+from engines.images.columns import image_columns
+from engines.models.vision_spec import VisionSpec
+from rlworker.data.rows import Row
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt with its G completions, their texts and rewards."""
+
+    row: Row
+    completions: list[Completion]
+    texts: list[str]
+    rewards: list[float]
+
+    @property
+    def is_alike(self) -> bool:
+        """Every one of several completions has the same reward, so that none is better than the others."""
+        return len(self.rewards) > 1 and len(set(self.rewards)) == 1
+
+
+def to_batch(
+    rows: Sequence[Row],
+    completions: Sequence[Sequence[Completion]],
+    rewards: Sequence[float],
+    vision: VisionSpec | None = None,
+) -> TrainBatch:
+    """Prompts ``[P]``, completions ``[P][G]``, rewards ``[P * G]`` -> a batch of ``P * G`` sequences, by group.
+
+    Args:
+        vision: of a model that sees pictures.
+
+    Raises:
+        ValueError: a sequence has other image tokens than its row's pictures.
+    """
+    pairs = [(row, sample) for row, group in zip(rows, completions, strict=True) for sample in group]
+    prompt_lengths = [len(row.prompt_ids) for row, _ in pairs]
+    sequences = [[*row.prompt_ids, *sample.token_ids] for row, sample in pairs]
+    group = np.repeat(np.arange(len(rows)), [len(g) for g in completions])
+    columns = {}
+    if vision:
+        columns = image_columns(sequences, [row.images for row, _ in pairs], vision)
+    batch = TrainBatch.from_ids(
+        sequences,
+        prompt_lengths,
+        **columns,
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        group=torch.from_numpy(group),
+        versions=torch.tensor([sample.version for _, sample in pairs]),
+    )
+    logprobs = torch.zeros(batch.num_tokens)
+    # The batch's counting targets are the sampled tokens, in the same order.
+    logprobs[batch.mask] = torch.tensor([x for _, sample in pairs for x in sample.logprobs], dtype=torch.float32)
+    return replace(batch, rollout_logprobs=logprobs)
+
+
+def batch_of(groups: Sequence[Group], vision: VisionSpec | None = None) -> TrainBatch:
+    """The completions of some groups, with their rewards."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    return to_batch([group.row for group in groups], [group.completions for group in groups], rewards, vision)
+
+
+def logprob_difference(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:
+    """|rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some sequences have
+    pictures, over theirs alone as well."""
+    difference = (batch.rollout_logprobs - logprobs)[batch.mask].abs()
+    found = {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
+    if batch.images and any(batch.images):
+        own = difference[batch.per_token(torch.tensor([bool(images) for images in batch.images]))[batch.mask]]
+        found |= {"logprob_diff_pictures_mean": float(own.mean()), "logprob_diff_pictures_max": float(own.max())}
+    return found

@@ -1,0 +1,148 @@
+"""What a run tells: metrics.jsonl, trackers, sampled rollouts, a progress bar and one line per step."""
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from rlworker.tracking.trackers import Trackers
+
+RL_LINE = (
+    ("reward", "reward", "6.3f"),
+    ("heldout", "heldout", "6.3f"),
+    ("|dlogp|", "logprob_diff_mean", "8.1e"),
+    ("entropy", "entropy", "6.3f"),
+    ("clip", "clip_fraction", "5.3f"),
+    ("gnorm", "grad_norm", "6.3f"),
+    ("alike", "zero_variance_groups", "4.0f"),
+    ("len", "completion_tokens", "5.1f"),
+    ("tok/s", "tokens_per_second", "6.0f"),
+    ("s", "time_step", "5.2f"),
+)
+"""Fields of a step's line: label, metric, format. A metric that a step lacks leaves its place blank."""
+SUPERVISED_LINE = (
+    ("loss", "train_loss", "6.3f"),
+    ("heldout", "heldout_loss", "6.3f"),
+    ("gnorm", "grad_norm", "6.3f"),
+    ("lr", "lr", "8.1e"),
+    ("tok/s", "tokens_per_second", "6.0f"),
+    ("s", "time_step", "5.2f"),
+)
+"""The same of supervised training."""
+_RECENT = 50
+"""Steps from whose time it is told how long the rest will take; they should hold an evaluation or two."""
+
+
+def seconds_since_start() -> float:
+    """Of this process. psutil's answer is up to a second too long: it adds the time of boot, of which the kernel tells
+    whole seconds."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc(5), field 22
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def tell_start(text: str) -> None:
+    """Say that a part of the start is done, and at which second of this program; it may take minutes in all."""
+    _show(f"start {seconds_since_start():7.1f} s  {text}")
+
+
+def _show(text: str) -> None:
+    """A line on the terminal beside the progress bar, or wherever the output goes, there at once."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether what is done every so many steps is done after this one; 0 is never."""
+    return bool(every) and step % every == 0
+
+
+class StepClock:
+    """Wall seconds of a step by phase."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str):
+        start = time.perf_counter()
+        yield
+        self.seconds[f"time_{name}"] = self.seconds.get(f"time_{name}", 0.0) + time.perf_counter() - start
+
+    def total(self) -> dict[str, float]:
+        return self.seconds | {"time_step": time.perf_counter() - self._start}
+
+
+class RunLog:
+    """Writes one JSON line per step, passes it on to the trackers and shows the run on the terminal.
+
+    Args:
+        steps: of the whole run. first_step: steps done so far.
+        trackers: open ones; they are closed with this. line: what the terminal shows of a step.
+    """
+
+    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
+        self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        self._rollouts = folder / "rollouts"
+        self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
+        self._steps = steps
+        self._trackers, self._line = trackers, line
+        self._told: deque[tuple[float, int]] = deque(maxlen=_RECENT + 1)  # when which step was told
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Record step ``step`` (steps done so far), with the seconds since this process started (``time_wall``)."""
+        metrics = metrics | {"time_wall": seconds_since_start()}
+        self._metrics.write(json.dumps({"step": step} | metrics) + "\n")
+        self._metrics.flush()
+        self._trackers.step(step, metrics)
+        fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in self._line)
+        left = self._left(step, metrics.get("time_step"))
+        self.note(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {left}")
+        self._bar.n = step
+        self._bar.refresh()
+
+    def rollouts(self, step: int, rows: list[dict]) -> None:
+        """Keep some samples of a step."""
+        self._rollouts.mkdir(exist_ok=True)
+        with open(self._rollouts / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    def _left(self, step: int, seconds: float | None) -> str:
+        """Time from here to the last step, if steps go on as this process's last ones did, evaluating and saving
+        included; the first one is all there is at first (``seconds``)."""
+        self._told.append((time.monotonic(), step))
+        (begin, first), (end, _) = self._told[0], self._told[-1]
+        each = (end - begin) / (step - first) if step > first else seconds
+        if each is None:
+            return ""
+        minutes, rest = divmod(round((self._steps - step) * each), 60)
+        return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+    def note(self, text: str) -> None:
+        _show(text)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.close()
+        self._metrics.close()
+        self._trackers.close()
+
+
+def note_skipped(log: RunLog, skipped: dict[str, int]) -> None:
+    """Say how many rows were left out because they are too long, where there are any (``{"skipped_train": 3}``)."""
+    if any(skipped.values()):
+        counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in skipped.items())
+        log.note(f"data: skipped rows that are too long: {counts}")
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl; the last one of a killed run may be cut short and is left out."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,0 +1,174 @@
+"""report.html: what a run did, as one file that opens anywhere."""
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import plotly.graph_objects as go
+from jinja2 import Environment, PackageLoader
+from plotly.offline import get_plotlyjs
+
+from engines.images.processor import DECODING_ERRORS, in_colours
+from hardware.platform import describe
+from hardware.platforms import get_platform
+from rlworker.tracking.log import read_metrics
+
+_THUMBNAIL = 160
+"""Pixels of a shown picture's longer side."""
+_PHASES = (
+    "time_rollout",
+    "time_reward",
+    "time_greedy",
+    "time_logprobs",
+    "time_values",
+    "time_update",
+    "time_sync",
+    "time_canary",
+)
+
+_PLOT = {"responsive": True, "displayModeBar": False}
+
+_CURVES = (
+    ("Loss (nats per token)", {"train_loss": "training", "heldout_loss": "held-out rows"}, "linear"),
+    ("Reward", {"reward": "sampled, training prompts", "heldout": "greedy, held-out prompts"}, "linear"),
+    (
+        "Rollout against trainer: |difference of logprobs|",
+        {"logprob_diff_mean": "mean of a step", "logprob_diff_max": "largest token"},
+        "log",
+    ),
+    ("Entropy (nats per token)", {"entropy": "entropy"}, "linear"),
+    ("Gradient norm before clipping", {"grad_norm": "gradient norm"}, "linear"),
+    ("Completion length (tokens)", {"completion_tokens": "mean length"}, "linear"),
+)
+"""Title, metric -> label, scale of each plot."""
+
+
+def write_report(folder: Path) -> Path:
+    """Draw a run folder's metrics and samples into ``report.html`` and return its path.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+    if not (folder / "metrics.jsonl").is_file() or not (folder / "config.json").is_file():
+        raise ValueError(f"report: {str(folder)!r} is not a run folder (it needs config.json and metrics.jsonl)")
+    stored = json.loads((folder / "config.json").read_text())
+    lines = read_metrics(folder)
+    steps = [line for line in lines if "time_step" in line]
+    plots = [_curves(title, lines, names, scale) for title, names, scale in _CURVES]
+    plots.append(_time_split(steps))
+    summary = folder / "summary.json"
+    page = Environment(loader=PackageLoader("rlworker.tracking", "."), autoescape=True).get_template("report.html.j2")
+    html = page.render(
+        name=folder.name,
+        summary={"platform": describe(get_platform(stored["platform"]))}
+        | (json.loads(summary.read_text()) if summary.is_file() else _summary(lines)),
+        plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
+        phases=_phase_table(steps),
+        start=_start_table(lines),
+        samples=_samples(folder),
+        config=json.dumps(stored, indent=2),
+        plotlyjs=get_plotlyjs(),
+    )
+    path = folder / "report.html"
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def _layout(figure: go.Figure, title: str, **options) -> go.Figure:
+    legend = dict(orientation="h", yanchor="bottom", y=1.0, xanchor="left", x=0)
+    margin = dict(l=60, r=20, t=70, b=40)
+    look = dict(template="plotly_white", height=340, margin=margin, legend=legend, title_y=0.97)
+    figure.update_layout(title=title, **look, **options)
+    figure.update_xaxes(title="step")
+    return figure
+
+
+def _curves(title: str, lines: list[dict], names: dict[str, str], scale: str) -> go.Figure | None:
+    figure = go.Figure()
+    for name, label in names.items():
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        if points:
+            steps, values = zip(*points)
+            few = len(points) < len(lines) / 2
+            figure.add_scatter(x=steps, y=values, name=label, mode="lines+markers" if few else "lines")
+    if not figure.data:
+        return None
+    figure.update_yaxes(type=scale, exponentformat="e" if scale == "log" else "none")
+    return _layout(figure, title, showlegend=len(figure.data) > 1)
+
+
+def _time_split(steps: list[dict]) -> go.Figure | None:
+    if not steps:
+        return None
+    figure = go.Figure()
+    for phase in _PHASES:
+        label = phase.removeprefix("time_")
+        figure.add_scatter(
+            x=[s["step"] for s in steps],
+            y=[s.get(phase, 0.0) for s in steps],
+            name=label,
+            stackgroup="time",
+            mode="lines",
+        )
+    return _layout(figure, "Seconds of a step by phase")
+
+
+def _phase_table(steps: list[dict]) -> list[tuple[str, float, float]]:
+    """Phase, mean seconds and share of the step; the first step, which warms up, is left out where there are others."""
+    steady = steps[1:] or steps
+    if not steady:
+        return []
+    total = sum(s["time_step"] for s in steady)
+    rows = [(phase.removeprefix("time_"), sum(s.get(phase, 0.0) for s in steady)) for phase in _PHASES]
+    rows.append(("other", total - sum(seconds for _, seconds in rows)))
+    return [(name, seconds / len(steady), seconds / total) for name, seconds in rows]
+
+
+def _start_table(lines: list[dict]) -> list[tuple[str, float]]:
+    """What a run's start consists of, in seconds; empty for a run whose first lines are not there."""
+    if len(lines) < 2 or "time_start_trainers" not in lines[0]:
+        return []
+    first, then = lines[0], lines[1]
+    rows = [(f"start {name}", first[f"time_start_{name}"]) for name in ("trainers", "rollouts")]
+    rows += [("evaluate", first.get("time_evaluate", 0.0)), ("first step", then["time_step"])]
+    before = then["time_wall"] - then.get("time_evaluate", 0.0) - sum(seconds for _, seconds in rows)
+    whole = ("from the start of the program", then["time_wall"])
+    return [("program, data, Ray, and all that came before", before), *rows, whole]
+
+
+def _summary(lines: list[dict]) -> dict:
+    ends = {}
+    for name in ("heldout", "heldout_loss"):
+        if found := [line[name] for line in lines if name in line]:
+            ends |= {f"{name}_before": found[0], f"{name}_after": found[-1]}
+    names = ("skipped_train", "skipped_heldout", "reward_failures")
+    counts = {name: count for name in names if (count := sum(line.get(name, 0) for line in lines))}
+    return ends | {"steps": lines[-1]["step"] if lines else 0} | counts
+
+
+def _samples(folder: Path) -> list[tuple[int, list[dict]]]:
+    """Step and kept samples, first and last steps first."""
+    files = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    chosen = files if len(files) <= 6 else [*files[:2], *files[-4:]]
+    return [
+        (int(f.stem.removeprefix("step_")), [_shown(json.loads(line)) for line in f.open(encoding="utf-8")])
+        for f in chosen
+    ]
+
+
+def _shown(sample: dict) -> dict:
+    """A sample with its pictures as small ones that the page can hold; one that is gone leaves its path."""
+    from PIL import Image  # which runs without pictures have no use for
+
+    pictures = []
+    for path in sample.get("images", ()):
+        try:
+            with Image.open(path) as picture:
+                small, data = in_colours(picture), io.BytesIO()
+                small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+                small.save(data, "PNG")
+            pictures.append((path, f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
+        except DECODING_ERRORS:
+            pictures.append((path, ""))
+    return sample | {"pictures": pictures}

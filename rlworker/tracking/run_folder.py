@@ -1,0 +1,275 @@
+"""The run folder: claimed once, written so that what is there is whole."""
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import IO
+
+from rlworker.config.run import TrainingConfig
+
+_COMPLETE = "trainer.json"
+"""Written last into a checkpoint; the folder is renamed into place after it."""
+_PROBE_BYTES = 2**20
+"""Written to see that there is room; less than what any run writes."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems without locks answer."""
+
+_MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "ignore_logprob_diff", "trackers"}
+_MAY_CHANGE |= {"save_every", "save_minutes", "keep_checkpoints", "keep_best"}
+_MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
+_MAY_CHANGE |= {"rollout.max_num_seqs", "actor.timeout_s", "logprob_diff_mean", "logprob_diff_max", "reward.workers"}
+_MAY_CHANGE |= {"reward.time_limit_s", "separate", "actor.image_memory_mb", "rollout.image_memory_mb"}
+"""Settings that a resumed run may change: how it is spread, how long it goes on and what it tells."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What says how good a checkpoint is: the name of a metric, and the ``sign`` with which more of it is better."""
+
+    name: str
+    sign: int
+
+
+class RunFolder:
+    """Everything one run writes: config.json, metrics.jsonl, rewards.log, rollouts/, checkpoints/, report.html."""
+
+    def __init__(self, path: str):
+        self.given = path
+        self.path = Path(path).absolute()  # other processes may run elsewhere
+        self._lock: IO | None = None
+
+    def check(self, config: TrainingConfig) -> None:
+        """See whether the folder can hold the run, without making it.
+
+        Raises:
+            ValueError: it cannot be made, or holds a run already, or one of other settings (keys named).
+        """
+        if self.given in ("", "."):
+            raise ValueError("run_dir: no folder of its own was given; set --run-dir, such as --run-dir runs/mine")
+        try:
+            nearest = next(path for path in (self.path, *self.path.parents) if path.exists())
+        except OSError as error:
+            raise self._unwritable(error) from None
+        if not nearest.is_dir():
+            raise ValueError(
+                f"run_dir: {str(self.path)!r} cannot be a folder: {str(nearest)!r} is a file; choose another --run-dir"
+            )
+        if not (self.path / "config.json").exists():
+            return
+        if not config.resume:
+            raise ValueError(
+                f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir, or add --resume"
+            )
+        self._check_same(config)
+
+    def _check_same(self, config: TrainingConfig) -> None:
+        try:
+            stored = json.loads((self.path / "config.json").read_text())
+            if not isinstance(stored, dict):
+                raise ValueError(f"expected an object, got a {type(stored).__name__}")
+        except ValueError as error:
+            raise ValueError(
+                f"run_dir: the config.json in {str(self.path)!r} cannot be read: {error}; choose another --run-dir, or "
+                "put back the one that the run wrote"
+            ) from None
+        # A setting that did not exist yet when the run was started had what is now its default.
+        before = _flatten(dataclasses.asdict(type(config)())) | _flatten(stored)
+        now = _flatten(dataclasses.asdict(config))
+        before, now = (json.loads(json.dumps(settings)) for settings in (before, now))
+        changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and k not in _MAY_CHANGE)
+        if changed:
+            was = ", ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed)
+            raise ValueError(f"run_dir: {str(self.path)!r} cannot be resumed with other settings: {was}")
+
+    def claim(self, config: TrainingConfig) -> None:
+        """Make the folder this run's own until ``release``, or until this process ends: before anything starts, since
+        only then is a folder that cannot be written to, or that another run writes to, a matter of a second.
+
+        Raises:
+            ValueError: as ``check``, or another run has the folder, or it cannot be written to.
+        """
+        self.check(config)
+        if self._lock:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.path / ".lock", f"run_dir: {str(self.path)!r}")
+            _probe(self.path / ".probe.partial")
+        except OSError as error:
+            self.release()
+            raise self._unwritable(error) from None
+        try:
+            self.check(config)  # another run may have come and gone in between
+        except ValueError:
+            self.release()
+            raise
+
+    def _unwritable(self, error: OSError) -> ValueError:
+        return ValueError(
+            f"run_dir: {str(self.path)!r} cannot be written to: {error}; make room or choose another --run-dir"
+        )
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    def begin(self, config: TrainingConfig) -> tuple[dict | None, str]:
+        """Take up the run that a claimed folder holds, or begin one: once everything has started, since a start that
+        fails must not leave a folder that looks taken.
+
+        Returns:
+            when resuming, the newest checkpoint's state with its ``folder``, or None where there is none; metrics of
+            later steps are cut off. And what was done, in words.
+        """
+        if not (self.path / "config.json").exists():
+            _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
+            return None, f"run: begins in {self.path}" + (", which holds none to resume" if config.resume else "")
+        self._clear_leftovers()
+        newest = self.newest()
+        state = json.loads((newest / _COMPLETE).read_text()) | {"folder": str(newest)} if newest else None
+        metrics = self.path / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        kept = [line for line in lines if state and _step_of(line) <= state["step"]]
+        cut = len(lines) - len(kept)
+        if state:
+            text = f"run: goes on from step {state['step']} ({newest.relative_to(self.path)})"
+            text += f"; {cut} lines of metrics.jsonl are of later steps, which come again" if cut else ""
+        else:
+            text = f"run: begins again at step 0, since {self.path} has no checkpoint"
+            if cut:  # hours of them, perhaps
+                aside = _next_free(self.path / "metrics.before.jsonl")
+                os.replace(metrics, aside)
+                text += f"; the metrics so far are kept as {aside.name}"
+        _write(metrics, "".join(line + "\n" for line in kept))
+        return state, text
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a killed run was in the middle of writing."""
+        for folder in self.path.glob("checkpoints/.step_*.partial"):
+            shutil.rmtree(folder)
+        for folder in self.path.glob("checkpoints/.step_*.older"):
+            shutil.rmtree(folder)
+        for file in self.path.glob(".*.partial"):
+            file.unlink()
+
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints, by step; folders of other names are not ours."""
+        folders = [f for f in self.path.glob("checkpoints/step_*") if f.name[5:].isdecimal()]
+        return sorted((f for f in folders if (f / _COMPLETE).is_file()), key=lambda f: int(f.name[5:]))
+
+    def newest(self) -> Path | None:
+        """The complete checkpoint of the highest step."""
+        return next(reversed(self.checkpoints()), None)
+
+    def best(self, score: Score) -> tuple[Path, float] | None:
+        """The checkpoint that was best on the held-out rows, of equals the latest, and how good it was; None where no
+        checkpoint was saved after an evaluation."""
+        latest_first = reversed(self.checkpoints())
+        states = [(f, json.loads((f / _COMPLETE).read_text()).get(score.name)) for f in latest_first]
+        return max(((f, s) for f, s in states if s is not None), key=lambda pair: score.sign * pair[1], default=None)
+
+    def prune(self, newest: int, best: Path | None) -> None:
+        """Remove all but the ``newest`` so many checkpoints and the ``best``; 0 removes none."""
+        for folder in self.checkpoints()[: -newest or None] if newest else []:
+            if folder != best:
+                going = folder.with_name(f".{folder.name}.older")  # at once: half a checkpoint must not look whole
+                os.replace(folder, going)
+                shutil.rmtree(going)
+
+    def begin_checkpoint(self, step: int) -> Path:
+        """An empty folder to write a checkpoint into; it does not count before ``finish_checkpoint``."""
+        partial = self.path / "checkpoints" / f".step_{step}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def finish_checkpoint(self, partial: Path, state: dict) -> Path:
+        """Make a written checkpoint count, all at once."""
+        _write(partial / _COMPLETE, json.dumps(state))
+        final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+        older = partial.with_name(f".{final.name}.older")
+        shutil.rmtree(older, ignore_errors=True)
+        if final.exists():  # the same step saved again: the older one steps aside and goes once the new one stands
+            os.replace(final, older)
+        os.replace(partial, final)
+        shutil.rmtree(older, ignore_errors=True)
+        return final
+
+
+def lock(path: Path, where: str) -> IO:
+    """Take the lock that is the file at ``path``; it is given back when the file is closed or this process ends.
+
+    Raises:
+        ValueError: another process has it; the message names ``where``, host and process.
+        OSError: the file cannot be written to.
+    """
+    file = open(path, "a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"{where} is being written to by {holder}; wait for its end, or end it, or choose another --run-dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:  # a network's file system may have none, and is no worse than before
+            raise
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _next_free(path: Path) -> Path:
+    """The path, or where it is taken the first of ``NAME.1.END``, ``NAME.2.END``, ... that is free."""
+    others = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
+    return next(name for name in chain([path], others) if not name.exists())
+
+
+def _flatten(config: dict, prefix: str = "") -> dict:
+    """Nested settings by dotted name; a pass-through dict counts as one value."""
+    flat = {}
+    for key, value in config.items():
+        nested = isinstance(value, dict) and key not in ("megatron", "vllm")
+        flat |= _flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
+
+
+def _step_of(line: str) -> float:
+    """Step of a metrics line; a line cut short by a kill counts as later than any checkpoint."""
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return float("inf")
+
+
+def _probe(path: Path) -> None:
+    """Write a file and remove it, to see that there is room. Raises OSError where there is none."""
+    try:
+        with open(path, "wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file as a whole, and only once its contents are on disk."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

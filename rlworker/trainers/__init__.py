@@ -1,0 +1,1 @@
+"""The loop: a step of RL or of supervised training, and what both share."""

@@ -1,0 +1,74 @@
+"""From settings to a trained model: what a recipe's ``__main__`` calls."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+from rlworker.cluster.ray import no_collection, ray_for
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.config.run import RunConfig
+from rlworker.data.rows import check_rows
+from rlworker.rewards.functions import BatchRewardFn, RewardFn
+from rlworker.tracking.log import tell_start
+from rlworker.tracking.run_folder import RunFolder
+from rlworker.tracking.trackers import check_trackers
+from rlworker.trainers.stop import ending_well, leave_signals
+
+
+def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) -> dict[str, float]:
+    """Check everything, start everything and train to the last step.
+
+    A mistake in the settings or a worker that fails ends the program with a message. SIGTERM or Ctrl-C ends it after
+    the step in hand, which is saved; a second one at once.
+
+    Ray takes seconds to start and so do the imports of torch and transformers, so they go side by side; what can be
+    checked without them is checked before either. vLLM's imports take longest, and begin as soon as there is a Ray.
+
+    Args:
+        parts: further arguments of ``Trainer``: ``advantage``, ``loss`` and ``aggregation``.
+
+    Returns:
+        the metrics of the last step.
+    """
+    with ending_well() as stop, ExitStack() as running:
+        try:
+            folder = check_run(config)
+            running.callback(folder.release)
+            tell_start("settings, folders and fields of rows are checked")
+            with ThreadPoolExecutor(1, initializer=leave_signals) as beside:
+                building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
+                # Ray's processes end with the thread that starts them, which is therefore this one.
+                running.enter_context(ray_for(config.actors, config.platform))
+                tell_start("Ray is up")
+                rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
+                trainer = building.result()
+            trainer.rollouts = rollouts
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        with trainer:
+            return trainer.fit()
+
+
+def check_run(config: RunConfig) -> RunFolder:
+    """Check what takes no time to check (the models' folders, the fields of every row), then claim the run folder.
+
+    Raises:
+        ValueError: something is wrong with one of them.
+    """
+    config.check_models()
+    folder = RunFolder(config.run_dir)
+    folder.check(config)
+    check_trackers(config.trackers)
+    check_rows(config.data.train, config.data)
+    if config.data.heldout:
+        check_rows(config.data.heldout, config.data)
+    folder.claim(config)
+    return folder
+
+
+def _build_trainer(config: RunConfig, reward: RewardFn | BatchRewardFn, parts: dict):
+    with no_collection():
+        from rlworker.trainers.rl import Trainer
+
+        return Trainer(config, reward, **parts)

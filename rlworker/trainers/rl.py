@@ -1,0 +1,331 @@
+"""The controller: one process that starts the engines and runs the steps."""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from ray.actor import ActorHandle
+
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import Outputs
+from engines.interfaces import LossFn
+from hardware.platforms import get_platform
+from rlworker.algorithms.advantages import AdvantageFn, check_group_size, configured_advantage, with_kl_penalty
+from rlworker.algorithms.losses import Aggregation, configured_loss, token_mean, value_loss
+from rlworker.cluster.ray import ray_for
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
+from rlworker.cluster.workers import Role
+from rlworker.config.run import RunConfig
+from rlworker.data.images import pictures_of
+from rlworker.data.rows import Rows, check_vocabulary, load_tokenizer, read_rows
+from rlworker.errors import RunError
+from rlworker.rewards.functions import BatchRewardFn, RewardFn
+from rlworker.rewards.pool import REWARD_LOG, RewardPool, pickled
+from rlworker.rollouts.metrics import some_samples
+from rlworker.rollouts.sampler import CANARY, Sampler
+from rlworker.rollouts.to_batch import Group, batch_of, logprob_difference, to_batch
+from rlworker.tracking.log import RL_LINE, StepClock, tell_start
+from rlworker.tracking.run_folder import RunFolder, Score
+from rlworker.trainers import step_metrics
+from rlworker.trainers.rejected_step import refuse_step
+from rlworker.trainers.run import Run
+from rlworker.trainers.stop import Stop
+
+CANARY_TOKENS = 4
+"""Tokens that each rollout engine samples after a weight sync, to be compared with the actor's logprobs of them."""
+MOST_EMPTY_STEPS = 10
+"""Steps in a row without a group to learn from, at which a run ends."""
+
+
+class Trainer(Run):
+    """A run of rollouts and updates.
+
+    Everything that a user can get wrong is checked when this is built; ``start`` then starts the engines, and ``fit``
+    runs to the last step. Use it as a context manager, so that the engines end with it.
+
+    Args:
+        reward: ``reward(text, row) -> float``, or marked with ``batch_reward``.
+        advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``; None takes ``grpo``, or with a
+            critic ``gae``.
+        loss: what an update minimises; None takes PPO's clipped loss with the coefficients of ``config.algorithm``.
+        aggregation: how much each token of an optimizer step counts.
+        folder, stop: as ``Run``.
+
+    Raises:
+        ValueError: the settings, a model, the rows or the run folder cannot be used; nothing was started.
+    """
+
+    line = RL_LINE
+    score = Score("heldout", +1)
+
+    def __init__(
+        self,
+        config: RunConfig,
+        reward: RewardFn | BatchRewardFn,
+        *,
+        advantage: AdvantageFn | None = None,
+        loss: LossFn | None = None,
+        aggregation: Aggregation = token_mean,
+        folder: RunFolder | None = None,
+        stop: Stop | None = None,
+    ):
+        super().__init__(config, folder, stop)
+        self.reward, self.aggregation = reward, aggregation
+        pickled(reward)  # one that cannot be sent to the processes that call it is refused here
+        self.models = config.check_models()
+        self.tokenizer = load_tokenizer(config.model)
+        pictures = pictures_of(self.models["actor"], config.run_dir, config.image_memory_mb)
+        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, pictures=pictures)
+        train = read(config.data.train)
+        heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
+        self.rows, self.heldout = train.rows, heldout.rows
+        every = [*self.rows, *self.heldout]
+        ids = [row.prompt_ids for row in every]
+        check_vocabulary([row.prompt for row in every], ids, self.tokenizer, self.models["actor"].vocab)
+        self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
+        tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
+        critic, algorithm = config.critic, config.algorithm
+        self.advantage = advantage or configured_advantage(critic)
+        check_group_size(self.advantage, config.samples_per_prompt)
+        self.loss = loss or configured_loss(config.algorithm)
+        self.value_loss = partial(value_loss, clip=critic.clip)
+        self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
+        self.version = self.empty_steps = 0
+        self.engines = []
+        self.rollouts: Rollouts | None = None
+
+    # -- engines
+
+    def __enter__(self) -> "Trainer":
+        with self.running as running:
+            self.start()
+            self.running = running.pop_all()  # started whole: what ends with it now ends in __exit__
+        return self
+
+    def __exit__(self, *error) -> None:
+        """End the engines, and Ray where it was started for them. What was written stays."""
+        self.running.__exit__(*error)
+
+    def start(self) -> None:
+        """Claim the run folder, then start every engine at the same time. ``rollouts`` may be on their way already."""
+        config, clock = self.config, StepClock()
+        self.folder.claim(config)
+        self.running.callback(self.folder.release)
+        os.environ.update(get_platform(config.platform).driver_env())
+        self.running.enter_context(ray_for(config.actors, config.platform))
+        rollouts = self._start(self.rollouts or Rollouts(config.platform, config.rollout.engines))
+        rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
+        trainers = [self._start(StartingGroup(*group)) for group in self._groups()]
+        with self._phase(clock, "start_trainers"):
+            groups: dict[str, WorkerGroup] = {}
+            for starting in trainers:
+                groups |= starting.ready()
+            self.actor = groups["actor"]
+            self.reference, self.critic = groups.get("reference"), groups.get("critic")
+        tell_start(f"trainer ranks are up: {sum(len(starting.actors) for starting in trainers)}")
+        output = self.folder.path / REWARD_LOG
+        self.rewards = self._start(RewardPool(self.reward, config.reward, output))  # while vLLM alone is still starting
+        with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
+            self.rollouts = rollouts.ready()
+        tell_start(f"rollout engines are up: {len(self.rollouts.actors)}")
+        parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
+        self.sampler = Sampler(config, *parts)
+        self.begin()
+        self.start_seconds = clock.seconds
+
+    def _groups(self) -> Iterator[tuple]:
+        """Name, platform, engines and seed of each group of training processes."""
+        config, temperature = self.config, self.config.rollout.temperature
+        roles = {"actor": Role("actor", self.models["actor"], config.actor_of_run, temperature)}
+        if "reference" in self.models:
+            model = self.models["reference"]
+            roles["reference"] = Role("reference", model, config.actor_of_run, temperature, trainable=False)
+        if "critic" in self.models:
+            roles["critic"] = Role("critic", self.models["critic"], config.critic_of_run)
+        shared = tuple(role for name, role in roles.items() if name not in config.separate)
+        yield "actor", config.platform, shared, config.seed
+        for name in dict.fromkeys(config.separate):
+            yield name, config.platform, (roles[name],), config.seed
+
+    def workers(self) -> dict[str, ActorHandle]:
+        return {name: actor for engine in self.engines for name, actor in engine.workers().items()}
+
+    def _start(self, engine: Rollouts | StartingGroup | RewardPool) -> Rollouts | StartingGroup | RewardPool:
+        self.engines.append(engine)
+        return self.running.enter_context(engine)
+
+    # -- the run
+
+    def step(self) -> tuple[dict[str, float], list[dict]]:
+        """One rollout and its update: its metrics, and some of its samples."""
+        clock, version = StepClock(), self.version
+        groups, metrics = self.sampler.sample(clock, self.version)
+        if not groups:
+            return self._empty_step(metrics, clock), []
+        self.empty_steps = 0
+        batch = batch_of(groups, self.models["actor"].vision)
+        if self.config.algorithm.greedy_baseline:
+            batch = self._with_greedy_rewards(batch, groups, clock)
+        with self._phase(clock, "logprobs"):
+            batch = self._with_logprobs(batch)
+        if self.critic:
+            with self._phase(clock, "values"):
+                batch = replace(batch, values=self.critic.forward(batch).values)
+        batch = self._with_advantages(batch)
+        self._warn_of_no_signal(batch, metrics)
+        with self._phase(clock, "update"):
+            metrics |= self._update(batch)
+        with self._phase(clock, "sync"):
+            self.sync_weights()
+        with self._phase(clock, "canary"):
+            self.check_canary()
+        self.steps_done += 1
+        metrics |= step_metrics.of_batch(batch)
+        return step_metrics.of_step(metrics, version, clock.total()), some_samples(groups)
+
+    def _empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
+        """A step whose groups were all dropped, so that there is nothing to learn from: its metrics."""
+        self.empty_steps += 1
+        if self.empty_steps == MOST_EMPTY_STEPS:
+            raise RunError(
+                f"step {self.steps_done + 1}: in {MOST_EMPTY_STEPS} steps in a row no group had two different rewards "
+                f"(their mean is {metrics['reward']:.3g}), so that nothing was learned. Where all are wrong, take "
+                "easier prompts or a reward that tells wrong from worse; where all are right, harder ones; or raise "
+                "--samples-per-prompt or --algorithm.dynamic-sampling"
+            )
+        self._warn("no group has two different rewards: the next step learns nothing")
+        self.steps_done += 1
+        return step_metrics.of_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean reward of greedy completions of the held-out rows; empty without such rows."""
+        if not self.heldout:
+            return {}
+        clock = StepClock()
+        with self._phase(clock, "evaluate"):
+            scores = self.sampler.greedy(self.heldout)
+        mean = sum(scores.values) / len(scores.values)
+        return {"heldout": mean} | scores.counts("heldout") | clock.seconds
+
+    # -- parts of a step
+
+    def _warn(self, text: str) -> None:
+        self.log.note(f"WARNING after {self.steps_done} steps: {text}")
+
+    def _warn_of_no_signal(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
+        if metrics["zero_variance_groups"] == metrics["groups"] and not self.critic:
+            self._warn("no group has two different rewards: group-relative advantages are 0 in the next step")
+        elif not batch.advantages[batch.mask].any():
+            self._warn("every advantage is 0: the rewards teach nothing in the next step")
+
+    def _with_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
+        with self._phase(clock, "greedy"):
+            rewards = torch.tensor(self.sampler.greedy([group.row for group in groups]).values, dtype=torch.float32)
+        return replace(batch, greedy_rewards=rewards[batch.group])
+
+    def _with_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Logprobs of the rollout's weights and of the reference, where the update will not make them itself."""
+        if self.config.algorithm.mini_batches > 1 or self._critic_warms_up:
+            batch = replace(batch, old_logprobs=self.actor.forward(batch).logprobs)
+        if self.reference:
+            batch = replace(batch, ref_logprobs=self.reference.forward(batch).logprobs)
+        return with_kl_penalty(batch, self.kl_in_reward) if self.kl_in_reward else batch
+
+    def _with_advantages(self, batch: TrainBatch) -> TrainBatch:
+        found = self.advantage(batch)
+        if isinstance(found, tuple) != bool(self.critic):
+            raise RunError(
+                "advantage: with --critic.train it must return ([N] advantages, [N] returns), else [N], got "
+                f"a {type(found).__name__}"
+            )
+        advantages, returns = found if self.critic else (found, None)
+        return replace(batch, advantages=advantages, returns=returns)
+
+    @property
+    def _critic_warms_up(self) -> bool:
+        return bool(self.critic) and self.steps_done < self.config.critic.warmup_steps
+
+    def _update(self, batch: TrainBatch) -> dict[str, float]:
+        """The optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
+        parts, logprobs = [], batch.old_logprobs
+        where = f"step {self.steps_done + 1}"
+        if logprobs is not None:  # known before anything is learned from them
+            self._check_difference(where, logprob_difference(batch, logprobs))
+        for mini in batch.split(min(self.config.algorithm.mini_batches, len(batch))):
+            parts.append({})
+            if self.critic:
+                parts[-1] |= self._take_step(self.critic, mini, self.value_loss, token_mean, "critic_")[0]
+            if self._critic_warms_up:
+                continue
+            metrics, outputs = self._take_step(self.actor, mini, self.loss, self.aggregation)
+            parts[-1] |= metrics
+            if logprobs is None:
+                logprobs = outputs.logprobs
+                self._check_difference(where, logprob_difference(batch, logprobs))
+        return step_metrics.over_mini_batches(parts) | logprob_difference(batch, logprobs)
+
+    def _take_step(
+        self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, aggregation: Aggregation, prefix: str = ""
+    ) -> tuple[dict[str, float], Outputs]:
+        """One optimizer step; its metrics, and the outputs from before it."""
+        weights, denominator = aggregation(batch)
+        batch = replace(batch, weights=weights)
+        results, outputs = group.train_step(batch, loss, denominator)
+        metrics = step_metrics.of_update(results, float(batch.mask.sum()), prefix)
+        if math.isnan(metrics[f"{prefix}grad_norm"]):  # the engine did not step
+            refuse_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
+        return metrics, outputs
+
+    def _check_difference(self, where: str, difference: dict[str, float]) -> None:
+        limits = self.config.logprob_limits
+        found = difference["logprob_diff_mean"], difference["logprob_diff_max"]
+        if all(f <= limit for f, limit in zip(found, limits)):
+            return
+        text = (
+            f"{where}: rollout and trainer disagree on the logprobs of the same tokens: mean "
+            f"{found[0]:.1e}, max {found[1]:.1e}, limits {limits[0]:.1e} and {limits[1]:.1e}. Weights did not arrive "
+            "whole, or the engines compute different models"
+        )
+        if not self.config.ignore_logprob_diff:
+            raise RunError(f"{text}; to go on all the same raise --logprob-diff-mean or set --ignore-logprob-diff")
+        self.log.note(f"WARNING {text}")
+
+    def sync_weights(self) -> None:
+        """Send the actor's weights to every rollout engine, as the next version."""
+        self.version += 1
+        self.actor.call("sync_weights", self.rollouts.actors, self.version, BUCKET_BYTES)
+        if (versions := self.rollouts.call("version")) != [self.version] * len(versions):
+            raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
+
+    def check_canary(self) -> None:
+        """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
+        # With a picture where there is one: the vision tower's weights have to show too.
+        row = next((row for row in self.rows if row.images), self.rows[0])
+        rows = [row] * (len(self.rollouts.actors) * self.actor.dp_size)
+        sampling = replace(
+            self.sampler.sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
+        )
+        batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
+        logprobs = self.actor.forward(batch).logprobs
+        self._check_difference(f"after sync {self.version}", logprob_difference(batch, logprobs))
+
+    # -- checkpoints
+
+    def state(self) -> dict[str, int]:
+        rollouts = self.sampler.rollouts_done
+        return {"version": self.version, "rollouts": rollouts, "empty_steps": self.empty_steps}
+
+    def restore(self, state: dict) -> None:
+        self.sampler.rollouts_done = state.get("rollouts", state["step"])  # older runs had one of each
+        self.empty_steps = state.get("empty_steps", 0)
+        self.version = state["version"] - 1  # the sync makes it the version that the run had
+        super().restore(state)
+        self.sync_weights()
+        self.check_canary()
+
+    def learning(self) -> list[WorkerGroup]:
+        return [self.actor, self.critic] if self.critic else [self.actor]

@@ -1,0 +1,187 @@
+"""What runs of RL and of supervised training do alike: go step by step, evaluate, save, and end when asked to."""
+
+import errno
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rlworker.cluster.ray import naming_failures
+from rlworker.cluster.train_group import WorkerGroup, save_groups
+from rlworker.config.model_checks import start_notes
+from rlworker.config.run import TrainingConfig
+from rlworker.errors import RunError
+from rlworker.tracking.log import RunLog, StepClock, is_due, note_skipped, tell_start
+from rlworker.tracking.report import write_report
+from rlworker.tracking.run_folder import RunFolder, Score
+from rlworker.tracking.trackers import Trackers, check_trackers
+from rlworker.trainers.stop import Stop
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
+"""What writing to a disk that is full, gone or no longer ours answers."""
+_BETWEEN_STEPS = ("evaluate", "save", "restore")
+"""Phases that belong to the last step that was done rather than to the one that runs."""
+
+
+class Run:
+    """A run that trains, around its steps.
+
+    What a step is, how well the held-out rows are answered and what a checkpoint holds is said by who inherits from
+    this: ``step``, ``evaluate``, ``learning``, ``state``, ``restore``.
+
+    Args:
+        folder: of the run, where it was claimed before.
+        stop: how the program is asked to end; left out, signals are the caller's business.
+
+    Raises:
+        ValueError: the run folder cannot hold this run.
+    """
+
+    line: tuple
+    """What the terminal shows of a step."""
+    score: Score
+    """What says how well the held-out rows are answered."""
+
+    def __init__(self, config: TrainingConfig, folder: RunFolder | None = None, stop: Stop | None = None):
+        self.config, self.stop_request = config, stop or Stop()
+        self.folder = folder or RunFolder(config.run_dir)
+        self.folder.check(config)
+        check_trackers(config.trackers)
+        self.steps_done = 0
+        self.skipped: dict[str, int] = {}
+        self.start_seconds: dict[str, float] = {}
+        self.running = ExitStack()
+        self.log: RunLog | None = None
+
+    # -- what kinds of runs differ in
+
+    def step(self) -> tuple[dict[str, float], list[dict]]:
+        """One step: its metrics, and some of its samples."""
+        raise NotImplementedError
+
+    def evaluate(self) -> dict[str, float]:
+        """How the held-out rows are answered; empty without such rows."""
+        raise NotImplementedError
+
+    def learning(self) -> list[WorkerGroup]:
+        """The engines that a checkpoint holds."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """What else a checkpoint has to tell, beside the step."""
+        return {}
+
+    def restore(self, state: dict) -> None:
+        """Take up what a checkpoint holds."""
+        for group in self.learning():
+            group.call("load", f"{state['folder']}/{group.name}")
+
+    def workers(self) -> Mapping[str, Any]:
+        """Every process of the run by the name that a message gives it."""
+        raise NotImplementedError
+
+    # -- what they share
+
+    def begin(self) -> None:
+        """Take up the run that the claimed folder holds, or begin one, now that its engines are there."""
+        config = self.config
+        state, text = self.folder.begin(config)
+        self.steps_done = state["step"] if state else 0
+        trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
+        self.log = self.running.enter_context(
+            RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line)
+        )
+        for note in (text, *start_notes(config.platform, config.actor)):
+            self.log.note(note)
+        note_skipped(self.log, self.skipped)
+        if state:
+            with self._phase(StepClock(), "restore"):
+                self.restore(state)
+            tell_start(f"step {self.steps_done} is restored")
+        best = self.folder.best(self.score)
+        self._best = best and best[1]
+        self._saved_step, self._saved_at = self.steps_done, time.monotonic()
+
+    def fit(self) -> dict[str, float]:
+        """Run to the last step, or to the end of the one in which the program is asked to stop; evaluate and save on
+        the way.
+
+        Returns:
+            the metrics of the last step.
+
+        Raises:
+            RunError: a worker failed, or the run folder can no longer be written to.
+        """
+        try:
+            try:
+                return self._steps()
+            finally:  # a run that ends early has a report too
+                self.log.note(f"report: {write_report(self.folder.path)}")
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            raise RunError(
+                f"step {self.steps_done}: {str(self.folder.path)!r} cannot be written to: {error}; make room, then go "
+                "on from what was saved with --resume"
+            ) from error
+
+    def _steps(self) -> dict[str, float]:
+        config, metrics = self.config, {}
+        self.stop_request.in_hand = f"step {self.steps_done + 1}"
+        if self.steps_done == 0:
+            self.log.step(0, self.evaluate() | self.start_seconds | self.skipped)
+        while self.steps_done < config.steps and not self.stop_request.signal:
+            self.stop_request.in_hand = f"step {self.steps_done + 1}"
+            metrics, samples = self.step()
+            last = self.steps_done == config.steps
+            if last or is_due(self.steps_done, config.eval_every):
+                metrics |= self.evaluate()
+            if samples and (self.steps_done == 1 or self.score.name in metrics):
+                self.log.rollouts(self.steps_done, samples)
+            self.log.step(self.steps_done, metrics)
+            if last or self._is_save_due(metrics):
+                self.save(metrics)
+        if self.steps_done < config.steps:
+            if self._saved_step < self.steps_done:
+                self.save(metrics)
+            self.log.note(f"stopped after step {self.steps_done} of {config.steps}; the same with --resume goes on")
+        else:
+            self.stop_request.in_hand = ""
+        return metrics
+
+    def _is_save_due(self, metrics: dict[str, float]) -> bool:
+        config, waited = self.config, time.monotonic() - self._saved_at
+        is_best = config.keep_best and self._is_best(metrics)
+        return is_best or is_due(self.steps_done, config.save_every) or 0 < 60 * config.save_minutes <= waited
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        score = metrics.get(self.score.name)
+        return score is not None and (self._best is None or self.score.sign * (score - self._best) > 0)
+
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """Write a checkpoint (engines, state, each model as a HuggingFace folder) and remove those that it replaces.
+
+        Args:
+            metrics: of the step that was done; a held-out score among them is the checkpoint's.
+        """
+        with self._phase(StepClock(), "save"):
+            self._save({name: value for name, value in metrics.items() if name == self.score.name})
+
+    def _save(self, score: dict[str, float]) -> None:
+        partial = self.folder.begin_checkpoint(self.steps_done)
+        save_groups(self.learning(), partial)
+        self.folder.finish_checkpoint(partial, {"step": self.steps_done} | self.state() | score)
+        best = self.folder.best(self.score)
+        self._best = best and best[1]
+        self.folder.prune(self.config.keep_checkpoints, best[0] if best and self.config.keep_best else None)
+        self._saved_step, self._saved_at = self.steps_done, time.monotonic()
+
+    @contextmanager
+    def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
+        """A phase on the clock, in which a worker that fails is named."""
+        step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
+        where = f"step {step}, phase {name}" if self.log else f"phase {name}"
+        advice = ". What was saved is whole: go on from it with --resume" if self.log else ""
+        with clock.phase(name), naming_failures(where, self.workers(), advice):
+            yield
