@@ -7,8 +7,8 @@ penalty for answers that run long, every token of a mini-batch counting alike, n
 
 from engines.batch.batch import TrainBatch
 from engines.config import MegatronConfig, VllmConfig
-from recipes.mathematics import INSTRUCTION, math_reward
-from recipes.smoke import RecipeConfig, recipe_config
+from recipes.common.mathematics import INSTRUCTION, math_reward
+from recipes.common.smoke import RecipeConfig, recipe_config
 from rlworker.algorithms.advantages import AdvantageFn, grpo, with_overlong_penalty
 from rlworker.config.run import AlgorithmConfig, DataConfig, RewardConfig
 from rlworker.data.rows import Row

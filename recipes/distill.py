@@ -8,8 +8,8 @@ al. 2023, https://arxiv.org/abs/2306.13649). The reward is reported and teaches 
 from dataclasses import replace
 
 from recipes import grpo_gsm8k
-from recipes.mathematics import math_reward
-from recipes.smoke import recipe_config
+from recipes.common.mathematics import math_reward
+from recipes.common.smoke import recipe_config
 from rlworker.algorithms.advantages import distill
 from rlworker.config.run import AlgorithmConfig
 from rlworker.trainers.launch import launch

@@ -7,8 +7,8 @@ In full, which is untested: eight training ranks and four vLLM engines, each on 
 """
 
 from engines.config import MegatronConfig, VllmConfig
-from recipes.mathematics import INSTRUCTION, math_reward
-from recipes.smoke import VlmRecipeConfig, recipe_config
+from recipes.common.mathematics import INSTRUCTION, math_reward
+from recipes.common.smoke import VlmRecipeConfig, recipe_config
 from rlworker.config.run import AlgorithmConfig, DataConfig, RewardConfig
 from rlworker.trainers.launch import launch
 

@@ -7,8 +7,8 @@ python -m recipes.ppo_gsm8k --smoke                the same recipe, tiny, on a C
 from dataclasses import replace
 
 from recipes import grpo_gsm8k
-from recipes.mathematics import math_reward
-from recipes.smoke import recipe_config
+from recipes.common.mathematics import math_reward
+from recipes.common.smoke import recipe_config
 from rlworker.config.run import AlgorithmConfig, CriticConfig
 from rlworker.trainers.launch import launch
 

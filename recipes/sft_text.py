@@ -10,7 +10,7 @@ is a HuggingFace folder that every RL recipe can start from.
 from dataclasses import replace
 
 from recipes import grpo_gsm8k
-from recipes.smoke import SftRecipeConfig, recipe_config
+from recipes.common.smoke import SftRecipeConfig, recipe_config
 from rlworker.trainers.sft import launch_supervised
 
 DEFAULT = SftRecipeConfig(

@@ -10,7 +10,7 @@ that every RL recipe can start from.
 from dataclasses import replace
 
 from recipes import grpo_geo3k
-from recipes.smoke import SftVlmRecipeConfig, recipe_config
+from recipes.common.smoke import SftVlmRecipeConfig, recipe_config
 from rlworker.trainers.sft import launch_supervised
 
 DEFAULT = SftVlmRecipeConfig(

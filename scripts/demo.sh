@@ -9,14 +9,14 @@ export HF_HUB_OFFLINE=1
 run=runs/demo_cpu
 case " $* " in
 *" --resume "* | *" --run-dir"* | *" --help "* | *" -h "*) # the arguments say which folder, or none is needed
-  exec .venv/bin/python -W ignore -m recipes.demo_cpu "$@" ;;
+  exec .venv/bin/python -W ignore -m recipes.demos.cpu "$@" ;;
 esac
 n=1 # an earlier run keeps its folder; this one takes the next free
 while [ -e "$run/config.json" ]; do
   run=runs/demo_cpu.$n
   n=$((n + 1))
 done
-.venv/bin/python -W ignore -m recipes.demo_cpu --run-dir "$run" "$@"
+.venv/bin/python -W ignore -m recipes.demos.cpu --run-dir "$run" "$@"
 if [ -n "${DISPLAY:-}${WAYLAND_DISPLAY:-}" ]; then
   .venv/bin/python -m webbrowser "file://$PWD/$run/report.html" >/dev/null || true
 fi

@@ -207,7 +207,7 @@ if __name__ == "__main__":
     else:
         import tempfile
 
-        from recipes.addition import make_data, make_model
+        from recipes.common.addition import make_data, make_model
 
         options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
         count, seed = int(options.get("--kills", 24)), int(options.get("--seed", 0))

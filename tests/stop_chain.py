@@ -103,7 +103,7 @@ def check_stop(moment: Moment, status: int, said: str) -> None:
 
 
 def prepare(folder: Path) -> None:
-    from recipes.addition import make_data, make_model
+    from recipes.common.addition import make_data, make_model
 
     make_data(folder / "data")
     lines = (folder / "data" / "heldout.jsonl").read_text().splitlines(keepends=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BENCHMARKS = sorted((ROOT / "scripts").glob("bench_*.py"))
+FOLDER = ROOT / "scripts" / "bench"
+BENCHMARKS = sorted(path for path in FOLDER.glob("*.py") if path.name != "timing.py")
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.]*(?:e[-+]\d+)?|nan|inf)(?!\w)")
 
 
@@ -34,14 +35,14 @@ def test_all_of_them_are_named_where_a_contributor_looks():
     contributing, performance = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "docs/performance.md"))
     assert BENCHMARKS
     for path in BENCHMARKS:
-        assert f"scripts/{path.name}" in contributing and f"scripts/{path.name}" in performance
+        assert f"scripts/bench/{path.name}" in contributing and f"scripts/bench/{path.name}" in performance
 
 
 @pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("bench_step", ["--steps", "1"]), ("bench_head", ["--dtype", "int8"]), ("bench_gae", ["--no"])],
+    [("step", ["--steps", "1"]), ("head", ["--dtype", "int8"]), ("gae", ["--no"])],
 )
 def test_what_cannot_be_measured_is_an_error(name, options):
-    done = run(ROOT / "scripts" / f"{name}.py", *options)
+    done = run(FOLDER / f"{name}.py", *options)
     assert done.returncode and not done.stdout and "error: " in done.stderr

@@ -57,7 +57,7 @@ def test_files_and_functions_stay_short():
 
 
 def test_the_controller_imports_neither_engine():
-    code = "import sys, recipes.demo_cpu; print([m for m in ('megatron', 'vllm') if m in sys.modules])"
+    code = "import sys, recipes.demos.cpu; print([m for m in ('megatron', 'vllm') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -96,8 +96,8 @@ def test_every_config_key_has_a_reader():
     import dataclasses
 
     from engines.config import MegatronConfig, VllmConfig
-    from recipes.demo_cpu import DemoConfig
-    from recipes.smoke import RecipeConfig, SftRecipeConfig
+    from recipes.common.smoke import RecipeConfig, SftRecipeConfig
+    from recipes.demos.cpu import DemoConfig
     from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RewardConfig
 
     owners = {  # what a value of this class is called where it is read
@@ -128,8 +128,8 @@ def keys(config: type) -> int:
 
 
 def test_there_are_few_enough_keys_to_know():
-    from recipes.demo_cpu import DemoConfig
-    from recipes.smoke import RecipeConfig, SftRecipeConfig
+    from recipes.common.smoke import RecipeConfig, SftRecipeConfig
+    from recipes.demos.cpu import DemoConfig
 
     counts = {config.__name__: keys(config) for config in (RecipeConfig, DemoConfig, SftRecipeConfig)}
     assert keys(RecipeConfig) > 60 and max(counts.values()) <= 83, counts

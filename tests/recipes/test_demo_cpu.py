@@ -45,10 +45,10 @@ def check(run: Path, said: str, options: list[str]) -> None:
 
 def test_it_runs_and_sums_itself_up(cluster, tmp_path):
     """And the finished run is one that could be gone on with, under its own settings alone."""
-    from recipes.demo_cpu import ADDITION, DEFAULT, DemoConfig, prepare
+    from recipes.demos.cpu import ADDITION, DEFAULT, DemoConfig, prepare
 
     run, options = tmp_path / "demo", ["--actor.tp", "2"]
-    done = run_recipe("demo_cpu", "--run-dir", run, *SHORT, *options)
+    done = run_recipe("demos.cpu", "--run-dir", run, *SHORT, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     check(run, done.stdout, options)
     config = DemoConfig(**json_config(run / "config.json") | {"model": "", "resume": True, "data": DEFAULT.data})
@@ -66,9 +66,9 @@ PPO = ["--critic.warmup-steps", "1", "--shuffle-rewards", "--actor.layout", "bsh
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        ("ppo_addition", PPO),
-        ("demo_vlm", ["--actor.layout", "bshd", "--shuffle-rewards"]),
-        ("demo_vlm", ["--actor.tp", "2", "--platform", "npu-emulated"]),
+        ("demos.ppo", PPO),
+        ("demos.vlm", ["--actor.layout", "bshd", "--shuffle-rewards"]),
+        ("demos.vlm", ["--actor.tp", "2", "--platform", "npu-emulated"]),
     ],
     ids=["ppo-dp2", "vlm-dp2", "vlm-tp2-npu"],
 )
@@ -78,8 +78,8 @@ def test_others_run_as_programs(tmp_path, recipe, options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     check(run, done.stdout, options)
-    assert ("explained_variance" in read_metrics(run)[-1]) == (recipe == "ppo_addition")
-    assert ('<img src="data:image/png;base64,' in (run / "report.html").read_text()) == (recipe == "demo_vlm")
+    assert ("explained_variance" in read_metrics(run)[-1]) == (recipe == "demos.ppo")
+    assert ('<img src="data:image/png;base64,' in (run / "report.html").read_text()) == (recipe == "demos.vlm")
 
 
 def json_config(path) -> dict:
@@ -93,7 +93,7 @@ def json_config(path) -> dict:
 
 
 def test_the_control_hands_out_the_same_rewards_in_another_order():
-    from recipes.demo_cpu import shuffled
+    from recipes.demos.cpu import shuffled
 
     rewards = torch.arange(64.0)
     batch = TrainBatch.from_ids([[1, 2]] * 64, [1] * 64, rewards=rewards, group=torch.arange(64) // 8, versions=rewards)
@@ -103,6 +103,6 @@ def test_the_control_hands_out_the_same_rewards_in_another_order():
 
 
 def test_the_default_is_two_ranks_and_no_other_layout_than_thd():
-    from recipes.demo_cpu import DEFAULT
+    from recipes.demos.cpu import DEFAULT
 
     assert DEFAULT.actor.ranks == 2 and DEFAULT.actor.dp == 2 and DEFAULT.actor.layout == "thd"

@@ -10,8 +10,8 @@ from support.program import run_recipe
 from vlm_cases import QWEN2_5_VL_7B
 
 from engines.batch.batch import TrainBatch
-from recipes import squares
-from recipes.addition import make_model
+from recipes.common import squares
+from recipes.common.addition import make_model
 from rlworker.algorithms.advantages import distill
 from rlworker.checks.plan import plan_recipe
 from rlworker.data.rows import Row, load_tokenizer
@@ -23,11 +23,11 @@ RECIPES = {
     "dapo_math": (),
     "distill": ("--algorithm.reference",),
     "sft_text": (),
-    "grpo_npu": (),
-    "ppo_npu": (),
+    "npu.grpo": (),
+    "npu.ppo": (),
     "grpo_geo3k": (),
     "sft_vlm": (),
-    "grpo_vlm_npu": (),
+    "npu.grpo_vlm": (),
 }
 """Recipe -> options that name further models."""
 LLAMA_8B = {
@@ -81,7 +81,7 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
     # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
     assert ("explained_variance" in last, "penalty" in last) == ((recipe.startswith("ppo"),) * 2)
     assert ("kl" in last) == recipe.startswith("grpo")
-    if recipe in ("grpo_geo3k", "grpo_vlm_npu"):  # pictures beside answers and rewards
+    if recipe in ("grpo_geo3k", "npu.grpo_vlm"):  # pictures beside answers and rewards
         assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
     platform = "npu-emulated (emulated), which says nothing about pse" if recipe.endswith("npu") else "cpu (executed)<"
     assert platform in (run / "report.html").read_text()
@@ -118,7 +118,7 @@ def test_small_it_can_start(monkeypatch, tmp_path, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_full_it_fits_its_devices(tmp_path, recipe):
     """Of 80 GB, an NPU of 64 GB."""
-    sees = recipe in ("grpo_geo3k", "sft_vlm", "grpo_vlm_npu")
+    sees = recipe in ("grpo_geo3k", "sft_vlm", "npu.grpo_vlm")
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B if sees else LLAMA_8B))
     others = [word for option in RECIPES[recipe] for word in (option, str(tmp_path))]
     memory_gb = 64.0 if recipe.endswith("npu") else 80.0
@@ -126,9 +126,9 @@ def test_in_full_it_fits_its_devices(tmp_path, recipe):
     assert fits, text
 
 
-@pytest.mark.parametrize("recipe", ["demo_cpu", "ppo_addition", "grpo", "demo_vlm"])
+@pytest.mark.parametrize("recipe", ["demos.cpu", "demos.ppo", "grpo", "demos.vlm"])
 def test_small_ones_fit_this_machine(tmp_path, recipe):
-    make = squares.make_model if recipe == "demo_vlm" else make_model
+    make = squares.make_model if recipe == "demos.vlm" else make_model
     text, fits = plan_recipe(f"recipes.{recipe}", ["--model", str(make(tmp_path, 0))], memory_gb=0)
     assert fits, text
 
@@ -172,6 +172,6 @@ def test_dapo_holds_length_against_right_and_wrong_alike():
     ],
 )
 def test_an_answer_is_right_as_mathematics(text, answer, reward):
-    from recipes.mathematics import math_reward
+    from recipes.common.mathematics import math_reward
 
     assert math_reward(text, Row("", (1,), answer, {})) == reward

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes.addition import is_heldout, make_data, make_tokenizer
+from recipes.common.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config.run import DataConfig
 from rlworker.data.rows import check_rows, check_vocabulary, read_rows, rows_of_step
 

@@ -3,7 +3,7 @@
 import pytest
 from kill_chain import Kill, draw_kills, run_chain
 
-from recipes.addition import make_data, make_model
+from recipes.common.addition import make_data, make_model
 
 KILL = Kill("actor rank 1", step=3, phase="sync", delay_ms=10)
 

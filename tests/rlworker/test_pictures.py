@@ -18,7 +18,7 @@ from engines.batch.samples import Completion
 from engines.config import MegatronConfig
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
-from recipes.addition import make_tokenizer
+from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
 from rlworker.config.model_checks import check_sees_alike, check_trained
 from rlworker.config.run import DataConfig

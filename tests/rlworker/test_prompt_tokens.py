@@ -8,7 +8,7 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
 from engines.models.spec import ModelSpec
-from recipes.addition import make_tokenizer
+from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
 from rlworker.config.run import DataConfig
 from rlworker.config.sft import SftConfig

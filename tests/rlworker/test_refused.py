@@ -3,7 +3,7 @@ import json
 import torch
 
 from engines.batch.batch import TrainBatch
-from recipes.addition import make_tokenizer
+from recipes.common.addition import make_tokenizer
 from rlworker.trainers.rejected_step import offending_rows, save_refused
 
 

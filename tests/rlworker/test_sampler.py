@@ -8,7 +8,7 @@ import pytest
 
 from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
-from recipes.addition import make_tokenizer
+from recipes.common.addition import make_tokenizer
 from rlworker.config.run import AlgorithmConfig, RunConfig
 from rlworker.data.rows import Row
 from rlworker.tracking.log import StepClock

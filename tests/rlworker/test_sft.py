@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.smoke import SftRecipeConfig, small_supervised
+from recipes.common.smoke import SftRecipeConfig, small_supervised
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
 from rlworker.tracking.log import read_metrics

@@ -12,7 +12,7 @@ import torch
 from support.huggingface import load_folder, logprobs_of
 
 from engines.config import MegatronConfig, VllmConfig
-from recipes.addition import make_data, make_tokenizer
+from recipes.common.addition import make_data, make_tokenizer
 from rlworker.algorithms.advantages import distill, grpo, remax
 from rlworker.algorithms.losses import sequence_mean
 from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RunConfig

@@ -1,6 +1,6 @@
 """How well and how fast sequences are balanced over many replicas.
 
-    python scripts/bench_schedule.py [--tiny]
+    python scripts/bench/schedule.py [--tiny]
 
 102,400 log-normal lengths (median 512, at most 32,768) over 1,024 replicas of equal counts, at three widths of the
 distribution; beside it, in the same run, sorting the lengths alone, and dealing them out in the order they came in.

@@ -1,6 +1,6 @@
 """Packing a micro-batch through one index map, against a plain loop over its sequences.
 
-    python scripts/bench_layout.py [--tiny]
+    python scripts/bench/layout.py [--tiny]
 
 512 sequences of log-normal length (median 128, at most 1024); eight columns are packed and two unpacked, the plan
 included. The bandwidth is that of a copy of as many bytes as the columns hold, in the same run.

@@ -1,7 +1,7 @@
 """GRPO on GSM8K on one Ascend node of sixteen cards with 64 GB each: recipes.grpo_gsm8k at that node's sizes.
 
-bash scripts/ray_up.sh head && RAY_ADDRESS=auto python -m recipes.grpo_npu --model FOLDER
-python -m recipes.grpo_npu --smoke                 the same recipe, tiny, the NPU emulated on a CPU
+bash scripts/ray_up.sh head && RAY_ADDRESS=auto python -m recipes.npu.grpo --model FOLDER
+python -m recipes.npu.grpo --smoke                 the same recipe, tiny, the NPU emulated on a CPU
 
 In full, which is untested: eight training ranks and eight vLLM engines. docs/ascend.md has the settings of the machine.
 """
@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from hardware.npu.platform import NpuPlatform
 from recipes import grpo_gsm8k
-from recipes.mathematics import math_reward
-from recipes.smoke import recipe_config
+from recipes.common.mathematics import math_reward
+from recipes.common.smoke import recipe_config
 from rlworker.trainers.launch import launch
 
 DEFAULT = replace(

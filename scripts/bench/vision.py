@@ -1,6 +1,6 @@
 """What it saves that the samples of a prompt share one pass of the vision tower.
 
-    python scripts/bench_vision.py [--tiny]
+    python scripts/bench/vision.py [--tiny]
 
 An update over 8 prompts x 8 samples, one rank, one thread: pictures that all samples of a prompt have in common, and
 for comparison as many sequences of the same lengths whose pictures all differ, so that each is decoded and seen by
@@ -25,7 +25,7 @@ from engines.images.plan import same_images
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
-from recipes.squares import make_tokenizer
+from recipes.common.squares import make_tokenizer
 from rlworker.checks.tiny_models import tiny_vlm
 
 TINY = options(__doc__).parse_args().tiny
@@ -34,7 +34,7 @@ SIDES = (56,) if TINY else (56, 112, 224)
 
 
 def make_model(folder: Path) -> ModelSpec:
-    """The toy of recipes.squares, for pictures of any of the sizes."""
+    """The toy of recipes.common.squares, for pictures of any of the sizes."""
     language = dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=256)
     vision = dict(hidden_size=128, intermediate_size=192, num_heads=4)
     pixels = (min(SIDES) ** 2, max(SIDES) ** 2)

@@ -20,7 +20,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from recipes.addition import make_data, make_model
+from recipes.common.addition import make_data, make_model
 from rlworker.algorithms.advantages import AdvantageFn, configured_advantage
 from rlworker.cluster.ray import ray_for
 from rlworker.config.run import AlgorithmConfig, DataConfig, RunConfig

@@ -1,6 +1,6 @@
 """How long generalised advantage estimation takes for 1,024 sequences of 8,192 tokens, one thread.
 
-    python scripts/bench_gae.py [--tiny]
+    python scripts/bench/gae.py [--tiny]
 
 Where every token counts and where each sequence begins with a prompt, beside a loop over time in the same run. Medians.
 """

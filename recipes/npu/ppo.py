@@ -1,16 +1,17 @@
 """PPO on GSM8K on one Ascend node of sixteen cards with 64 GB each: recipes.ppo_gsm8k at that node's sizes.
 
-bash scripts/ray_up.sh head && RAY_ADDRESS=auto python -m recipes.ppo_npu --model FOLDER
-python -m recipes.ppo_npu --smoke                  the same recipe, tiny, the NPU emulated on a CPU
+bash scripts/ray_up.sh head && RAY_ADDRESS=auto python -m recipes.npu.ppo --model FOLDER
+python -m recipes.npu.ppo --smoke                  the same recipe, tiny, the NPU emulated on a CPU
 
 In full, which is untested: eight ranks for actor, reference and critic, and eight vLLM engines.
 """
 
 from dataclasses import replace
 
-from recipes import grpo_npu, ppo_gsm8k
-from recipes.mathematics import math_reward
-from recipes.smoke import recipe_config
+from recipes import ppo_gsm8k
+from recipes.common.mathematics import math_reward
+from recipes.common.smoke import recipe_config
+from recipes.npu import grpo as grpo_npu
 from rlworker.trainers.launch import launch
 
 DEFAULT = replace(

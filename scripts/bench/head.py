@@ -1,6 +1,6 @@
 """Peak memory and time of logprobs and entropy from hidden states, forward and backward.
 
-    python scripts/bench_head.py [--dtype bfloat16] [--tiny]
+    python scripts/bench/head.py [--dtype bfloat16] [--tiny]
 
 2,048 tokens, a hidden size of 896 and a vocabulary of 151,936 (Qwen2.5-0.5B), one thread: the head of the engine, with
 and without keeping logits for the backward pass, beside the plain way, log_softmax over all logits at once. Each runs
@@ -71,7 +71,7 @@ def main() -> None:
     found = {}
     for kind in ("full softmax", "logits kept", "logits made again"):
         command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--one", kind]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found[kind] = json.loads(done.stdout.splitlines()[-1])
     plain = found["full softmax"]

@@ -1,6 +1,6 @@
 """What one GRPO step costs, on the real engines and against a single process that does the same work.
 
-    python scripts/bench_step.py [--ranks 1] [--rollouts 1] [--steps 12] [--tiny]
+    python scripts/bench/step.py [--ranks 1] [--rollouts 1] [--steps 12] [--tiny]
 
 Work: a Qwen2 of 1.4 million parameters, 32 prompts x 8 samples, 16 new tokens, one update. Measured from the second
 step on, medians: wall seconds by phase, and CPU seconds of the driver, the trainers and the rollout engine (Ray's own
@@ -32,7 +32,7 @@ def make_inputs(folder: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from recipes.addition import make_data, make_tokenizer
+    from recipes.common.addition import make_data, make_tokenizer
 
     torch.manual_seed(0)
     config = Qwen2Config(

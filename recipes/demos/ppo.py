@@ -1,12 +1,12 @@
 """The demo's addition learned by PPO: a Megatron critic beside the actor, in the same processes.
 
-A tiny Qwen3 is made and warmed up as in recipes.demo_cpu; then the critic, which starts as a copy of the warm model
+A tiny Qwen3 is made and warmed up as in recipes.demos.cpu; then the critic, which starts as a copy of the warm model
 with a head of zeros, learns what a half-written answer is worth, and the actor from what each token changed in it.
 """
 
 from dataclasses import replace
 
-from recipes import demo_cpu
+from recipes.demos import cpu as demo_cpu
 from rlworker.config.run import CriticConfig
 
 DEFAULT = replace(

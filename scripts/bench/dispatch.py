@@ -1,6 +1,6 @@
 """How long a batch takes to four Ray actors and back.
 
-    python scripts/bench_dispatch.py [--tiny]
+    python scripts/bench/dispatch.py [--tiny]
 
 50 MB of columns go out as each replica's shard and come back as they were, through the dispatch that every step uses;
 beside it the plain way, a dict of tensors per actor, in the same run. Medians.

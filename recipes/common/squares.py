@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw
 
-from recipes.addition import SPECIAL
+from recipes.common.addition import SPECIAL
 from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import tyro
 
 from engines.config import VllmConfig
 from hardware.platforms import get_platform
-from recipes.addition import make_model, make_tokenizer
-from recipes.squares import make_data
+from recipes.common.addition import make_model, make_tokenizer
+from recipes.common.squares import make_data
 from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, tiny_vlm
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig

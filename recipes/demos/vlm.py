@@ -5,7 +5,8 @@ then trained by GRPO from the reward alone, vision tower included. Held-out pict
 """
 
 from engines.config import MegatronConfig, VllmConfig
-from recipes import demo_cpu, squares
+from recipes.common import squares
+from recipes.demos import cpu as demo_cpu
 from rlworker.config.run import AlgorithmConfig, DataConfig
 
 _WARM_UP = dict(lr=1e-3, min_lr=1e-3, lr_warmup_steps=30, lr_decay="constant", adam_beta2=0.98, weight_decay=0.01)

@@ -1,0 +1,1 @@
+"""Toys that a tiny model learns on a laptop's CPU."""

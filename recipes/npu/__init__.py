@@ -1,0 +1,1 @@
+"""Recipes at the sizes of a node of sixteen Ascend cards."""
