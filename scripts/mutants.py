@@ -30,35 +30,57 @@ import psutil
 from mutations import Mutation, places
 
 ROOT = Path(__file__).parent.parent
-_E, _H, _R = "tests/engines/test_", "tests/hardware/test_", "tests/rlworker/test_"
-_LOWERED = (f"{_H}core_attention.py", f"{_H}masks.py", f"{_H}capabilities.py", f"{_E}mask_matrix.py")
-_ENGINE = (f"{_E}megatron_weights.py", f"{_E}megatron_engine.py")
+_E, _H, _R = "tests/engines", "tests/hardware", "tests/rlworker"
+_LOWERED = (
+    f"{_H}/attention/test_core_attention.py",
+    f"{_H}/attention/test_masks.py",
+    f"{_H}/attention/test_capabilities.py",
+    f"{_E}/megatron/test_mask_matrix.py",
+)
+_ENGINE = (f"{_E}/megatron/test_megatron_weights.py", f"{_E}/megatron/test_megatron_engine.py")
 MODULES = {
-    "engines/megatron/layout.py": (f"{_E}layout.py", f"{_H}core_attention.py", f"{_E}engine_parity.py"),
+    "engines/megatron/layout.py": (
+        f"{_E}/megatron/test_layout.py",
+        f"{_H}/attention/test_core_attention.py",
+        f"{_E}/megatron/test_engine_parity.py",
+    ),
     "hardware/attention/rules.py": (
-        f"{_H}masks.py",
-        f"{_E}layout.py",
-        f"{_E}schedule.py",
+        f"{_H}/attention/test_masks.py",
+        f"{_E}/megatron/test_layout.py",
+        f"{_E}/batch/test_schedule.py",
         *_LOWERED[:1],
         *_LOWERED[2:],
     ),
-    "hardware/attention/mask_spec.py": (f"{_H}masks.py", f"{_E}layout.py", *_LOWERED[:1], *_LOWERED[2:]),
-    "hardware/cpu/attention_plan.py": (*_LOWERED, f"{_E}engine_parity.py"),
-    "hardware/npu/attention_plan.py": (*_LOWERED, f"{_H}npu_platform.py", f"{_H}npu_faults.py"),
-    "engines/megatron/logprobs.py": (f"{_E}logprobs.py", f"{_E}megatron_engine.py", f"{_E}engine_parity.py"),
-    "engines/megatron/weights.py": (*_ENGINE, f"{_E}engine_parity.py"),
-    "engines/weight_sync.py": (f"{_E}weight_sync.py", f"{_E}vllm_engine.py"),
-    "rlworker/algorithms/losses.py": (f"{_R}losses.py", f"{_R}advantages.py", f"{_R}loss_invariance.py"),
-    "rlworker/algorithms/advantages.py": (f"{_R}advantages.py", f"{_R}trainer.py"),
-    "rlworker/algorithms/discounting.py": (f"{_R}advantages.py",),
-    "engines/batch/balance.py": (f"{_E}schedule.py",),
-    "engines/batch/schedule.py": (f"{_E}schedule.py", f"{_E}megatron_engine.py"),
-    "engines/megatron/checkpoint.py": (*_ENGINE, f"{_E}bf16_engine.py"),
-    "rlworker/tracking/run_folder.py": (f"{_R}checkpoint.py", f"{_R}run.py"),
+    "hardware/attention/mask_spec.py": (
+        f"{_H}/attention/test_masks.py",
+        f"{_E}/megatron/test_layout.py",
+        *_LOWERED[:1],
+        *_LOWERED[2:],
+    ),
+    "hardware/cpu/attention_plan.py": (*_LOWERED, f"{_E}/megatron/test_engine_parity.py"),
+    "hardware/npu/attention_plan.py": (*_LOWERED, f"{_H}/npu/test_npu_platform.py", f"{_H}/npu/test_npu_faults.py"),
+    "engines/megatron/logprobs.py": (
+        f"{_E}/megatron/test_logprobs.py",
+        f"{_E}/megatron/test_megatron_engine.py",
+        f"{_E}/megatron/test_engine_parity.py",
+    ),
+    "engines/megatron/weights.py": (*_ENGINE, f"{_E}/megatron/test_engine_parity.py"),
+    "engines/weight_sync.py": (f"{_E}/test_weight_sync.py", f"{_E}/vllm/test_vllm_engine.py"),
+    "rlworker/algorithms/losses.py": (
+        f"{_R}/algorithms/test_losses.py",
+        f"{_R}/algorithms/test_advantages.py",
+        f"{_R}/algorithms/test_loss_invariance.py",
+    ),
+    "rlworker/algorithms/advantages.py": (f"{_R}/algorithms/test_advantages.py", f"{_R}/trainers/test_trainer.py"),
+    "rlworker/algorithms/discounting.py": (f"{_R}/algorithms/test_advantages.py",),
+    "engines/batch/balance.py": (f"{_E}/batch/test_schedule.py",),
+    "engines/batch/schedule.py": (f"{_E}/batch/test_schedule.py", f"{_E}/megatron/test_megatron_engine.py"),
+    "engines/megatron/checkpoint.py": (*_ENGINE, f"{_E}/megatron/test_bf16_engine.py"),
+    "rlworker/tracking/run_folder.py": (f"{_R}/tracking/test_checkpoint.py", f"{_R}/trainers/test_run.py"),
 }
 """Where faults are planted, and the tests that are asked first, those that say most in least time before the others."""
 ENOUGH = 0.9
-OWN_TEST = "tests/test_mutants.py"
+OWN_TEST = "tests/scripts/test_mutants.py"
 """Not asked: it tests this script."""
 _SUBREAPER = 36
 """``PR_SET_CHILD_SUBREAPER``: what a test run leaves behind becomes a child of this process, and so can be ended."""

@@ -8,10 +8,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own 15 its workers
 os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide output that is not there when a process is killed
 
 import pytest
-from ranks import Ranks
 from support.factors import world_of
+from support.ranks.pool import Ranks
 
-pytest_plugins = ["support.costs", "support.lanes", "support.measured"]
+pytest_plugins = ["support.suite.costs", "support.suite.lanes", "support.suite.measured"]
 
 
 @pytest.fixture(scope="session")

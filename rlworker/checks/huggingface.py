@@ -1,7 +1,7 @@
 """HuggingFace's own computation, one sequence at a time: what layouts, masks and parallel sizes must not change.
 
 ``rlworker check`` and the tests compare the engines with it. It is itself compared with a second oracle, transformers'
-own loss of one label at a time, in ``tests/rlworker/test_reference.py``.
+own loss of one label at a time, in ``tests/rlworker/checks/test_reference.py``.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 import torch
-from engines_cases import join_group, start_process
-from ranks import free_address
+from support.ranks.engines_cases import join_group, start_process
+from support.ranks.pool import free_address
 
 
 def gather_and_sum(rank, world, address):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.program import run_recipe
-from vlm_cases import QWEN2_5_VL_7B
+from support.ranks.vlm_cases import QWEN2_5_VL_7B
 
 from engines.batch.batch import TrainBatch
 from recipes.common import squares

@@ -110,7 +110,7 @@ def matrix(
 ):
     """Parametrize a test over a table of factors: it takes an argument of each factor's name.
 
-    The test keeps its table as ``.matrix``, by which ``tests/test_cover.py`` finds it and counts what it leaves out.
+    The test keeps its table as ``.matrix``, by which ``test_cover.py`` finds it and counts what it leaves out.
     """
     table = Matrix(factors, allowed, whole)
 

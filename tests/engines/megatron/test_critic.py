@@ -1,0 +1,124 @@
+"""A critic against HuggingFace's token classification, one sequence at a time, in fp32."""
+
+import pytest
+import torch
+from support.cover import matrix
+from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, settings_of
+from support.ranks.engines_cases import build_engine, make_batch, plan
+from support.ranks.pool import free_address
+
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import ValueOutputs
+from engines.models.spec import ModelSpec
+from rlworker.checks.huggingface import gradients_by_name, load_huggingface, logits_by_sequence
+
+VALUES, GRADIENTS = 1e-5, 1e-6
+
+
+def make_value_batch():
+    """The usual awkward sequences with returns to learn from."""
+    batch = make_batch()
+    returns = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(3))
+    return TrainBatch(lengths=batch.lengths, **batch.columns() | {"returns": returns})
+
+
+def squared(outputs, batch):
+    loss = ((outputs.values - batch.returns).square() * batch.mask).sum() / 2
+    return loss, {"loss": loss.detach()}
+
+
+def critic_case(rank: int, world: int, address: str, folder: str, settings: dict, target: str = "") -> dict:
+    """Values, gradients and exported weights of a critic; with ``target`` it is also saved there as a folder."""
+    model = ModelSpec.from_folder(folder, head="value")
+    engine = build_engine(rank, world, address, model, settings)
+    from engines.models.hf_folder import save_hf_folder
+    from engines.probes.megatron import whole_gradients
+
+    batch = make_value_batch()
+    schedule, shard = plan(engine, batch)
+    values = engine.forward(shard)
+    engine.backward(shard, squared, float(batch.mask.sum()))
+    gradients = whole_gradients(engine)
+    if target:
+        save_hf_folder(engine.export_weights(), model, target, 10**9)
+    return {
+        "schedule": schedule,
+        "dp_rank": engine.dp_rank,
+        "values": values.values if engine.is_leader else None,
+        "gradients": gradients if engine.is_leader else None,
+    }
+
+
+def hf_case(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    spec, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
+    model, parts, loss = load_huggingface(spec), [], torch.zeros(())
+    for one, scores in logits_by_sequence(model, batch):
+        parts.append(scores[:, 0])
+        loss = loss + squared(ValueOutputs(parts[-1]), one)[0]
+    (loss / batch.mask.sum()).backward()
+    return torch.cat(parts).detach(), gradients_by_name(model, spec)
+
+
+def check(ranks: list[dict], folder: str, measured) -> None:
+    want_values, want_gradients = hf_case(folder)
+    leaders = sorted((r for r in ranks if r["values"] is not None), key=lambda r: r["dp_rank"])
+    found = leaders[0]["schedule"].in_order(torch.cat([r["values"] for r in leaders]))
+    values = float((found - want_values).abs().max())
+    gradients = leaders[0]["gradients"]
+    assert set(gradients) == set(want_gradients)
+    gradient, name = max((float((gradients[n] - want).abs().max()), n) for n, want in want_gradients.items())
+    measured({"values": values, "gradients": gradient})
+    assert values <= VALUES and gradient <= GRADIENTS, name
+
+
+@matrix({"size": (*TWO_RANKS, "TP2-PP2", "TP2-CP2"), "family": FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE})
+def test_parity(pool_of, make_critic, measured, size, family, layout, recompute):
+    settings = settings_of(size) | {"layout": layout, "recompute": recompute}
+    if "PP" in size:
+        settings["micro_batch_tokens"] = 24
+    folder = make_critic(family)
+    ranks = pool_of(size).run(critic_case, free_address(), folder, settings)
+    check(ranks, folder, measured)
+
+
+def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf_model, tmp_path):
+    """The body is the language model's, every value is 0, and what is saved is read by HuggingFace and by us."""
+    folder, target = make_hf_model("qwen2", True), str(tmp_path / "saved")
+    ranks = two_ranks.run(critic_case, free_address(), folder, {"tp": 2}, target)
+    assert all(not rank["values"].any() for rank in ranks if rank["values"] is not None)
+    from transformers import AutoModelForTokenClassification
+
+    saved, loading = AutoModelForTokenClassification.from_pretrained(target, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    from safetensors import safe_open
+
+    with safe_open(f"{folder}/model.safetensors", "pt") as start:
+        assert torch.equal(
+            saved.model.layers[3].mlp.down_proj.weight, start.get_tensor("model.layers.3.mlp.down_proj.weight")
+        )
+    assert saved.score.weight.shape == (1, 128) and not saved.score.weight.any()
+    again = two_ranks.run(critic_case, free_address(), target, {"tp": 2})
+    assert all(not rank["values"].any() for rank in again if rank["values"] is not None)
+
+
+@pytest.mark.parametrize(("before", "after", "steps"), [({}, {}, 0), ({"tp": 2}, {}, 1), ({}, {"pp": 2}, 1)], ids=str)
+def test_a_checkpoint_holds_the_head(two_ranks, make_critic, tmp_path, before, after, steps):
+    """Also before the first step, as an actor is saved whose critic still warms up."""
+
+    def run(rank, world, first, second, folder, target):
+        model, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
+        engine = build_engine(rank, world, first, model, before | {"lr": 1e-2})
+        _, shard = plan(engine, batch)
+        for _ in range(steps):
+            engine.train_step(shard, squared, float(batch.mask.sum()))
+        engine.save(target)
+        trained = {name: tensor.clone() for name, tensor in engine.export_weights()}
+        engine = build_engine(rank, world, second, model, after | {"lr": 1e-2})
+        engine.load(target)
+        loaded = {name: tensor.clone() for name, tensor in engine.export_weights()}
+        return trained, loaded
+
+    folder = make_critic("qwen2")
+    results = two_ranks.run(run, free_address(), free_address(), folder, str(tmp_path))
+    trained, loaded = (next(r[i] for r in results if r[i]) for i in (0, 1))
+    assert "score.weight" in trained and all(torch.equal(trained[name], loaded[name]) for name in trained)

@@ -1,0 +1,138 @@
+"""The Megatron engine against HuggingFace run one sequence at a time, in fp32, over parallel sizes and layouts."""
+
+import pytest
+import torch
+from support.cover import matrix
+from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, settings_of
+from support.ranks.engines_cases import LENGTHS, make_batch, run_case
+from support.ranks.pool import free_address
+
+from engines.batch.shard import TokenOutputs
+from engines.models.spec import ModelSpec
+from rlworker.checks.huggingface import forward_pass, gradients_by_name, load_huggingface, probe_loss
+
+LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
+"""Largest absolute differences; for invariance the largest ``|difference| / |gradient|`` (2-norms) of a tensor."""
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def reference(make_hf_model):
+    """``reference(family, tied)``: logits, gradients, norms and weights of HuggingFace with torch's AdamW."""
+    made = {}
+
+    def run(family: str, tied: bool) -> dict:
+        if (family, tied) not in made:
+            made[family, tied] = hf_steps(ModelSpec.from_folder(make_hf_model(family, tied)))
+        return made[family, tied]
+
+    return run
+
+
+def hf_steps(spec: ModelSpec) -> dict:
+    model, batch, result = load_huggingface(spec), make_batch(), {"norms": []}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
+    for step in range(STEPS):
+        found = forward_pass(model, spec, batch, probe_loss)
+        optimizer.zero_grad()
+        (found.loss / batch.mask.sum()).backward()
+        if step == 0:
+            result["logits"] = found.logits.detach()
+            result["outputs"] = TokenOutputs(found.outputs.logprobs.detach(), found.outputs.entropy.detach())
+            result["gradients"] = {name: g.clone() for name, g in gradients_by_name(model, spec).items()}
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return result
+
+
+@pytest.fixture(scope="module")
+def unsplit(one_rank, make_hf_model):
+    """``unsplit(family, tied)``: the gradients of our own engine on one rank, in one bshd micro-batch."""
+    made = {}
+
+    def run(family: str, tied: bool) -> dict:
+        if (family, tied) not in made:
+            folder = make_hf_model(family, tied)
+            (rank,) = one_rank.run(run_case, free_address(), folder, {"layout": "bshd", "micro_batch_tokens": 10**6})
+            made[family, tied] = rank["gradients"]
+        return made[family, tied]
+
+    return run
+
+
+@pytest.fixture
+def compare(pool_of, make_hf_model, reference, unsplit, measured):
+    """``compare(size, family, tied, settings)``: run one case and check all of its numbers."""
+
+    def run(size: str, family: str, tied: bool, settings: dict) -> None:
+        settings = settings_of(size) | settings
+        ranks = pool_of(size).run(run_case, free_address(), make_hf_model(family, tied), settings)
+        label = f"{size} {family} tied={tied} {settings}"
+        check(ranks, reference(family, tied), unsplit(family, tied), measured, label)
+
+    return run
+
+
+def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) -> None:
+    """Every number of a run against the reference, and its gradients against the unsplit run's, within the limits."""
+    leaders = sorted((r for r in ranks if r["is_leader"]), key=lambda r: r["dp_rank"])
+    schedule = leaders[0]["schedule"]
+    logits = schedule.in_order(torch.cat([r["logits"] for r in leaders]))
+    outputs = schedule.restore([r["outputs"] for r in leaders])
+    exported = next(r for r in ranks if r["weights"])
+    differences = {
+        "logits": largest(logits, want["logits"]),
+        "logprobs": largest(outputs.logprobs, want["outputs"].logprobs),
+        "entropy": largest(outputs.entropy, want["outputs"].entropy),
+        "gradients": max(largest(exported["gradients"][n], g) for n, g in want["gradients"].items()),
+        "weights": max(largest(exported["weights"][n], w) for n, w in want["weights"].items()),
+        "invariance": max(float((exported["gradients"][n] - g).norm() / g.norm()) for n, g in unsplit.items()),
+    }
+    measured(differences)
+    over = {name: value for name, value in differences.items() if not value <= LIMITS[name]}
+    assert not over, f"{label}: {over}"
+    assert set(exported["weights"]) == set(want["weights"])
+    assert ranks[0]["grad_norms"] == pytest.approx(want["norms"], rel=1e-5)
+    step_logprobs = schedule.in_order(torch.cat([r["step_logprobs"] for r in leaders]))
+    assert torch.equal(step_logprobs, outputs.logprobs), "the update's own logprobs are those of the forward pass"
+
+
+def largest(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape, f"{tuple(got.shape)} is not {tuple(want.shape)}"
+    return float((got - want).abs().max())
+
+
+MICRO = {"whole": {}, "split": {"micro_batch_tokens": 24}}
+"""As few micro-batches as the sizes allow, or some of a single sequence."""
+
+
+@matrix(
+    {
+        "size": SIZES,
+        "family": FAMILIES,
+        "tied": TIED,
+        "layout": LAYOUTS,
+        "recompute": RECOMPUTE,
+        "micro": tuple(MICRO),
+    }
+)
+def test_parity(compare, size, family, tied, layout, recompute, micro):
+    compare(size, family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@matrix({"size": TWO_RANKS, "layout": LAYOUTS, "recompute": ("none", "core", "full")})
+def test_sliding_window(compare, size, layout, recompute):
+    """Two pipeline micro-batches with different masks, a window on the upper layers only."""
+    compare(size, "qwen2-window", False, {"layout": layout, "recompute": recompute, "micro_batch_tokens": 48})
+
+
+def test_scaled_rotary(compare):
+    compare("one", "llama-rope3", False, {})
+
+
+def test_lengths_are_awkward():
+    """The comparison covers what layouts get wrong: an empty and a one-token sequence, unequal lengths, padding at the
+    end of the pack."""
+    inputs = [n - 1 for n in LENGTHS]
+    assert {0, 1} < set(inputs) and len(set(inputs)) == len(inputs) and inputs[-1] % 2 == 1

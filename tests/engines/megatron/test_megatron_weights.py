@@ -1,0 +1,126 @@
+"""Weights in and out, learning-rate schedule, checkpoints: the parts of the engine that parity does not reach."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.huggingface import load_folder, logprobs_of
+from support.ranks.engines_cases import build_engine, leave_groups, make_batch, plan, start_process
+from support.ranks.pool import free_address
+
+from rlworker.checks.huggingface import probe_loss
+
+SETTINGS = {"lr": 1e-3, "adam_eps": 1e-5, "lr_warmup_steps": 4, "lr_decay": "cosine", "lr_decay_steps": 8}
+
+
+def steps(engine, count, seed=1):
+    batch = make_batch(seed)
+    _, shard = plan(engine, batch)
+    return [engine.train_step(shard, probe_loss, float(batch.mask.sum())) for _ in range(count)]
+
+
+def export(engine):
+    return {name: tensor.clone() for name, tensor in engine.export_weights()}
+
+
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"cp": 2}, {}], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_come_out_bit_for_bit_as_they_went_in(two_ranks, make_hf_model, settings, tied):
+    def load_and_export(rank, world, address, folder, settings):
+        return export(build_engine(rank, world, address, folder, settings))
+
+    folder = make_hf_model("qwen2", tied)
+    exported = two_ranks.run(load_and_export, free_address(), folder, settings)
+    want = load_file(f"{folder}/model.safetensors")
+    (got,) = (e for e in exported if e)
+    assert set(got) == set(want)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_missing_and_unknown_tensors_are_named(one_rank, make_hf_model, tmp_path):
+    def load(rank, world, address, folder):
+        try:
+            build_engine(rank, world, address, folder, {})
+        except ValueError as error:
+            return str(error)
+
+    shutil.copytree(make_hf_model("qwen2", False), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.extra.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    error = one_rank.run(load, free_address(), str(tmp_path))[0]
+    assert "missing ['model.layers.1.mlp.up_proj.weight']" in error
+    assert "unexpected ['model.layers.0.extra.weight']" in error
+
+
+def test_warm_up_starts_above_zero_and_the_last_step_of_a_decay_learns(one_rank, make_hf_model):
+    """Four steps of warm-up, four of a cosine to min_lr; and four linear steps to 0 without a warm-up, by hand."""
+    linear = {"lr": 1.0, "lr_decay": "linear", "lr_decay_steps": 4}
+
+    def rates(rank, world, address, folder):
+        cosine = SETTINGS | {"min_lr": 1e-4}
+        return [[r.lr for r in steps(build_engine(rank, world, address, folder, s), 9)] for s in (cosine, linear)]
+
+    cosine, straight = one_rank.run(rates, free_address(), make_hf_model("qwen2", False))[0]
+    assert cosine[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    assert cosine[4:8] == pytest.approx([1e-4 + 9e-4 * (1 + math.cos(math.pi * k / 5)) / 2 for k in (1, 2, 3, 4)])
+    assert cosine[8:] == pytest.approx([1e-4])
+    assert straight == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_reference_model_computes_the_same_and_holds_no_optimizer(one_rank, make_hf_model, frozen):
+    def outputs(rank, world, address, folder, frozen):
+        engine = build_engine(rank, world, address, folder, {}, trainable=not frozen, temperature=0.5)
+        if frozen:
+            assert engine.optimizer is None and not any(p.requires_grad for p in engine.module.parameters())
+        schedule, shard = plan(engine, make_batch())
+        return schedule.restore([engine.forward(shard)]).logprobs
+
+    got = one_rank.run(outputs, free_address(), make_hf_model("qwen2", False), frozen)[0]
+    want = logprobs_of(load_folder(make_hf_model("qwen2", False)), make_batch(), temperature=0.5)
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+RESUMES = [({}, {}), ({"tp": 2}, {"tp": 2}), ({"tp": 2}, {}), ({}, {"pp": 2}), ({"cp": 2}, {"tp": 2})]
+
+
+@pytest.mark.parametrize(("before", "after"), RESUMES, ids=str)
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(two_ranks, make_hf_model, tmp_path, before, after):
+    """Two steps, save, two more; then load into a fresh engine of the same or other sizes and repeat the last two."""
+
+    def run(rank, world, first, second, folder, target, before, after):
+        engine = build_engine(rank, world, first, folder, SETTINGS | before)
+        steps(engine, 2)
+        engine.save(target)
+        uninterrupted = [r.lr for r in steps(engine, 2, seed=2)], export(engine)
+        leave_groups()
+        engine = build_engine(rank, world, second, folder, SETTINGS | after)
+        steps(engine, 1, seed=5)  # so that there is an optimizer state to be replaced
+        engine.load(target)
+        return uninterrupted, ([r.lr for r in steps(engine, 2, seed=2)], export(engine))
+
+    addresses = free_address(), free_address()
+    results = two_ranks.run(run, *addresses, make_hf_model("qwen2", True), str(tmp_path), before, after)
+    (want_lr, _), (got_lr, _) = results[0]
+    assert got_lr == want_lr
+    want = next(first[1] for first, _ in results if first[1])
+    got = next(second[1] for _, second in results if second[1])
+    limit = 0.0 if before == after else 2e-6
+    assert max(float((got[name] - want[name]).abs().max()) for name in want) <= limit
+
+
+def test_an_incomplete_checkpoint_is_refused(one_rank, make_hf_model, tmp_path):
+    def load(rank, world, address, folder, target):
+        start_process(rank)
+        try:
+            build_engine(rank, world, address, folder, {}).load(target)
+        except ValueError as error:
+            return str(error)
+
+    assert (
+        "not a complete checkpoint"
+        in one_rank.run(load, free_address(), make_hf_model("qwen2", True), str(tmp_path))[0]
+    )

@@ -1,0 +1,160 @@
+"""What a vision-language model's engine keeps, and what it leaves alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.models import make_vlm
+from support.ranks.engines_cases import build_engine, plan
+from support.ranks.pool import free_address
+from support.ranks.vlm_cases import make_pictures, part_of_hf, rename, vlm_batch
+
+from engines.config import MegatronConfig
+from engines.models.spec import ModelSpec
+from rlworker.checks.huggingface import probe_loss
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+PARTS = ("vision", "projector", "language")
+
+
+def run_steps(rank: int, world: int, address: str, folder: str, paths, settings: dict, out: str) -> dict:
+    """Two steps, a checkpoint between them that another engine goes on from, and the weights after each."""
+    engine = build_engine(rank, world, address, folder, settings | {"lr": 1e-3})
+    from engines.models.hf_folder import save_hf_folder
+
+    batch = vlm_batch(engine.model, paths)
+    _, shard = plan(engine, batch)
+
+    def step(engine) -> float:
+        return engine.train_step(shard, probe_loss, float(batch.mask.sum())).grad_norm
+
+    def weights(engine) -> dict:
+        return {name: tensor.clone() for name, tensor in engine.export_weights()}
+
+    found = {"before": weights(engine), "norms": [step(engine)], "first": weights(engine)}
+    engine.save(out)
+    save_hf_folder(engine.export_weights(), engine.model, f"{out}-hf", 200_000)
+    found["norms"].append(step(engine))
+    found["second"] = weights(engine)
+    again = build_engine(rank, world, address, folder, settings | {"lr": 1e-3})
+    again.load(out)
+    found["loaded"] = weights(again)
+    step(again)
+    found["resumed"] = weights(again)
+    found["moments"] = sum(
+        value.numel()
+        for part in engine.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
+    return found
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", "projector"), ("language",), ("projector", "language")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family, frozen):
+    folder, paths = make_vlm(tmp_path / "model", family), make_pictures(tmp_path)
+    (tmp_path / "out").mkdir()
+    args = folder, paths, {"freeze": frozen}, str(tmp_path / "out")
+    (found,) = one_rank.run(run_steps, free_address(), *args)
+    learning = 0
+    for name, tensor in found["before"].items():
+        moved = not torch.equal(tensor, found["first"][name])
+        assert moved == (part_of_hf(name) not in frozen), name
+        learning += tensor.numel() * (part_of_hf(name) not in frozen)
+    assert found["moments"] == 2 * learning
+    assert all(norm > 0 for norm in found["norms"])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tp": 2}, {"pp": 2}, {"cp": 2, "freeze": ("vision",)}], ids=["TP2", "PP2", "CP2"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_and_gone_on_from(two_ranks, tmp_path, family, settings):
+    folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_pictures(tmp_path)
+    (tmp_path / "out").mkdir()
+    args = folder, paths, settings, str(tmp_path / "out")
+    found = next(rank for rank in two_ranks.run(run_steps, free_address(), *args) if rank["before"])
+    for name in found["first"]:
+        assert torch.equal(found["loaded"][name], found["first"][name]), name
+        assert torch.equal(found["resumed"][name], found["second"][name]), name
+    from transformers import AutoModelForImageTextToText
+
+    hf = AutoModelForImageTextToText.from_pretrained(f"{tmp_path / 'out'}-hf")
+    renamed = {rename(name): parameter for name, parameter in hf.named_parameters()}
+    for name, tensor in found["first"].items():
+        assert torch.equal(renamed[rename(name)], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("leaves nothing to learn", {"freeze": PARTS}),
+        ("leaves stages of pp=2 nothing to learn", {"freeze": ("language",), "pp": 2}),
+        ("set --actor.pp 2", {"pp": 4}),  # four layers, of which the first two take image features
+    ],
+)
+def test_what_cannot_be_built_is_refused(tmp_path, text, settings):
+    model = ModelSpec.from_folder(make_vlm(tmp_path, "qwen3_vl"))
+    with pytest.raises(ValueError, match=text):
+        MegatronConfig(ranks=4, **settings).check_model(model)
+    shallow = replace(model, layers=1)
+    with pytest.raises(ValueError, match="the model has fewer layers than that"):
+        MegatronConfig().check_model(shallow)
+
+
+def test_a_text_model_has_no_parts_to_freeze(make_hf_model):
+    with pytest.raises(ValueError, match="names parts of a vision-language model; leave it out"):
+        MegatronConfig(freeze=("vision",)).check_model(ModelSpec.from_folder(make_hf_model("qwen2", True)))
+
+
+def kept_by_the_tower(rank: int, world: int, address: str, folder: str, paths, recompute: str) -> int:
+    """Bytes that autograd holds of one pass of the tower."""
+    engine = build_engine(rank, world, address, folder, {"recompute": recompute})
+    import torch
+
+    images = [image for own in vlm_batch(engine.model, paths).images for image in own]
+    kept = []
+    engine.module.train()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x):
+        engine.vision.see(images)
+    return sum(kept)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recomputed_tower_keeps_the_inputs_of_its_blocks_alone(one_rank, tmp_path, family):
+    folder, paths = make_vlm(tmp_path / "model", family), make_pictures(tmp_path)
+    (whole,), (few,) = (
+        one_rank.run(kept_by_the_tower, free_address(), folder, paths, recompute) for recompute in ("none", "full")
+    )
+    assert few < 0.6 * whole, "what is left is mostly the projector's"
+
+
+def go_on_otherwise(
+    rank: int, world: int, address: str, folder: str, paths, out: str, settings: dict, save: bool
+) -> dict:
+    """A step and a checkpoint at one size; or the checkpoint and the step after it at another."""
+    engine = build_engine(rank, world, address, folder, settings | {"lr": 1e-3, "adam_eps": 1e-5})
+    batch = vlm_batch(engine.model, paths)
+    _, shard = plan(engine, batch)
+    if not save:
+        engine.load(out)
+    engine.train_step(shard, probe_loss, float(batch.mask.sum()))
+    if save:
+        engine.save(out)
+        engine.train_step(shard, probe_loss, float(batch.mask.sum()))
+    return {name: tensor.clone() for name, tensor in engine.export_weights()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gone_on_from_at_another_size(two_ranks, tmp_path, family):
+    folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_pictures(tmp_path)
+    (tmp_path / "out").mkdir()
+    found = []
+    for settings, save in (({"tp": 2}, True), ({"pp": 2}, False), ({"cp": 2}, False)):
+        args = folder, paths, str(tmp_path / "out"), settings, save
+        found.append(next(weights for weights in two_ranks.run(go_on_otherwise, free_address(), *args) if weights))
+    for name, straight in found[0].items():
+        for other in found[1:]:
+            assert float((other[name] - straight).abs().max()) <= 2e-6, name

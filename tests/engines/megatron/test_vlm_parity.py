@@ -1,0 +1,140 @@
+"""Vision-language models against HuggingFace run one sequence at a time, in fp32, over parallel sizes and layouts."""
+
+import pytest
+import torch
+from support.cover import matrix
+from support.factors import IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, settings_of
+from support.models import make_vlm
+from support.ranks.pool import free_address
+from support.ranks.vlm_cases import ROWS, make_pictures, part_of_hf, run_vlm_case, vlm_batch
+
+from engines.models.spec import ModelSpec
+from rlworker.checks.huggingface import forward_pass, gradients_by_name, load_huggingface, probe_loss
+
+LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    return make_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: make_vlm(tmp_path_factory.mktemp(family), family) for family in IMAGE_FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def reference(folders, pictures):
+    """``reference(family)``: logits, logprobs, and gradients by the names in the folder."""
+    made = {}
+
+    def run(family: str) -> dict:
+        if family not in made:
+            made[family] = hf_results(folders[family], pictures)
+        return made[family]
+
+    return run
+
+
+@pytest.fixture
+def compare(pool_of, folders, pictures, reference, measured):
+    """``compare(size, family, settings)``: run one case, check its numbers, and say how many pictures a rank decoded at
+    once at most."""
+
+    def run(size: str, family: str, settings: dict) -> int:
+        args = folders[family], pictures, settings_of(size) | settings
+        ranks = pool_of(size).run(run_vlm_case, free_address(), *args)
+        check(ranks, reference(family), measured, f"{size} {family} {settings}", settings.get("freeze", ()))
+        return max(max(rank["decoded"], default=0) for rank in ranks)
+
+    return run
+
+
+def hf_results(folder: str, pictures, rows=ROWS) -> dict:
+    spec = ModelSpec.from_folder(folder)
+    model, batch = load_huggingface(spec), vlm_batch(spec, pictures, rows)
+    found = forward_pass(model, spec, batch, probe_loss)
+    (found.loss / batch.mask.sum()).backward()
+    return {
+        "logits": found.logits.detach(),
+        "logprobs": found.outputs.logprobs.detach(),
+        "gradients": gradients_by_name(model, spec),
+        "mask": batch.mask,
+    }
+
+
+MICRO = {"whole": {}, "split": {"micro_batch_tokens": 45}}
+"""As few micro-batches as the sizes allow; or several, with pictures and without."""
+PARTS = ("vision", "projector", "language")
+
+
+def can_learn(case: dict) -> bool:
+    """Whether every pipeline stage has something to learn: the tower and the projector are on the first alone."""
+    vision, projector, language = ("learns" in case[part] for part in PARTS)
+    return language or ((vision or projector) and "PP" not in case["size"])
+
+
+@matrix(
+    {
+        "size": SIZES,
+        "family": IMAGE_FAMILIES,
+        "layout": LAYOUTS,
+        "recompute": RECOMPUTE,
+        "micro": tuple(MICRO),
+        **{part: (f"{part} learns", f"{part} frozen") for part in PARTS},
+    },
+    allowed=can_learn,
+)
+def test_parity(compare, size, family, layout, recompute, micro, vision, projector, language):
+    frozen = tuple(state.split()[0] for state in (vision, projector, language) if "frozen" in state)
+    at_once = compare(size, family, MICRO[micro] | {"layout": layout, "recompute": recompute, "freeze": frozen})
+    # Sharing the pictures of a small micro-batch, four ranks have one each; others have more, and memory for them.
+    assert at_once > 1 or (size, micro) == ("TP2-CP2", "split")
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_parity_where_some_ranks_see_no_picture(four_ranks, folders, pictures, measured, family):
+    """One picture over four ranks, in two of three sequences."""
+    rows = ((2,), (), (2,))
+    ranks = four_ranks.run(run_vlm_case, free_address(), folders[family], pictures, {"tp": 2, "cp": 2}, "cpu", rows)
+    check(ranks, hf_results(folders[family], pictures, rows), measured, f"{family} TP2-CP2 one picture")
+
+
+OTHERS = {
+    "CP2, one picture at a time": ("CP2", {"budget": 1}),
+    "TP2 with slots": ("TP2", {"slots": 160, "recompute": "core"}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.large), "qwen3_vl"])
+def test_parity_otherwise(compare, family, case):
+    """Where there is memory for one picture, one is decoded at once; packs of a fixed size."""
+    size, settings = OTHERS[case]
+    assert (compare(size, family, settings) == 1) == ("budget" in settings)
+
+
+def check(ranks: list[dict], want: dict, measured, label: str, frozen: tuple[str, ...] = ()) -> None:
+    schedule = ranks[0]["schedule"]
+    leaders = sorted((rank for rank in ranks if rank["is_leader"]), key=lambda rank: rank["dp_rank"])
+    logits = schedule.in_order(torch.cat([rank["logits"] for rank in leaders]))
+    outputs = schedule.restore([rank["outputs"] for rank in leaders])
+    mask = want["mask"]
+    found = {
+        "logits": float((logits - want["logits"]).abs().max()),
+        "logprobs": float((outputs.logprobs - want["logprobs"])[mask].abs().max()),
+    }
+    differences = {}
+    for rank in ranks:
+        assert set(rank["gradients"]) == set(want["gradients"])
+        for name, gradient in rank["gradients"].items():
+            if part_of_hf(name) in frozen:
+                assert not gradient.any()
+                continue
+            difference = float((gradient - want["gradients"][name]).abs().max())
+            differences[name] = max(differences.get(name, 0.0), difference)
+    worst = max(differences, key=differences.get)
+    found["gradients"] = differences[worst]
+    measured(found)
+    assert all(found[name] <= limit for name, limit in LIMITS.items()), (label, found, worst)

@@ -1,0 +1,287 @@
+"""The capability table: complete, read by whoever lowers a rule, and true of every backend that runs here."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv, image_blocks
+from support.ranks.engines_cases import start_process
+
+from engines.megatron.layout import Layout
+from hardware.attention import capabilities
+from hardware.attention.capabilities import PLACES, TABLE, check_override, find_backend, place_name
+from hardware.attention.mask_spec import MaskSpec, blocked_where_true
+from hardware.attention.rules import CAUSAL, RULES, Rule
+from hardware.cpu.platform import CpuPlatform
+from hardware.npu.emulator.operator import install
+from hardware.npu.kernel_call import prefix_mask, triangle
+
+RULE_OF = {
+    "full": Rule(causal=False),
+    "causal": CAUSAL,
+    "window": Rule(window=3),
+    "chunk": Rule(chunk=4),
+    "images": Rule(images=True),
+    "prefix": Rule(prefix=True),
+}
+LENGTHS = (5, 1, 0, 12)
+PLACES_OF = list(itertools.product(("bshd", "thd"), (False, True)))
+EXECUTED = (
+    # test_core_attention.py runs every rule through the platform's core attention, in both layouts, with CP 1, 2 and 4.
+    {("torch_sdpa", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
+    | {("flex_attention", kind, False, rule) for kind in ("bshd", "thd") for rule in RULES}
+    | {("megatron_local", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
+)
+"""What this file and test_core_attention.py run."""
+EMULATED = {
+    (f"npu_mode{mode}", kind, cp, rule)
+    for mode, kind, cp, rules in (
+        (0, "bshd", False, ("causal", "window", "chunk")),
+        (0, "thd", False, ("causal", "window", "chunk")),
+        (1, "bshd", False, RULES),
+        (1, "thd", False, ("causal", "window", "chunk")),
+        (1, "bshd", True, RULES),
+        (2, "bshd", False, ("causal",)),
+        (2, "thd", False, ("causal",)),
+        *((3, kind, cp, ("causal",)) for kind, cp in PLACES_OF),
+        *((4, kind, cp, ("window",)) for kind, cp in PLACES_OF),
+        (5, "bshd", False, ("prefix",)),
+        (6, "bshd", False, ("prefix",)),
+    )
+    for rule in rules
+}
+"""What this file, and test_core_attention.py for those under context parallelism, run through the emulated operator."""
+
+
+def spec_of(kind: str, rule: Rule) -> MaskSpec:
+    return Layout.build(LENGTHS, kind, multiple=4).mask_spec((rule,), image_blocks(LENGTHS), (2, 1, 0, 5))
+
+
+def test_the_table_is_complete():
+    backends = {backend for backend, *_ in TABLE}
+    assert set(TABLE) == {(b, k, c, r) for b in backends for (k, c) in PLACES_OF for r in RULES}
+    assert len(backends) == 22 and len(PLACES) == len(TABLE) == 528
+    for place, cell in TABLE.items():
+        assert cell.text, place
+        assert bool(cell.nearest) != cell.honoured, f"{place}: what is refused names what works, and nothing else does"
+
+
+@pytest.mark.parametrize(("evidence", "places"), [("executed", EXECUTED), ("emulated", EMULATED)])
+def test_what_is_called_executed_or_emulated_is_what_tests_run(evidence, places):
+    assert {place for place, cell in TABLE.items() if cell.evidence == evidence} == places
+
+
+def test_what_a_refusal_points_to_is_honoured():
+    """Where a refusal names backends of the table as nearest, one of them honours the rule in that layout or bshd."""
+    names = {backend for backend, *_ in TABLE}
+    for (_, kind, cp, rule), cell in TABLE.items():
+        named = [word for word in cell.nearest.replace(",", " ").split() if word in names]
+        places = [(b, k, c, rule) for b in named for k in (kind, "bshd", "thd") for c in (cp, False)]
+        assert not named or any(TABLE[place].honoured for place in places), (kind, cp, rule, cell)
+
+
+def test_the_document_says_what_the_table_says():
+    """docs/masks.md: b and t where a rule is honoured in bshd and in thd without context parallelism."""
+    page = (Path(__file__).parents[3] / "docs" / "masks.md").read_text()
+    assert f" 6 rules, {len(TABLE)} cells" in page
+    for backend in {backend for backend, *_ in TABLE}:
+        honoured = ("".join(k[0] for k in ("bshd", "thd") if TABLE[backend, k, False, r].honoured) for r in RULES)
+        assert f"| {backend} | " + " | ".join(cell or "·" for cell in honoured) + " |" in page
+
+
+# -- the backends themselves
+
+
+def run_flex(spec, query, key, value):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    see = spec.visible()
+    mask = create_block_mask(lambda b, h, q, k: see[b, q, k], see.shape[0], None, *see.shape[1:], device="cpu")
+    rows = (x.transpose(1, 2) for x in (query, key, value))
+    return flex_attention(*rows, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ["bshd", "thd"])
+@pytest.mark.parametrize("rule", RULES)
+def test_flex_attention_honours_every_rule(kind, rule):
+    spec = spec_of(kind, RULE_OF[rule])
+    query, key, value = (x.detach() for x in draw_qkv(*spec.visible().shape[:2]))
+    got, want = run_flex(spec, query, key, value), dense_attention(query, key, value, spec.visible())
+    valid = spec.places(0)[0] >= 0
+    assert TABLE["flex_attention", kind, False, rule].honoured and torch.allclose(got[valid], want[valid], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_has_no_backward_on_a_cpu():
+    spec = spec_of("bshd", CAUSAL)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        run_flex(spec, *draw_qkv(*spec.visible().shape[:2])).sum().backward()
+
+
+def test_varlen_attention_does_not_run_on_a_cpu():
+    from torch.nn.attention.varlen import varlen_attn
+
+    query = torch.zeros(4, HEADS, DIM, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        varlen_attn(query, query, query, bounds, bounds, 4, 4)
+
+
+def megatron_local(rank, world, rule, dense):
+    """Difference of Megatron's own attention from the oracle, on real rows of bshd."""
+    start_process(rank)
+    from megatron.core import parallel_state as mpu
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    sizes = dict(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=KV_HEADS)
+    config = TransformerConfig(**sizes, masked_softmax_fusion=False, attention_dropout=0.0)
+    spec = spec_of("bshd", rule)
+    see = spec.visible()
+    query, key, value = draw_qkv(*see.shape[:2])
+    kind, mask = (AttnMaskType.arbitrary, blocked_where_true(see)[:, None]) if dense else (AttnMaskType.causal, None)
+    group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    core = DotProductAttention(config, 1, kind, "self", pg_collection=group)
+    alone = mpu._GLOBAL_MEMORY_BUFFER is None
+    if alone:
+        mpu._set_global_memory_buffer()
+    core.attention_dropout = torch.nn.Identity()
+    core.config.sequence_parallel = True  # dropout would ask for a random state that only a parallel group sets up
+    upper = lambda n: torch.ones(n, n).triu(1).bool()  # noqa: E731, theirs is made with device="cuda"
+    with patch.object(fused_softmax, "get_default_causal_mask", upper):
+        out = core(*(x.transpose(0, 1) for x in (query, key, value)), mask).transpose(0, 1)
+    if alone:
+        mpu.destroy_global_memory_buffer()
+    valid = spec.places(0)[0] >= 0
+    return float((out - dense_attention(query, key, value, see))[valid].abs().max())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_megatron_local_honours_every_rule_in_bshd(one_rank, rule):
+    assert TABLE["megatron_local", "bshd", False, rule].honoured
+    assert one_rank.run(megatron_local, RULE_OF[rule], rule != "causal")[0] <= 1e-6
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if r != "causal"])
+def test_megatron_local_told_causal_is_another_rule(one_rank, rule):
+    assert one_rank.run(megatron_local, RULE_OF[rule], False)[0] > 1e-2
+
+
+def test_megatron_local_refuses_packs_and_context_parallelism(one_rank):
+    def call(rank, world):
+        start_process(rank)
+        from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        said = []
+        for cp, packed in ((1, PackedSeqParams(qkv_format="thd")), (2, None)):
+            config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, context_parallel_size=cp)
+            group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+            try:
+                core = DotProductAttention(config, 1, None, "self", pg_collection=group)
+                x = torch.zeros(4, 1, 4, 8)
+                core(x, x, x, None, packed_seq_params=packed)
+            except AssertionError as error:
+                said.append(str(error))
+        return said
+
+    packed, context_parallel = one_rank.run(call)[0]
+    assert (
+        "Packed sequence is not supported" in packed and "Context parallelism is only supported by" in context_parallel
+    )
+
+
+def npu_arguments(mode: int, spec, rule: Rule) -> dict:
+    """What the cell's text says of a ``sparse_mode``, without the code that says it in production."""
+    if mode in (2, 3):
+        return dict(sparse_mode=mode, atten_mask=triangle())
+    if mode == 4:
+        return dict(sparse_mode=4, atten_mask=triangle(), pre_tockens=rule.window - 1, next_tockens=0)
+    if mode == 6:
+        return dict(sparse_mode=6, atten_mask=prefix_mask(), prefix=list(spec.prefixes))
+    if spec.kind == "bshd":
+        mask = ~spec.visible()[:, None]
+        mask[:, 0].diagonal(dim1=1, dim2=2).fill_(False)  # so that padding sees something: itself
+        if mode == 5:  # padding is causal there too
+            position = torch.arange(mask.shape[-1])
+            causal = position > position[:, None]
+            mask = torch.stack([causal & (position >= prefix) for prefix in spec.prefixes])[:, None]
+        return dict(sparse_mode=mode, atten_mask=mask) | (dict(prefix=list(spec.prefixes)) if mode == 5 else {})
+    position = torch.arange(max(spec.padded))
+    distance = position[:, None] - position
+    mask = distance < 0
+    if rule.window:
+        mask |= distance >= rule.window
+    if rule.chunk:
+        mask |= position[:, None] // rule.chunk != position // rule.chunk
+    return dict(sparse_mode=mode, atten_mask=mask)
+
+
+@pytest.mark.parametrize("place", sorted(place for place in EMULATED if not place[2]), ids=place_name)
+def test_the_emulated_operator_honours_what_the_table_says(place):
+    backend, kind, _, rule = place
+    install()
+    spec = spec_of(kind, RULE_OF[rule])
+    see = spec.visible()
+    query, key, value = (x.detach() for x in draw_qkv(*see.shape[:2]))
+    arguments = npu_arguments(int(backend[-1]), spec, RULE_OF[rule]) | dict(scale=DIM**-0.5)
+    operator = torch.ops.npu.npu_fusion_attention
+    if kind == "bshd":
+        got = operator(query, key, value, HEADS, "BSND", **arguments)[0].flatten(2)
+    else:
+        ends = torch.tensor(spec.padded).cumsum(0).tolist()
+        lengths = dict(actual_seq_qlen=ends, actual_seq_kvlen=ends)
+        got = operator(query[0], key[0], value[0], HEADS, "TND", **arguments, **lengths)[0].flatten(1)[None]
+    valid = spec.places(0)[0] >= 0
+    assert torch.allclose(got[valid], dense_attention(query, key, value, see)[valid], atol=1e-6)
+
+
+# -- who reads it
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["bshd", "thd"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_flipped_cell_is_refused_by_the_platform(monkeypatch, rule, kind, cp):
+    place = ("torch_sdpa", kind, cp > 1, rule)
+    spec = Layout.build(LENGTHS, kind, cp=cp).mask_spec((RULE_OF[rule],), image_blocks(LENGTHS), (2, 1, 0, 5))
+    rotary = tuple(torch.zeros(*spec.places(0)[0].shape, DIM) for _ in range(2))
+    CpuPlatform().attention_inputs(spec, rotary)
+    refused = dataclasses.replace(TABLE[place], honoured=False, text="it was flipped", nearest="another")
+    monkeypatch.setitem(capabilities.TABLE, place, refused)
+    with pytest.raises(ValueError, match=f"{place_name(place)} is refused: it was flipped; nearest: another"):
+        CpuPlatform().attention_inputs(spec, rotary)
+    CpuPlatform().attention_inputs(spec, rotary, override=(place_name(place),))
+
+
+def test_the_first_backend_that_honours_a_rule_is_taken():
+    backends = ("te_causal", "te_padding_causal", "flex_attention")
+    assert find_backend(backends, "bshd", 1, CAUSAL)[0] == "te_causal"
+    assert find_backend(backends, "thd", 1, Rule(window=4))[0] == "te_padding_causal"
+    assert find_backend(backends, "thd", 1, Rule(images=True))[0] == "flex_attention"
+
+
+def test_rules_told_by_different_means_do_not_add_up():
+    """TransformerEngine takes a window or lengths, and no mask that would say both an image and a window."""
+    both = Rule(window=4, images=True)
+    assert find_backend(("torch_sdpa",), "thd", 1, both)[0] == "torch_sdpa"
+    with pytest.raises(ValueError, match=r"rule window\(4\)\+images in bshd .*te_causal/bshd/no-cp/images is refused"):
+        find_backend(("te_causal",), "bshd", 1, both)
+    with pytest.raises(ValueError, match="honours window each alone, and not together"):
+        find_backend(("te_causal",), "bshd", 1, both, override=("te_causal/bshd/no-cp/images",))
+
+
+def test_an_override_must_name_a_refused_cell():
+    check_override(("te_causal/bshd/cp/window",))
+    with pytest.raises(ValueError, match="'te_causal/window' names no cell"):
+        check_override(("te_causal/window",))
+    with pytest.raises(ValueError, match="is honoured and needs no override"):
+        check_override(("torch_sdpa/thd/no-cp/causal",))

@@ -1,0 +1,237 @@
+"""Every platform's lowering of a mask rule against dense attention under the oracle, through its core attention."""
+
+import itertools
+import re
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.cover import matrix
+from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, image_blocks
+from support.factors import LAYOUTS, PLATFORMS
+from support.ranks.engines_cases import start_process
+
+from engines.megatron.layout import Layout
+from hardware.attention.rules import CAUSAL, Rule
+from hardware.platforms import get_platform
+
+LENGTHS = [(5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38)]
+RULES = (
+    CAUSAL,
+    Rule(causal=False),
+    Rule(window=3),
+    Rule(chunk=4),
+    Rule(images=True),
+    Rule(prefix=True),
+    Rule(window=3, images=True),
+    Rule(window=5, chunk=8, images=True, prefix=True),
+)
+
+
+def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, mode=None):
+    """Outputs and gradients of every context-parallel rank in one process: the gather is done by hand."""
+    platform = start_process(rank, name)
+    from types import SimpleNamespace
+
+    from megatron.core.transformer import TransformerConfig
+
+    from hardware.cpu.attention import CpuAttention
+    from hardware.megatron import layers
+    from hardware.npu import attention_plan as npu_plan
+    from hardware.npu.attention import NpuAttention
+
+    attention = {"cpu": CpuAttention, "npu-emulated": NpuAttention}[name]
+
+    torch.manual_seed(0)
+    layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r, slots=slots) for r in range(cp)]
+    tokens = sum(lengths)
+    flats = [torch.randn(tokens, h, DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    config = TransformerConfig(num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS)
+    packed = [[layout.pack(x) for x in flats] for layout in layouts]  # [rank][q, k, v] of [b, s, h, d]
+    outputs, references = torch.zeros(tokens, HEADS * DIM), torch.zeros(tokens, HEADS * DIM)
+    for r, layout in enumerate(layouts):
+        prefixes = tuple(min(2 + i, n) for i, n in enumerate(lengths))
+        spec = layout.mask_spec(rules, image_blocks(lengths), prefixes)
+        no_turn = torch.ones(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
+        if mode is None:
+            inputs = platform.attention_inputs(spec, no_turn)
+        else:
+            inputs = npu_plan.attention_inputs(spec, no_turn, dict.fromkeys(spec.rules, mode))
+        form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
+        gathered = [torch.cat([form(p[i]) for p in packed]) for i in (1, 2)]
+        group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp, rank=lambda r=r: r))
+        core = attention(config, layer, None, "self", pg_collection=group)
+        with patch.object(layers, "gather_keys_values", lambda key, value, group, g=gathered: g):
+            out = core(form(packed[r][0]), form(packed[r][1]), form(packed[r][2]), None, packed_seq_params=inputs)
+        outputs = outputs + layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None])
+        keys, values = (torch.cat([p[i] for p in packed], dim=1) for i in (1, 2))
+        references = references + layout.unpack(dense_attention(packed[r][0], keys, values, spec.visible(layer)))
+    weight = torch.randn(tokens, HEADS * DIM)
+    got = torch.autograd.grad((outputs * weight).sum(), flats, retain_graph=True)
+    want = torch.autograd.grad((references * weight).sum(), flats)
+    return [(float((outputs - references).abs().max())), *(float((a - b).abs().max()) for a, b in zip(got, want))]
+
+
+def honoured(platform: str, kind: str, cp: int, rule: Rule) -> bool:
+    """What a platform's kernel computes. The CPU's takes every rule.
+
+    The NPU's takes any rule in bshd. In thd it takes a band, and without CP anything of the position alone.
+    """
+    if platform == "cpu" or kind == "bshd" or rule in (CAUSAL, Rule(window=3)):
+        return True
+    return cp == 1 and rule == Rule(chunk=4)
+
+
+@matrix(
+    {"platform": PLATFORMS, "cp": (1, 2, 4), "rule": RULES, "lengths": LENGTHS, "kind": LAYOUTS},
+    allowed=lambda case: honoured(case["platform"], case["kind"], case["cp"], case["rule"]),
+    whole=True,
+)
+def test_attention_is_what_the_oracle_allows(one_rank, platform, cp, rule, lengths, kind):
+    """All of them: a case takes milliseconds, and the capability table calls each of its cells executed."""
+    differences = one_rank.run(attend_all_ranks, platform, lengths, kind, cp, (rule,), 1, 0)[0]
+    assert max(differences) <= 5e-6, differences
+
+
+REFUSED = [case for case in itertools.product(LAYOUTS, (1, 2, 4), RULES) if not honoured("npu-emulated", *case)]
+
+
+@pytest.mark.parametrize(("kind", "cp", "rule"), REFUSED, ids=str)
+def test_an_npu_refuses_what_it_does_not_compute(kind, cp, rule):
+    """Whatever the sequences: those of every case above."""
+    for lengths in LENGTHS:
+        layout = Layout.build(lengths, kind, cp=cp)
+        spec = layout.mask_spec((rule,), image_blocks(lengths), tuple(min(2, n) for n in lengths))
+        said = f"no backend honours the rule {re.escape(str(rule))} in {kind} with cp={cp}"
+        with pytest.raises(ValueError, match=said):
+            get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2)
+
+
+@pytest.mark.parametrize("rule", [CAUSAL, Rule(window=3)], ids=str)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_an_npu_may_be_told_a_band_by_a_mask_too(one_rank, rule, cp):
+    differences = one_rank.run(attend_all_ranks, "npu-emulated", LENGTHS[3], "bshd", cp, (rule,), 1, 0, 1)[0]
+    assert max(differences) <= 5e-6, differences
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_rest_of_a_pack_does_not_cost_its_square(cp):
+    layout = Layout.build((100, 7), "thd", cp=cp, slots=8192)
+    inputs = get_platform("npu-emulated").attention_inputs(layout.mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2)
+    for call in inputs.plan.calls[CAUSAL]:
+        queries, keys = (np.diff([0, *ends]) for ends in (call.actual_seq_qlen, call.actual_seq_kvlen))
+        assert len(queries) == len(keys) == 2 + 81
+        assert queries.max() <= 104 and sum(queries) == layout.shape[1] // (1 if cp == 1 else 2)
+    few = Layout.build((2,) * 1000, "thd", slots=8192)
+    (call,) = (
+        get_platform("npu-emulated")
+        .attention_inputs(few.mask_spec(), (torch.zeros(*few.shape, DIM),) * 2)
+        .plan.calls[CAUSAL]
+    )
+    assert len(call.actual_seq_qlen) == 1024 and call.actual_seq_qlen[-1] == 8192
+
+
+@pytest.mark.parametrize(("rule", "cp"), [(Rule(images=True), 1), (Rule(causal=False), 1), (Rule(chunk=4), 2)], ids=str)
+def test_an_override_that_no_call_can_follow_is_refused(rule, cp):
+    layout = Layout.build((5, 9), "thd", cp=cp)
+    override = (f"npu_mode1/thd/{'cp' if cp > 1 else 'no-cp'}/{rule.parts[0]}",)
+    spec = layout.mask_spec((rule,), image_blocks((5, 9)))
+    with pytest.raises(ValueError, match="leave out the override"):
+        get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2, override)
+
+
+@pytest.mark.parametrize("kind", ["bshd", "thd"])
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("platform", ["cpu", "npu-emulated"])
+def test_each_layer_has_its_rule_and_a_pack_may_be_of_a_fixed_size(one_rank, platform, kind, cp):
+    rules = (CAUSAL, Rule(window=4), Rule(images=True))
+    for layer, slots in itertools.product((1, 2, 3), (0, 64)):
+        if platform == "cpu" or kind == "bshd":
+            args = (LENGTHS[0], kind, cp, rules, layer, slots)
+        else:  # without the rule that a pack on an NPU cannot have
+            args = (LENGTHS[0], kind, cp, rules[:2], min(layer, 2), slots)
+        differences = one_rank.run(attend_all_ranks, platform, *args)[0]
+        assert max(differences) <= 5e-6, (layer, slots, differences)
+
+
+def test_no_mask_is_as_large_as_the_pack():
+    """Masks stay within a group's own length, whatever the number of tokens in the pack."""
+    from hardware.cpu.platform import CpuPlatform
+
+    lengths = tuple(range(10, 60)) * 4
+    layout = Layout.build(lengths, "thd", cp=2)
+    turn = torch.zeros(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
+    plan = CpuPlatform().attention_inputs(layout.mask_spec((Rule(window=8),)), turn).plan
+    largest = max(mask.numel() for group in plan.groups for mask in group.masks.values())
+    assert largest <= 60 * 60 and sum(lengths) ** 2 > 100 * largest
+
+
+def test_a_dense_mask_or_bias_is_refused(one_rank):
+    def call(rank, world):
+        start_process(rank)
+        from types import SimpleNamespace
+
+        from megatron.core.transformer import TransformerConfig
+
+        from hardware.cpu.attention import CpuAttention
+
+        config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+        core = CpuAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=None))
+        x = torch.zeros(2, 1, 4, 8)
+        try:
+            core(x, x, x, torch.ones(1, 1, 2, 2, dtype=torch.bool), packed_seq_params=None)
+        except ValueError as error:
+            return str(error)
+
+    assert "attention_mask and attention_bias must be None" in one_rank.run(call)[0]
+
+
+def test_rotation_is_that_of_huggingface(one_rank, make_hf_model):
+    """cos, sin and the rotation itself against transformers' own functions, scaled rope included."""
+
+    def call(rank, world, folder):
+        start_process(rank)
+        from transformers import AutoConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+        from engines.megatron.rotary import Rotary
+        from engines.models.spec import ModelSpec
+        from hardware.megatron.layers import rotate
+
+        spec = ModelSpec.from_folder(folder)
+        position = torch.tensor([[0, 1, 2, 0, 100, 200]])
+        query = torch.randn(1, 6, 4, spec.head_dim)
+        ours = Rotary(spec, torch.device("cpu"))(position, torch.float32)
+        got = rotate(query, tuple(x[:, :, None] for x in ours))
+        theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))(query, position)
+        want = apply_rotary_pos_emb(query.transpose(1, 2), query.transpose(1, 2), *theirs)[0].transpose(1, 2)
+        return float((got - want).abs().max())
+
+    for family in ("llama", "llama-rope3"):
+        assert one_rank.run(call, make_hf_model(family, False))[0] <= 1e-6
+
+
+def test_norm_is_that_of_huggingface(one_rank):
+    def call(rank, world):
+        start_process(rank)
+        from types import SimpleNamespace
+
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        from hardware.megatron.layers import RMSNorm
+
+        x = torch.randn(5, 3, 16)
+        config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
+        return float((RMSNorm(config, 16, 1e-5)(x) - LlamaRMSNorm(16, 1e-5)(x)).abs().max())
+
+    assert one_rank.run(call)[0] <= 1e-6
+
+
+def test_reference_attention_is_torch_own():
+    """The book formula above against SDPA on a plain causal case."""
+    q, k, v = torch.randn(1, 6, HEADS, DIM), torch.randn(1, 6, KV_HEADS, DIM), torch.randn(1, 6, KV_HEADS, DIM)
+    see = torch.ones(6, 6, dtype=torch.bool).tril()[None]
+    want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    assert torch.allclose(dense_attention(q, k, v, see), want.transpose(1, 2).flatten(2), atol=1e-6)

@@ -1,0 +1,172 @@
+"""Each shim is taken back alone: what then fails is the proof that it is still needed."""
+
+import pytest
+from support.ranks.engines_cases import build_engine, join_group, leave_groups, make_batch, plan, start_process
+from support.ranks.pool import Ranks, free_address
+
+from rlworker.checks.huggingface import probe_loss
+
+SINGLE = ("current_device", "factories", "tensor_types")
+NO_DEVICE = "Torch not compiled with CUDA enabled"
+SYMPTOMS = {
+    "current_device": NO_DEVICE,
+    "factories": NO_DEVICE,
+    "tensor_types": "torch.cuda.FloatTensor",
+    "synchronize": NO_DEVICE,
+    "tensor_cuda": NO_DEVICE,
+    "rng": NO_DEVICE,
+    "adam": "KeyError: 'step'",
+}
+"""What each shim keeps from happening."""
+
+
+def train_without(rank, world, address, folder, shim_name, settings):
+    """What one optimizer step raises with one shim taken back; None where it runs."""
+    start_process(rank)
+    from hardware.megatron.shims import SHIMS
+
+    shim = next(s for s in SHIMS if s.name == shim_name)
+    leave_groups()
+    undo = taken_back(shim)
+    try:
+        engine = build_engine(rank, world, address, folder, settings)
+        _, shard = plan(engine, make_batch())
+        engine.train_step(shard, probe_loss, 10.0)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        undo()
+        leave_groups()
+    return None
+
+
+def taken_back(shim):
+    """Undo an installed shim, by the originals that it kept; returns how to put it on again."""
+    from hardware.megatron import shims as megatron_shims
+
+    megatron_shims.INSTALLED.pop(shim.name)()
+
+    def again():
+        megatron_shims.INSTALLED[shim.name] = shim.apply(megatron_shims.CPU)
+
+    return again
+
+
+@pytest.fixture(scope="module")
+def patched_ranks():
+    """Ranks of their own, which end with these tests: what was taken back may leave something behind."""
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_step_fails_without(patched_ranks, make_hf_model, name):
+    error = patched_ranks.first(1).run(train_without, free_address(), make_hf_model("qwen2", False), name, {})[0]
+    assert SYMPTOMS[name] in str(error), f"megatron no longer needs the shim {name!r}: remove it"
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", ["synchronize", "tensor_cuda"])
+def test_a_tied_pipeline_fails_without(patched_ranks, make_hf_model, name):
+    errors = patched_ranks.run(train_without, free_address(), make_hf_model("qwen2", True), name, {"pp": 2})
+    assert all(SYMPTOMS[name] in str(e) for e in errors), f"megatron no longer needs the shim {name!r}: remove it"
+
+
+@pytest.mark.large
+def test_sequence_parallelism_fails_without_rng(patched_ranks, make_hf_model):
+    errors = patched_ranks.run(train_without, free_address(), make_hf_model("qwen2", False), "rng", {"tp": 2})
+    assert all(SYMPTOMS["rng"] in str(e) for e in errors), "megatron no longer needs the shim 'rng': remove it"
+
+
+@pytest.mark.large
+def test_resuming_fails_without_adam(patched_ranks, make_hf_model, tmp_path):
+    """torch's AdamW does not come back from a distributed checkpoint."""
+
+    def save_and_load(rank, world, address, folder, target):
+        start_process(rank)
+        from hardware.megatron.shims import SHIMS
+
+        again = taken_back(next(s for s in SHIMS if s.name == "adam"))
+        try:
+            engine = build_engine(rank, world, address, folder, {})
+            engine.train_step(plan(engine, make_batch())[1], probe_loss, 10.0)
+            engine.save(target)
+            engine.load(target)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            again()
+        return None
+
+    error = patched_ranks.first(1).run(save_and_load, free_address(), make_hf_model("qwen2", False), str(tmp_path))[0]
+    assert SYMPTOMS["adam"] in str(error), "torch's AdamW now resumes: remove the shim 'adam' and FusedAdam"
+
+
+def imported_anew(name):
+    """A module's source run once more, as its first import runs it, beside the module that is there."""
+    from importlib import util
+
+    spec = util.find_spec(name)
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.large
+def test_megatron_compiles_while_it_is_imported(patched_ranks):
+    """Its fusions go through torch.compile then, unless that is the identity."""
+
+    def call(rank, world):
+        start_process(rank)
+        import sys
+        from unittest.mock import patch
+
+        import torch
+        from megatron.core.fusions.fused_bias_swiglu import swiglu
+
+        compiled = []
+        with patch.object(torch, "compile", lambda function: compiled.append(function.__name__) or function):
+            anew = {"megatron.core.jit": imported_anew("megatron.core.jit")}
+            with patch.dict(sys.modules, anew):
+                imported_anew("megatron.core.fusions.fused_bias_swiglu")
+        return hasattr(swiglu, "_torchdynamo_orig_callable"), compiled
+
+    is_compiled, compiled = patched_ranks.first(1).run(call)[0]
+    assert not is_compiled, "the ranks import megatron without the identity"
+    assert "swiglu" in compiled, "megatron no longer compiles at import: remove import_megatron_without_compile"
+
+
+def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks):
+    """What the RNG shim is for: a checkpointed region draws the same mask twice, tensor-parallel ranks differ."""
+
+    def draw(rank, world, address):
+        start_process(rank)
+        import torch
+        from megatron.core import parallel_state as mpu
+        from megatron.core import tensor_parallel
+
+        join_group(rank, world, address)
+        mpu.initialize_model_parallel(2, create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(3)
+        masks = []
+
+        def region(x):
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                kept = torch.nn.functional.dropout(x, 0.5)
+            masks.append(kept.detach() != 0)
+            outside = torch.nn.functional.dropout(x, 0.5)
+            masks.append(outside.detach() != 0)
+            return kept + outside
+
+        x = torch.ones(64, requires_grad=True)
+        tensor_parallel.checkpoint(region, False, x).sum().backward()
+        return masks, x.grad
+
+    (first, gradient), (second, _) = two_ranks.run(draw, free_address())
+    inside, outside, inside_again, outside_again = first
+    assert inside.equal(inside_again) and outside.equal(outside_again)
+    assert gradient.tolist() == (2.0 * inside.float() + 2.0 * outside.float()).tolist()
+    assert not inside.equal(second[0]), "inside the fork each tensor-parallel rank has its own stream"
+    assert outside.equal(second[1]), "outside it all ranks share one"

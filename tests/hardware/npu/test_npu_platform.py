@@ -1,0 +1,130 @@
+"""What the NPU platforms are made of beyond attention: names that exist, MindSpeed's place, errors."""
+
+import json
+import runpy
+import shutil
+import sys
+import types
+from functools import partial
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from support.dense_attention import DIM
+from support.program import run_program
+
+from engines.megatron.layout import Layout
+from hardware.npu import mindspeed
+from hardware.npu.platform import NpuPlatform
+from hardware.platform import describe
+from hardware.platforms import get_platform
+
+ROOT = Path(__file__).parents[3]
+
+
+def look_up(tree: Path) -> CompletedProcess[str]:
+    script = partial(runpy.run_path, str(ROOT / "scripts" / "npu_profile.py"), run_name="__main__")
+    return run_program(script, "--tree", tree)
+
+
+def test_every_name_is_in_the_npu_profile():
+    """Calls of torch_npu with their keywords, imports of transformers, vllm and megatron, in the profile's versions."""
+    done = look_up(ROOT)
+    assert done.returncode == 0, done.stdout
+    stored = json.loads((ROOT / "hardware" / "npu" / "profile.json").read_text())
+    assert {"torch_npu.npu.set_device", "vllm.LLM", "transformers.AutoConfig"} < set(stored["names"])
+    assert len(stored["names"]) >= 50
+
+
+def test_a_name_that_is_not_there_is_found(tmp_path):
+    shutil.copytree(ROOT / "hardware", tmp_path / "hardware")
+    (tmp_path / "hardware" / "wrong.py").write_text(
+        "import torch\nimport torch_npu\nfrom vllm import LLMs\n"
+        "torch_npu.npu.set_device(devices=0)\ntorch_npu.npu_flash_attention()\n"
+        "torch.ops.npu.npu_fusion_attention(1, 2, 3, 4, 'TND', attention_mask=None)\n"
+        "torch.ops.npu.npu_fusion_attention(1, 2, 3, 4, 'TND', **{})\n"
+    )
+    done = look_up(tmp_path)
+    assert done.returncode == 1
+    for line in (
+        "vllm.LLMs is not known to be in the npu profile",
+        "torch_npu.npu.set_device takes no ['devices'], it takes ['device']",
+        "torch_npu.npu_flash_attention is not known",
+        "torch.ops.npu.npu_fusion_attention takes no ['**', 'attention_mask']",
+    ):
+        assert line in done.stdout
+
+
+def test_a_pack_of_more_sequences_than_the_kernel_takes_is_refused():
+    layout = Layout.build((1,) * 1025, "thd")
+    platform = get_platform("npu-emulated")
+    assert platform.max_pack_sequences == 1024
+    with pytest.raises(ValueError, match="at most 1024 sequences in a pack, got 1025"):
+        platform.attention_inputs(layout.mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2)
+
+
+def test_each_platform_says_what_it_shows():
+    assert describe(get_platform("cpu")) == "cpu (executed)"
+    assert describe(get_platform("npu")).startswith("npu (executed), which nobody ran this project on before")
+    assert describe(get_platform("npu-emulated")).startswith("npu-emulated (emulated), which says nothing about pse, ")
+    with pytest.raises(ValueError, match=r"'tpu' is not available, expected one of \['cpu', 'npu', 'npu-emulated'\]"):
+        get_platform("tpu")
+
+
+@pytest.mark.skipif("torch_npu" in sys.modules, reason="there is one here")
+def test_a_process_without_torch_npu_says_what_to_do():
+    wanted = "needs torch_npu and CANN .* said: No module named 'torch_npu'; .*'npu-emulated', which runs the same code"
+    with pytest.raises(RuntimeError, match=wanted):
+        NpuPlatform().init_process(0)
+
+
+# -- MindSpeed, which is no package of the registry: its two keepers of lengths are played here
+
+
+@pytest.fixture
+def keepers(monkeypatch):
+    """Modules that keep a value as MindSpeed's do."""
+
+    def keeper(name: str) -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.kept = "whatever was there"
+        module.get_actual_seq_len = lambda: module.kept
+        module.set_actual_seq_len = lambda value: setattr(module, "kept", value)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return [keeper(name) for name in mindspeed.KEEPERS]
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_mindspeed_has_the_lengths_during_a_forward_and_not_after(keepers, cp):
+    platform = get_platform("npu")
+    layout = Layout.build((5, 2, 7), "thd", cp=cp)
+    inputs = platform.attention_inputs(layout.mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2)
+    assert [keeper.kept for keeper in keepers] == ["whatever was there"] * 2, "packing does not touch them"
+    ends = [5, 7, 14] if cp == 1 else [4, 6, 10]  # a rank's own slots: 8, 4 and 8 over two ranks
+    with pytest.raises(KeyError), platform.around_forward(inputs):
+        assert [keeper.kept.tolist() for keeper in keepers] == [ends] * 2
+        raise KeyError
+    assert [keeper.kept for keeper in keepers] == ["whatever was there"] * 2
+
+
+def test_rows_leave_mindspeed_without_lengths(keepers):
+    platform = get_platform("npu")
+    layout = Layout.build((5, 2, 7), "bshd")
+    inputs = platform.attention_inputs(layout.mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2)
+    with platform.around_forward(inputs):
+        assert [keeper.kept for keeper in keepers] == [None, None]
+
+
+def test_mindspeed_comes_before_megatron_or_not_at_all(monkeypatch):
+    mindspeed.patch_megatron()  # nobody asked
+    monkeypatch.setenv("RLWORKER_MINDSPEED", "1")
+    with pytest.raises(RuntimeError, match="asks for it and it is not installed"):
+        mindspeed.patch_megatron()
+    monkeypatch.setattr(mindspeed.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
+    monkeypatch.delitem(sys.modules, "mindspeed.megatron_adaptor", raising=False)
+    with pytest.raises(RuntimeError, match=r"megatron was imported before mindspeed\.megatron_adaptor"):
+        mindspeed.patch_megatron()

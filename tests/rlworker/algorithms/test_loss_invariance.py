@@ -1,0 +1,138 @@
+"""Every loss through real engines: its gradient is the same however the batch is cut, spread and laid out."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from support.cover import matrix
+from support.factors import LAYOUTS, settings_of
+from support.ranks.engines_cases import build_engine, make_batch, plan
+from support.ranks.pool import free_address
+
+from engines.batch.batch import TrainBatch
+from rlworker.algorithms import losses
+from rlworker.algorithms.losses import constant_length, policy_loss, sequence_mean, sft_loss, token_mean, value_loss
+
+LIMIT = 1e-5
+"""Largest ``|difference| / |gradient|`` (2-norms) of a tensor."""
+_ENTROPY = partial(policy_loss, entropy_coef=0.05)
+POLICY = {
+    "ppo, k2": (
+        partial(_ENTROPY, surrogate=partial(losses.ppo, dual=3.0), kl_coef=0.1, kl=losses.kl_square),
+        token_mean,
+    ),
+    "gspo": (partial(_ENTROPY, surrogate=partial(losses.gspo, clip_low=0.1, clip_high=0.1)), sequence_mean),
+    "cispo, truncated": (
+        partial(_ENTROPY, surrogate=losses.cispo, correction=losses.truncated_importance),
+        partial(constant_length, tokens=32),
+    ),
+    "gmpo": (partial(_ENTROPY, surrogate=losses.gmpo), sequence_mean),
+    "sapo, masked, k3": (
+        partial(_ENTROPY, surrogate=losses.sapo, correction=losses.masked_importance, kl_coef=0.1),
+        token_mean,
+    ),
+    "sft": (sft_loss, sequence_mean),
+}
+CRITIC = {"clipped value": (partial(value_loss, clip=0.2), token_mean)}
+WHOLE = {"layout": "bshd", "micro_batch_tokens": 10**6}
+HEADS = {"language": POLICY, "value": CRITIC}
+CUTS = {
+    "one-split": ("one", {"micro_batch_tokens": 24}),
+    "DP2": ("DP2", {}),
+    "DP2-split": ("DP2", {"micro_batch_tokens": 24}),
+    "TP2": ("TP2", {}),
+    "PP2-split": ("PP2", {"micro_batch_tokens": 24}),
+    "CP2": ("CP2", {}),
+    "TP2-CP2-split": ("TP2-CP2", {"micro_batch_tokens": 32}),
+    "DP2-PP2-filler": ("DP2-PP2", {"micro_batch_tokens": 1}),
+    "DP2-CP2-filler": ("DP2-CP2", {"micro_batch_tokens": 1}),
+}
+"""Parallel size and settings. In the last two each of the seven sequences is a micro-batch, so that a replica has a
+filler."""
+
+
+def full_batch(logprobs: torch.Tensor | None = None) -> TrainBatch:
+    """The usual awkward sequences with every column that a loss reads; ratios of about 0.4 to 2.7 to ``logprobs``."""
+    batch = make_batch().select(0, 8)
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(5, batch.num_tokens, generator=generator)
+    start = torch.zeros(batch.num_tokens) if logprobs is None else logprobs
+    columns = dict(old_logprobs=start + 0.4 * noise[0], ref_logprobs=start + 0.4 * noise[1])
+    columns |= dict(rollout_logprobs=start + 0.4 * noise[2], values=0.3 * noise[3], returns=noise[4])
+    columns["advantages"] = batch.per_token(torch.randn(len(batch), generator=generator))  # gmpo takes one a sequence
+    return replace(batch, **columns)
+
+
+def gradients_of(
+    rank: int, world: int, address: str, folder: str, settings: dict, head: str, cases: dict, logprobs=None
+) -> dict:
+    """Gradients and metric sums of each loss, and the logprobs that ratios are made against."""
+    from engines.models.spec import ModelSpec
+
+    engine = build_engine(rank, world, address, ModelSpec.from_folder(folder, head=head), settings)
+    from engines.probes.megatron import whole_gradients
+
+    if head == "language" and logprobs is None:
+        schedule, shard = plan(engine, full_batch())
+        logprobs = schedule.restore([engine.forward(shard)]).logprobs
+    batch, found = full_batch(logprobs), {}
+    for name, (loss, aggregation) in cases.items():
+        weights, denominator = aggregation(batch)
+        _, shard = plan(engine, replace(batch, weights=weights))
+        metrics, _ = engine.backward(shard, loss, denominator)
+        gradients = whole_gradients(engine)
+        sums = {key: sum(float(part[key]) for part in metrics) for key in (metrics[0] if metrics else ())}
+        found[name] = (gradients, {key: value for key, value in sums.items() if not key.endswith("_max")})
+    return {"leader": engine.is_leader, "found": found, "logprobs": logprobs}
+
+
+@pytest.fixture(scope="module")
+def whole(one_rank, folders):
+    """``whole(head, cases)``: one rank, one micro-batch, one sequence a row."""
+    made = {}
+
+    def run(head: str, cases: dict) -> dict:
+        if head not in made:
+            (made[head],) = one_rank.run(gradients_of, free_address(), folders[head], WHOLE, head, cases)
+        return made[head]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folders(make_hf_model, make_critic) -> dict[str, str]:
+    return {"language": make_hf_model("qwen2", False), "value": make_critic("qwen2")}
+
+
+@matrix({"cut": tuple(CUTS), "head": tuple(HEADS), "layout": LAYOUTS})
+def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, measured, cut, head, layout):
+    (size, settings), cases = CUTS[cut], HEADS[head]
+    want = whole(head, cases)
+    args = (folders[head], settings_of(size) | settings | {"layout": layout}, head, cases, want["logprobs"])
+    ranks = pool_of(size).run(gradients_of, free_address(), *args)
+    leaders = [rank["found"] for rank in ranks if rank["leader"]]
+    for name, (gradients, sums) in want["found"].items():
+        apart = {
+            tensor: float((leaders[0][name][0][tensor] - gradient).norm() / gradient.norm())
+            for tensor, gradient in gradients.items()
+        }
+        worst = max(apart, key=apart.get)
+        measured({name: apart[worst]})
+        assert apart[worst] <= LIMIT, f"{name}: {worst}"
+        for key, value in sums.items():
+            assert sum(leader[name][1][key] for leader in leaders) == pytest.approx(value, rel=1e-5, abs=1e-5), key
+
+
+def test_the_cases_reach_what_they_are_for(whole):
+    """Some ratios are clipped and some are not, some corrections are zero, and every loss has a gradient of its own."""
+    found = whole("language", POLICY)["found"]
+    counting = float(full_batch().mask.sum())
+    assert sum(map(bool, full_batch().lengths)) == 7
+    for name in ("ppo, k2", "gspo", "gmpo"):
+        assert 0 < found[name][1]["clip_fraction"] < counting, name
+    norms = {name: float(gradients["model.norm.weight"].norm()) for name, (gradients, _) in found.items()}
+    assert min(norms.values()) > 0 and len(set(norms.values())) == len(norms)
+    batch = full_batch()
+    kept = losses.masked_importance(batch.old_logprobs, batch.rollout_logprobs)[batch.mask] > 0
+    assert kept.any() and not kept.all()

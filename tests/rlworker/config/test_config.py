@@ -1,0 +1,333 @@
+import ast
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.program import run_recipe
+from support.ranks.engines_cases import start_process
+
+from engines.config import (
+    MEGATRON_OWN,
+    MEGATRON_REFUSED,
+    MEGATRON_SOURCES,
+    VLLM_OWN,
+    VLLM_REFUSED,
+    MegatronConfig,
+    VllmConfig,
+)
+from engines.validation import installed_fields
+from hardware.attention import capabilities
+from hardware.attention.capabilities import TABLE, override_warnings
+from hardware.platforms import get_platform
+from rlworker.config.model_checks import check_engines
+from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
+from rlworker.data.rows import load_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(steps=0), "steps must be at least 1"),
+        (
+            dict(actor=MegatronConfig(ranks=8), prompts_per_step=2, samples_per_prompt=2),
+            "4 samples cannot feed mini_batches=1 on 8 data-parallel ranks",
+        ),
+        (dict(rollout=VllmConfig(engines=3), prompts_per_step=2), "leaves some of 3 rollout engines without work"),
+        (dict(data=DataConfig(max_prompt_tokens=2000)), "max_prompt_tokens \\+ max_new_tokens = 2256 exceeds"),
+    ],
+)
+def test_contradictions_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**settings)
+
+
+def test_logprob_limits_follow_the_type():
+    assert RunConfig().logprob_limits == (2e-5, 5e-3)
+    assert RunConfig(actor=MegatronConfig(dtype="bfloat16")).logprob_limits == (5e-2, float("inf"))
+    assert RunConfig(logprob_diff_mean=1e-3).logprob_limits == (1e-3, 5e-3)
+
+
+def test_a_separate_reference_takes_as_many_actors_as_the_policy():
+    config = RunConfig(actor=MegatronConfig(ranks=2), algorithm=AlgorithmConfig(kl_coef=0.1))
+    assert config.actors == 3 and RunConfig().actors == 2
+    assert dataclasses.replace(config, separate=("reference",)).actors == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(critic=CriticConfig(train=True, warmup_steps=100)), "leaves the actor none of steps=100"),
+        (dict(algorithm=AlgorithmConfig(dynamic_sampling=1), samples_per_prompt=1), "needs samples that can differ"),
+        (dict(separate=("critic",)), "which this run does not have"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**settings)
+    with pytest.raises(ValueError, match="needs a weight of the KL penalty"):
+        AlgorithmConfig(kl_in="reward")
+
+
+def test_another_model_is_checked_by_its_own_name(make_hf_model, tmp_path):
+    folder = shutil.copytree(make_hf_model("qwen2", True), tmp_path / "small")
+    saved = json.loads((folder / "config.json").read_text())
+    config = RunConfig(
+        model=make_hf_model("qwen2", True),
+        data=DataConfig(max_prompt_tokens=8),
+        rollout=VllmConfig(max_new_tokens=4, max_model_len=16),
+    )
+    for changes, message in (
+        ({"vocab_size": 98}, r"reference \(--algorithm.reference\): "),
+        ({"max_position_embeddings": 11}, "has 11 positions, expected at least 12"),
+    ):
+        (folder / "config.json").write_text(json.dumps(saved | changes))
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config, algorithm=AlgorithmConfig(reference=str(folder))).check_models()
+    with pytest.raises(ValueError, match=r"critic \(--critic.model\): model: folder 'none' does not exist"):
+        dataclasses.replace(config, critic=CriticConfig(train=True, model="none")).check_models()
+
+
+def count_keys(config) -> int:
+    nested = [getattr(config, f.name) for f in dataclasses.fields(config)]
+    return sum(count_keys(value) if dataclasses.is_dataclass(value) else 1 for value in nested)
+
+
+def test_there_are_few_keys():
+    assert count_keys(RunConfig()) <= 80
+
+
+def test_help_shows_every_section():
+    done = run_recipe("grpo", "--help")
+    assert done.returncode == 0
+    for option in ("--model", "--actor.tp", "--rollout.max-new-tokens", "--algorithm.kl-coef", "--data.train"):
+        assert option in done.stdout
+
+
+ERRORS = [
+    (["--actor.tp", "2", "--actor.ranks", "3"], "tp=2 x pp=1 x cp=1 needs a multiple of 2 ranks, got 3"),
+    (["--actor.tpp", "2"], "--actor.tp"),
+    (["--model", "nowhere"], "model: folder 'nowhere' does not exist"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=["ranks", "unknown-key", "model"])
+def test_the_command_line_says_what_is_wrong(arguments, message):
+    done = run_recipe("grpo", *arguments)
+    assert done.returncode != 0
+    said = " ".join((done.stdout + done.stderr).replace("│", " ").split())  # tyro draws a box around its errors
+    assert message in said
+
+
+def test_a_head_size_without_a_rollout_kernel_is_refused(make_hf_model):
+    rollout = VllmConfig(max_new_tokens=8, max_model_len=64)
+    config = RunConfig(model=make_hf_model("qwen3", False), data=DataConfig(max_prompt_tokens=8), rollout=rollout)
+    with pytest.raises(ValueError, match=r"has no attention for the model's head_dim 48, expected one of \[32, 64"):
+        config.check_models()
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "message"),
+    [
+        (
+            AlgorithmConfig,
+            "mini_batches",
+            0,
+            "algorithm: mini_batches must be at least 1, got 0; change --algorithm.mini",
+        ),
+        (AlgorithmConfig, "kl_coef", -0.1, "algorithm: kl_coef must be finite and not negative, got -0.1"),
+        (AlgorithmConfig, "clip_low", NAN, "algorithm: clip_low must be a number, got nan"),
+        (RunConfig, "eval_every", -1, "config: eval_every must be 0 or more, got -1; change --eval-every"),
+        (RunConfig, "seed", -1, "config: seed must be from 0 to 4294967295, got -1"),
+        (RunConfig, "seed", 2**32, "config: seed must be from 0 to 4294967295, got 4294967296"),
+        (RunConfig, "logprob_diff_mean", -1.0, "config: logprob_diff_mean must be 0 or more, got -1.0"),
+        (RunConfig, "steps", "5", "config: steps must be a whole number, got '5'; change --steps"),
+        (RunConfig, "actor", None, "config: actor must be MegatronConfig, got None"),
+        (
+            RunConfig,
+            "trackers",
+            ("paper",),
+            r"trackers must be a list \(one of 'tensorboard', 'wandb'\), got \('paper',\)",
+        ),
+        (DataConfig, "max_prompt_tokens", 0, "data: max_prompt_tokens must be at least 1, got 0"),
+        (MegatronConfig, "lr", NAN, "actor: lr must be a number, got nan; change --actor.lr"),
+        (MegatronConfig, "lr", INF, "actor: lr must be finite and not negative, got inf"),
+        (MegatronConfig, "lr", -1e-6, "actor: lr must be finite and not negative, got -1e-06"),
+        (MegatronConfig, "lr", 10**400, "actor: lr must be finite and not negative, got 1000"),
+        (MegatronConfig, "min_lr", 1e-4, "actor: min_lr must be at most lr=1e-06, got 0.0001; lower --actor.min-lr"),
+        (MegatronConfig, "adam_beta1", 1.0, "actor: adam_beta1 must be at least 0 and below 1, got 1.0"),
+        (MegatronConfig, "adam_beta2", -0.1, "actor: adam_beta2 must be at least 0 and below 1, got -0.1"),
+        (MegatronConfig, "adam_eps", 0.0, "actor: adam_eps must be above 0 and finite, got 0.0"),
+        (MegatronConfig, "clip_grad", -1.0, "actor: clip_grad must be finite and not negative, got -1.0"),
+        (MegatronConfig, "lr_warmup_steps", -1, "actor: lr_warmup_steps must be 0 or more, got -1"),
+        (MegatronConfig, "ranks", 0, "actor: ranks must be at least 1, got 0; change --actor.ranks"),
+        (MegatronConfig, "timeout_s", 0, "actor: timeout_s must be from 1 to 1000000000 seconds, got 0"),
+        (MegatronConfig, "dtype", "float16", "actor: dtype must be one of 'float32', 'bfloat16', got 'float16'"),
+        (VllmConfig, "kv_cache_mb", -1, "rollout: kv_cache_mb must be 0 or more, got -1"),
+        (VllmConfig, "temperature", 0.009, "rollout: temperature must be from 0.01 to 2.*, got 0.009"),
+        (VllmConfig, "temperature", INF, "rollout: temperature must be from 0.01 to 2.*, got inf"),
+        (VllmConfig, "max_num_seqs", 4097, "rollout: max_num_seqs=4097 is above vLLM's max_num_batched_tokens=4096"),
+    ],
+)
+def test_impossible_values_are_refused(section, name, value, message):
+    with pytest.raises(ValueError, match=f"^{message}" if not message.startswith("trackers") else message):
+        section(**{name: value})
+
+
+def test_possible_values_are_taken():
+    config = RunConfig(logprob_diff_max=INF, seed=2**32 - 1, algorithm=AlgorithmConfig(clip_high=INF))
+    assert config.logprob_limits == (2e-5, INF)
+    assert MegatronConfig(lr=0, adam_beta1=0, clip_grad=0).lr == 0
+    assert VllmConfig(temperature=0.01, max_num_seqs=9000, vllm={"max_num_batched_tokens": 9000}).max_num_seqs == 9000
+
+
+def test_a_warm_up_must_end_before_the_decay_does():
+    with pytest.raises(ValueError, match="lr_decay_steps=5 must be above lr_warmup_steps=5; raise --actor"):
+        MegatronConfig(lr_warmup_steps=5, lr_decay_steps=5)
+
+
+PASSED_THROUGH = [
+    (lambda given: VllmConfig(vllm=given), "rollout: --rollout.vllm", VLLM_OWN, VLLM_REFUSED),
+    (lambda given: MegatronConfig(megatron=given), "actor: --actor.megatron", MEGATRON_OWN, MEGATRON_REFUSED),
+]
+
+
+@pytest.mark.parametrize(("make", "where", "own", "refused"), PASSED_THROUGH, ids=["vllm", "megatron"])
+def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where, own, refused):
+    for name in own:
+        with pytest.raises(
+            ValueError, match=rf"{where} may not set \['{name}'\]: the engine depends on its own values"
+        ):
+            make({name: 1})
+    for name in refused:
+        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\]: .* would not follow; drop them"):
+            make({name: 1})
+
+
+def test_other_names_are_those_of_the_installed_packages():
+    assert VllmConfig(vllm={"enable_prefix_caching": False, "block_size": 64}).vllm["block_size"] == 64
+    assert MegatronConfig(megatron={"deterministic_mode": True, "cp_comm_type": "p2p"}).megatron
+    with pytest.raises(
+        ValueError, match="vllm has 'blok_size', which is not there to be set; did you mean 'block_size'"
+    ):
+        VllmConfig(vllm={"blok_size": 64})
+    with pytest.raises(ValueError, match="vllm has block_size 'large', expected a whole number or null"):
+        VllmConfig(vllm={"block_size": "large"})
+    with pytest.raises(ValueError, match="vllm has 'top_p', which is not there to be set"):
+        VllmConfig(vllm={"top_p": 0.9})
+    with pytest.raises(ValueError, match="megatron has 'sequnce_paralel', which is not there to be set; did you mean"):
+        MegatronConfig(megatron={"sequnce_paralel": True})
+    with pytest.raises(ValueError, match="megatron has moe_router_dtype 'fp8', expected one of 'fp32', 'fp64' or null"):
+        MegatronConfig(megatron={"moe_router_dtype": "fp8"})
+
+
+def test_the_names_are_what_vllm_and_megatron_call_them(one_rank):
+    """A name that the installed dataclasses lack would be refused for a wrong reason."""
+
+    def names_of_megatron(rank, world):
+        start_process(rank)
+        from megatron.core.transformer import TransformerConfig
+
+        return [field.name for field in dataclasses.fields(TransformerConfig)]
+
+    fields, names = installed_fields("megatron", *MEGATRON_SOURCES), one_rank.run(names_of_megatron)[0]
+    assert fields.keys() == {name for name in names if not name.startswith("_")}
+    assert fields["num_layers"] is int and fields["num_query_groups"] == int | None
+    assert fields.keys() >= MEGATRON_OWN | MEGATRON_REFUSED
+    vllm = installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
+    assert vllm.keys() >= VLLM_OWN | VLLM_REFUSED and vllm["block_size"] == int | None
+    assert installed_fields("nowhere", ("engine/arg_utils.py", "EngineArgs")) is None
+    assert installed_fields("vllm", ("engine/arg_utils.py", "NoSuchClass")) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "own"), [("vllm/engine.py", VLLM_OWN), ("megatron/model.py", MEGATRON_OWN)], ids=["vllm", "megatron"]
+)
+def test_the_engines_set_nothing_that_is_passed_through_too(file, own):
+    """What stands in the engines' own ``settings`` is what may not come from outside."""
+    tree = ast.parse((Path(__file__).parents[3] / "engines" / file).read_text())
+    names = {
+        keyword.arg
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "settings"
+        for keyword in node.value.keywords
+    }
+    assert len(names) > 5 and names <= own
+
+
+@pytest.mark.parametrize(("space", "have"), [("1", 1024), ("", 1024), ("3", 3072)])
+def test_the_longest_sequence_must_fit_the_memory_for_keys_and_values(
+    make_hf_model, tmp_path, monkeypatch, space, have
+):
+    """4 layers, 2 key-value heads of 32 in fp32 take 2 KiB a token, and vLLM needs one block of 128 tokens more."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
+    folder = make_hf_model("qwen2", False)
+    saved = json.loads(Path(folder, "config.json").read_text())
+    longest = have * 2**20 // 2048 - 128
+    for name in Path(folder).iterdir():
+        shutil.copy(name, tmp_path)
+    Path(tmp_path, "config.json").write_text(json.dumps(saved | {"max_position_embeddings": 10**7}))
+    config = RunConfig(model=str(tmp_path), rollout=VllmConfig(max_model_len=longest))
+    config.check_models()
+    too_long = dataclasses.replace(config, rollout=VllmConfig(max_model_len=longest + 1))
+    with pytest.raises(
+        ValueError, match=f"kv_cache_mb=0 gives {have} MB .*, expected at least {have + 1} for one sequence"
+    ):
+        too_long.check_models()
+    dataclasses.replace(config, rollout=VllmConfig(max_model_len=longest + 1, kv_cache_mb=have + 1)).check_models()
+
+
+def test_the_memory_that_the_environment_gives_must_be_a_number(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
+    with pytest.raises(ValueError, match="VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB, got 'much'"):
+        get_platform("cpu").rollout_env()
+
+
+def test_slots_must_be_cut_over_the_ranks():
+    with pytest.raises(ValueError, match="slots=100 must be a multiple of 48, which tp=2, cp=4 and multiple=3 cut it"):
+        MegatronConfig(ranks=8, tp=2, cp=4, multiple=3, slots=100)
+    assert MegatronConfig(ranks=8, tp=2, cp=4, multiple=3, slots=144).slots == 144
+
+
+def test_an_override_names_a_refused_cell_of_the_capability_table(make_hf_model):
+    with pytest.raises(ValueError, match="'window' names no cell of the capability table; a name is like 'torch_sdpa/"):
+        MegatronConfig(attention_override=("window",))
+    folder = make_hf_model("llama", False)
+    actor = MegatronConfig(attention_override=("te_causal/bshd/cp/window",))
+    with pytest.raises(ValueError, match=r"of a backend that platform 'cpu' does not use; it uses \['torch_sdpa'\]"):
+        check_engines(folder, "cpu", actor, VllmConfig(max_new_tokens=4, max_model_len=16))
+    (warning,) = override_warnings(("te_causal/bshd/cp/window",))
+    assert warning.startswith(
+        "WARNING attention: te_causal/bshd/cp/window is refused by the capability table (not shown"
+    )
+
+
+def test_a_rule_that_the_platform_does_not_honour_is_refused_before_anything_starts(
+    make_hf_model, tmp_path, monkeypatch
+):
+    """A model with windows, on a platform whose table refuses them; the named override lets it pass."""
+    folder = shutil.copytree(make_hf_model("qwen2-window", False), tmp_path / "model")
+    saved = json.loads((folder / "config.json").read_text())
+    windows = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 4}
+    (folder / "config.json").write_text(json.dumps(saved | windows))
+    place = ("torch_sdpa", "thd", False, "window")
+    refused = dataclasses.replace(TABLE[place], honoured=False, text="for the test", nearest="bshd")
+    monkeypatch.setitem(capabilities.TABLE, place, refused)
+    rollout = VllmConfig(max_new_tokens=4, max_model_len=16)
+    config = RunConfig(model=str(folder), data=DataConfig(max_prompt_tokens=8), rollout=rollout)
+    with pytest.raises(ValueError, match="rule window\\(4\\) in thd with cp=1: torch_sdpa/thd/no-cp/window is refused"):
+        config.check_models()
+    override = MegatronConfig(attention_override=("torch_sdpa/thd/no-cp/window",))
+    assert dataclasses.replace(config, actor=override).check_models()["actor"].rules[0].window == 4

@@ -1,0 +1,48 @@
+"""Every benchmark runs, small: what it measures is kept in docs/performance.md, and cannot be if it no longer fits."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "scripts" / "bench"
+BENCHMARKS = sorted(path for path in FOLDER.glob("*.py") if path.name != "timing.py")
+NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.]*(?:e[-+]\d+)?|nan|inf)(?!\w)")
+
+
+def run(path: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-W", "ignore", str(path), *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_it_runs_and_prints_its_figures(path):
+    done = run(path, "--tiny")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = [float(number) for number in NUMBER.findall(done.stdout)]
+    assert len(figures) >= 3 and all(map(math.isfinite, figures)), done.stdout
+    assert any(figure > 0 for figure in figures)
+
+
+def test_all_of_them_are_named_where_a_contributor_looks():
+    contributing, performance = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "docs/performance.md"))
+    assert BENCHMARKS
+    for path in BENCHMARKS:
+        assert f"scripts/bench/{path.name}" in contributing and f"scripts/bench/{path.name}" in performance
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("step", ["--steps", "1"]), ("head", ["--dtype", "int8"]), ("gae", ["--no"])],
+)
+def test_what_cannot_be_measured_is_an_error(name, options):
+    done = run(FOLDER / f"{name}.py", *options)
+    assert done.returncode and not done.stdout and "error: " in done.stderr

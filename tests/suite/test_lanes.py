@@ -1,0 +1,71 @@
+"""The suite side by side: pools in one worker each, and what tests measure arrives from all of them."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.suite.lanes import lane_of
+
+pytest_plugins = ["pytester"]
+TESTS = str(Path(__file__).parents[1])
+
+CONFTEST = """
+import os, pytest
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    with open("started", "a") as file:
+        file.write("x")
+
+@pytest.fixture
+def pool_of(four_ranks):
+    return lambda size: None
+"""
+TAKES = """
+import pytest, time
+
+@pytest.mark.parametrize("value", {values})
+def test_it({fixture}, measured, value):
+    time.sleep(0.05)
+    measured({{"apart": value}})
+    measured({{"missing": 0}})
+"""
+
+
+def test_a_pool_is_started_once_and_the_largest_of_each_test_is_told(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((TESTS, os.environ["PYTHONPATH"])))
+    files = {
+        "test_one": TAKES.format(fixture="four_ranks", values=[1e-6, 3e-6, 2e-6]),
+        "test_two": TAKES.format(fixture="pool_of", values=[4e-6]),
+        "test_three": TAKES.format(fixture="tmp_path", values=[5e-7] * 8),
+    }
+    pytester.makepyfile(conftest=CONFTEST, **files)
+    plugins = [part for name in ("xdist", "support.suite.lanes", "support.suite.measured") for part in ("-p", name)]
+    done = pytester.runpytest_subprocess(*plugins, "-n", "2", "-v")
+    done.assert_outcomes(passed=12)
+    assert (pytester.path / "started").read_text() == "x"
+    done.stdout.fnmatch_lines(
+        [
+            "test_one.py::test_it, 6 times: apart 3.0e-06  missing 0",
+            "test_three.py::test_it, 16 times: apart 5.0e-07  missing 0",
+            "test_two.py::test_it, 2 times: apart 4.0e-06  missing 0",
+        ],
+        consecutive=True,
+    )
+    workers = {line.split()[0] for line in done.outlines if "PASSED" in line}
+    assert workers == {"[gw0]", "[gw1]"}
+
+
+@pytest.mark.parametrize(
+    ("text", "lane"),
+    [
+        ("def test_it(tmp_path, cluster):", "cluster"),
+        ("def made(\n    one_rank,\n):", "ranks"),
+        ('pytestmark = pytest.mark.usefixtures("by_value", "cluster")', "cluster"),
+        ("from rlworker import cluster\n\ndef test_it(tmp_path):\n    cluster.start(pool_of(2))", "test_x.py"),
+    ],
+)
+def test_the_lane_of_a_file_is_the_pool_that_it_takes(tmp_path, text, lane):
+    (tmp_path / "test_x.py").write_text(text)
+    assert lane_of(tmp_path / "test_x.py") == lane

@@ -1,0 +1,144 @@
+"""Pictures and batches of vision-language models, and what the ranks of their tests run."""
+
+from pathlib import Path
+
+from support.ranks.engines_cases import build_engine, logits_of, plan
+
+QWEN2_5_VL_7B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 28,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+}
+"""What config.json of Qwen2.5-VL-7B says: older than ``text_config``, its language model's keys among the others."""
+PICTURES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
+"""Width and height of each picture: one of a single token, one of several attention windows, one that is resized to
+whole patches, and one that is made smaller because it is over the limit."""
+ROWS = ((), (0,), (1, 2, 3), (), (0,), (4, 5))
+"""Pictures of each sequence: none, one and three; one picture is in two sequences."""
+
+
+def make_pictures(folder) -> list[str]:
+    import numpy as np
+    from PIL import Image
+
+    generator, paths = np.random.default_rng(0), []
+    for number, (width, height) in enumerate(PICTURES):
+        pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        paths.append(str(Path(folder, f"{number}.{'jpg' if number == 4 else 'png'}")))
+        Image.fromarray(pixels).save(paths[-1])
+    return paths
+
+
+def prompts_of(model, paths, rows=ROWS, seed: int = 1):
+    """Random text around the pictures of each row."""
+    import torch
+
+    from engines.batch.samples import Prompt
+    from engines.images.processor import ImageProcessor
+
+    processor, generator = ImageProcessor(model.folder, model.vision), torch.Generator().manual_seed(seed)
+    text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
+    prompts, spec = [], model.vision
+    for row, numbers in enumerate(rows):
+        own = tuple(processor.open(paths[n], f"row {row}, image {i}") for i, n in enumerate(numbers))
+        ids = text(2 + row)
+        for image in own:
+            ids += [spec.start_token, *[spec.image_token] * image.tokens(spec.merge), spec.end_token, *text(row)]
+        prompts.append(Prompt(tuple(ids), own))
+    return prompts
+
+
+def vlm_batch(model, paths, rows=ROWS, seed: int = 1):
+    """A batch that goes on from ``prompts_of`` with a few random ids, which count, and advantages."""
+    import dataclasses
+
+    import torch
+
+    from engines.batch.batch import TrainBatch
+    from engines.images.columns import image_columns
+
+    prompts, generator = prompts_of(model, paths, rows, seed), torch.Generator().manual_seed(seed)
+    text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
+    sequences = [[*prompt.token_ids, *text(3 + row % 3)] for row, prompt in enumerate(prompts)]
+    columns = image_columns(sequences, [prompt.images for prompt in prompts], model.vision)
+    batch = TrainBatch.from_ids(sequences, [len(prompt.token_ids) for prompt in prompts], **columns)
+    return dataclasses.replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
+
+
+def rename(name: str) -> str:
+    """A weight's name without what differs between transformers' modules and its saved folders."""
+    return name.replace("language_model.", "").removeprefix("model.")
+
+
+def part_of_hf(name: str) -> str:
+    if "visual." not in name:
+        return "language"
+    return "projector" if "merger" in name else "vision"
+
+
+def run_vlm_case(
+    rank: int, world: int, address: str, folder: str, paths, settings: dict, platform: str = "cpu", rows=ROWS
+) -> dict:
+    """Logits, logprobs and gradients of one parallel configuration."""
+    budget = settings.get("budget")
+    engine = build_engine(
+        rank, world, address, folder, {name: x for name, x in settings.items() if name != "budget"}, platform
+    )
+    if budget and engine.vision:
+        engine.vision.budget = budget
+    from engines.probes.megatron import whole_gradients
+    from rlworker.checks.huggingface import probe_loss
+
+    batch, decoded = vlm_batch(engine.model, paths, rows), []
+    if engine.vision:
+        patches = engine.vision.processor.patches
+        engine.vision.processor.patches = lambda images: (decoded.append(len(images)), patches(images))[1]
+    schedule, shard = plan(engine, batch)
+    logits, outputs = logits_of(engine, shard), engine.forward(shard)
+    engine.backward(shard, probe_loss, float(batch.mask.sum()))
+
+    return {
+        "schedule": schedule,
+        "dp_rank": engine.dp_rank,
+        "is_leader": engine.is_leader,
+        "decoded": decoded,
+        "logits": logits,
+        "outputs": outputs,
+        "gradients": whole_gradients(engine),
+    }
