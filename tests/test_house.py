@@ -1,10 +1,11 @@
-"""The rules of the house: imports run down, hardware is named in hardware/ alone, the controller stays light."""
+"""The rules of the house: imports run down and in no circle, rooms stay small, hardware is named in hardware/ alone."""
 
 import ast
 import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,58 @@ def test_files_and_functions_stay_short():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
+
+
+def entries(folder: Path) -> list[Path]:
+    """Files and folders that someone looking for something has to look through."""
+    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    found = {folder / path.relative_to(folder).parts[0] for path in files}
+    return sorted(path for path in found if path.name != "__init__.py" and not path.name.startswith("."))
+
+
+@pytest.mark.parametrize("top", [*FLOORS, "tests", "scripts"])
+def test_rooms_stay_small_enough_to_look_through(top):
+    for folder in [ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir())]:
+        assert len(entries(folder)) <= 12, f"{folder}: make rooms in it"
+
+
+def test_tests_lie_in_the_rooms_of_what_they_test():
+    rooms = [path for top in FLOORS for path in (TESTS / top).rglob("*") if path.is_dir() and entries(path)]
+    assert rooms
+    for room in rooms:
+        assert (ROOT / room.relative_to(TESTS)).is_dir(), f"{room}: there is no such room to test"
+
+
+def room_of(path: Path) -> Path:
+    """The folder of a file. One that lies beside rooms stands for itself: a door to them, or what they stand on."""
+    beside_rooms = any(other.parent.parent == path.parent for other in SOURCES)
+    return (path if beside_rooms else path.parent).relative_to(ROOT)
+
+
+def circle(edges: dict[Path, set[Path]]) -> list[Path]:
+    """A way that ends where it began, or nothing if there is none."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+@pytest.mark.parametrize("place_of", [lambda path: path.relative_to(ROOT), room_of], ids=["files", "rooms"])
+def test_no_imports_in_a_circle(place_of):
+    """Imports in functions count too: they only hide a circle until someone moves them."""
+    edges: dict[Path, set[Path]] = {}
+    for path in SOURCES:
+        ours = {file for module in imported(path) for file in files_of(module)} & set(SOURCES)
+        here = edges.setdefault(place_of(path), set())
+        here |= {place_of(file) for file in ours if file.name != "__init__.py"} - {place_of(path)}
+    assert not (way := circle(edges)), " <- ".join(map(str, way))
+
+
+def test_a_circle_is_found():
+    a, b, c = Path("a"), Path("b"), Path("c")
+    assert circle({a: {b}, b: {c}, c: set()}) == []
+    assert set(circle({a: {b}, b: {c}, c: {b}})) == {b, c}
 
 
 def test_the_controller_imports_neither_engine():
@@ -185,8 +238,8 @@ LIGHT = [TESTS / "conftest.py", *sorted(TESTS.rglob("test_*.py"))]
 
 
 @cache
-def imported_on_load(path: Path) -> frozenset[str]:
-    """Name what is imported together with a file: all but what stands in functions, or is for type checkers alone.
+def imported(path: Path, on_load: bool = False) -> frozenset[str]:
+    """Name what a file imports: all but what is for type checkers alone. ``on_load`` leaves out what functions import.
 
     ``from a import b`` counts as ``a`` and ``a.b``, since either may be a module.
     """
@@ -199,7 +252,7 @@ def imported_on_load(path: Path) -> frozenset[str]:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in names(node.test):
             left += node.orelse
-        elif not isinstance(node, ast.FunctionDef):
+        elif not (on_load and isinstance(node, ast.FunctionDef)):
             left += ast.iter_child_nodes(node)
     return frozenset(found)
 
@@ -217,7 +270,7 @@ def way_to(path: Path, packages: set[str]) -> list[str]:
     """Follow imports from a file to one of some packages: the shortest way there, or nothing if there is none."""
     ways, seen = [(path, [str(path.relative_to(ROOT))])], {path}
     for here, way in ways:  # it grows as it is read
-        for module in sorted(imported_on_load(here)):
+        for module in sorted(imported(here, on_load=True)):
             if module.split(".")[0] in packages:
                 return [*way, module]
             new = [file for file in files_of(module) if file not in seen]
