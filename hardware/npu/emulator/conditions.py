@@ -1,4 +1,4 @@
-"""What ``npu_contract.py`` states of a call of ``npu_fusion_attention``: each function is True of a right one."""
+"""What ``contract.py`` states of a call of ``npu_fusion_attention``: each function is True of a right one."""
 
 import torch
 from torch import Tensor
