@@ -9,6 +9,7 @@ import torch
 from engines.batch import TrainBatch
 from rlworker import advantages
 from rlworker.advantages import check_group_size, gae, returns_to_go, whiten, with_kl_penalty, with_overlong_penalty
+from rlworker.config import CriticConfig
 from rlworker.errors import RunError
 from rlworker.losses import kl_square
 from rlworker.scan import Chosen, discounted_sums
@@ -83,6 +84,14 @@ def test_gae_by_hand():
     advantage, returns = gae(batch, gamma=0.5, lam=0.5)
     assert returns.tolist() == [0.5 + 1.0, 2.0 + 2.0]  # advantages 0 + 2 / 4 and 2
     assert advantage.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def test_a_run_with_a_critic_takes_gae_at_its_settings():
+    batch = ragged_batch(turns=False)
+    found = advantages.configured_advantage(CriticConfig(train=True, gamma=0.5, lam=0.9))(batch)
+    for got, wanted, swapped in zip(found, gae(batch, gamma=0.5, lam=0.9), gae(batch, gamma=0.9, lam=0.5)):
+        assert torch.equal(got, wanted) and not torch.allclose(got, swapped)
+    assert advantages.configured_advantage(CriticConfig()) is advantages.grpo
 
 
 def ragged_batch(turns: bool) -> TrainBatch:
