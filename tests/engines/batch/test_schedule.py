@@ -70,6 +70,33 @@ def test_sequences_that_share_their_pictures_stay_together():
     assert sum(0 in prompts[rows] for rows in micro_batches()) > 1
 
 
+@pytest.mark.parametrize(
+    ("small", "rest", "settings", "parts"),
+    [
+        ([2] * 5, [75, 75], {"pp": 2}, 1),  # 10 of 160 slots: an eighth of what each of two stages has to do
+        ([3, 2, 2, 2, 2], [75, 74], {"pp": 2}, 2),
+        ([4] * 5, [70, 70], {}, 1),  # 20 of 160: an eighth of the whole
+        ([5, 4, 4, 4, 4], [70, 69], {}, 2),
+        ([4] * 5, [70, 70], {"most": 6}, 1),
+        (
+            [4] * 6,
+            [100, 100],
+            {"most": 6, "budget": 112},
+            2,
+        ),  # as many as a kernel takes would leave no room for another
+        ([4] * 6, [90, 90], {"budget": 102}, 1),  # nearly all sequences, and few slots: a pack of their own
+    ],
+)
+def test_a_prompt_stays_together_up_to_an_eighth_of_a_stages_work(small, rest, settings, parts):
+    """By hand, in packs that are full without it: one that is taken apart balances them."""
+    settings = {"pp": 1, "budget": 110, "most": None} | settings
+    config = MegatronConfig(ranks=settings["pp"], pp=settings["pp"], micro_batch_tokens=settings["budget"])
+    prompts = [0] * len(small) + list(range(1, 1 + len(rest)))
+    schedule = plan_schedule(small + rest, config, 64, 1, settings["most"], prompts)
+    held = [[row for row in rows.tolist() if row < len(small)] for rows in schedule.rows[0]]
+    assert len([rows for rows in held if rows]) == parts
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     together=st.lists(st.integers(0, 6), min_size=40, max_size=40) | st.none(),
@@ -123,6 +150,7 @@ def test_micro_batches_are_as_few_as_the_budget_allows_by_hand():
     assert parts([12, 12, 4, 4], ranks=2) == [[[4, 12]], [[4, 12]]]
     assert sorted(map(len, parts([20, 3, 3, 3])[0])) == [1, 3]
     assert parts([5, 5, 5], tp=2, ranks=2) == [[[5, 5], [5]]], "six slots each"
+    assert parts([3, 3, 3, 3], multiple=4) == [[[3, 3, 3, 3]]], "four slots each"
     assert parts([8, 7, 2, 2, 2], layout="bshd") == [[[7, 8], [2, 2, 2]]], "rows of like lengths"
     assert parts([4, 4, 4, 4], pp=2, ranks=2) == [[[4, 4], [4, 4]]], "one for each stage"
     schedule = plan_schedule([1] * 10, MegatronConfig(micro_batch_tokens=16), 64, 1, most_sequences=4)

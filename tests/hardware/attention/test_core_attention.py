@@ -168,6 +168,20 @@ def test_no_mask_is_as_large_as_the_pack():
     assert largest <= 60 * 60 and sum(lengths) ** 2 > 100 * largest
 
 
+def test_sequences_of_like_lengths_share_a_call():
+    """Eight lengths an octave, the next of which each takes: the padding stays below an eighth."""
+    from hardware.cpu.platform import CpuPlatform
+
+    layout = Layout.build(tuple(range(1, 257)), "thd")
+    turn = torch.zeros(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
+    groups = CpuPlatform().attention_inputs(layout.mask_spec(), turn).plan.groups
+    taken = [group.keys for group in groups for _ in range(group.rows)]
+    assert sorted({group.keys for group in groups}) == [
+        *range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16)
+    ]  # fmt: skip
+    assert all(length <= keys < length * 9 / 8 for length, keys in zip(range(1, 257), sorted(taken)))
+
+
 def test_a_dense_mask_or_bias_is_refused(one_rank):
     def call(rank, world):
         start_process(rank)

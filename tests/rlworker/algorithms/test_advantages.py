@@ -18,6 +18,7 @@ from rlworker.algorithms.advantages import (
 )
 from rlworker.algorithms.discounting import Chosen, discounted_sums
 from rlworker.algorithms.losses import kl_square
+from rlworker.config.run import CriticConfig
 from rlworker.errors import RunError
 
 
@@ -90,6 +91,14 @@ def test_gae_by_hand():
     advantage, returns = gae(batch, gamma=0.5, lam=0.5)
     assert returns.tolist() == [0.5 + 1.0, 2.0 + 2.0]  # advantages 0 + 2 / 4 and 2
     assert advantage.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def test_a_run_with_a_critic_takes_gae_at_its_settings():
+    batch = ragged_batch(turns=False)
+    found = advantages.configured_advantage(CriticConfig(train=True, gamma=0.5, lam=0.9))(batch)
+    for got, wanted, swapped in zip(found, gae(batch, gamma=0.5, lam=0.9), gae(batch, gamma=0.9, lam=0.5)):
+        assert torch.equal(got, wanted) and not torch.allclose(got, swapped)
+    assert advantages.configured_advantage(CriticConfig()) is advantages.grpo
 
 
 def ragged_batch(turns: bool) -> TrainBatch:
