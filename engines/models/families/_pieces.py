@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # it is read with the help of families
 
 
 def embedding(model: ModelSpec) -> tuple[Weight, ...]:
+    """A row of numbers for each token; Megatron pads the rows."""
     return (Weight(EMBEDDING, {"embed_tokens.weight": (model.vocab, model.hidden)}, "vocabulary", cut=0),)
 
 
@@ -54,6 +55,7 @@ def mlp(model: ModelSpec) -> tuple[Weight, ...]:
 
 
 def final_norm(model: ModelSpec) -> tuple[Weight, ...]:
+    """The norm after the last layer."""
     return (Weight("decoder.final_layernorm.weight", {"norm.weight": (model.hidden,)}),)
 
 

@@ -53,10 +53,10 @@ def copy_model(folder: str, target: Path, model_type: str) -> str:
 def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_model, tmp_path, tied):
     from engines.megatron.memory import parameters_of, rank_memory
 
-    folder = make_hf_model("llama", tied)
+    folder, ours = make_hf_model("llama", tied), families.list_families()
     copied = copy_model(folder, tmp_path / "model", "llama_again")
     with families_in(write_family(tmp_path / "families", "llama_again")):
-        assert families.list_families() == ["llama", "llama_again", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl"]
+        assert families.list_families() == sorted([*ours, "llama_again"]) and "qwen3_vl" in ours
         for head in ("language", "value"):
             want, got = ModelSpec.from_folder(folder, head), ModelSpec.from_folder(copied, head)
             assert (want.model_type, got.model_type) == ("llama", "llama_again")

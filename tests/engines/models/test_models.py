@@ -101,7 +101,7 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
     [
         (
             {"model_type": "mamba"},
-            r"model_type 'mamba', expected one of \['llama', 'qwen2', 'qwen2_5_vl', 'qwen3', 'qwen3_vl'\]; to train "
+            r"model_type 'mamba', expected one of \['llama', 'qwen2', .*'qwen3_vl'\]; to train "
             r"another family, add its file in engines/models/families",
         ),
         ({"attention_bias": True}, "attention_bias"),
