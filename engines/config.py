@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
 
+from engines.models.family import Part
 from engines.models.spec import ModelSpec
-from engines.models.vision_spec import Part
 from engines.validation import LARGEST, PassThrough, check_numbers, check_pass_through, check_types, installed_fields
 from hardware.attention.capabilities import check_override
 from hardware.attention.rules import slot_unit

@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from support.family_choices import FAMILIES, FAMILY_NAMES, family_choices
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -228,6 +229,45 @@ def test_hardware_itself_does_know_mask_forms():
         *(names(ast.parse(p.read_text())) for p in SOURCES if p.relative_to(ROOT).parts[0] == "hardware")
     )
     assert {"attn_mask", "is_causal", "blocked_where_true"} <= known
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SOURCES if path.is_relative_to(ROOT / "engines") and FAMILIES not in path.parents],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_what_a_family_is_stands_in_its_file(path):
+    """So that a further family is a further file: nothing else in engines/ chooses by ``model_type``."""
+    assert not family_choices(ast.parse(path.read_text())), "state it in engines/models/families"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "model.model_type == 'mistral'",
+        "kind = 'qwen2' if name != 'qwen3_vl' else 'llama'",
+        "config['model_type'] in VISION",
+        "config.get('model_type') in ('a', 'b')",
+        "x in ('qwen2', 'mistral')",
+        "'vl' in model_type",
+        "TABLE = {'llama': 1}",
+        "TABLE = dict(qwen2=1)",
+        "TABLE = dict.fromkeys(('qwen2', 'qwen3'), 1)",
+        "TABLE[self.model_type]",
+        "TABLE[config['model_type']]",
+        "TABLE.get(model_type, 0)",
+        "model_type.startswith('qwen')",
+        "match spec.model_type:\n    case _: pass",
+        "match name:\n    case 'qwen2': pass",
+    ],
+)
+def test_a_choice_by_family_is_found(code):
+    assert family_choices(ast.parse(code)) != []
+
+
+def test_naming_a_family_is_no_choice():
+    code = "config['model_type']; f'{model.model_type} lacks'; show(model='qwen2'); find(config.get('model_type'))"
+    assert {"llama", "qwen2_5_vl"} <= FAMILY_NAMES and family_choices(ast.parse(code)) == []
 
 
 HEAVY = {"transformers", "ray", "vllm", "megatron", "datasets", "pyarrow", "torchvision"}

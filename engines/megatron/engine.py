@@ -25,7 +25,6 @@ from engines.megatron.rotary import Rotary
 from engines.megatron.vision import Vision
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
-from engines.models.vision_spec import part_of
 from hardware.platform import Platform
 
 
@@ -85,7 +84,7 @@ class MegatronEngine:
         module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
         load_weights(module, model)
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(trainable and part_of(name) not in config.freeze)
+            parameter.requires_grad_(trainable and model.part_of_parameter(name) not in config.freeze)
         self.vision = None
         if model.vision and module.pre_process:
             self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)

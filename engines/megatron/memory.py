@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 
 from engines.config import MegatronConfig
+from engines.models.family import EMBEDDING, OUTPUT, Part
 from engines.models.spec import ModelSpec
-from engines.models.vision_spec import part_of
 from hardware.attention.rules import slot_unit
 
 _ALIGNED, _BUCKET = 64, 128
@@ -29,6 +29,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
+    part: Part = "language"
     shared: bool = False
 
     @property
@@ -60,38 +61,22 @@ def bytes_of(dtype: str) -> int:
 
 def parameters_of(model: ModelSpec, config: MegatronConfig, stage: int) -> list[Parameter]:
     """A pipeline stage's parameters on each of its tensor-parallel ranks, in Megatron's order."""
-    tp, first, last = config.tp, stage == 0, stage == config.pp - 1
-    vocabulary, copied = (-(-model.vocab // tp), model.hidden), model.tied and config.pp > 1
-    layers = model.layers // config.pp
-    found = [Parameter("embedding.word_embeddings.weight", vocabulary, copied)] if first else []
-    for layer in range(stage * layers, (stage + 1) * layers):
-        found += [Parameter(f"decoder.layers.{layer}.{name}", shape) for name, shape in _layer(model, tp)]
-    if last:
-        found.append(Parameter("decoder.final_layernorm.weight", (model.hidden,)))
-        if model.head == "value":
-            found += [Parameter("output_layer.weight", (1, model.hidden)), Parameter("output_layer.bias", (1,))]
-        elif not model.tied or copied:
-            found.append(Parameter("output_layer.weight", vocabulary, copied))
-    if model.vision and first:
-        found += [Parameter(f"vision.{name}", shape) for name, shape in model.vision.weight_shapes().items()]
+    copied = model.tied and config.pp > 1
+    found = []
+    for name, weight in model.weights.items():
+        if _stage_of(name, model, config) == stage:
+            shared = copied and name == EMBEDDING
+            found.append(Parameter(name, weight.shape_on(config.tp), weight.part, shared))
+    if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
+        found.append(Parameter(OUTPUT, model.weights[EMBEDDING].shape_on(config.tp), shared=True))
     return found
 
 
-def _layer(model: ModelSpec, tp: int) -> list[tuple[str, tuple[int, ...]]]:
-    query, whole = model.heads * model.head_dim, (model.heads + 2 * model.kv_heads) * model.head_dim
-    qk_norm = [("self_attention.q_layernorm.weight", (model.head_dim,))] if model.qk_norm else []
-    qk_norm += [("self_attention.k_layernorm.weight", (model.head_dim,))] if model.qk_norm else []
-    bias = [("self_attention.linear_qkv.bias", (whole // tp,))] if model.qkv_bias else []
-    return [
-        ("input_layernorm.weight", (model.hidden,)),
-        ("self_attention.linear_proj.weight", (model.hidden, query // tp)),
-        ("self_attention.linear_qkv.weight", (whole // tp, model.hidden)),
-        *bias,
-        *qk_norm,
-        ("pre_mlp_layernorm.weight", (model.hidden,)),
-        ("mlp.linear_fc1.weight", (2 * model.ffn // tp, model.hidden)),
-        ("mlp.linear_fc2.weight", (model.hidden, model.ffn // tp)),
-    ]
+def _stage_of(name: str, model: ModelSpec, config: MegatronConfig) -> int:
+    """The pipeline stage that has a parameter of the model."""
+    if name.startswith("decoder.layers."):
+        return int(name.split(".")[2]) // (model.layers // config.pp)
+    return 0 if name.startswith(("embedding.", "vision.")) else config.pp - 1
 
 
 def rank_memory(
@@ -108,7 +93,7 @@ def rank_memory(
     numbers, moments = sum(parameter.numbers for parameter in parameters), 0
     if not trainable:
         return RankMemory(numbers * size, 0, 0, activation_bytes(model, config, stage, tokens, trainable=False))
-    learning = [parameter for parameter in parameters if part_of(parameter.name) not in config.freeze]
+    learning = [parameter for parameter in parameters if parameter.part not in config.freeze]
     frozen = numbers - sum(parameter.numbers for parameter in learning)
     places, buckets = _buffer(learning, config.dp * config.cp)
     for start, end in buckets:
@@ -184,7 +169,7 @@ def _tower_bytes(model: ModelSpec, config: MegatronConfig, tokens: float, traina
     held for all of a replica's tokens by each rank: as they are made, gathered, and as they are merged.
     """
     vision, size = model.vision, bytes_of(config.dtype)
-    gated = model.model_type == "qwen2_5_vl"
+    gated = vision.tower.gated
     whole = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * _FP32 * vision.width * gated
     if not trainable or "vision" in config.freeze:
         kept = whole

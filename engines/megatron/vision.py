@@ -8,6 +8,7 @@ nothing about pictures.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -27,22 +28,9 @@ from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
 
 
-def _classes(model_type: str) -> tuple[type, type]:
-    """transformers' classes of a tower and of its settings."""
-    if model_type == "qwen2_5_vl":
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-        return Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLVisionConfig
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-    return Qwen3VLVisionModel, Qwen3VLVisionConfig
-
-
 def add_tower(module: GPTModel, vision: VisionSpec) -> None:
     """Make ``module.vision``, whose weights are the same on every rank, and let its features into the first layers."""
-    tower, settings = _classes(vision.model_type)
+    tower, settings = resolve_name(vision.tower.module), resolve_name(vision.tower.config)
     dtype = module.config.params_dtype
     with no_init_weights():  # every one is read from the folder
         module.vision = tower._from_config(settings(**vision.config), attn_implementation="sdpa", dtype=dtype)

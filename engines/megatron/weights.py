@@ -1,4 +1,4 @@
-"""HuggingFace weights into Megatron ranks and back out, by the model's name table."""
+"""HuggingFace weights into Megatron ranks and back out, as the model's family states them."""
 
 import re
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from engines.models.family import EMBEDDING, OUTPUT, Join, Weight
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 
@@ -20,7 +21,7 @@ def _named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): p for name, p in module.named_parameters()}
 
 
-def _join(kind: str, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
+def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
     """HF tensors -> one Megatron tensor: qkv by query group, gate above up, vocabulary padded to ``rows``."""
     if kind == "qkv":
         groups = [t.unflatten(0, (model.kv_heads, -1)) for t in tensors]
@@ -32,25 +33,21 @@ def _join(kind: str, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tens
     return tensors[0]
 
 
-def _split(kind: str, whole: Tensor, model: ModelSpec) -> list[Tensor]:
+def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     """The inverse of ``_join``."""
-    if kind == "qkv":
-        per_group = model.heads // model.kv_heads
+    rows = [shape[0] for shape in weight.tensors.values()]
+    if weight.join == "qkv":
         groups = whole.unflatten(0, (model.kv_heads, -1))
-        sizes = [per_group * model.head_dim, model.head_dim, model.head_dim]
-        return [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
-    if kind == "gated":
-        return list(whole.chunk(2))
-    if kind == "vocabulary":
-        return [whole[: model.vocab]]
-    return [whole]
+        parts = groups.split([count // model.kv_heads for count in rows], dim=1)
+        return [part.flatten(0, 1) for part in parts]
+    return list(whole[: sum(rows)].split(rows))
 
 
 def _is_cut(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "tensor_model_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
 
 
-def _shard(kind: str, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+def _shard(kind: Join, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
     """This tensor-parallel rank's part; gate and up are cut apart so that each rank holds both."""
     if not _is_cut(parameter):
         return whole
@@ -60,7 +57,7 @@ def _shard(kind: str, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
     return whole.chunk(size, dim=parameter.partition_dim)[rank]
 
 
-def _unshard(kind: str, parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
+def _unshard(kind: Join, parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
     """The whole tensor from every tensor-parallel rank's part. Collective."""
     if not _is_cut(parameter):
         return value
@@ -84,16 +81,16 @@ def load_weights(module: torch.nn.Module, model: ModelSpec) -> None:
     folder.check(model)
     for name, parameter in _named_parameters(module).items():
         # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
-        source = "embedding.word_embeddings.weight" if model.tied and name == "output_layer.weight" else name
-        kind, hf_names = model.hf_names(source)
-        if any(n not in folder for n in hf_names):
+        weight = model.weight_of(EMBEDDING if model.tied and name == OUTPUT else name)
+        if any(n not in folder for n in weight.tensors):
             continue
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
-        value = _shard(kind, _join(kind, [folder[n] for n in hf_names], model, rows), parameter)
+        tensors = [folder[n] for n in weight.tensors]
+        value = _shard(weight.join, _join(weight.join, tensors, model, rows), parameter)
         if value.shape != parameter.shape:
             raise ValueError(
-                f"model: {hf_names} in {model.folder!r} give {name} the shape {tuple(value.shape)}, expected "
-                f"{tuple(parameter.shape)} from config.json"
+                f"model: {list(weight.tensors)} in {model.folder!r} give {name} the shape {tuple(value.shape)}, "
+                f"expected {tuple(parameter.shape)} from config.json"
             )
         parameter.copy_(value)
 
@@ -110,18 +107,17 @@ def export_weights(
     stages = mpu.get_pipeline_model_parallel_group()
     mine = _named_parameters(module)
     if model.tied:
-        mine.pop("output_layer.weight", None)
+        mine.pop(OUTPUT, None)
     names_of = [None] * stages.size()
     dist.all_gather_object(names_of, list(mine), group=stages)
     for stage, names in enumerate(names_of):
         for name in names:
-            kind, hf_names = model.hf_names(name)
-            whole = None
+            weight, whole = model.weight_of(name), None
             if stage == stages.rank():
-                whole = _unshard(kind, mine[name], value_of(mine[name]))
+                whole = _unshard(weight.join, mine[name], value_of(mine[name]))
             if stages.size() > 1:
                 whole = _from_stage(whole, stage, stages)
-            yield from zip(hf_names, _split(kind, whole, model), strict=True)
+            yield from zip(weight.tensors, _split(weight, whole, model), strict=True)
 
 
 def _from_stage(whole: Tensor | None, stage: int, stages) -> Tensor:

@@ -1,20 +1,12 @@
-"""What a text model's config.json may hold, and what of it an engine can build."""
+"""What a text model's config.json may hold, and what of it an engine can build; families/ says where they differ."""
 
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from engines.models.family import Family, Head
 from engines.validation import fits, spell
 from hardware.attention.rules import CAUSAL, Rule
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-}
-"""HF model_type -> HuggingFace's class of the language model."""
 
 _SIZES = (
     "num_hidden_layers",
@@ -24,14 +16,8 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-_NEEDED = {
-    "llama": (*_SIZES, "rms_norm_eps"),
-    # transformers would put numbers of its own for what these leave out.
-    "qwen2": (*_SIZES, "rms_norm_eps", "num_key_value_heads"),
-    "qwen3": (*_SIZES, "rms_norm_eps", "num_key_value_heads", "head_dim"),
-}
-_NEEDED |= {"qwen2_5_vl": _NEEDED["qwen2"], "qwen3_vl": _NEEDED["qwen3"]}
-"""HF model_type -> the keys that its config must have."""
+NEEDED = (*_SIZES, "rms_norm_eps")
+"""Keys that the config of every family must have."""
 
 LENGTHS = (
     "max_position_embeddings",
@@ -73,14 +59,6 @@ _TYPES: dict[str, Any] = {
 }
 """Key of a config -> what it may hold; transformers refuses most of the rest, but not before vLLM starts."""
 
-_MUST_BE_OFF = {
-    "llama": ("attention_bias", "mlp_bias", "bias", "qkv_bias", "sliding_window", "quantization_config"),
-    "qwen2": ("attention_bias", "mlp_bias", "qk_norm", "dual_chunk_attention_config", "quantization_config"),
-    "qwen3": ("attention_bias", "mlp_bias", "dual_chunk_attention_config", "quantization_config"),
-}
-_MUST_BE_OFF |= {"qwen2_5_vl": _MUST_BE_OFF["qwen2"], "qwen3_vl": _MUST_BE_OFF["qwen3"]}
-"""HF model_type -> keys of features that one engine would build and the other would not."""
-
 _ROPE_NEEDED = {
     "default": (),
     "linear": ("factor",),
@@ -90,9 +68,9 @@ _ROPE_NEEDED = {
 """Kind of rotary embedding -> the keys that it needs."""
 
 
-def check_keys(config: dict, path: Path) -> None:
-    """Keys that are missing, of a wrong type or out of range."""
-    if missing := [key for key in _NEEDED[config["model_type"]] if key not in config]:
+def check_keys(config: dict, path: Path, family: Family) -> None:
+    """Raise ValueError for keys that are missing, of a wrong type or out of range."""
+    if missing := [key for key in family.needed if key not in config]:
         raise ValueError(f"model: {path} lacks the keys {missing}; save the model again with transformers")
     for key, kind in _TYPES.items():
         if key in config and not fits(kind, config[key]):
@@ -104,19 +82,19 @@ def check_keys(config: dict, path: Path) -> None:
         raise ValueError(f"model: {path} has rms_norm_eps {config['rms_norm_eps']}, expected between 0 and 1")
 
 
-def head_dim_of(config: dict, path: Path) -> int:
-    """Size of a head, where every reader of the config finds the same one."""
+def head_dim_of(config: dict, path: Path, family: Family) -> int:
+    """Size of a head; ValueError where not every reader of the config would find the same one."""
     hidden, heads, given = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
-    if "head_dim" in _NEEDED[config["model_type"]]:
+    if "head_dim" in family.needed:
         if given is None:
             raise ValueError(f"model: {path} has head_dim null, expected a whole number")
     elif hidden % heads:
         raise ValueError(f"model: {path} has num_attention_heads {heads}, which do not divide its hidden_size {hidden}")
     size = hidden // heads if given is None else given
-    if config["model_type"] in ("qwen2", "qwen2_5_vl") and size != hidden // heads:
+    if not family.own_head_dim and size != hidden // heads:
         raise ValueError(
             f"model: {path} has head_dim {given}, expected hidden_size / num_attention_heads = {hidden // heads}: "
-            f"vLLM knows no other for {config['model_type']}"
+            f"vLLM knows no other for {family.model_type}"
         )
     if size % 2:
         raise ValueError(f"model: {path} has head_dim {size}, expected an even number: rotary embeddings turn pairs")
@@ -149,8 +127,11 @@ def rope_of(config: dict, path: Path) -> dict:
     return rope
 
 
-def rules_of(config: dict, path: Path) -> tuple[Rule, ...]:
-    """Rule of each layer. Configs without ``layer_types`` slide on the layers from ``max_window_layers`` up."""
+def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
+    """Read the rule of each layer, or one for all.
+
+    Configs without ``layer_types`` slide on the layers from ``max_window_layers`` up.
+    """
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     if kinds is not None and len(kinds) != layers:
@@ -168,10 +149,9 @@ def rules_of(config: dict, path: Path) -> tuple[Rule, ...]:
     return rules if set(rules) != {CAUSAL} else (CAUSAL,)
 
 
-def refuse_unsupported(config: dict, path: Path, head: str) -> None:
-    """Features that a config may ask for and an engine would drop in silence."""
-    model_type = config["model_type"]
-    for key in _MUST_BE_OFF[model_type]:
+def refuse_unsupported(config: dict, path: Path, family: Family, head: Head) -> None:
+    """Raise ValueError for features that a config may ask for and an engine would drop in silence."""
+    for key in family.refused:
         if config.get(key):
             raise ValueError(f"model: {path} sets {key}, which the engine does not build; it must be false")
     for key, built in (("hidden_act", "silu"), ("is_causal", True), ("logit_scale", 1)):
@@ -179,8 +159,7 @@ def refuse_unsupported(config: dict, path: Path, head: str) -> None:
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {built!r}")
     if config.get("attention_dropout"):
         raise ValueError(f"model: {path} has attention_dropout {config['attention_dropout']}; set it to 0")
-    known = [ARCHITECTURES[model_type]]
-    known += [known[0].replace("ForCausalLM", "ForTokenClassification")] if head == "value" else []
+    known = list(dict.fromkeys([family.architecture, family.architecture_of(head)]))
     if config.get("architectures") not in (None, [], *([name] for name in known)):
         expected = " or ".join(f"[{name!r}]" for name in known)
         raise ValueError(f"model: {path} has architectures {config['architectures']}, expected {expected}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from engines.models.family import EMBEDDING
 from engines.validation import read_object
 
 if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch
@@ -25,8 +26,6 @@ _COPIED = (".json", ".jinja", ".model", ".txt")
 
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_OUTPUT = "output_layer.weight"
-"""What Megatron calls the output layer."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """What config.json calls the type of the weights, now and in older transformers."""
 _ROWS_AT_ONCE = 1024
@@ -93,8 +92,10 @@ class SafetensorsFolder:
                     f"model: {name} in {self._file_of[name]} has type {part.get_dtype()}, expected one of "
                     f"{', '.join(_FLOATS)}: quantized weights cannot be trained"
                 )
-        (embedding,), (head,) = (model.hf_names(name)[1] for name in ("embedding.word_embeddings.weight", _OUTPUT))
-        if model.tied and head in have and not self._equal(embedding, head, model.vocab):
+        if not model.tied:
+            return
+        (embedding,), (head,) = model.weights[EMBEDDING].tensors, optional
+        if head in have and not self._equal(embedding, head, model.vocab):
             raise ValueError(
                 f"model: config.json in {self.folder!r} has tie_word_embeddings true, but {head} in "
                 f"{self._file_of[head]} differs from {embedding}, expected the same: transformers would keep them "

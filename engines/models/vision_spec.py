@@ -1,28 +1,15 @@
 """The vision tower of a vision-language model, read from its config.json alone."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
+from engines.models.family import Tower, Weight
 from engines.validation import fits, spell
 
-_SIZES = ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size")
-_SIZES += ("spatial_merge_size", "temporal_patch_size")
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "qwen2_5_vl": (*_SIZES, "window_size", "fullatt_block_indexes"),
-    "qwen3_vl": (*_SIZES, "num_position_embeddings", "deepstack_visual_indexes"),
-}
-"""HF model_type -> the keys that its vision_config must have."""
-_ACTIVATIONS = {"qwen2_5_vl": "silu", "qwen3_vl": "gelu_pytorch_tanh"}
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-_TYPES: dict[str, Any] = dict.fromkeys((*_SIZES, "window_size", "num_position_embeddings"), int) | dict.fromkeys(
-    ("fullatt_block_indexes", "deepstack_visual_indexes"), list[int]
-)
-
-VISION_TYPES = tuple(_NEEDED)
-
-Part = Literal["vision", "projector", "language"]
-"""Parts of a vision-language model: the tower's blocks, what maps their features to tokens, and the language model."""
+_LISTS = ("fullatt_block_indexes", "deepstack_visual_indexes")
+"""Keys of a ``vision_config`` that hold layers' numbers; every other that a family needs holds a number."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +17,7 @@ class VisionSpec:
     """The shape of a vision tower, and how its features enter the language model.
 
     Attributes:
-        model_type: of the whole model. config: its ``vision_config`` as it was saved.
+        tower: what the family states of it. config: the model's ``vision_config`` as it was saved.
         width, ffn, out: sizes of the tower's hidden states, of its MLPs and of what it hands to the language model.
         patch, temporal_patch: pixels of a patch's side and frames in it; channels: colours of a pixel.
         merge: an image token stands for ``merge x merge`` patches.
@@ -40,7 +27,7 @@ class VisionSpec:
         axes: for each rotary frequency the axis that turns it: 0 time, 1 height, 2 width (arXiv:2409.12191).
     """
 
-    model_type: str
+    tower: Tower
     config: dict
     depth: int
     width: int
@@ -60,21 +47,21 @@ class VisionSpec:
     axes: tuple[int, ...]
 
     @classmethod
-    def from_config(cls, config: dict, path: Path) -> "VisionSpec":
+    def from_config(cls, config: dict, tower: Tower, path: Path) -> "VisionSpec":
         """Read a whole ``config.json``.
 
         Raises:
             ValueError: a key is missing, has a wrong type, or asks for something that is not built.
         """
-        model_type, vision = config["model_type"], config.get("vision_config")
+        vision = config.get("vision_config")
         if not isinstance(vision, dict):
             raise ValueError(f"model: {path} lacks vision_config; save the model again with transformers")
-        missing = [f"vision_config.{key}" for key in _NEEDED[model_type] if key not in vision]
+        missing = [f"vision_config.{key}" for key in tower.needed if key not in vision]
         missing += [key for key in _TOKENS if key not in config]
         if missing:
             raise ValueError(f"model: {path} lacks the keys {missing}; save the model again with transformers")
-        for key in _NEEDED[model_type]:
-            kind = _TYPES[key]
+        for key in tower.needed:
+            kind = list[int] if key in _LISTS else int
             if not fits(kind, vision[key]) or (kind is int and vision[key] < 1):
                 raise ValueError(
                     f"model: {path} has vision_config.{key} {vision[key]!r}, expected {spell(kind)} above 0"
@@ -92,12 +79,12 @@ class VisionSpec:
                 f"model: {path} has scaled rotary embeddings ({rope}), which are not built for a model that sees "
                 "pictures; take rope_type 'default'"
             )
-        if (activation := vision.get("hidden_act", _ACTIVATIONS[model_type])) != _ACTIVATIONS[model_type]:
+        if (activation := vision.get("hidden_act", tower.activation)) != tower.activation:
             raise ValueError(
-                f"model: {path} has vision_config.hidden_act {activation!r}, expected {_ACTIVATIONS[model_type]!r}"
+                f"model: {path} has vision_config.hidden_act {activation!r}, expected {tower.activation!r}"
             )
         return cls(
-            model_type=model_type,
+            tower=tower,
             config=vision,
             depth=vision["depth"],
             width=vision["hidden_size"],
@@ -141,7 +128,12 @@ class VisionSpec:
     @property
     def patch_size(self) -> int:
         """Numbers that describe a patch."""
-        return self.channels * self.temporal_patch * self.patch**2
+        return math.prod(self.patch_shape)
+
+    @property
+    def patch_shape(self) -> tuple[int, int, int, int]:
+        """Colours, frames, rows and columns of a patch."""
+        return self.channels, self.temporal_patch, self.patch, self.patch
 
     @property
     def banned_tokens(self) -> tuple[int, ...]:
@@ -151,30 +143,15 @@ class VisionSpec:
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name within the tower -> shape, of every weight, in the order of the tower's modules."""
-        v, f, merged = self.width, self.ffn, self.width * self.merge**2
-        plain = self.model_type == "qwen3_vl"  # norms and patches have a bias, MLPs no gate
-        shapes = {"patch_embed.proj.weight": (v, self.channels, self.temporal_patch, self.patch, self.patch)}
-        shapes |= {"patch_embed.proj.bias": (v,), "pos_embed.weight": (self.positions, v)} if plain else {}
-        norm = {"weight": (v,)} | ({"bias": (v,)} if plain else {})
-        mlp = {"linear_fc1": (f, v), "linear_fc2": (v, f)}
-        block = {f"{name}.{part}": shape for name in ("norm1", "norm2") for part, shape in norm.items()}
-        block |= _linear("attn.qkv", 3 * v, v) | _linear("attn.proj", v, v)
-        for name, shape in (mlp if plain else {"gate_proj": (f, v), "up_proj": (f, v), "down_proj": (v, f)}).items():
-            block |= _linear(f"mlp.{name}", *shape)
-        for layer in range(self.depth):
-            shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
-        if not plain:
-            shapes["merger.ln_q.weight"] = (v,)
-            return shapes | _linear("merger.mlp.0", merged, merged) | _linear("merger.mlp.2", self.out, merged)
-        mergers = [("merger", v), *((f"deepstack_merger_list.{i}", merged) for i in range(self.deepstack))]
-        for name, normed in mergers:
-            shapes |= {f"{name}.norm.weight": (normed,), f"{name}.norm.bias": (normed,)}
-            shapes |= _linear(f"{name}.linear_fc1", merged, merged) | _linear(f"{name}.linear_fc2", self.out, merged)
-        return shapes
+        return self.tower.weights(self)
 
-
-def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+    def weights(self) -> list[Weight]:
+        """The tower's parameters as those of the model; every rank of the first pipeline stage has them whole."""
+        tower, found = self.tower, []
+        for name, shape in self.weight_shapes().items():
+            part = "projector" if name.startswith(tower.projector) else "vision"
+            found.append(Weight(f"vision.{name}", {tower.prefix + name: shape}, part=part))
+        return found
 
 
 def language_config(config: dict) -> dict:
@@ -198,13 +175,6 @@ def _flat(config: dict) -> dict:
 def _rope_of(text: dict) -> dict:
     rope = text.get("rope_scaling") or text.get("rope_parameters")
     return rope if isinstance(rope, dict) else {}
-
-
-def part_of(name: str) -> Part:
-    """The part of the model that a Megatron parameter belongs to, by its name."""
-    if not name.startswith("vision."):
-        return "language"
-    return "projector" if "merger" in name else "vision"
 
 
 def _axes(rope: dict, path: Path) -> tuple[int, ...]:

@@ -4,8 +4,9 @@ import copy
 import json
 
 import pytest
+from support.factors import IMAGE_FAMILIES
 from support.models import make_vlm
-from support.ranks.vlm_cases import QWEN2_5_VL_7B
+from support.ranks.vlm_cases import QWEN2_5_VL_7B, part_of_hf
 
 from engines.models.spec import ModelSpec
 
@@ -34,7 +35,18 @@ def _size(shape) -> int:
     return size
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_names_and_shapes_are_those_of_the_saved_model(tmp_path, family):
+    from safetensors import safe_open
+
+    spec = ModelSpec.from_folder(make_vlm(tmp_path, family))
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert {name: spec.hf_shape(name) for name in spec.all_hf_names()} == shapes
+    assert {name: spec.part_of(name) for name in shapes} == {name: part_of_hf(name) for name in shapes}
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
 def test_interleaved_and_sectioned_axes_are_those_of_transformers(tmp_path, family):
     """Each frequency's axis, found from the angles that transformers itself computes."""
     import torch
@@ -73,7 +85,7 @@ def test_interleaved_and_sectioned_axes_are_those_of_transformers(tmp_path, fami
         ({"rope_scaling": {"type": "mrope"}}, "has mrope_section None, expected three whole numbers"),
         ({"image_token_id": 152064}, "has an image token 152064, expected one below vocab_size 152064"),
         ({"architectures": ["Qwen2VLForConditionalGeneration"]}, "expected ['Qwen2_5_VLForConditionalGeneration']"),
-        ({"model_type": "qwen2_vl"}, "has model_type 'qwen2_vl', which has no name table"),
+        ({"model_type": "qwen2_vl"}, "has model_type 'qwen2_vl', expected one of ['llama', "),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_name(tmp_path, change, message):

@@ -172,7 +172,7 @@ def test_an_answer_may_not_have_the_tokens_of_pictures(model, tmp_path):
 
 def test_another_kind_of_vision_language_model_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
-    with pytest.raises(ValueError, match=r"model_type 'llava', which has no name table; expected one of .*qwen3_vl"):
+    with pytest.raises(ValueError, match=r"model_type 'llava', expected one of .*qwen3_vl"):
         ModelSpec.from_folder(tmp_path)
 
 

@@ -1,0 +1,69 @@
+"""What several families are made of: pieces of a decoder, in Megatron's order within each, and of a vision tower."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engines.models.family import EMBEDDING, Weight
+
+if TYPE_CHECKING:  # it is read with the help of families
+    from engines.models.spec import ModelSpec
+
+
+def embedding(model: ModelSpec) -> tuple[Weight, ...]:
+    """A row of numbers for each token; Megatron pads the rows."""
+    return (Weight(EMBEDDING, {"embed_tokens.weight": (model.vocab, model.hidden)}, "vocabulary", cut=0),)
+
+
+def attention(model: ModelSpec) -> tuple[Weight, ...]:
+    """Attention over query groups, and the norm before it."""
+    hidden, queries, keys = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    qkv = {f"self_attn.{name}.weight": (rows, hidden) for name, rows in parts.items()}
+    return (
+        Weight("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
+        Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, cut=1),
+        Weight("self_attention.linear_qkv.weight", qkv, "qkv", cut=0),
+    )
+
+
+def qkv_bias(model: ModelSpec) -> tuple[Weight, ...]:
+    """Biases of queries, keys and values; after ``attention``."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    tensors = {f"self_attn.{name}.bias": (rows,) for name, rows in parts.items()}
+    return (Weight("self_attention.linear_qkv.bias", tensors, "qkv", cut=0),)
+
+
+def qk_norm(model: ModelSpec) -> tuple[Weight, ...]:
+    """Norms of each head's queries and keys; after ``attention``."""
+    return (
+        Weight("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (model.head_dim,)}),
+        Weight("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (model.head_dim,)}),
+    )
+
+
+def mlp(model: ModelSpec) -> tuple[Weight, ...]:
+    """An MLP with a gate, and the norm before it."""
+    hidden, ffn = model.hidden, model.ffn
+    gated = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
+    return (
+        Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
+        Weight("mlp.linear_fc1.weight", gated, "gated", cut=0),
+        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut=1),
+    )
+
+
+def final_norm(model: ModelSpec) -> tuple[Weight, ...]:
+    """The norm after the last layer."""
+    return (Weight("decoder.final_layernorm.weight", {"norm.weight": (model.hidden,)}),)
+
+
+TOWER_KEYS = ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size")
+TOWER_KEYS += ("spatial_merge_size", "temporal_patch_size")
+"""Keys that ``vision_config`` of each of Qwen's towers has."""
+
+
+def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Weight and bias of a tower's linear layer, by name."""
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}

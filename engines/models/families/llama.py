@@ -1,0 +1,16 @@
+"""Llama 1 to 3: the plain decoder, of which the others are variations."""
+
+from engines.models.families._pieces import attention, embedding, final_norm, mlp
+from engines.models.family import Family
+from engines.models.hf_config import NEEDED, read_rules
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    before=(embedding,),
+    layer=(attention, mlp),
+    after=(final_norm,),
+    needed=NEEDED,
+    refused=("attention_bias", "mlp_bias", "bias", "qkv_bias", "sliding_window", "quantization_config"),
+    rules=read_rules,
+)

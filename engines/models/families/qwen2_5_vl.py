@@ -1,0 +1,42 @@
+"""Qwen2.5-VL: Qwen2 with a tower whose attention sees through windows on most layers (arXiv:2502.13923)."""
+
+from dataclasses import replace
+
+from engines.models.families._pieces import TOWER_KEYS, linear
+from engines.models.families.qwen2 import FAMILY as QWEN2
+from engines.models.family import Tower
+from engines.models.vision_spec import VisionSpec
+
+
+def tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
+    """Shape of each of the tower's weights. MLPs have a gate; norms and patches have no bias."""
+    width, ffn, merged = vision.width, vision.ffn, vision.width * vision.merge**2
+    block = {"norm1.weight": (width,), "norm2.weight": (width,)}
+    block |= linear("attn.qkv", 3 * width, width) | linear("attn.proj", width, width)
+    block |= linear("mlp.gate_proj", ffn, width) | linear("mlp.up_proj", ffn, width)
+    block |= linear("mlp.down_proj", width, ffn)
+    shapes = {"patch_embed.proj.weight": (width, *vision.patch_shape)}
+    for layer in range(vision.depth):
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    shapes["merger.ln_q.weight"] = (width,)
+    return shapes | linear("merger.mlp.0", merged, merged) | linear("merger.mlp.2", vision.out, merged)
+
+
+_PACKAGE = "transformers.models.qwen2_5_vl"
+
+FAMILY = replace(
+    QWEN2,
+    model_type="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    renamed={"model.language_model.": "model.", "model.visual.": "visual."},
+    tower=Tower(
+        prefix="visual.",
+        projector=("merger.",),
+        module=f"{_PACKAGE}.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
+        config=f"{_PACKAGE}.configuration_qwen2_5_vl:Qwen2_5_VLVisionConfig",
+        needed=(*TOWER_KEYS, "window_size", "fullatt_block_indexes"),
+        activation="silu",
+        gated=True,
+        weights=tower_weights,
+    ),
+)

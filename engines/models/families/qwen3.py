@@ -1,0 +1,17 @@
+"""Qwen3: queries and keys are normed head by head, heads have a size of their own."""
+
+from engines.models.families._pieces import attention, embedding, final_norm, mlp, qk_norm
+from engines.models.family import Family
+from engines.models.hf_config import NEEDED, read_rules
+
+FAMILY = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    before=(embedding,),
+    layer=(attention, qk_norm, mlp),
+    after=(final_norm,),
+    # transformers would put numbers of its own for what is left out.
+    needed=(*NEEDED, "num_key_value_heads", "head_dim"),
+    refused=("attention_bias", "mlp_bias", "dual_chunk_attention_config", "quantization_config"),
+    rules=read_rules,
+)

@@ -1,0 +1,121 @@
+"""What a file in engines/models/families states: all that sets one family of models apart from another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hardware.attention.rules import Rule
+
+if TYPE_CHECKING:  # both are read by what a family states, and hold it
+    from engines.models.spec import ModelSpec
+    from engines.models.vision_spec import VisionSpec
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Megatron's names of the two parameters that are one where embeddings are tied."""
+
+Head = Literal["language", "value"]
+"""What the last hidden states become: logits, or the value of a critic."""
+Part = Literal["vision", "projector", "language"]
+"""Parts of a vision-language model: the tower's blocks, what maps their features to tokens, and the language model."""
+Join = Literal["whole", "qkv", "gated", "vocabulary"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of Megatron's, and the tensors of HuggingFace's that it is joined from along their first axis.
+
+    Attributes:
+        name: Megatron's. A family names it within its layer, a ``ModelSpec`` within the model.
+        tensors: HF name -> whole shape, in the order in which they are joined.
+        join: ``whole`` takes the only tensor as it is, ``qkv`` joins by query group, ``gated`` puts the gate above what
+            it gates and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks.
+        cut: the axis that tensor parallelism cuts; None where every rank has all of it.
+    """
+
+    name: str
+    tensors: dict[str, tuple[int, ...]]
+    join: Join = "whole"
+    cut: int | None = None
+    part: Part = "language"
+
+    def within(self, place: str, hf_place: str) -> Weight:
+        """The same parameter, named from further out on both sides."""
+        tensors = {hf_place + name: shape for name, shape in self.tensors.items()}
+        return replace(self, name=place + self.name, tensors=tensors)
+
+    def shape_on(self, tp: int) -> tuple[int, ...]:
+        """Shape that Megatron gives it on each of ``tp`` tensor-parallel ranks."""
+        shapes = list(self.tensors.values())
+        shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        if self.join == "vocabulary":
+            shape[0] = -(-shape[0] // tp) * tp
+        if self.cut is not None:
+            shape[self.cut] //= tp
+        return tuple(shape)
+
+
+Piece = Callable[["ModelSpec"], tuple[Weight, ...]]
+"""Some parameters of a model of given sizes; those of a layer are named within it."""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The vision tower of a family, as transformers builds it.
+
+    Attributes:
+        prefix: what the names of its weights begin with in a saved folder.
+        projector: what those names begin with, past the prefix, of weights that map features to tokens.
+        module, config: transformers' classes of the tower and of its settings, as ``pkgutil.resolve_name`` takes them.
+        needed: keys that ``vision_config`` must have.
+        activation: the only ``hidden_act`` that it may have.
+        gated: its MLPs have a gate and its norms are RMS norms; else neither.
+        weights: gives each weight's name past the prefix and its shape, in the order of the tower's modules.
+    """
+
+    prefix: str
+    projector: tuple[str, ...]
+    module: str
+    config: str
+    needed: tuple[str, ...]
+    activation: str
+    gated: bool
+    weights: Callable[[VisionSpec], dict[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that differ in their sizes alone. Name table, shapes, planned bytes and refusals all derive from this.
+
+    Attributes:
+        model_type: HuggingFace's, and the name of the family's file.
+        architecture: HuggingFace's class of the language model, or of the whole where there is a tower.
+        before, layer, after: the parameters before the layers, of each layer and after them, in the order in which
+            Megatron's modules have them. The output layer is the same in every family and not among them.
+        needed: keys that ``config.json`` must have.
+        refused: keys of features that one engine would build and the other would not; they must be off.
+        rules: reads who may see whom in each layer, or one rule for all; raises ValueError for what is not built.
+        own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
+        prefix: what the names of the language model's weights begin with in a saved folder.
+        renamed: how names begin in transformers' module -> in a saved folder, where they differ.
+    """
+
+    model_type: str
+    architecture: str
+    before: tuple[Piece, ...]
+    layer: tuple[Piece, ...]
+    after: tuple[Piece, ...]
+    needed: tuple[str, ...]
+    refused: tuple[str, ...]
+    rules: Callable[[dict, Path], tuple[Rule, ...]]
+    own_head_dim: bool = True
+    prefix: str = "model."
+    renamed: dict[str, str] = field(default_factory=dict)
+    tower: Tower | None = None
+
+    def architecture_of(self, head: Head) -> str:
+        """HuggingFace's class of a model with this head; a critic is a token classification."""
+        of_critic = self.architecture.replace("ForCausalLM", "ForTokenClassification")
+        return self.architecture if head == "language" else of_critic

@@ -1,0 +1,136 @@
+"""A family is one file: one that is added to them is read, planned for and trained like any other."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.ranks.engines_cases import run_case
+from support.ranks.pool import free_address
+
+from engines.config import MegatronConfig
+from engines.models import families
+from engines.models.spec import ModelSpec
+
+SIZES = ({}, {"tp": 2, "ranks": 2}, {"pp": 2, "ranks": 4}, {"tp": 2, "cp": 2, "ranks": 4, "dtype": "bfloat16"})
+
+
+def write_family(folder: Path, model_type: str, name: str | None = None) -> str:
+    """Write what llama's file states under another ``model_type``: all that is done to add a family."""
+    text = Path(families.__path__[0], "llama.py").read_text()
+    assert text.count('model_type="llama"') == 1
+    folder.mkdir()
+    (folder / f"{name or model_type}.py").write_text(text.replace('model_type="llama"', f'model_type="{model_type}"'))
+    return str(folder)
+
+
+@contextmanager
+def families_in(folder: str) -> Iterator[None]:
+    """Find the families of a further folder as well, as if its files lay among ours."""
+    before = set(sys.modules)
+    families.__path__.append(folder)
+    try:
+        yield
+    finally:
+        families.__path__.remove(folder)
+        for name in set(sys.modules) - before:
+            if name.startswith(f"{families.__name__}.") and str(sys.modules[name].__file__).startswith(folder):
+                del sys.modules[name]
+
+
+def copy_model(folder: str, target: Path, model_type: str) -> str:
+    """Copy a saved model, its config naming another ``model_type``."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    return str(target)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_model, tmp_path, tied):
+    from engines.megatron.memory import parameters_of, rank_memory
+
+    folder, ours = make_hf_model("llama", tied), families.list_families()
+    copied = copy_model(folder, tmp_path / "model", "llama_again")
+    with families_in(write_family(tmp_path / "families", "llama_again")):
+        assert families.list_families() == sorted([*ours, "llama_again"]) and "qwen3_vl" in ours
+        for head in ("language", "value"):
+            want, got = ModelSpec.from_folder(folder, head), ModelSpec.from_folder(copied, head)
+            assert (want.model_type, got.model_type) == ("llama", "llama_again")
+            assert got.architecture == want.architecture and got.rules == want.rules
+            assert got.weights == want.weights and list(got.weights) == list(want.weights) and len(got.weights) > 24
+            names = want.all_hf_names() | want.optional_hf_names()
+            assert got.all_hf_names() | got.optional_hf_names() == names
+            assert {name: got.hf_shape(name) for name in names} == {name: want.hf_shape(name) for name in names}
+            for config in (MegatronConfig(**size) for size in SIZES):
+                for stage in range(config.pp):
+                    assert parameters_of(got, config, stage) == parameters_of(want, config, stage)
+                    assert rank_memory(got, config, stage, 0, 64) == rank_memory(want, config, stage, 0, 64)
+    with pytest.raises(ValueError, match="model_type 'llama_again', expected one of"):
+        ModelSpec.from_folder(copied)
+
+
+def run_with_family(rank: int, world: int, address: str, folder: str, added: str) -> dict:
+    """Run a case of the engine's parity tests, with the families of a further folder in this process."""
+    with families_in(added):
+        return run_case(rank, world, address, folder, {"layout": "thd"})
+
+
+def test_an_added_family_trains_as_the_one_that_it_copies_bit_for_bit(one_rank, make_hf_model, tmp_path):
+    """Weights in and out, logprobs, gradients and two steps: parity of llama itself is shown against HuggingFace."""
+    import torch
+
+    folder, added = make_hf_model("llama", False), write_family(tmp_path / "families", "llama_again")
+    copied = copy_model(folder, tmp_path / "model", "llama_again")
+    (want,), (got,) = (one_rank.run(run_with_family, free_address(), each, added) for each in (folder, copied))
+    assert torch.equal(got["outputs"].logprobs, want["outputs"].logprobs) and want["outputs"].logprobs.min() < -1
+    assert torch.equal(got["logits"], want["logits"])
+    for kind in ("gradients", "weights"):
+        assert got[kind].keys() == want[kind].keys()
+        assert all(torch.equal(tensor, want[kind][name]) for name, tensor in got[kind].items())
+    assert got["grad_norms"] == want["grad_norms"] and all(norm > 0 for norm in want["grad_norms"])
+
+
+def test_a_file_that_states_another_name_than_its_own_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "other"}))
+    added, message = (
+        write_family(tmp_path / "families", "llama_again", name="other"),
+        r"states .*'llama_again', expected",
+    )
+    with families_in(added), pytest.raises(ValueError, match=message):
+        ModelSpec.from_folder(tmp_path)
+
+
+def test_what_families_share_is_no_family(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "_pieces"}))
+    with pytest.raises(ValueError, match=r"model_type '_pieces', expected one of \['llama', 'qwen2', "):
+        ModelSpec.from_folder(tmp_path)
+
+
+def test_a_parameter_that_no_family_states_is_named(make_hf_model):
+    model = ModelSpec.from_folder(make_hf_model("llama", True))
+    with pytest.raises(
+        ValueError, match=r"llama states no parameter .*linear_qkv\.bias.* engines/models/families/llama"
+    ):
+        model.weight_of("decoder.layers.0.self_attention.linear_qkv.bias")
+
+
+def test_shapes_on_ranks_by_hand(make_hf_model):
+    """Of 4 heads and 2 key-value heads of 32, hidden 128, MLP 96, and 99 ids, which two ranks pad to 100."""
+    weights = ModelSpec.from_folder(make_hf_model("qwen2", False)).weights
+    layer = {name.removeprefix("decoder.layers.3."): weights[name] for name in weights if ".3." in name}
+    by_hand = {
+        "input_layernorm.weight": (128,),
+        "self_attention.linear_proj.weight": (128, 64),
+        "self_attention.linear_qkv.weight": (128, 128),
+        "self_attention.linear_qkv.bias": (128,),
+        "pre_mlp_layernorm.weight": (128,),
+        "mlp.linear_fc1.weight": (96, 128),
+        "mlp.linear_fc2.weight": (128, 48),
+    }
+    assert {name: weight.shape_on(2) for name, weight in layer.items()} == by_hand and list(layer) == list(by_hand)
+    assert weights["output_layer.weight"].shape_on(2) == (50, 128)
+    assert weights["output_layer.weight"].shape_on(1) == (99, 128)
