@@ -30,14 +30,9 @@ from rlworker.config.run import AlgorithmConfig, CriticConfig, RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
-from rlworker.rewards.pool import Scores
-from rlworker.rewards.worker import FailureKind
-from rlworker.rollouts.sampler import Sampler
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.trackers import Trackers
-from rlworker.trainers.rl import Trainer
-from rlworker.trainers.sft import SftTrainer
 from rlworker.trainers.stop import Stop
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +69,7 @@ class Rollouts:
 
     actors = (None,)
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer):
         self.trainer = trainer
 
     def generate(self, rows, sampling):
@@ -92,7 +87,10 @@ class Rewards:
     def __init__(self, alike: bool):
         self.alike = alike
 
-    def score(self, texts, rows) -> Scores:
+    def score(self, texts, rows):
+        from rlworker.rewards.pool import Scores
+        from rlworker.rewards.worker import FailureKind
+
         values = [0.0 if self.alike else float(i % 2) for i in range(len(texts))]
         return Scores(values, dict.fromkeys(get_args(FailureKind), 1), [])
 
@@ -102,7 +100,7 @@ def rows_with_an_image() -> list[Row]:
     return [Row("1+1=", (1, 2), "2", {}), Row("<image>", (1, IMAGE_TOKEN), "2", {}, (image,))]
 
 
-def written(trainer: Trainer | SftTrainer, config, folder: Path) -> set[str]:
+def written(trainer, config, folder: Path) -> set[str]:
     """Run a trainer whose engines are in place to its last step: the fields of what it wrote."""
     trainer.config, trainer.folder = config, RunFolder(folder)
     trainer.running, trainer.stop_request = ExitStack(), Stop()
@@ -117,6 +115,9 @@ def written(trainer: Trainer | SftTrainer, config, folder: Path) -> set[str]:
 
 def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, **settings) -> set[str]:
     """The fields that two steps of RL write."""
+    from rlworker.rollouts.sampler import Sampler
+    from rlworker.trainers.rl import Trainer
+
     config = RunConfig(run_dir=str(folder), steps=2, prompts_per_step=2, samples_per_prompt=2, **settings)
     trainer = Trainer.__new__(Trainer)
     trainer.actor, trainer.reference, trainer.critic = Group("actor"), Group("reference"), None
@@ -137,6 +138,9 @@ def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, *
 
 
 def supervised_fields(folder: Path) -> set[str]:
+    """The fields that a supervised step writes."""
+    from rlworker.trainers.sft import SftTrainer
+
     trainer = SftTrainer.__new__(SftTrainer)
     trainer.train = trainer.heldout = [Example((1, 2, 3, 0), 2)]
     trainer.model, trainer.group, trainer._workers = SimpleNamespace(vision=None), Group("actor"), {}
