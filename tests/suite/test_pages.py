@@ -20,8 +20,9 @@ OTHER_OPTIONS = {"costs", "fast", "kills", "list", "memory-gb", "stops", "write"
 
 
 def paths_in(page: str) -> set[str]:
-    """Paths of the tree that a page names, in code or as the target of a link from the root."""
+    """Paths of the tree that a page names, those of recipes as modules too, such as ``recipes.grpo``."""
     named = re.findall(rf"(?<![\w/.])(?:{'|'.join(TOPS)})/[\w/.-]*\w/?", page)
+    named += [f"{module.replace('.', '/')}.py" for module in re.findall(r"\brecipes(?:\.[a-z]\w*)+", page)]
     return {path for path in named if not PLACEHOLDER.search(path)}
 
 
@@ -32,8 +33,10 @@ def test_every_path_on_a_page_exists(page):
 
 
 def test_a_path_that_is_not_there_is_found():
-    page = "See `rlworker/cli.py`, `hardware/NAME/platform.py`, [docs](docs/no.md) and `torch/nn/functional.py`."
-    assert paths_in(page) == {"rlworker/cli.py", "docs/no.md"}
+    page = (
+        "See `rlworker/cli.py`, `hardware/NAME/platform.py`, [docs](docs/no.md), `torch/nn/functional.py`, recipes.a.b."
+    )
+    assert paths_in(page) == {"rlworker/cli.py", "docs/no.md", "recipes/a/b.py"}
 
 
 def options(config: type, prefix: str = "") -> set[str]:
