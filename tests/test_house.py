@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.family_choices import FAMILIES, FAMILY_NAMES, family_choices
+from support.prose import long_lines, sentences, word_count
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -336,3 +337,23 @@ def test_a_heavy_import_is_found_behind_others():
     assert way_to(ROOT / "engines" / "images" / "processor.py", HEAVY | {"torch"}) == [], (
         "in functions, or for types alone"
     )
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+UNCUT = {"README.md", "docs/evidence.md", "docs/performance.md"}
+"""Pages that the two rules of prose do not hold yet."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_can_be_read_once(page):
+    """Lines of at most 100 characters, sentences of at most 25 words; a page that keeps both leaves UNCUT."""
+    text = page.read_text()
+    long = long_lines(text, 100) + [sentence for sentence in sentences(text) if word_count(sentence) > 25]
+    assert bool(long) == (str(page.relative_to(ROOT)) in UNCUT), long or "nothing is long: take it out of UNCUT"
+
+
+def test_long_lines_and_sentences_are_found():
+    wide, words = "word " * 20 + "end", "word " * 13
+    assert long_lines(f"{wide}\n| {wide} |\n```\n{wide}\n```\n[a](https://{'b' * 100})\n", 100) == [wide]
+    page = f"# {words}\n{words}\n{words}\n- One. Two `a b`.\n- {words}; {words}\n\n| {words} | e.g. this (3.11). |\n"
+    assert list(map(word_count, sentences(page))) == [13, 26, 1, 2, 26, 13, 3]

@@ -25,7 +25,7 @@ from rlworker.config.run import RewardConfig
 from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.rewards.worker import Outcome, RewardWorker, call_bounds, failures_file
+from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, call_bounds, failures_file
 
 REWARD_LOG = "rewards.log"
 """File of a run folder that has what the reward function prints and logs."""
@@ -51,12 +51,10 @@ class RewardFailure:
     """A text that got no reward.
 
     Attributes:
-        kind: "timeout", "raised", "not_a_number", "wrong_count" (a call returned too many or too few numbers) or
-            "died" (the process did).
         message: what happened.
     """
 
-    kind: str
+    kind: FailureKind
     prompt: str
     text: str
     message: str
@@ -73,7 +71,7 @@ class Scores:
     """
 
     values: list[float]
-    failures: dict[str, int]
+    failures: dict[FailureKind, int]
     examples: list[RewardFailure]
 
     def counts(self, name: str) -> dict[str, int]:

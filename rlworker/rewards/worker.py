@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from itertools import pairwise, repeat, takewhile
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import numpy as np
 from ray import cloudpickle
@@ -29,7 +30,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 """A batch keeps rewards in float32, where anything larger would be infinite."""
 _MESSAGE_CHARACTERS = 300
 
-Outcome = float | tuple[str, str]
+FailureKind = Literal["timeout", "raised", "not_a_number", "wrong_count", "died"]
+"""Why a text got no reward; ``wrong_count`` is a call that returned too many or too few numbers, and ``died`` a process
+that did."""
+Outcome = float | tuple[FailureKind, str]
 """A reward, or the kind of a failure and what happened."""
 
 

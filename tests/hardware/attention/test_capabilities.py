@@ -84,13 +84,23 @@ def test_what_a_refusal_points_to_is_honoured():
         assert not named or any(TABLE[place].honoured for place in places), (kind, cp, rule, cell)
 
 
-def test_the_document_says_what_the_table_says():
-    """docs/masks.md: b and t where a rule is honoured in bshd and in thd without context parallelism."""
+@pytest.mark.parametrize("cp", [False, True], ids=["no-cp", "cp"])
+def test_the_document_says_what_the_table_says(cp):
+    """docs/masks.md: b and t where a rule is honoured in bshd and in thd; under context parallelism with evidence."""
     page = (Path(__file__).parents[3] / "docs" / "masks.md").read_text()
     assert f" 6 rules, {len(TABLE)} cells" in page
+    without, _, with_cp = page.partition("\nWith context parallelism")
     for backend in {backend for backend, *_ in TABLE}:
-        honoured = ("".join(k[0] for k in ("bshd", "thd") if TABLE[backend, k, False, r].honoured) for r in RULES)
-        assert f"| {backend} | " + " | ".join(cell or "·" for cell in honoured) + " |" in page
+        honoured = {(k, r) for k in ("bshd", "thd") for r in RULES if TABLE[backend, k, cp, r].honoured}
+        cells = ["".join(k[0] for k in ("bshd", "thd") if (k, r) in honoured) or "·" for r in RULES]
+        row = f"| {backend} | {' | '.join(cells)} |"
+        if not cp:
+            assert row in without
+        elif honoured:
+            (evidence,) = {TABLE[backend, kind, cp, rule].evidence for kind, rule in honoured}
+            assert f"{row} {evidence}" in with_cp
+        else:
+            assert f"| {backend} |" not in with_cp
 
 
 # -- the backends themselves
