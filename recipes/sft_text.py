@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from recipes import grpo_gsm8k
 from recipes.common.smoke import SftRecipeConfig, recipe_config
-from rlworker.trainers.sft import launch_supervised
+from rlworker.trainers.launch import launch_supervised
 
 DEFAULT = SftRecipeConfig(
     run_dir="runs/sft_text",

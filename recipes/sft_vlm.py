@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from recipes import grpo_geo3k
 from recipes.common.smoke import SftVlmRecipeConfig, recipe_config
-from rlworker.trainers.sft import launch_supervised
+from rlworker.trainers.launch import launch_supervised
 
 DEFAULT = SftVlmRecipeConfig(
     run_dir="runs/sft_vlm",

@@ -1,9 +1,85 @@
-"""RL post-training: what to learn from, and the one controller that runs it."""
+"""RL post-training of language and vision-language models: everything that a recipe needs.
 
+    from rlworker import RunConfig, Row, launch
+
+    def reward(text: str, row: Row) -> float:
+        return float(text.strip() == row.answer)
+
+    launch(RunConfig(model="FOLDER", run_dir="runs/mine", ...), reward)
+
+- ``launch``, ``launch_supervised``: from settings to a trained model; ``Trainer``, ``SftTrainer``: step by step.
+- ``RunConfig``, ``SftConfig`` and their sections: the settings.
+- ``Row``, ``TrainBatch``: what rewards and advantages are given.
+- ``advantages``, ``losses``, ``rewards``: modules of plain functions to choose from and to write beside.
+- ``keeping_workers``: processes that go on from run to run, for a sweep.
+
+A name is imported when it is asked for, so that settings are checked before torch takes seconds. The modules behind
+these names may move; the names stay.
+"""
+
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import engines
 import hardware
+
+if TYPE_CHECKING:
+    from engines.batch.batch import TrainBatch
+    from engines.config import MegatronConfig, VllmConfig
+    from rlworker import rewards
+    from rlworker.algorithms import advantages, losses
+    from rlworker.cluster.actors import keeping_workers
+    from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RewardConfig, RunConfig
+    from rlworker.config.sft import SftConfig
+    from rlworker.data.rows import Row
+    from rlworker.errors import RunError
+    from rlworker.tracking.trackers import Tracker
+    from rlworker.trainers.launch import launch, launch_supervised
+    from rlworker.trainers.rl import Trainer
+    from rlworker.trainers.sft import SftTrainer
+
+_HOMES = {
+    "engines.batch.batch": ("TrainBatch",),
+    "engines.config": ("MegatronConfig", "VllmConfig"),
+    "rlworker.cluster.actors": ("keeping_workers",),
+    "rlworker.config.run": ("AlgorithmConfig", "CriticConfig", "DataConfig", "RewardConfig", "RunConfig"),
+    "rlworker.config.sft": ("SftConfig",),
+    "rlworker.data.rows": ("Row",),
+    "rlworker.errors": ("RunError",),
+    "rlworker.tracking.trackers": ("Tracker",),
+    "rlworker.trainers.launch": ("launch", "launch_supervised"),
+    "rlworker.trainers.rl": ("Trainer",),
+    "rlworker.trainers.sft": ("SftTrainer",),
+}
+_MODULES = {
+    "advantages": "rlworker.algorithms.advantages",
+    "losses": "rlworker.algorithms.losses",
+    "rewards": "rlworker.rewards",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = [
+    "AlgorithmConfig",
+    "CriticConfig",
+    "DataConfig",
+    "MegatronConfig",
+    "RewardConfig",
+    "Row",
+    "RunConfig",
+    "RunError",
+    "SftConfig",
+    "SftTrainer",
+    "Tracker",
+    "TrainBatch",
+    "Trainer",
+    "VllmConfig",
+    "advantages",
+    "keeping_workers",
+    "launch",
+    "launch_supervised",
+    "losses",
+    "rewards",
+]
 
 for _package in (engines, hardware):
     if Path(_package.__file__).resolve().parent.parent != Path(__file__).resolve().parent.parent:
@@ -11,3 +87,15 @@ for _package in (engines, hardware):
             f"rlworker: the package {_package.__name__!r} resolves to {_package.__file__}, which belongs to another "
             "project; uninstall that distribution or put this one first on the path"
         )
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    raise AttributeError(f"module 'rlworker' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

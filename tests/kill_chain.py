@@ -69,7 +69,7 @@ def run_link(config: RunConfig, kill: Kill | None, pids: Path) -> None:
     class Killed(Trainer):
         def start(self):
             super().start()
-            workers = {name: actor for engine in self.engines for name, actor in engine.workers().items()}
+            workers = self.workers()
             self.pids = {
                 name: ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for name, actor in workers.items()
             }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from engines.models.family import EMBEDDING
@@ -136,37 +139,64 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, folder: str, shard_bytes: int) -> None:
-    """Write weights in files of at most ``shard_bytes`` (a larger tensor gets its own), one in memory at a time.
+    """Write weights as the hub does: in files of at most ``shard_bytes`` (a larger tensor gets its own) with an index.
 
-    The configuration and tokenizer are copied from the folder that the model was read from, but for the type of the
+    A file is written once its tensors are there, so that about two files of them are in memory at a time. The
+    configuration and tokenizer are copied from the folder that the model was read from, but for the type of the
     weights; a critic is written as a token classification with one label. The folder appears under its name once it is
     whole. A stream without weights (ranks that export nothing) writes nothing.
+
+    Args:
+        weights: ``(HF name, tensor)`` of every weight of the model, once each.
+
+    Raises:
+        ValueError: the stream lacks a weight of the model, or has one that the model has not.
     """
     from safetensors.torch import save_file
 
-    target = Path(folder).with_name(f".{Path(folder).name}.partial")
-    held, size, file_of, dtypes = {}, 0, {}, set()
-
-    def flush():
-        name = f"model-{len(set(file_of.values())) + 1:05d}.safetensors"
-        save_file(held, target / name, metadata={"format": "pt"})
-        file_of.update(dict.fromkeys(held, name))
-        held.clear()
-
-    for name, tensor in weights:
-        if held and size + tensor.nbytes > shard_bytes:
-            flush()
-            size = 0
-        if not held and not file_of:  # the first weight: clear what a killed save may have left
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-        held[name] = tensor.detach().cpu().clone().contiguous()
-        size += tensor.nbytes
-        dtypes.add(tensor.dtype)
-    if not held:
+    stream = iter(weights)
+    if (first := next(stream, None)) is None:
         return
-    flush()
-    (target / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}, indent=2))
+    target = Path(folder).with_name(f".{Path(folder).name}.partial")
+    shutil.rmtree(target, ignore_errors=True)  # what a killed save may have left
+    target.mkdir(parents=True)
+    split = _split_into_files(model, first[1].element_size(), shard_bytes)
+    held, total, dtypes = {name: {} for name in split.filename_to_tensors}, 0, set()
+    for name, tensor in chain([first], stream):
+        if (file := split.tensor_to_filename.pop(name, None)) is None:
+            raise ValueError(f"model: {name!r} is exported twice, or is no weight of {model.model_type!r}")
+        held[file][name] = tensor.detach().cpu().clone().contiguous()
+        total += tensor.nbytes
+        dtypes.add(tensor.dtype)
+        if len(held[file]) == len(split.filename_to_tensors[file]):
+            save_file(held.pop(file), target / file, metadata={"format": "pt"})
+    if missing := sorted(split.tensor_to_filename):
+        raise ValueError(f"model: the export lacks {missing[:5]} ({len(missing)} in all); {folder!r} was not written")
+    if split.is_sharded:
+        files = {name: file for file, names in split.filename_to_tensors.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    _copy_settings(model, target, dtypes)
+    os.replace(target, folder)
+
+
+def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> StateDictSplit:
+    """Which tensor goes into which file, layers in their order, all tensors being of one type."""
+
+    def place(name: str) -> list[tuple[int, str]]:  # layer 2 before layer 10
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+    sizes = {name: math.prod(model.hf_shape(name)) * itemsize for name in sorted(model.all_hf_names(), key=place)}
+    return split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+
+
+def _copy_settings(model: ModelSpec, target: Path, dtypes: set[torch.dtype]) -> None:
+    """Configuration and tokenizer of the model's folder, with the type of the weights and the head that was trained."""
     for path in Path(model.folder).iterdir():
         if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
             shutil.copy(path, target)
@@ -175,7 +205,6 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
         config |= {"architectures": [model.architecture], "classifier_dropout": 0.0}
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(target, folder)
 
 
 def _typed(config: dict, dtypes: set[torch.dtype]) -> dict:

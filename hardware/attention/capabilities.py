@@ -62,7 +62,7 @@ def find_backend(
 def override_warnings(override: Iterable[str]) -> list[str]:
     """What a run should say about each refused cell that it uses all the same."""
     return [
-        f"WARNING attention: {name} is refused by the capability table ({TABLE[PLACES[name]].text}; nearest: "
+        f"attention: {name} is refused by the capability table ({TABLE[PLACES[name]].text}; nearest: "
         f"{TABLE[PLACES[name]].nearest}) and used all the same, as --actor.attention-override asks"
         for name in override
     ]

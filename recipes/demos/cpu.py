@@ -29,9 +29,10 @@ from rlworker.data.examples import Example, read_examples, to_batch
 from rlworker.data.images import pictures_of
 from rlworker.data.rows import load_tokenizer
 from rlworker.rewards.functions import exact_match
-from rlworker.tracking.log import read_metrics, tell_start
+from rlworker.tracking.log import read_metrics
 from rlworker.tracking.report import write_report
 from rlworker.tracking.run_folder import RunFolder
+from rlworker.tracking.terminal import tell_start
 from rlworker.tracking.trackers import check_trackers
 from rlworker.trainers.rl import Trainer
 from rlworker.trainers.sft import train_supervised

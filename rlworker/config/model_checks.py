@@ -7,9 +7,9 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.images.processor import ImageProcessor
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
-from hardware.attention.capabilities import find_backend, override_warnings
+from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL
-from hardware.platform import Platform, describe
+from hardware.platform import Platform
 from hardware.platforms import get_platform
 
 
@@ -81,13 +81,6 @@ def check_rules(model: ModelSpec, actor: MegatronConfig, platform: Platform) -> 
             )
     for rule in set(model.rules):
         find_backend(platform.attention_backends, actor.layout, actor.cp, rule, actor.attention_override)
-
-
-def start_notes(platform_name: str, actor: MegatronConfig) -> list[str]:
-    """What a run says of itself as it starts: refused cells that it uses, and a platform that is not the device."""
-    platform = get_platform(platform_name)
-    notes = [] if platform.proven == "executed" else [f"NOTE platform: {describe(platform)}"]
-    return notes + override_warnings(actor.attention_override)
 
 
 def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:

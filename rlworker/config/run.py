@@ -15,6 +15,9 @@ from rlworker.config.model_checks import check_engines, check_sees_alike, check_
 _LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}
 """dtype -> mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
+"""Trackers that a run can open by name; rlworker/tracking/trackers.py says how."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -178,8 +181,9 @@ class TrainingConfig:
     """Decides the order of prompts and every sample."""
     resume: bool = False
     """Go on from the newest checkpoint in run_dir; where there is no run yet, begin one."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go beside metrics.jsonl: run_dir/tensorboard, run_dir/wandb (offline unless WANDB_MODE is set)."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Where metrics go beside metrics.jsonl, in run_dir and on this machine unless the tracker's own variables, such as
+    WANDB_MODE, say otherwise."""
 
     def __post_init__(self):
         check_types("config", self)

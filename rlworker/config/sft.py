@@ -48,8 +48,13 @@ class SftConfig(TrainingConfig):
         """The folder of the one model, by its role."""
         return {"actor": self.model}
 
-    def check_model(self) -> ModelSpec:
-        """The model, checked against the engine that will hold it.
+    @property
+    def actors(self) -> int:
+        """Ray actors that the run needs at once."""
+        return self.actor.ranks
+
+    def check_models(self) -> dict[str, ModelSpec]:
+        """Return the one model by its role, checked against the engine that will hold it.
 
         Raises:
             ValueError: it cannot be held, or has fewer positions than the longest row takes.
@@ -61,4 +66,4 @@ class SftConfig(TrainingConfig):
                 f"config: max_prompt_tokens + max_answer_tokens = {self.longest} is above the model's "
                 f"{model.max_positions} positions; lower one of them"
             )
-        return model
+        return {"actor": model}

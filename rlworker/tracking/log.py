@@ -1,8 +1,6 @@
 """What a run tells: metrics.jsonl, trackers, sampled rollouts, a progress bar and one line per step."""
 
 import json
-import os
-import sys
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -10,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from rlworker.tracking.terminal import LOGGER, seconds_since_start
 from rlworker.tracking.trackers import Trackers
 
 RL_LINE = (
@@ -36,24 +35,6 @@ SUPERVISED_LINE = (
 """The same of supervised training."""
 _RECENT = 50
 """Steps from whose time it is told how long the rest will take; they should hold an evaluation or two."""
-
-
-def seconds_since_start() -> float:
-    """Of this process. psutil's answer is up to a second too long: it adds the time of boot, of which the kernel tells
-    whole seconds."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc(5), field 22
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def tell_start(text: str) -> None:
-    """Say that a part of the start is done, and at which second of this program; it may take minutes in all."""
-    _show(f"start {seconds_since_start():7.1f} s  {text}")
-
-
-def _show(text: str) -> None:
-    """A line on the terminal beside the progress bar, or wherever the output goes, there at once."""
-    tqdm.write(text)
-    sys.stdout.flush()
 
 
 def is_due(step: int, every: int) -> bool:
@@ -102,7 +83,7 @@ class RunLog:
         self._trackers.step(step, metrics)
         fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in self._line)
         left = self._left(step, metrics.get("time_step"))
-        self.note(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {left}")
+        LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {left}")
         self._bar.n = step
         self._bar.refresh()
 
@@ -123,9 +104,6 @@ class RunLog:
         minutes, rest = divmod(round((self._steps - step) * each), 60)
         return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
-    def note(self, text: str) -> None:
-        _show(text)
-
     def __enter__(self) -> "RunLog":
         return self
 
@@ -135,11 +113,11 @@ class RunLog:
         self._trackers.close()
 
 
-def note_skipped(log: RunLog, skipped: dict[str, int]) -> None:
+def tell_skipped(skipped: dict[str, int]) -> None:
     """Say how many rows were left out because they are too long, where there are any (``{"skipped_train": 3}``)."""
     if any(skipped.values()):
         counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in skipped.items())
-        log.note(f"data: skipped rows that are too long: {counts}")
+        LOGGER.info(f"data: skipped rows that are too long: {counts}")
 
 
 def read_metrics(folder: Path) -> list[dict]:

@@ -1,16 +1,60 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard and Weights & Biases, imported only where a run asks for them."""
+"""Where metrics go beside metrics.jsonl: experiment trackers, imported only where a run asks for them.
+
+Those that have a name here are accelerate's (https://huggingface.co/docs/accelerate, ``accelerate.tracking``). A recipe
+may pass others of its classes, or any object that is a ``Tracker``.
+"""
 
 import importlib.util
 import os
+import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, get_args
 
-from tqdm import tqdm
+from rlworker.config.run import TrackerName
+from rlworker.tracking.terminal import LOGGER
 
+_PROJECT = "rlworker"
 _FINISH_S = 120.0
 """How long the end of a run waits for what wandb has not sent yet; ``wandb sync`` can send it later."""
+
+
+class Tracker(Protocol):
+    """What a run asks of a tracker; every ``accelerate.tracking.GeneralTracker`` is one."""
+
+    def start(self) -> None:
+        """Open it. Called once, before the others."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Record the metrics of step ``step``."""
+
+    def finish(self) -> None:
+        """Close it. Called once, after the others."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run.
+
+    Attributes:
+        folder: the run's. first_step: steps done so far. config: the run's settings, as ``dataclasses.asdict`` gives
+            them.
+    """
+
+    folder: Path
+    first_step: int
+    config: dict
+
+    def kept_id(self, tracker: str) -> str:
+        """Return the id by which a tracker knows this run; it is kept, so that a resumed run goes on with it."""
+        file = self.folder / tracker / "run_id"
+        file.parent.mkdir(exist_ok=True)
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex[:8])
+        return file.read_text()
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -19,96 +63,130 @@ def check_trackers(names: Iterable[str]) -> None:
     Raises:
         ValueError: one is not.
     """
-    for name in names:  # which is also the name of its package
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # without an origin it is just a folder of that name on the path
-            raise ValueError(
-                f"trackers: {name} is not installed; install it (pip install {name}) or leave it out of --trackers"
-            )
+    for name in names:
+        for package in (name, "accelerate"):  # a tracker's name is also that of its package
+            spec = importlib.util.find_spec(package)
+            if spec is None or spec.origin is None:  # without an origin it is just a folder of that name on the path
+                raise ValueError(
+                    f"trackers: {package} is not installed; install it (pip install {package}) or leave {name} out of "
+                    "--trackers"
+                )
 
 
-class TensorBoardTracker:
-    """Scalars over the step in ``run_dir/tensorboard``.
+def _tensorboard(run: TrackedRun) -> Tracker:
+    """Scalars over the step in ``run_dir/tensorboard``."""
+    from accelerate.tracking import TensorBoardTracker
 
-    Args:
-        first_step: steps done so far; what stands there of later ones is no longer shown, for they are done again.
-    """
-
-    def __init__(self, folder: Path, first_step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        next_step = first_step + 1 if first_step else 0  # only a run that starts records step 0
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=next_step)
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+    # What stands there of later steps is no longer shown: they are done again. Only a run that starts records step 0.
+    return TensorBoardTracker("tensorboard", run.folder, purge_step=run.first_step + 1 if run.first_step else 0)
 
 
-class WandbTracker:
-    """A run of wandb in ``run_dir/wandb``, whose id is kept there, so that a resumed run goes on with it.
+def _wandb(run: TrackedRun) -> Tracker:
+    """A run in ``run_dir/wandb``; WANDB_MODE (offline unless set), WANDB_PROJECT and WANDB_NAME are heeded."""
+    import wandb
+    from accelerate.tracking import WandBTracker
 
-    It stays on this machine unless WANDB_MODE says otherwise; WANDB_PROJECT and WANDB_NAME are heeded too.
-    """
+    return WandBTracker(
+        os.environ.get("WANDB_PROJECT", _PROJECT),
+        name=os.environ.get("WANDB_NAME", run.folder.name),
+        mode=os.environ.get("WANDB_MODE", "offline"),
+        dir=run.folder,
+        id=run.kept_id("wandb"),
+        resume="allow",
+        config=run.config,
+        settings=wandb.Settings(quiet=True, finish_timeout=_FINISH_S, finish_timeout_raises=True),
+    )
 
-    def __init__(self, folder: Path, config: dict):
-        import wandb
 
-        id_file = folder / "wandb" / "run_id"
-        id_file.parent.mkdir(exist_ok=True)
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "rlworker"),
-            name=os.environ.get("WANDB_NAME", folder.name),
-            mode=os.environ.get("WANDB_MODE", "offline"),
-            dir=folder,
-            id=id_file.read_text(),
-            resume="allow",
-            config=config,
-            settings=wandb.Settings(quiet=True, finish_timeout=_FINISH_S, finish_timeout_raises=True),
-        )
+def _mlflow(run: TrackedRun) -> Tracker:
+    """A run in ``run_dir/mlflow``, or where MLFLOW_TRACKING_URI says; other MLFLOW_ variables are heeded too."""
+    import mlflow
+    from accelerate.tracking import MLflowTracker
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step, commit=True)
+    kept = run.folder / "mlflow" / "run_id"
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri(f"sqlite:///{run.folder.absolute()}/mlflow/mlflow.db")
 
-    def close(self) -> None:
-        self._run.finish()
+    class Resumed(MLflowTracker):
+        def start(self) -> None:  # MLflow gives a run its id
+            super().start()
+            kept.write_text(self.tracker.info.run_id)
+
+    kept.parent.mkdir(exist_ok=True)
+    known = kept.read_text() if kept.exists() else None
+    return Resumed(experiment_name=_PROJECT, run_id=known, run_name=run.folder.name)
+
+
+def _swanlab(run: TrackedRun) -> Tracker:
+    """A run in ``run_dir/swanlab``, and one more where it is resumed; SWANLAB_MODE (offline unless set) is heeded."""
+    from accelerate.tracking import SwanLabTracker
+
+    return SwanLabTracker(
+        _PROJECT,
+        experiment_name=run.folder.name,
+        logdir=str(run.folder / "swanlab"),
+        mode=os.environ.get("SWANLAB_MODE", "offline"),
+        config=run.config,
+    )
+
+
+def _trackio(run: TrackedRun) -> Tracker:
+    """A run in ``run_dir/trackio``, or where TRACKIO_DIR says, resumed by the name of the run folder."""
+    os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))  # read as trackio is imported
+    from accelerate.tracking import TrackioTracker
+
+    return TrackioTracker(_PROJECT, name=run.folder.name, config=run.config, resume="allow")
+
+
+_OPENED: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "swanlab": _swanlab,
+    "trackio": _trackio,
+}
+assert set(_OPENED) == set(get_args(TrackerName))
 
 
 class Trackers:
-    """The trackers of a run.
+    """The open trackers of a run.
 
-    None of them can end it: one that fails, be it at its start, is dropped with a note on the terminal.
+    None of them can end it: one that fails, be it at its start, is dropped with a warning.
 
     Args:
-        names: "tensorboard", "wandb". folder: the run's. first_step: steps done so far.
-        config: the run's settings, for wandb.
+        names: of those to be made here. run: what they are told of the run. others: trackers of the user's own.
     """
 
-    def __init__(self, names: Iterable[str], folder: Path, first_step: int, config: dict):
-        self._open: dict[str, TensorBoardTracker | WandbTracker] = {}
+    def __init__(self, names: Iterable[str], run: TrackedRun, others: Sequence[Tracker] = ()):
+        self._open: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
             with self._dropping(name):
-                is_wandb = name == "wandb"
-                self._open[name] = WandbTracker(folder, config) if is_wandb else TensorBoardTracker(folder, first_step)
+                self._start(name, _OPENED[name](run))
+        for number, tracker in enumerate(others, 1):
+            name = f"{type(tracker).__name__} ({number})"
+            with self._dropping(name):
+                self._start(name, tracker)
+
+    def _start(self, name: str, tracker: Tracker) -> None:
+        if "accelerate" in sys.modules:
+            from accelerate import PartialState
+
+            PartialState(cpu=True)  # its trackers ask whether this is the main process; no device is looked for
+        tracker.start()
+        self._open[name] = tracker
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of step ``step``; seconds (``time_x``) are shown as a group (``time/x``)."""
         shown = {f"time/{k.removeprefix('time_')}" if k.startswith("time_") else k: v for k, v in metrics.items()}
         for name, tracker in list(self._open.items()):
             with self._dropping(name):
-                tracker.step(step, shown)
+                tracker.log(shown, step=step)
 
     def close(self) -> None:
         while self._open:
             name, tracker = self._open.popitem()
             with self._dropping(name):
-                tracker.close()
+                tracker.finish()
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
@@ -116,7 +194,7 @@ class Trackers:
             yield
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            tqdm.write(f"WARNING tracker {name} failed and is dropped, metrics.jsonl goes on: {what}")
+            LOGGER.warning(f"tracker {name} failed and is dropped, metrics.jsonl goes on: {what}")
             if failed := self._open.pop(name, None):
                 with suppress(Exception):
-                    failed.close()
+                    failed.finish()

@@ -8,10 +8,11 @@ from typing import Any
 from rlworker.cluster.ray import no_collection, ray_for
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
+from rlworker.config.sft import SftConfig
 from rlworker.data.rows import check_rows
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.tracking.log import tell_start
 from rlworker.tracking.run_folder import RunFolder
+from rlworker.tracking.terminal import tell_start
 from rlworker.tracking.trackers import check_trackers
 from rlworker.trainers.stop import ending_well, leave_signals
 
@@ -26,7 +27,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
     checked without them is checked before either. vLLM's imports take longest, and begin as soon as there is a Ray.
 
     Args:
-        parts: further arguments of ``Trainer``: ``advantage``, ``loss`` and ``aggregation``.
+        parts: further arguments of ``Trainer``: ``advantage``, ``loss``, ``aggregation`` and ``trackers``.
 
     Returns:
         the metrics of the last step.
@@ -50,7 +51,28 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
             return trainer.fit()
 
 
-def check_run(config: RunConfig) -> RunFolder:
+def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
+    """Check everything, start the engine and train on rows with their answers to the last step; what ``launch`` is to
+    RL.
+
+    Args:
+        parts: further arguments of ``SftTrainer``: ``trackers``.
+    """
+    with ending_well() as stop, ExitStack() as running:
+        try:
+            folder = check_run(config)
+            running.callback(folder.release)
+            with no_collection():
+                from rlworker.trainers.sft import SftTrainer
+
+                trainer = SftTrainer(config, folder=folder, stop=stop, **parts)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        with trainer:
+            return trainer.fit()
+
+
+def check_run(config: RunConfig | SftConfig) -> RunFolder:
     """Check what takes no time to check (the models' folders, the fields of every row), then claim the run folder.
 
     Raises:

@@ -1,21 +1,16 @@
 """The controller: one process that starts the engines and runs the steps."""
 
-import math
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
-from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs
 from engines.interfaces import LossFn
-from hardware.platforms import get_platform
 from rlworker.algorithms.advantages import AdvantageFn, check_group_size, configured_advantage, with_kl_penalty
 from rlworker.algorithms.losses import Aggregation, configured_loss, token_mean, value_loss
-from rlworker.cluster.ray import ray_for
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.workers import Role
@@ -28,10 +23,11 @@ from rlworker.rewards.pool import REWARD_LOG, RewardPool, pickled
 from rlworker.rollouts.metrics import some_samples
 from rlworker.rollouts.sampler import CANARY, Sampler
 from rlworker.rollouts.to_batch import Group, batch_of, logprob_difference, to_batch
-from rlworker.tracking.log import RL_LINE, StepClock, tell_start
+from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
+from rlworker.tracking.terminal import LOGGER, tell_start
+from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
-from rlworker.trainers.rejected_step import refuse_step
 from rlworker.trainers.run import Run
 from rlworker.trainers.stop import Stop
 
@@ -42,10 +38,7 @@ MOST_EMPTY_STEPS = 10
 
 
 class Trainer(Run):
-    """A run of rollouts and updates.
-
-    Everything that a user can get wrong is checked when this is built; ``start`` then starts the engines, and ``fit``
-    runs to the last step. Use it as a context manager, so that the engines end with it.
+    """A run of rollouts and updates, used as ``Run`` says.
 
     Args:
         reward: ``reward(text, row) -> float``, or marked with ``batch_reward``.
@@ -53,7 +46,7 @@ class Trainer(Run):
             critic ``gae``.
         loss: what an update minimises; None takes PPO's clipped loss with the coefficients of ``config.algorithm``.
         aggregation: how much each token of an optimizer step counts.
-        folder, stop: as ``Run``.
+        folder, stop, trackers: as ``Run``.
 
     Raises:
         ValueError: the settings, a model, the rows or the run folder cannot be used; nothing was started.
@@ -72,8 +65,9 @@ class Trainer(Run):
         aggregation: Aggregation = token_mean,
         folder: RunFolder | None = None,
         stop: Stop | None = None,
+        trackers: Sequence[Tracker] = (),
     ):
-        super().__init__(config, folder, stop)
+        super().__init__(config, folder, stop, trackers)
         self.reward, self.aggregation = reward, aggregation
         pickled(reward)  # one that cannot be sent to the processes that call it is refused here
         self.models = config.check_models()
@@ -95,31 +89,16 @@ class Trainer(Run):
         self.value_loss = partial(value_loss, clip=critic.clip)
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.version = self.empty_steps = 0
-        self.engines = []
         self.rollouts: Rollouts | None = None
 
     # -- engines
 
-    def __enter__(self) -> "Trainer":
-        with self.running as running:
-            self.start()
-            self.running = running.pop_all()  # started whole: what ends with it now ends in __exit__
-        return self
-
-    def __exit__(self, *error) -> None:
-        """End the engines, and Ray where it was started for them. What was written stays."""
-        self.running.__exit__(*error)
-
-    def start(self) -> None:
-        """Claim the run folder, then start every engine at the same time. ``rollouts`` may be on their way already."""
-        config, clock = self.config, StepClock()
-        self.folder.claim(config)
-        self.running.callback(self.folder.release)
-        os.environ.update(get_platform(config.platform).driver_env())
-        self.running.enter_context(ray_for(config.actors, config.platform))
-        rollouts = self._start(self.rollouts or Rollouts(config.platform, config.rollout.engines))
+    def start_engines(self, clock: StepClock) -> None:
+        """Start every engine at the same time. ``rollouts`` may be on their way already."""
+        config = self.config
+        rollouts = self.start_processes(self.rollouts or Rollouts(config.platform, config.rollout.engines))
         rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
-        trainers = [self._start(StartingGroup(*group)) for group in self._groups()]
+        trainers = [self.start_processes(StartingGroup(*group)) for group in self._groups()]
         with self._phase(clock, "start_trainers"):
             groups: dict[str, WorkerGroup] = {}
             for starting in trainers:
@@ -128,14 +107,13 @@ class Trainer(Run):
             self.reference, self.critic = groups.get("reference"), groups.get("critic")
         tell_start(f"trainer ranks are up: {sum(len(starting.actors) for starting in trainers)}")
         output = self.folder.path / REWARD_LOG
-        self.rewards = self._start(RewardPool(self.reward, config.reward, output))  # while vLLM alone is still starting
+        # while vLLM alone is still starting
+        self.rewards = self.start_processes(RewardPool(self.reward, config.reward, output))
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
         tell_start(f"rollout engines are up: {len(self.rollouts.actors)}")
         parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
-        self.begin()
-        self.start_seconds = clock.seconds
 
     def _groups(self) -> Iterator[tuple]:
         """Name, platform, engines and seed of each group of training processes."""
@@ -150,13 +128,6 @@ class Trainer(Run):
         yield "actor", config.platform, shared, config.seed
         for name in dict.fromkeys(config.separate):
             yield name, config.platform, (roles[name],), config.seed
-
-    def workers(self) -> dict[str, ActorHandle]:
-        return {name: actor for engine in self.engines for name, actor in engine.workers().items()}
-
-    def _start(self, engine: Rollouts | StartingGroup | RewardPool) -> Rollouts | StartingGroup | RewardPool:
-        self.engines.append(engine)
-        return self.running.enter_context(engine)
 
     # -- the run
 
@@ -214,7 +185,7 @@ class Trainer(Run):
     # -- parts of a step
 
     def _warn(self, text: str) -> None:
-        self.log.note(f"WARNING after {self.steps_done} steps: {text}")
+        LOGGER.warning(f"after {self.steps_done} steps: {text}")
 
     def _warn_of_no_signal(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
         if metrics["zero_variance_groups"] == metrics["groups"] and not self.critic:
@@ -258,27 +229,22 @@ class Trainer(Run):
         for mini in batch.split(min(self.config.algorithm.mini_batches, len(batch))):
             parts.append({})
             if self.critic:
-                parts[-1] |= self._take_step(self.critic, mini, self.value_loss, token_mean, "critic_")[0]
+                parts[-1] |= self._update_group(self.critic, mini, self.value_loss, token_mean, "critic_")[0]
             if self._critic_warms_up:
                 continue
-            metrics, outputs = self._take_step(self.actor, mini, self.loss, self.aggregation)
+            metrics, outputs = self._update_group(self.actor, mini, self.loss, self.aggregation)
             parts[-1] |= metrics
             if logprobs is None:
                 logprobs = outputs.logprobs
                 self._check_difference(where, logprob_difference(batch, logprobs))
         return step_metrics.over_mini_batches(parts) | logprob_difference(batch, logprobs)
 
-    def _take_step(
+    def _update_group(
         self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, aggregation: Aggregation, prefix: str = ""
     ) -> tuple[dict[str, float], Outputs]:
-        """One optimizer step; its metrics, and the outputs from before it."""
+        """Take one optimizer step with each token weighed by ``aggregation``."""
         weights, denominator = aggregation(batch)
-        batch = replace(batch, weights=weights)
-        results, outputs = group.train_step(batch, loss, denominator)
-        metrics = step_metrics.of_update(results, float(batch.mask.sum()), prefix)
-        if math.isnan(metrics[f"{prefix}grad_norm"]):  # the engine did not step
-            refuse_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
-        return metrics, outputs
+        return self.take_step(group, replace(batch, weights=weights), loss, denominator, prefix)
 
     def _check_difference(self, where: str, difference: dict[str, float]) -> None:
         limits = self.config.logprob_limits
@@ -292,7 +258,7 @@ class Trainer(Run):
         )
         if not self.config.ignore_logprob_diff:
             raise RunError(f"{text}; to go on all the same raise --logprob-diff-mean or set --ignore-logprob-diff")
-        self.log.note(f"WARNING {text}")
+        LOGGER.warning(text)
 
     def sync_weights(self) -> None:
         """Send the actor's weights to every rollout engine, as the next version."""

@@ -1,22 +1,38 @@
 """What runs of RL and of supervised training do alike: go step by step, evaluate, save, and end when asked to."""
 
 import errno
+import math
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self, TypeVar
 
-from rlworker.cluster.ray import naming_failures
-from rlworker.cluster.train_group import WorkerGroup, save_groups
-from rlworker.config.model_checks import start_notes
+from ray.actor import ActorHandle
+
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import Outputs
+from engines.interfaces import LossFn
+from hardware.attention.capabilities import override_warnings
+from hardware.platform import describe
+from hardware.platforms import get_platform
+from rlworker.cluster.ray import naming_failures, ray_for
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.cluster.train_group import StartingGroup, WorkerGroup, save_groups
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
-from rlworker.tracking.log import RunLog, StepClock, is_due, note_skipped, tell_start
+from rlworker.rewards.pool import RewardPool
+from rlworker.tracking.log import RunLog, StepClock, is_due, tell_skipped
 from rlworker.tracking.report import write_report
 from rlworker.tracking.run_folder import RunFolder, Score
-from rlworker.tracking.trackers import Trackers, check_trackers
+from rlworker.tracking.terminal import LOGGER, tell_start
+from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
+from rlworker.trainers.rejected_step import refuse_step
+from rlworker.trainers.step_metrics import optimizer_step
 from rlworker.trainers.stop import Stop
+
+Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 """What writing to a disk that is full, gone or no longer ours answers."""
@@ -27,12 +43,16 @@ _BETWEEN_STEPS = ("evaluate", "save", "restore")
 class Run:
     """A run that trains, around its steps.
 
-    What a step is, how well the held-out rows are answered and what a checkpoint holds is said by who inherits from
-    this: ``step``, ``evaluate``, ``learning``, ``state``, ``restore``.
+    Everything that a user can get wrong is checked when this is built; ``start`` then starts the engines, and ``fit``
+    runs to the last step. Use it as a context manager, so that the engines end with it.
+
+    What a step is, which engines it takes, how well the held-out rows are answered and what a checkpoint holds is said
+    by who inherits from this: ``start_engines``, ``step``, ``evaluate``, ``learning``, ``state``, ``restore``.
 
     Args:
         folder: of the run, where it was claimed before.
         stop: how the program is asked to end; left out, signals are the caller's business.
+        trackers: further ones, beside those that ``config.trackers`` names.
 
     Raises:
         ValueError: the run folder cannot hold this run.
@@ -42,9 +62,17 @@ class Run:
     """What the terminal shows of a step."""
     score: Score
     """What says how well the held-out rows are answered."""
+    tokenizer: Any
+    """Of the model that is trained."""
 
-    def __init__(self, config: TrainingConfig, folder: RunFolder | None = None, stop: Stop | None = None):
-        self.config, self.stop_request = config, stop or Stop()
+    def __init__(
+        self,
+        config: TrainingConfig,
+        folder: RunFolder | None = None,
+        stop: Stop | None = None,
+        trackers: Sequence[Tracker] = (),
+    ):
+        self.config, self.stop_request, self.trackers = config, stop or Stop(), trackers
         self.folder = folder or RunFolder(config.run_dir)
         self.folder.check(config)
         check_trackers(config.trackers)
@@ -52,24 +80,29 @@ class Run:
         self.skipped: dict[str, int] = {}
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
+        self.processes: list[Rollouts | StartingGroup | RewardPool] = []
         self.log: RunLog | None = None
 
     # -- what kinds of runs differ in
 
+    def start_engines(self, clock: StepClock) -> None:
+        """Start every process of the run by ``start_processes``, and wait until all are ready."""
+        raise NotImplementedError
+
     def step(self) -> tuple[dict[str, float], list[dict]]:
-        """One step: its metrics, and some of its samples."""
+        """Take one step: its metrics, and some of its samples."""
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
-        """How the held-out rows are answered; empty without such rows."""
+        """Return how well the held-out rows are answered; nothing without such rows."""
         raise NotImplementedError
 
     def learning(self) -> list[WorkerGroup]:
-        """The engines that a checkpoint holds."""
+        """Return the engines that a checkpoint holds."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """What else a checkpoint has to tell, beside the step."""
+        """Return what else a checkpoint has to tell, beside the step."""
         return {}
 
     def restore(self, state: dict) -> None:
@@ -77,24 +110,67 @@ class Run:
         for group in self.learning():
             group.call("load", f"{state['folder']}/{group.name}")
 
-    def workers(self) -> Mapping[str, Any]:
-        """Every process of the run by the name that a message gives it."""
-        raise NotImplementedError
-
     # -- what they share
+
+    def __enter__(self) -> Self:
+        with self.running as running:
+            self.start()
+            self.running = running.pop_all()  # started whole: what ends with it now ends in __exit__
+        return self
+
+    def __exit__(self, *error) -> None:
+        """End the engines, and Ray where it was started for them. What was written stays."""
+        self.running.__exit__(*error)
+
+    def start(self) -> None:
+        """Claim the run folder, start every engine, then take up the run that the folder holds, or begin one."""
+        config, clock = self.config, StepClock()
+        self.folder.claim(config)
+        self.running.callback(self.folder.release)
+        os.environ.update(get_platform(config.platform).driver_env())
+        self.running.enter_context(ray_for(config.actors, config.platform))
+        self.start_engines(clock)
+        self.begin()
+        self.start_seconds = clock.seconds
+
+    def start_processes(self, processes: Processes) -> Processes:
+        """Let processes end with this run, and be named where they fail."""
+        self.processes.append(processes)
+        return self.running.enter_context(processes)
+
+    def workers(self) -> dict[str, ActorHandle]:
+        """Return every process of the run by the name that a message gives it."""
+        return {name: actor for processes in self.processes for name, actor in processes.workers().items()}
+
+    def take_step(
+        self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, denominator: float, prefix: str = ""
+    ) -> tuple[dict[str, float], Outputs]:
+        """Take one optimizer step on ``sum(loss) / denominator``: its metrics, and the outputs from before it.
+
+        Raises:
+            RunError: the gradient is not finite, so that the engine took no step.
+        """
+        metrics, outputs = optimizer_step(group, batch, loss, denominator, prefix)
+        if math.isnan(metrics[f"{prefix}grad_norm"]):
+            refuse_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
+        return metrics, outputs
 
     def begin(self) -> None:
         """Take up the run that the claimed folder holds, or begin one, now that its engines are there."""
         config = self.config
         state, text = self.folder.begin(config)
         self.steps_done = state["step"] if state else 0
-        trackers = Trackers(config.trackers, self.folder.path, self.steps_done, asdict(config))
+        told = TrackedRun(self.folder.path, self.steps_done, asdict(config))
+        trackers = Trackers(config.trackers, told, self.trackers)
         self.log = self.running.enter_context(
             RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line)
         )
-        for note in (text, *start_notes(config.platform, config.actor)):
-            self.log.note(note)
-        note_skipped(self.log, self.skipped)
+        LOGGER.info(text)
+        if (platform := get_platform(config.platform)).proven != "executed":
+            LOGGER.info(f"NOTE platform: {describe(platform)}")
+        for warning in override_warnings(config.actor.attention_override):
+            LOGGER.warning(warning)
+        tell_skipped(self.skipped)
         if state:
             with self._phase(StepClock(), "restore"):
                 self.restore(state)
@@ -117,7 +193,7 @@ class Run:
             try:
                 return self._steps()
             finally:  # a run that ends early has a report too
-                self.log.note(f"report: {write_report(self.folder.path)}")
+                LOGGER.info(f"report: {write_report(self.folder.path)}")
         except OSError as error:
             if error.errno not in _UNWRITABLE:
                 raise
@@ -145,7 +221,7 @@ class Run:
         if self.steps_done < config.steps:
             if self._saved_step < self.steps_done:
                 self.save(metrics)
-            self.log.note(f"stopped after step {self.steps_done} of {config.steps}; the same with --resume goes on")
+            LOGGER.info(f"stopped after step {self.steps_done} of {config.steps}; the same with --resume goes on")
         else:
             self.stop_request.in_hand = ""
         return metrics

@@ -1,16 +1,10 @@
 """Supervised training through the same engine and the same batch as RL."""
 
-import math
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ray.actor import ActorHandle
-
 from engines.batch.batch import TrainBatch
-from engines.batch.shard import Outputs
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.algorithms.losses import sft_loss
@@ -22,32 +16,20 @@ from rlworker.config.sft import SftConfig
 from rlworker.data.examples import read_examples, to_batch
 from rlworker.data.images import pictures_of
 from rlworker.data.rows import load_tokenizer, rows_of_step
-from rlworker.tracking.log import SUPERVISED_LINE, StepClock, tell_start
+from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
-from rlworker.trainers import step_metrics
-from rlworker.trainers.rejected_step import refuse_step
+from rlworker.tracking.terminal import tell_start
+from rlworker.tracking.trackers import Tracker
 from rlworker.trainers.run import Run
-from rlworker.trainers.stop import Stop, ending_well
-
-
-def launch_supervised(config: SftConfig) -> dict[str, float]:
-    """Check everything, start the engine and train to the last step; what ``launch`` is to RL."""
-    with ending_well() as stop:
-        try:
-            config.check_model()
-            folder = RunFolder(config.run_dir)
-            folder.claim(config)  # before rows are read, whose pictures may be written into it
-            trainer = SftTrainer(config, folder, stop)
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-        return trainer.fit()
+from rlworker.trainers.step_metrics import optimizer_step
+from rlworker.trainers.stop import Stop
 
 
 class SftTrainer(Run):
-    """A run of supervised training.
+    """A run of supervised training, used as ``Run`` says.
 
     Args:
-        folder, stop: as ``Run``.
+        folder, stop, trackers: as ``Run``.
 
     Raises:
         ValueError: the settings, the model, the rows or the run folder cannot be used; nothing was started.
@@ -56,9 +38,16 @@ class SftTrainer(Run):
     line = SUPERVISED_LINE
     score = Score("heldout_loss", -1)
 
-    def __init__(self, config: SftConfig, folder: RunFolder | None = None, stop: Stop | None = None):
-        super().__init__(config, folder, stop)
-        self.model = config.check_model()
+    def __init__(
+        self,
+        config: SftConfig,
+        *,
+        folder: RunFolder | None = None,
+        stop: Stop | None = None,
+        trackers: Sequence[Tracker] = (),
+    ):
+        super().__init__(config, folder, stop, trackers)
+        self.model = config.check_models()["actor"]
         self.tokenizer = load_tokenizer(config.model)
         pictures = pictures_of(self.model, config.run_dir, config.actor.image_memory_mb)
         read = partial(read_examples, tokenizer=self.tokenizer, config=config, model=self.model, pictures=pictures)
@@ -67,34 +56,25 @@ class SftTrainer(Run):
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
         tell_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
 
-    def fit(self) -> dict[str, float]:
-        """Claim the run folder, start the engine and run to the last step, or to the end of the one in which the
-        program is asked to stop.
-
-        Returns:
-            the metrics of the last step.
-        """
+    def start_engines(self, clock: StepClock) -> None:
+        """Start the one engine."""
         config = self.config
-        with self.running:
-            self.folder.claim(config)
-            self.running.callback(self.folder.release)
-            engine = training_group(self.model, config.actor_of_run, config.platform, config.seed)
-            self.group, self._workers = self.running.enter_context(engine)
-            tell_start(f"trainer ranks are up: {len(self.group.actors)}")
-            self.begin()
-            return super().fit()
+        roles = (Role("actor", self.model, config.actor_of_run),)
+        starting = self.start_processes(StartingGroup("actor", config.platform, roles, config.seed))
+        with self._phase(clock, "start_trainers"):
+            self.group = starting.ready()["actor"]
+        tell_start(f"trainer ranks are up: {len(self.group.actors)}")
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
-        """One optimizer step: its metrics; nothing is sampled."""
+        """Take one optimizer step: its metrics; nothing is sampled."""
         clock, config = StepClock(), self.config
         rows = rows_of_step(self.train, config.rows_per_step, self.steps_done, config.seed)
         batch = to_batch(rows, self.model.vision)
         with self._phase(clock, "update"):
-            metrics, outputs = supervised_step(self.group, batch)
-        if math.isnan(metrics["grad_norm"]):  # the engine did not step
-            refuse_step(self.folder.path, self.steps_done + 1, self.group.name, batch, outputs, self.tokenizer)
+            metrics, _ = self.take_step(self.group, batch, sft_loss, float(batch.mask.sum()))
         self.steps_done += 1
         times = clock.total()
+        metrics = {"train_loss": metrics.pop("loss")} | metrics
         return metrics | {"tokens_per_second": batch.num_tokens / times["time_step"]} | times, []
 
     def evaluate(self) -> dict[str, float]:
@@ -111,32 +91,6 @@ class SftTrainer(Run):
 
     def learning(self) -> list[WorkerGroup]:
         return [self.group]
-
-    def workers(self) -> dict[str, ActorHandle]:
-        return self._workers
-
-
-# -- parts
-
-
-@contextmanager
-def training_group(
-    model: ModelSpec, config: MegatronConfig, platform: str, seed: int
-) -> Iterator[tuple[WorkerGroup, dict]]:
-    """One engine in processes of its own, which end with this, and each of them by its name."""
-    roles = (Role("actor", model, config),)
-    with ray_for(config.ranks, platform), StartingGroup("actor", platform, roles, seed) as starting:
-        with naming_failures("phase start_trainers", starting.workers()):
-            group = starting.ready()["actor"]
-        yield group, starting.workers()
-
-
-def supervised_step(group: WorkerGroup, batch: TrainBatch) -> tuple[dict[str, float], Outputs]:
-    """One optimizer step on the mean loss of the targets that count: its metrics, and the outputs from before it."""
-    tokens = float(batch.mask.sum())
-    results, outputs = group.train_step(batch, sft_loss, tokens)
-    metrics = step_metrics.of_update(results, tokens)
-    return {"train_loss": metrics.pop("loss")} | metrics, outputs
 
 
 def train_supervised(
@@ -164,9 +118,12 @@ def train_supervised(
         raise ValueError(f"sft: output folder {output!r} exists already; choose another or move it away")
     check_trained(model, config, platform)
     losses = []
-    with training_group(model, config, platform, seed) as (group, _):
+    roles = (Role("actor", model, config),)
+    with ray_for(config.ranks, platform), StartingGroup("actor", platform, roles, seed) as starting:
+        with naming_failures("phase start_trainers", starting.workers()):
+            group = starting.ready()["actor"]
         for batch in batches:
-            losses.append(supervised_step(group, batch)[0]["train_loss"])
+            losses.append(optimizer_step(group, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
             if len(losses) >= 10 and sum(losses[-10:]) / 10 < stop_below:
                 break
         group.call("save_hf", output, SHARD_BYTES)

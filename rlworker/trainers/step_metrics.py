@@ -3,7 +3,17 @@
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.interfaces import StepResult
+from engines.batch.shard import Outputs
+from engines.interfaces import LossFn, StepResult
+from rlworker.cluster.train_group import WorkerGroup
+
+
+def optimizer_step(
+    group: WorkerGroup, batch: TrainBatch, loss: LossFn, denominator: float, prefix: str = ""
+) -> tuple[dict[str, float], Outputs]:
+    """Take one optimizer step on ``sum(loss) / denominator``: its metrics, and the outputs ``[N]`` from before it."""
+    results, outputs = group.train_step(batch, loss, denominator)
+    return of_update(results, float(batch.mask.sum()), prefix), outputs
 
 
 def of_update(results: list[StepResult], tokens: float, prefix: str = "") -> dict[str, float]:

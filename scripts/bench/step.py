@@ -82,7 +82,7 @@ def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[st
     )
     measured = []
     with Trainer(config, reward) as trainer:
-        workers = {name: actor for engine in trainer.engines for name, actor in engine.workers().items()}
+        workers = trainer.workers()
         pids = {name: ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for name, actor in workers.items()}
         roles = {"driver": [os.getpid()]}
         for name, pid in pids.items():

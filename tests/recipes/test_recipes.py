@@ -93,7 +93,6 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
 def test_small_it_can_start(monkeypatch, tmp_path, recipe):
     """Its settings, models, rows and functions go together, which is checked before engines are started."""
     import rlworker.trainers.launch
-    import rlworker.trainers.sft
     from rlworker.trainers.rl import Trainer
     from rlworker.trainers.sft import SftTrainer
 
@@ -101,7 +100,7 @@ def test_small_it_can_start(monkeypatch, tmp_path, recipe):
     monkeypatch.setattr(
         rlworker.trainers.launch, "launch", lambda *args, **parts: built.append(Trainer(*args, **parts))
     )
-    monkeypatch.setattr(rlworker.trainers.sft, "launch_supervised", lambda config: built.append(SftTrainer(config)))
+    monkeypatch.setattr(rlworker.trainers.launch, "launch_supervised", lambda config: built.append(SftTrainer(config)))
     done = run_recipe(recipe, "--smoke", "--run-dir", tmp_path / recipe)
     assert done.returncode == 0, done.stderr
     (trainer,) = built

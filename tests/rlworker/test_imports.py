@@ -15,10 +15,10 @@ model, rows, parquet, saved, folder = sys.argv[1:]
 found = {}
 
 from rlworker.tracking.log import RunLog
-from rlworker.tracking.trackers import Trackers, check_trackers
+from rlworker.tracking.trackers import TrackedRun, Trackers, check_trackers
 check_trackers(["tensorboard", "wandb"])
 Path(folder).mkdir()
-with RunLog(Path(folder), 1, 0, Trackers([], Path(folder), 0, {})) as log:
+with RunLog(Path(folder), 1, 0, Trackers([], TrackedRun(Path(folder), 0, {}))) as log:
     log.step(1, {"reward": 0.5})
 found["log"] = imported("torch", "tensorboard", "wandb")
 

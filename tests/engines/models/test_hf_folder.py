@@ -11,6 +11,7 @@ from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import tiny_model
 
 EMBEDDING = "model.embed_tokens.weight"
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -33,17 +34,32 @@ def check(folder: Path) -> SafetensorsFolder:
     return found
 
 
+@pytest.mark.parametrize("order", [list, reversed], ids=["in order", "backwards"])
 @pytest.mark.parametrize(("shard_bytes", "files"), [(10**9, 1), (100_000, 8), (1, 50)])
-def test_transformers_loads_what_was_saved(make_hf_model, tmp_path, shard_bytes, files):
+def test_transformers_loads_what_was_saved(make_hf_model, tmp_path, shard_bytes, files, order):
+    """Whatever order the weights come in; files and index are those of the hub, as transformers writes them."""
     spec = ModelSpec.from_folder(make_hf_model("qwen2", True))
     model = load(spec.folder)
     weights = {name: tensor + 1 for name, tensor in model.named_parameters()}
     target = tmp_path / "saved"
     (tmp_path / ".saved.partial").mkdir()
     (tmp_path / ".saved.partial" / "rest-of-a-killed-save.safetensors").write_text("half")
-    save_hf_folder(iter(weights.items()), spec, str(target), shard_bytes)
-    found = len(list(target.glob("*.safetensors")))
-    assert found == files if files != 8 else 1 < found < 50
+    save_hf_folder(iter(order(list(weights.items()))), spec, str(target), shard_bytes)
+    found = sorted(path.name for path in target.glob("*.safetensors"))
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
+    if files == 8:  # which tensors share a file depends on their order
+        files = len(found)
+        assert 1 < files < 50
+        assert all(path.stat().st_size < shard_bytes + 10_000 for path in target.glob("*.safetensors"))
+    else:
+        assert found == sorted(path.name for path in (tmp_path / "theirs").glob("*.safetensors"))
+    if files == 1:
+        assert found == ["model.safetensors"] and not (target / INDEX).exists()
+    else:
+        assert found == [f"model-{i + 1:05d}-of-{files:05d}.safetensors" for i in range(files)]
+        ours, theirs = (json.loads((folder / INDEX).read_text()) for folder in (target, tmp_path / "theirs"))
+        assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+        assert set(ours["weight_map"]) == set(theirs["weight_map"]) == set(weights)
     loaded = load(target)
     assert all(torch.equal(p, weights[name]) for name, p in loaded.named_parameters())
     assert not (tmp_path / ".saved.partial").exists()
@@ -52,6 +68,29 @@ def test_transformers_loads_what_was_saved(make_hf_model, tmp_path, shard_bytes,
 def test_no_weights_write_nothing(make_hf_model, tmp_path):
     save_hf_folder(iter([]), ModelSpec.from_folder(make_hf_model("qwen2", True)), str(tmp_path / "saved"), 1)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights[1:], r"the export lacks \['model\.embed_tokens\.weight'\] \(1 in all\); '.*' was not"),
+        (
+            lambda weights: [*weights, weights[0]],
+            r"'model\.embed_tokens\.weight' is exported twice, or is no weight of",
+        ),
+        (
+            lambda weights: [("model.extra", weights[0][1]), *weights],
+            r"'model\.extra' is exported twice, or is no weight",
+        ),
+    ],
+    ids=["lacking", "twice", "unknown"],
+)
+def test_an_export_that_does_not_fit_the_model_is_not_written(make_hf_model, tmp_path, change, message):
+    spec = ModelSpec.from_folder(make_hf_model("qwen2", True))
+    weights = change(list(load_file(Path(spec.folder, "model.safetensors")).items()))
+    with pytest.raises(ValueError, match=message):
+        save_hf_folder(iter(weights), spec, str(tmp_path / "saved"), 10**9)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_whole_folder_is_read(copied):

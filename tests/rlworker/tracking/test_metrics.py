@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlworker.tracking import log as metrics
-from rlworker.tracking.log import RunLog, tell_start
-from rlworker.tracking.trackers import Trackers
+from rlworker.tracking.log import RunLog
+from rlworker.tracking.terminal import seconds_since_start, tell_start
+from rlworker.tracking.trackers import TrackedRun, Trackers
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def clock(monkeypatch):
 def left_of(folder, clock, capsys, steps: int, told: list[tuple[int, float]], **numbers: float) -> list[str]:
     """What the lines say is left, of steps told so many seconds after one another."""
     first = told[0][0] - 1 if told[0][0] else 0
-    with RunLog(folder, steps, first, Trackers([], folder, first, {})) as log:
+    with RunLog(folder, steps, first, Trackers([], TrackedRun(folder, first, {}))) as log:
         for step, seconds in told:
             clock.now += seconds
             log.step(step, numbers if step else {})
@@ -52,15 +53,16 @@ def test_what_is_left_may_be_hours_and_forgets_old_steps(tmp_path, clock, capsys
 LINES = {
     "tell_start('Ray is up')": r"start +\d+\.\d s  Ray is up\n",
     "log.step(1, {'reward': 0.5})": r"step    1/2  reward  0\.500 .*\n",
-    "log.note('WARNING')": r"WARNING\n",
+    "LOGGER.warning('no signal')": r"WARNING no signal\n",
 }
 """What says something -> what it says."""
 PROGRAM = """
 import os, select, sys
 from pathlib import Path
-from rlworker.tracking.log import RunLog, tell_start
-from rlworker.tracking.trackers import Trackers
-log = RunLog(Path(sys.argv[1]), 2, 0, Trackers([], Path(sys.argv[1]), 0, {}))
+from rlworker.tracking.log import RunLog
+from rlworker.tracking.terminal import LOGGER, tell_start
+from rlworker.tracking.trackers import TrackedRun, Trackers
+log = RunLog(Path(sys.argv[1]), 2, 0, Trackers([], TrackedRun(Path(sys.argv[1]), 0, {})))
 for call in sys.argv[2:]:
     eval(call)
     if not select.select([0], [], [], 30)[0]:
@@ -80,7 +82,7 @@ def test_each_line_is_there_at_once_without_a_terminal(tmp_path):
 
 
 def test_seconds_of_the_start_are_of_this_program(capsys):
-    before = metrics.seconds_since_start()
+    before = seconds_since_start()
     tell_start("rows are read: 2")
     said = re.fullmatch(r"start +(\d+\.\d) s  rows are read: 2\n", capsys.readouterr().out)
-    assert before - 0.1 <= float(said[1]) <= metrics.seconds_since_start() + 0.1
+    assert before - 0.1 <= float(said[1]) <= seconds_since_start() + 0.1

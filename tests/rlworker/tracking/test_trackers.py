@@ -1,6 +1,7 @@
 """What trackers wrote is read back from their files."""
 
 import json
+import logging.handlers
 import os
 import shutil
 import struct
@@ -12,21 +13,23 @@ import pytest
 
 from rlworker.config.run import RunConfig
 from rlworker.tracking.log import RunLog, read_metrics
-from rlworker.tracking.trackers import Trackers, check_trackers
+from rlworker.tracking.terminal import LOGGER
+from rlworker.tracking.trackers import TrackedRun, Trackers, check_trackers
 
 WANDB_RUNS = """
 import json, sys, time
 from pathlib import Path
 import psutil
 from rlworker.tracking.log import RunLog
-from rlworker.tracking.trackers import Trackers, check_trackers
+from rlworker.tracking.trackers import TrackedRun, Trackers, check_trackers
 
 check_trackers(["wandb"])
 assert "wandb" not in sys.modules
+SETTINGS = {"actor": {"lr": 5e-4}, "trackers": ("wandb",)}
 for folder, first_step, steps in json.loads(sys.argv[1]):
     print("RUN in", folder)
     Path(folder).mkdir(exist_ok=True)
-    trackers = Trackers(["wandb"], Path(folder), first_step, {"actor": {"lr": 5e-4}, "trackers": ("wandb",)})
+    trackers = Trackers(["wandb"], TrackedRun(Path(folder), first_step, SETTINGS))
     with RunLog(Path(folder), 9, first_step, trackers) as log:
         for number, metrics in steps:
             log.step(number, metrics)
@@ -88,7 +91,7 @@ def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_has_the_numbers_of_every_step(tmp_path):
-    trackers = Trackers(["tensorboard"], tmp_path, 0, {})
+    trackers = Trackers(["tensorboard"], TrackedRun(tmp_path, 0, {}))
     with RunLog(tmp_path, 2, 0, trackers) as log:
         log.step(0, {"heldout": 0.25, "time_start_trainers": 4.0})
         log.step(1, {"reward": 0.5, "version": 0, "time_step": 2.0, "logprob_diff_mean": 0.125})
@@ -114,10 +117,10 @@ def test_tensorboard_has_the_numbers_of_every_step(tmp_path):
 @pytest.mark.parametrize("resumed_at", [2, 0])
 def test_tensorboard_goes_on_after_the_checkpoint(tmp_path, resumed_at):
     """Steps that were done beyond the checkpoint are done again, and what they first wrote is not shown."""
-    with RunLog(tmp_path, 4, 0, Trackers(["tensorboard"], tmp_path, 0, {})) as log:
+    with RunLog(tmp_path, 4, 0, Trackers(["tensorboard"], TrackedRun(tmp_path, 0, {}))) as log:
         for step in range(4):
             log.step(step, {"reward": step / 8})
-    with RunLog(tmp_path, 4, resumed_at, Trackers(["tensorboard"], tmp_path, resumed_at, {})) as log:
+    with RunLog(tmp_path, 4, resumed_at, Trackers(["tensorboard"], TrackedRun(tmp_path, resumed_at, {}))) as log:
         for step in range(resumed_at + 1 if resumed_at else 0, 5):
             log.step(step, {"reward": step / 4})
     want = [(s, s / 8 if resumed_at and s <= resumed_at else s / 4) for s in range(5)]
@@ -153,7 +156,7 @@ def test_a_wandb_that_dies_is_dropped_and_the_run_goes_on(wandb_runs):
 
 
 def test_a_tensorboard_whose_folder_goes_is_dropped_and_the_run_goes_on(tmp_path, capsys):
-    with RunLog(tmp_path, 4, 0, Trackers(["tensorboard"], tmp_path, 0, {})) as log:
+    with RunLog(tmp_path, 4, 0, Trackers(["tensorboard"], TrackedRun(tmp_path, 0, {}))) as log:
         log.step(1, {"reward": 0.5})
         shutil.rmtree(tmp_path / "tensorboard")
         for step in (2, 3, 4):
@@ -167,7 +170,7 @@ def test_a_tensorboard_whose_folder_goes_is_dropped_and_the_run_goes_on(tmp_path
 
 def test_a_tracker_that_cannot_start_is_dropped_and_others_go_on(tmp_path, capsys):
     (tmp_path / "wandb").write_text("a file where its folder should be")
-    with RunLog(tmp_path, 1, 0, Trackers(["wandb", "tensorboard"], tmp_path, 0, {})) as log:
+    with RunLog(tmp_path, 1, 0, Trackers(["wandb", "tensorboard"], TrackedRun(tmp_path, 0, {}))) as log:
         log.step(1, {"reward": 0.5})
     said = capsys.readouterr().out
     assert said.count("WARNING") == 1 and "WARNING tracker wandb failed and is dropped" in said
@@ -185,8 +188,59 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
         with pytest.raises(ValueError) as error:
             check_trackers([name])
         assert str(error.value) == (
-            f"trackers: {name} is not installed; install it (pip install {name}) or leave it out of --trackers"
+            f"trackers: {name} is not installed; install it (pip install {name}) or leave {name} out of --trackers"
         )
+
+
+class Listing:
+    """A tracker of a user's own, which cannot record everything."""
+
+    def __init__(self):
+        self.said = []
+
+    def start(self):
+        self.said.append("start")
+
+    def log(self, values, step):
+        if step == 3:
+            raise OSError("its server is gone")
+        self.said.append((step, values))
+
+    def finish(self):
+        self.said.append("finish")
+
+
+def test_a_tracker_of_the_users_own_is_told_every_step(tmp_path, capsys):
+    """Two of a kind, each called by its number where it fails; the names of seconds are those of other trackers."""
+    mine, other = Listing(), Listing()
+    trackers = Trackers([], TrackedRun(tmp_path, 0, {}), [mine, other])
+    for step in (1, 2):
+        trackers.step(step, {"reward": 0.5, "time_step": 2.0})
+    other.log = lambda values, step: None
+    trackers.step(3, {"reward": 0.5})
+    trackers.step(4, {"reward": 0.5})
+    trackers.close()
+    told = {"reward": 0.5, "time/step": 2.0}
+    assert mine.said == ["start", (1, told), (2, told), "finish"]
+    assert other.said == ["start", (1, told), (2, told), "finish"]
+    said = capsys.readouterr().out
+    assert said == (
+        "WARNING tracker Listing (1) failed and is dropped, metrics.jsonl goes on: OSError: its server is gone\n"
+    )
+
+
+def test_the_logger_may_be_silenced_and_routed(capsys):
+    routed = logging.handlers.BufferingHandler(10)
+    LOGGER.addHandler(routed)
+    LOGGER.setLevel("ERROR")
+    LOGGER.warning("not heard")
+    LOGGER.setLevel("INFO")
+    LOGGER.warning("heard")
+    LOGGER.info("told")
+    LOGGER.removeHandler(routed)
+    LOGGER.info("told to the terminal alone")
+    assert [(record.levelname, record.message) for record in routed.buffer] == [("WARNING", "heard"), ("INFO", "told")]
+    assert capsys.readouterr().out == "WARNING heard\ntold\ntold to the terminal alone\n"
 
 
 def test_trackers_are_named_on_the_command_line():

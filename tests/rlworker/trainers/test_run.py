@@ -39,9 +39,6 @@ def counting():
         def learning(self):
             return []
 
-        def workers(self):
-            return {}
-
         def _save(self, score):
             super()._save(score)
             self.saved.append(self.steps_done)

@@ -33,7 +33,8 @@ def config(tmp_path) -> SftRecipeConfig:
 def fit(config: SftConfig) -> Path:
     from rlworker.trainers.sft import SftTrainer
 
-    SftTrainer(config).fit()
+    with SftTrainer(config) as trainer:
+        trainer.fit()
     return Path(config.run_dir)
 
 
@@ -113,7 +114,8 @@ def test_long_answers_are_an_error_or_left_out(config):
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(config):
-    from rlworker.trainers.sft import SftTrainer, launch_supervised
+    from rlworker.trainers.launch import launch_supervised
+    from rlworker.trainers.sft import SftTrainer
 
     with pytest.raises(ValueError, match="rows_per_step=1 cannot feed 2 data-parallel ranks"):
         replace(config, rows_per_step=1)

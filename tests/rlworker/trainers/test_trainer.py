@@ -275,7 +275,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         save_every=2,
     )
     with trainer_of(config, digits_reward) as trainer:
-        trainers = [name for engine in trainer.engines for name in engine.workers() if "rank" in name]
+        trainers = [name for name in trainer.workers() if "rank" in name]
         assert trainers == ["actor rank 0", "actor rank 1", "reference rank 0", "reference rank 1"]
         trainer.fit()
     lines = agreement(tmp_path / "run", measured)

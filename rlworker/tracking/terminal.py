@@ -1,0 +1,45 @@
+"""What a run says while it goes: Python's logger ``rlworker``, shown on the terminal beside the progress bar.
+
+Silence it with ``logging.getLogger("rlworker").setLevel("ERROR")``. A program that gives this logger a handler before
+it imports rlworker has the lines there in place of the terminal.
+"""
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+LOGGER = logging.getLogger("rlworker")
+
+
+class _BesideTheBar(logging.Handler):
+    """Print each line at once, above the progress bar where there is one, or wherever the output goes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        tqdm.write(f"{record.levelname} {text}" if record.levelno >= logging.WARNING else text)
+        sys.stdout.flush()
+
+
+if not LOGGER.handlers:
+    LOGGER.addHandler(_BesideTheBar())
+    LOGGER.propagate = False  # a handler of the root logger would print every line a second time
+if LOGGER.level == logging.NOTSET:
+    LOGGER.setLevel(logging.INFO)
+
+
+def tell_start(text: str) -> None:
+    """Say that a part of the start is done, and at which second of this program; it may take minutes in all."""
+    LOGGER.info("start %7.1f s  %s", seconds_since_start(), text)
+
+
+def seconds_since_start() -> float:
+    """Return the age of this process in seconds.
+
+    psutil's answer is up to a second too long: it adds the time of boot, of which the kernel tells whole seconds.
+    """
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc(5), field 22
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
