@@ -32,7 +32,7 @@ from rlworker.data.examples import Example
 from rlworker.data.rows import Row
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder
-from rlworker.tracking.trackers import Trackers
+from rlworker.tracking.trackers import TrackedRun, Trackers
 from rlworker.trainers.stop import Stop
 
 ROOT = Path(__file__).parents[3]
@@ -107,7 +107,7 @@ def written(trainer, config, folder: Path) -> set[str]:
     trainer.steps_done, trainer._best, trainer._saved_step, trainer._saved_at = 0, None, 0, 0.0
     trainer.skipped = {"skipped_train": 0, "skipped_heldout": 0}
     folder.mkdir()
-    with RunLog(folder, config.steps, 0, Trackers([], folder, 0, {}), trainer.line) as trainer.log:
+    with RunLog(folder, config.steps, 0, Trackers([], TrackedRun(folder, 0, {})), trainer.line) as trainer.log:
         trainer._steps()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return set().union(*map(json.loads, lines))
@@ -130,7 +130,7 @@ def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, *
     trainer.value_loss = partial(value_loss, clip=config.critic.clip)
     trainer.kl_in_reward = config.algorithm.kl_coef if config.algorithm.kl_in == "reward" else 0.0
     trainer.version = trainer.empty_steps = 0
-    trainer.engines, trainer.rollouts, trainer.rewards = [], Rollouts(trainer), Rewards(alike)
+    trainer.processes, trainer.rollouts, trainer.rewards = [], Rollouts(trainer), Rewards(alike)
     trainer.start_seconds = {"time_start_trainers": 1.0, "time_start_rollouts": 1.0}
     parts = (TOKENIZER, trainer.rows, trainer.rollouts, trainer.rewards, trainer._phase, lambda text: None)
     trainer.sampler = Sampler(config, *parts)
@@ -143,8 +143,8 @@ def supervised_fields(folder: Path) -> set[str]:
 
     trainer = SftTrainer.__new__(SftTrainer)
     trainer.train = trainer.heldout = [Example((1, 2, 3, 0), 2)]
-    trainer.model, trainer.group, trainer._workers = SimpleNamespace(vision=None), Group("actor"), {}
-    trainer.start_seconds = {}
+    trainer.model, trainer.group, trainer.processes = SimpleNamespace(vision=None), Group("actor"), []
+    trainer.start_seconds = {"time_start_trainers": 1.0}
     return written(trainer, SftConfig(run_dir=str(folder), steps=1, rows_per_step=1), folder)
 
 
