@@ -221,10 +221,11 @@ def test_what_was_not_drawn_is_an_error(scripts, toy, given):
 def test_a_hang_is_found_by_its_test_and_leaves_nothing_behind(toy):
     (toy / "toy.py").write_text("def seen(a, b):\n    return a < b\n")
     test = "import subprocess, time, toy\n\ndef test_it():\n    if not toy.seen(1, 2) or toy.seen(1, 1):\n"
-    test += "        subprocess.run('sleep 98765 &', shell=True, start_new_session=True)\n        time.sleep(98765)\n"
+    rest = f"sleep {98765 + os.getpid()}"  # another run of the suite may be at the same test
+    test += f"        subprocess.run('{rest} &', shell=True, start_new_session=True)\n        time.sleep(98765)\n"
     (toy / "tests" / "test_toy.py").write_text(test)
-    done = run(toy, "--fast", "--count", "1", "--timeout", "10")  # pytest itself begins in less, also at load
+    done = run(toy, "--fast", "--count", "1", "--timeout", "5")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "found by tests/test_toy.py::test_it (silent for 10 s)" in done.stdout
+    assert "found by tests/test_toy.py::test_it (silent for 5 s)" in done.stdout
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert "sleep 98765" not in left
+    assert rest not in left
