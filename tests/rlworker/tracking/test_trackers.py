@@ -190,7 +190,8 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
 
 
 def test_trackers_are_named_on_the_command_line():
-    import tyro
+    from rlworker.config.command_line import parse_config
 
-    assert tyro.cli(RunConfig, args=["--trackers", "tensorboard", "wandb"]).trackers == ("tensorboard", "wandb")
-    assert tyro.cli(RunConfig, args=[]).trackers == ()
+    options = ["--trackers", "tensorboard", "wandb"]
+    assert parse_config(RunConfig(), args=options).trackers == ("tensorboard", "wandb")
+    assert parse_config(RunConfig(), args=[]).trackers == ()
