@@ -78,12 +78,10 @@ def test_help_of_a_section_shows_its_subsections_with_defaults_and_bounds():
 
 
 def test_every_section_has_its_help():
-    for default in (RunConfig(), SftConfig()):
-        sections = {key.split(".")[0] for key in settings_by_key(default) if "." in key}
-        for section in sections:
-            keys = {key for key in settings_by_key(default) if key.startswith(f"{section}.")}
-            said, _ = parse(default, "--help", section)
-            assert options(said) >= {f"--{key.replace('_', '-')}" for key in keys}
+    keys = settings_by_key(RunConfig())
+    for section in {key.split(".")[0] for key in keys if "." in key}:
+        said, _ = parse(RunConfig(), "--help", section)
+        assert options(said) >= {f"--{key.replace('_', '-')}" for key in keys if key.startswith(f"{section}.")}
 
 
 def test_help_of_a_section_that_is_not_there():
@@ -110,10 +108,6 @@ def test_the_commands_of_rlworker_have_the_same_help():
         (["--actor.tp", "2", "--actor.ranks", "3"], "tp=2 x pp=1 x cp=1 needs a multiple of 2 ranks, got 3"),
         (["--actor.tpp", "2"], "--actor.tp"),
         (["--model", "nowhere"], "model: folder 'nowhere' does not exist"),
-        (
-            ["--checkpoint.save-every", "-1"],
-            "checkpoint: save_every must be 0 or more, got -1; change --checkpoint.save",
-        ),
         (["--actor.lr", "1e-3"], "error: there is no option --actor.lr, take --actor.optimizer.lr"),
         (["--actor.lr-decay=linear"], "there is no option --actor.lr-decay, take --actor.optimizer.lr-scheduler"),
         (["--actor.adam_beta2", "0.9"], "no option --actor.adam-beta2, take --actor.optimizer.adam-beta2"),

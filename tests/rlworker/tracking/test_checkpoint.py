@@ -10,7 +10,7 @@ import pytest
 
 from engines.config import MegatronConfig, OptimizerConfig
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import CheckpointConfig
+from rlworker.config.sections import CheckpointConfig, LimitsConfig
 from rlworker.tracking.run_folder import RunFolder, Score
 
 HELDOUT = Score("heldout", +1)
@@ -90,7 +90,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path):
     begin(folder, RunConfig(steps=10))
     save(folder, 1)
     actor, checkpoint = MegatronConfig(ranks=2, tp=2), CheckpointConfig(save_minutes=1)
-    folder.check(RunConfig(steps=20, resume=True, checkpoint=checkpoint, actor=actor))
+    folder.check(RunConfig(steps=20, resume=True, checkpoint=checkpoint, actor=actor, limits=LimitsConfig(1e-3)))
     actor = MegatronConfig(optimizer=OptimizerConfig(lr=0.1))
     changed = r"actor\.optimizer\.lr was 1e-06, is 0\.1, model was '', is 'other', seed was 0, is 1"
     with pytest.raises(ValueError, match=changed):
