@@ -1,12 +1,13 @@
 """Settings of the engines, checked when they are built and before anything heavy starts."""
 
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from engines.models.family import Part
 from engines.models.spec import ModelSpec
-from engines.validation import LARGEST, PassThrough, check_numbers, check_pass_through, check_types, installed_fields
+from engines.validation import FINITE, PassThrough, check_numbers, check_pass_through, check_types, installed_fields
 from hardware.attention.capabilities import check_override
 from hardware.attention.rules import slot_unit
 
@@ -72,86 +73,95 @@ _VLLM_BATCHED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and the schedule of its learning rate."""
+
+    lr: Annotated[float, Ge(0), FINITE] = 1e-6
+    """Peak learning rate."""
+    min_lr: Annotated[float, Ge(0), FINITE] = 0.0
+    """Learning rate after the decay."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
+    lr_warmup_steps: Annotated[int, Ge(0)] = 0
+    """Optimizer steps of linear warm-up from zero."""
+    lr_decay_steps: Annotated[int, Ge(0)] = 0
+    """Last optimizer step of the decay, above min_lr still; 0 takes the whole run."""
+    weight_decay: Annotated[float, Ge(0), FINITE] = 0.0
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    adam_beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Decay of the mean of gradients, per step."""
+    adam_beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
+    """Decay of the mean of squared gradients, per step."""
+    adam_eps: Annotated[float, Gt(0), FINITE] = 1e-8
+    """Added to the root of the mean of squared gradients."""
+    clip_grad: Annotated[float, Ge(0), FINITE] = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+    def __post_init__(self):
+        check_types("actor.optimizer", self)
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"actor.optimizer: min_lr must be at most lr={self.lr}, got {self.min_lr}; lower "
+                "--actor.optimizer.min-lr"
+            )
+        if 0 < self.lr_decay_steps <= self.lr_warmup_steps:
+            raise ValueError(
+                f"actor.optimizer: lr_decay_steps={self.lr_decay_steps} must be above "
+                f"lr_warmup_steps={self.lr_warmup_steps}; raise --actor.optimizer.lr-decay-steps"
+            )
+
+
+@dataclass(frozen=True)
 class MegatronConfig:
     """The training engine: how it is spread over ranks and how it steps."""
 
-    ranks: int = 1
+    ranks: Annotated[int, Ge(1)] = 1
     """Processes in all; data parallelism takes what tp, pp and cp leave."""
-    tp: int = 1
+    tp: Annotated[int, Ge(1)] = 1
     """Tensor-parallel size, with sequence parallelism."""
-    pp: int = 1
+    pp: Annotated[int, Ge(1)] = 1
     """Pipeline-parallel size."""
-    cp: int = 1
+    cp: Annotated[int, Ge(1)] = 1
     """Context-parallel size."""
     layout: Literal["thd", "bshd"] = "thd"
     """thd lays sequences end to end, bshd one a row."""
-    multiple: int = 1
+    pad_to_multiple_of: Annotated[int, Ge(1)] = 1
     """A context-parallel rank's share of each sequence is padded to a multiple of this (16 for FP8, 32 for MXFP8)."""
-    slots: int = 0
+    slots: Annotated[int, Ge(0)] = 0
     """Every micro-batch has exactly this many slots (thd: in all; bshd: in each row); 0 takes as many as needed."""
     attention_override: tuple[str, ...] = ()
     """Cells of the capability table that are refused and used all the same, such as te_causal/bshd/cp/window."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; the optimizer keeps fp32 masters."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: Annotated[int, Ge(1)] = 16384
     """Most slots, tokens and their padding, in one forward pass of a replica; a longer sequence goes alone."""
     recompute: Literal["none", "core", "full"] = "none"
     """Recompute nothing, the core attention or whole layers in the backward pass."""
-    lr: float = 1e-6
-    """Peak learning rate."""
-    min_lr: float = 0.0
-    """Learning rate after the decay."""
-    lr_warmup_steps: int = 0
-    """Steps of linear warm-up from zero."""
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after the warm-up."""
-    lr_decay_steps: int = 0
-    """Last optimizer step of the decay, above min_lr still; 0 takes the whole run."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0 does not clip."""
-    image_memory_mb: int = 1024
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    image_memory_mb: Annotated[int, Ge(1)] = 1024
     """Memory that a process's pictures may take at once while they are decoded; the others wait."""
     freeze: tuple[Part, ...] = ()
     """Parts of a vision-language model that do not learn."""
-    timeout_s: int = 600
+    timeout_s: Annotated[int, Ge(1), Le(10**9)] = 600
     """How long a collective may wait for another rank."""
     megatron: PassThrough = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig."""
 
     def __post_init__(self):
         check_types("actor", self)
-        check = partial(check_numbers, "actor", self)
-        at_least_1 = ("ranks", "tp", "pp", "cp", "micro_batch_tokens", "multiple", "image_memory_mb")
-        check("at least 1", lambda x: x >= 1, *at_least_1)
-        check("from 1 to 1000000000 seconds", lambda x: 1 <= x <= 10**9, "timeout_s")
-        check("0 or more", lambda x: x >= 0, "lr_warmup_steps", "lr_decay_steps", "slots")
-        check("finite and not negative", lambda x: 0 <= x <= LARGEST, "lr", "min_lr", "weight_decay", "clip_grad")
-        check("at least 0 and below 1", lambda x: 0 <= x < 1, "adam_beta1", "adam_beta2")
-        check("above 0 and finite", lambda x: 0 < x <= LARGEST, "adam_eps")
-        if self.min_lr > self.lr:
-            raise ValueError(f"actor: min_lr must be at most lr={self.lr}, got {self.min_lr}; lower --actor.min-lr")
         model_parallel = self.tp * self.pp * self.cp
         if self.ranks % model_parallel:
             raise ValueError(
                 f"actor: tp={self.tp} x pp={self.pp} x cp={self.cp} needs a multiple of {model_parallel} ranks, got "
                 f"{self.ranks}; set --actor.ranks or lower --actor.tp, --actor.pp or --actor.cp"
             )
-        if self.slots % (unit := slot_unit(self.tp, self.cp, self.multiple)):
+        if self.slots % (unit := slot_unit(self.tp, self.cp, self.pad_to_multiple_of)):
             raise ValueError(
                 f"actor: slots={self.slots} must be a multiple of {unit}, which tp={self.tp}, cp={self.cp} and "
-                f"multiple={self.multiple} cut it into; set --actor.slots {-(-self.slots // unit) * unit}"
+                f"pad_to_multiple_of={self.pad_to_multiple_of} cut it into; set --actor.slots "
+                f"{-(-self.slots // unit) * unit}"
             )
         check_override(self.attention_override)
-        if 0 < self.lr_decay_steps <= self.lr_warmup_steps:
-            raise ValueError(
-                f"actor: lr_decay_steps={self.lr_decay_steps} must be above lr_warmup_steps={self.lr_warmup_steps}; "
-                "raise --actor.lr-decay-steps"
-            )
         if self.megatron:
             known = installed_fields("megatron", *MEGATRON_SOURCES)
             check_pass_through("actor: --actor.megatron", self.megatron, MEGATRON_OWN, MEGATRON_REFUSED, known)
@@ -197,21 +207,21 @@ class MegatronConfig:
 class VllmConfig:
     """The rollout engine."""
 
-    engines: int = 1
+    engines: Annotated[int, Ge(1)] = 1
     """vLLM engines; prompts are split over them."""
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, Ge(1)] = 256
     """Longest completion."""
     temperature: float = 1.0
-    """Sampling temperature, which the trainer applies to its logprobs too."""
-    max_model_len: int = 2048
+    """Sampling temperature, from 0.01 to 2, which the trainer applies to its logprobs too."""
+    max_model_len: Annotated[int, Ge(1)] = 2048
     """Longest prompt and completion together."""
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, Ge(1)] = 256
     """Sequences that decode at once."""
-    kv_cache_mb: int = 0
+    kv_cache_mb: Annotated[int, Ge(0)] = 0
     """Memory for keys and values; 0 leaves it to vLLM (1 GiB on a CPU)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
-    image_memory_mb: int = 8192
+    image_memory_mb: Annotated[int, Ge(1)] = 8192
     """Memory that an engine's pictures may take at once while they are decoded; the other prompts wait for these to be
     answered."""
     vllm: PassThrough = field(default_factory=dict)
@@ -219,13 +229,9 @@ class VllmConfig:
 
     def __post_init__(self):
         check_types("rollout", self)
-        check = partial(check_numbers, "rollout", self)
-        at_least_1 = ("engines", "max_new_tokens", "max_model_len", "max_num_seqs", "image_memory_mb")
-        check("at least 1", lambda x: x >= 1, *at_least_1)
-        check("0 or more", lambda x: x >= 0, "kv_cache_mb")
         # Below vLLM samples at 0.01 (0.32, sampling_params), or greedily; above it refuses.
         rule = "from 0.01 to 2, which vLLM takes (a greedy policy has no gradient)"
-        check(rule, lambda x: 0.01 <= x <= 2, "temperature")
+        check_numbers("rollout", self, rule, lambda x: 0.01 <= x <= 2, "temperature")
         if self.max_new_tokens >= self.max_model_len:
             raise ValueError(
                 f"rollout: max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "

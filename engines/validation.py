@@ -3,19 +3,28 @@
 import ast
 import difflib
 import json
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Interval, Le, Lt
 
 PassThrough = dict[str, int | float | bool | str]
 
 LARGEST = sys.float_info.max
 """What is above it is no finite number."""
+
+FINITE = Le(LARGEST)
+"""Bound of a number that may be anything but infinite: ``Annotated[float, Ge(0), FINITE]``."""
+
+_BOUNDS = (Gt, Ge, Lt, Le, Interval)
+_HOLDS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
 
 
 def fits(kind: Any, value: Any) -> bool:
@@ -23,6 +32,8 @@ def fits(kind: Any, value: Any) -> bool:
     if kind is Any:
         return True
     origin, of = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return fits(of[0], value)
     if origin in (Union, UnionType):
         return any(fits(one, value) for one in of)
     if origin is Literal:
@@ -38,8 +49,10 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def spell(kind: Any) -> str:
-    """An annotation in words, for messages."""
+    """An annotation in words, for messages; its bounds are ``spell_bounds``'s."""
     origin, of = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return spell(of[0])
     if origin in (Union, UnionType):
         return " or ".join(spell(one) for one in of)
     if origin is Literal:
@@ -50,19 +63,55 @@ def spell(kind: Any) -> str:
     return words.get(kind, getattr(origin or kind, "__name__", str(kind)))
 
 
+def bounds_of(kind: Any) -> dict[str, float]:
+    """Collect the bounds that an annotation sets to a number: ``{"ge": 1}`` for ``Annotated[int, Ge(1)] | None``."""
+    if get_origin(kind) in (Union, UnionType):
+        return {name: limit for one in get_args(kind) for name, limit in bounds_of(one).items()}
+    rules = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+    limits = [(name, getattr(rule, name, None)) for rule in rules if isinstance(rule, _BOUNDS) for name in _HOLDS]
+    return {name: limit for name, limit in limits if limit is not None}
+
+
+def is_within(bounds: dict[str, float], value: float) -> bool:
+    """Whether a number keeps all bounds."""
+    return all(_HOLDS[name](value, limit) for name, limit in bounds.items())
+
+
+def spell_bounds(bounds: dict[str, float]) -> str:
+    """Bounds in words, for messages and help."""
+    least, most = bounds.get("ge"), bounds.get("le")
+    if None not in (least, most) and most != LARGEST:
+        return f"from {least} to {most}"
+    if least == 0 and most == LARGEST:
+        return "finite and not negative"
+    if least == 0 and len(bounds) == 1:
+        return "0 or more"
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    spelled = [f"{words[name]} {limit}" for name, limit in bounds.items() if abs(limit) != LARGEST]
+    return " and ".join(spelled + ["finite"] * (most == LARGEST))
+
+
 def option(section: str, name: str) -> str:
     """The command line's word for a setting."""
-    return f"--{'' if section == 'config' else section + '.'}{name.replace('_', '-')}"
+    return f"--{'' if section in ('config', 'check') else section + '.'}{name.replace('_', '-')}"
 
 
 def check_types(section: str, config: Any) -> None:
-    """Raise ValueError unless every field holds what its annotation says: a recipe in Python may pass anything."""
-    kinds = get_type_hints(type(config))
+    """Raise ValueError unless every field holds what its annotation says, type and bounds.
+
+    A recipe in Python may pass anything. Bounds are those of annotated_types: ``Annotated[int, Ge(1)]``.
+
+    Args:
+        section: dotted name of the section, such as ``actor.optimizer``; ``config`` for what is in none.
+    """
+    kinds = get_type_hints(type(config), include_extras=True)
     for name in (f.name for f in fields(config)):
         if not fits(kinds[name], value := getattr(config, name)):
             raise ValueError(
                 f"{section}: {name} must be {spell(kinds[name])}, got {value!r}; change {option(section, name)}"
             )
+        if bounds := bounds_of(kinds[name]):
+            check_numbers(section, config, spell_bounds(bounds), partial(is_within, bounds), name)
 
 
 def check_numbers(section: str, config: Any, rule: str, holds: Callable[[float], bool], *names: str) -> None:

@@ -6,11 +6,11 @@ penalty for answers that run long, every token of a mini-batch counting alike, n
 """
 
 from engines.batch.batch import TrainBatch
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.mathematics import INSTRUCTION, math_reward
 from recipes.common.smoke import RecipeConfig, recipe_config
 from rlworker.algorithms.advantages import AdvantageFn, grpo, with_overlong_penalty
-from rlworker.config.run import AlgorithmConfig, DataConfig, RewardConfig
+from rlworker.config.sections import AlgorithmConfig, CheckpointConfig, DataConfig, RewardConfig
 from rlworker.data.rows import Row
 from rlworker.trainers.launch import launch
 
@@ -28,9 +28,11 @@ DEFAULT = RecipeConfig(
         tp=4,
         dtype="bfloat16",
         recompute="full",
-        lr=1e-6,
-        lr_warmup_steps=20 * 16,  # optimizer steps: the paper's 20 rollouts
-        weight_decay=0.1,
+        optimizer=OptimizerConfig(
+            lr=1e-6,
+            lr_warmup_steps=20 * 16,  # optimizer steps: the paper's 20 rollouts
+            weight_decay=0.1,
+        ),
     ),
     rollout=VllmConfig(engines=4, max_new_tokens=8192, max_model_len=9216, dtype="bfloat16", kv_cache_mb=32768),
     algorithm=AlgorithmConfig(clip_high=0.28, mini_batches=16, dynamic_sampling=2),
@@ -38,7 +40,7 @@ DEFAULT = RecipeConfig(
     steps=200,
     prompts_per_step=512,
     samples_per_prompt=16,
-    save_every=20,
+    checkpoint=CheckpointConfig(save_every=20),
 )
 
 

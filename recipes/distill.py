@@ -11,7 +11,7 @@ from recipes import grpo_gsm8k
 from recipes.common.mathematics import math_reward
 from recipes.common.smoke import recipe_config
 from rlworker.algorithms.advantages import distill
-from rlworker.config.run import AlgorithmConfig
+from rlworker.config.sections import AlgorithmConfig
 from rlworker.trainers.launch import launch
 
 DEFAULT = replace(

@@ -9,8 +9,7 @@ Copy this file to write your own recipe: the reward is any function ``reward(tex
 import re
 from decimal import Decimal
 
-import tyro
-
+from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row
 from rlworker.trainers.launch import launch
@@ -34,4 +33,4 @@ def reward(text: str, row: Row) -> float:
 DEFAULT = RunConfig()
 
 if __name__ == "__main__":
-    launch(tyro.cli(RunConfig, default=DEFAULT, description=__doc__), reward)
+    launch(parse_config(DEFAULT, __doc__), reward)

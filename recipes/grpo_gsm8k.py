@@ -6,10 +6,10 @@ python -m recipes.grpo_gsm8k --smoke               the same recipe, tiny, on a C
 In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB.
 """
 
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.mathematics import INSTRUCTION, math_reward
 from recipes.common.smoke import RecipeConfig, recipe_config
-from rlworker.config.run import AlgorithmConfig, DataConfig, RewardConfig
+from rlworker.config.sections import AlgorithmConfig, CheckpointConfig, DataConfig, RewardConfig
 from rlworker.trainers.launch import launch
 
 DEFAULT = RecipeConfig(
@@ -21,7 +21,9 @@ DEFAULT = RecipeConfig(
         instruction=INSTRUCTION,
         max_prompt_tokens=512,
     ),
-    actor=MegatronConfig(ranks=8, tp=4, dtype="bfloat16", recompute="full", lr=1e-6, weight_decay=0.01),
+    actor=MegatronConfig(
+        ranks=8, tp=4, dtype="bfloat16", recompute="full", optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.01)
+    ),
     rollout=VllmConfig(engines=4, max_new_tokens=1024, max_model_len=1536, dtype="bfloat16", kv_cache_mb=32768),
     algorithm=AlgorithmConfig(kl_coef=0.001, mini_batches=4),
     reward=RewardConfig(workers=8),
@@ -29,7 +31,7 @@ DEFAULT = RecipeConfig(
     prompts_per_step=256,
     samples_per_prompt=5,
     eval_every=10,
-    save_every=50,
+    checkpoint=CheckpointConfig(save_every=50),
 )
 
 if __name__ == "__main__":

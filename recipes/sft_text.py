@@ -9,6 +9,7 @@ is a HuggingFace folder that every RL recipe can start from.
 
 from dataclasses import replace
 
+from engines.config import OptimizerConfig
 from recipes import grpo_gsm8k
 from recipes.common.smoke import SftRecipeConfig, recipe_config
 from rlworker.trainers.launch import launch_supervised
@@ -16,7 +17,10 @@ from rlworker.trainers.launch import launch_supervised
 DEFAULT = SftRecipeConfig(
     run_dir="runs/sft_text",
     data=replace(grpo_gsm8k.DEFAULT.data, instruction="Reason step by step, and end with #### and the final answer."),
-    actor=replace(grpo_gsm8k.DEFAULT.actor, lr=1e-5, lr_warmup_steps=10, lr_decay="cosine"),
+    actor=replace(
+        grpo_gsm8k.DEFAULT.actor,
+        optimizer=OptimizerConfig(lr=1e-5, lr_scheduler="cosine", lr_warmup_steps=10, weight_decay=0.01),
+    ),
     rows_per_step=128,
     steps=175,
     eval_every=25,

@@ -9,6 +9,7 @@ that every RL recipe can start from.
 
 from dataclasses import replace
 
+from engines.config import OptimizerConfig
 from recipes import grpo_geo3k
 from recipes.common.smoke import SftVlmRecipeConfig, recipe_config
 from rlworker.trainers.launch import launch_supervised
@@ -16,7 +17,11 @@ from rlworker.trainers.launch import launch_supervised
 DEFAULT = SftVlmRecipeConfig(
     run_dir="runs/sft_vlm",
     data=replace(grpo_geo3k.DEFAULT.data, instruction="Give the answer alone."),
-    actor=replace(grpo_geo3k.DEFAULT.actor, lr=1e-5, lr_warmup_steps=10, lr_decay="cosine", freeze=("vision",)),
+    actor=replace(
+        grpo_geo3k.DEFAULT.actor,
+        optimizer=OptimizerConfig(lr=1e-5, lr_scheduler="cosine", lr_warmup_steps=10, weight_decay=0.01),
+        freeze=("vision",),
+    ),
     rows_per_step=128,
     steps=50,
     eval_every=10,

@@ -26,11 +26,20 @@ import hardware
 
 if TYPE_CHECKING:
     from engines.batch.batch import TrainBatch
-    from engines.config import MegatronConfig, VllmConfig
+    from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
     from rlworker import rewards
     from rlworker.algorithms import advantages, losses
     from rlworker.cluster.actors import keeping_workers
-    from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RewardConfig, RunConfig
+    from rlworker.config.run import RunConfig
+    from rlworker.config.sections import (
+        AlgorithmConfig,
+        CheckpointConfig,
+        CriticConfig,
+        DataConfig,
+        LimitsConfig,
+        PlacementConfig,
+        RewardConfig,
+    )
     from rlworker.config.sft import SftConfig
     from rlworker.data.rows import Row
     from rlworker.errors import RunError
@@ -41,9 +50,18 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "engines.batch.batch": ("TrainBatch",),
-    "engines.config": ("MegatronConfig", "VllmConfig"),
+    "engines.config": ("MegatronConfig", "OptimizerConfig", "VllmConfig"),
     "rlworker.cluster.actors": ("keeping_workers",),
-    "rlworker.config.run": ("AlgorithmConfig", "CriticConfig", "DataConfig", "RewardConfig", "RunConfig"),
+    "rlworker.config.run": ("RunConfig",),
+    "rlworker.config.sections": (
+        "AlgorithmConfig",
+        "CheckpointConfig",
+        "CriticConfig",
+        "DataConfig",
+        "LimitsConfig",
+        "PlacementConfig",
+        "RewardConfig",
+    ),
     "rlworker.config.sft": ("SftConfig",),
     "rlworker.data.rows": ("Row",),
     "rlworker.errors": ("RunError",),
@@ -60,9 +78,13 @@ _MODULES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "AlgorithmConfig",
+    "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
+    "LimitsConfig",
     "MegatronConfig",
+    "OptimizerConfig",
+    "PlacementConfig",
     "RewardConfig",
     "Row",
     "RunConfig",

@@ -6,12 +6,12 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
 
 import tyro
 from tyro.conf import Positional
 
 from rlworker.checks.config import CheckConfig
+from rlworker.config.command_line import parse_config
 from rlworker.errors import RunError
 
 
@@ -26,7 +26,7 @@ def report(run: Positional[Path]) -> None:
     print(write_report(run))
 
 
-def check(config: Annotated[CheckConfig, tyro.conf.arg(name="")]) -> None:
+def check(config: CheckConfig) -> None:
     """Prove masks, layouts, logprobs and weight sync on this machine; exit status 1 where one of them fails.
 
     Args:
@@ -80,9 +80,13 @@ def _print_table(found: list) -> None:
 def main() -> None:
     """Entry point."""
     commands = {"check": check, "plan": plan, "report": report}
+    command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     try:
-        if sys.argv[1:2] == ["plan"] and not {"-h", "--help"} & set(sys.argv[2:3]):
-            plan(sys.argv[2:])  # its settings are those of the recipe that it names
+        if command == "plan" and not {"-h", "--help"} & set(arguments[:1]):
+            plan(arguments)  # its settings are those of the recipe that it names
+            return
+        if command == "check":
+            check(parse_config(CheckConfig(), check.__doc__.partition("\n")[0], arguments, "rlworker check"))
             return
         tyro.extras.subcommand_cli_from_dict(commands, prog="rlworker", description="RL post-training.")
     except (ValueError, RunError) as error:

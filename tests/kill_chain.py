@@ -22,8 +22,9 @@ from pathlib import Path
 import psutil
 from safetensors import safe_open
 
-from engines.config import MegatronConfig, VllmConfig
-from rlworker.config.run import DataConfig, RunConfig
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+from rlworker.config.run import RunConfig
+from rlworker.config.sections import CheckpointConfig, DataConfig
 
 VICTIMS = ("driver", "actor rank 0", "actor rank 1", "rollout engine 0")
 PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
@@ -47,12 +48,12 @@ def config_of(folder: Path, run: str, steps: int) -> RunConfig:
         model=str(folder / "model"),
         run_dir=str(folder / run),
         data=DataConfig(str(folder / "data" / "train.jsonl"), max_prompt_tokens=8),
-        actor=MegatronConfig(ranks=2, lr=3e-3),
+        actor=MegatronConfig(ranks=2, optimizer=OptimizerConfig(lr=3e-3)),
         rollout=VllmConfig(max_new_tokens=4, max_model_len=16, max_num_seqs=64, kv_cache_mb=64),
         steps=steps,
         prompts_per_step=8,
         samples_per_prompt=4,
-        save_every=2,
+        checkpoint=CheckpointConfig(save_every=2),
     )
 
 

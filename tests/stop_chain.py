@@ -30,8 +30,8 @@ START_S = 12.0
 MODEL = ["--model", "model", "--data.train", "data/train.jsonl", "--data.heldout", "data/few.jsonl"]
 SIZES = ["--actor.ranks", "2", "--rollout.max-new-tokens", "4", "--rollout.max-model-len", "16"]
 SIZES += ["--rollout.max-num-seqs", "64", "--rollout.kv-cache-mb", "64", "--data.max-prompt-tokens", "8"]
-STEPS = ["--prompts-per-step", "8", "--samples-per-prompt", "4", "--save-every", "3", "--eval-every", "2"]
-RATE = ["--actor.lr", "3e-3", "--actor.lr-decay", "linear"]
+STEPS = ["--prompts-per-step", "8", "--samples-per-prompt", "4", "--checkpoint.save-every", "3", "--eval-every", "2"]
+RATE = ["--actor.optimizer.lr", "3e-3", "--actor.optimizer.lr-scheduler", "linear"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ def reward(text, row) -> float:
 
 def recipe(moment: Moment | None, pids: Path) -> None:
     """What a user's own recipe is, with a signal at the moment told."""
-    import tyro
-
+    from rlworker.config.command_line import parse_config
     from rlworker.config.run import RunConfig
     from rlworker.trainers.launch import launch
     from rlworker.trainers.run import Run
@@ -71,7 +70,7 @@ def recipe(moment: Moment | None, pids: Path) -> None:
             yield
 
     Run._phase = phase
-    launch(tyro.cli(RunConfig), reward)
+    launch(parse_config(RunConfig()), reward)
 
 
 def start(folder: Path, run: str, steps: int, moment: Moment | None = None) -> subprocess.Popen:

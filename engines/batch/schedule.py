@@ -100,7 +100,7 @@ def plan_schedule(
     held = np.flatnonzero(sizes)
     if not len(held):
         raise ValueError(f"batch: none of its {len(sizes)} sequences has a token that could be predicted")
-    unit = slot_unit(config.tp, config.cp, config.multiple)
+    unit = slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
     slots = -(-sizes // unit) * unit
     bundle, alone = np.arange(len(sizes)), together is None
     if not alone:

@@ -184,8 +184,8 @@ class MegatronEngine:
     def layout(self, lengths: tuple[int, ...]) -> Layout:
         cp_rank = mpu.get_context_parallel_rank()
         config = self.config
-        sizes = dict(tp=config.tp, cp=config.cp, cp_rank=cp_rank, multiple=config.multiple, slots=config.slots)
-        return Layout.build(lengths, config.layout, **sizes, device=self.device)
+        sizes = dict(tp=config.tp, cp=config.cp, cp_rank=cp_rank, multiple=config.pad_to_multiple_of)
+        return Layout.build(lengths, config.layout, **sizes, slots=config.slots, device=self.device)
 
     def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
         rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)

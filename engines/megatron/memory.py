@@ -187,6 +187,6 @@ def padding_share(config: MegatronConfig, longest: int) -> float:
     thd pads each sequence to the unit that tp and cp cut, half a unit on average; bshd pads it to the longest of its
     micro-batch, taken as the longest there is: an upper bound, since those of like lengths go together.
     """
-    unit, mean = slot_unit(config.tp, config.cp, config.multiple), (1 + longest) / 2
+    unit, mean = slot_unit(config.tp, config.cp, config.pad_to_multiple_of), (1 + longest) / 2
     slots = mean + (unit - 1) / 2 if config.layout == "thd" else _up(longest, unit)
     return 1 - mean / slots

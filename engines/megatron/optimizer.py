@@ -1,7 +1,8 @@
 """Megatron's distributed optimizer and learning-rate schedule."""
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from engines.config import MegatronConfig
@@ -16,17 +17,17 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
     Raises:
         ValueError: a decay is asked for without its length.
     """
-    if config.lr_decay != "constant" and not config.lr_decay_steps:
-        raise ValueError(f"actor: lr_decay={config.lr_decay!r} needs lr_decay_steps, got 0")
-    settings = OptimizerConfig(
+    if config.optimizer.lr_scheduler != "constant" and not config.optimizer.lr_decay_steps:
+        raise ValueError(f"actor.optimizer: lr_scheduler={config.optimizer.lr_scheduler!r} needs lr_decay_steps, got 0")
+    settings = MegatronOptimizerConfig(
         optimizer="adam",
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        clip_grad=config.clip_grad,
+        lr=config.optimizer.lr,
+        min_lr=config.optimizer.min_lr,
+        weight_decay=config.optimizer.weight_decay,
+        adam_beta1=config.optimizer.adam_beta1,
+        adam_beta2=config.optimizer.adam_beta2,
+        adam_eps=config.optimizer.adam_eps,
+        clip_grad=config.optimizer.clip_grad,
         bf16=config.dtype == "bfloat16",
         params_dtype=getattr(torch, config.dtype),
         use_distributed_optimizer=True,
@@ -40,17 +41,17 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
     optimizer = get_megatron_optimizer(settings, [module], use_gloo_process_groups=False)
     # The n-th step takes the rate at n: the peak at the last of the warm-up (the first step without one) and min_lr at
     # the first after the decay, so that the last step of a run that decays to 0 still learns.
-    warmup = max(config.lr_warmup_steps, 1)
+    warmup = max(config.optimizer.lr_warmup_steps, 1)
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
+        max_lr=config.optimizer.lr,
+        min_lr=config.optimizer.min_lr,
         lr_warmup_steps=warmup,
-        lr_decay_steps=max(config.lr_decay_steps, warmup) + 1,
-        lr_decay_style=config.lr_decay,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
+        lr_decay_steps=max(config.optimizer.lr_decay_steps, warmup) + 1,
+        lr_decay_style=config.optimizer.lr_scheduler,
+        start_wd=config.optimizer.weight_decay,
+        end_wd=config.optimizer.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
         # A resumed run may have been asked to go on for longer: the checkpoint gives the step, the settings the rest.

@@ -265,7 +265,7 @@ def restore_weights(engine: MegatronEngine) -> None:
 
 def _padded(engine: MegatronEngine) -> dict:
     """Settings under which every layout has padding that could be seen, and no fixed size that copies would exceed."""
-    return {"multiple": max(engine.config.multiple, 4), "slots": 0}
+    return {"pad_to_multiple_of": max(engine.config.pad_to_multiple_of, 4), "slots": 0}
 
 
 @contextlib.contextmanager

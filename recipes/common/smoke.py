@@ -4,13 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import tyro
-
 from engines.config import VllmConfig
 from hardware.platforms import get_platform
 from recipes.common.addition import make_model, make_tokenizer
 from recipes.common.squares import make_data
 from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, tiny_vlm
+from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 
@@ -57,7 +56,7 @@ Recipe = TypeVar("Recipe", RecipeConfig, SftRecipeConfig)
 
 def recipe_config(default: Recipe, description: str) -> Recipe:
     """A recipe's settings from the command line, and with ``--smoke`` their small likeness."""
-    config = tyro.cli(type(default), default=default, description=description)
+    config = parse_config(default, description)
     if config.smoke:
         return small(config) if isinstance(config, RecipeConfig) else small_supervised(config)
     return config
@@ -79,7 +78,7 @@ def small(config: RecipeConfig) -> RecipeConfig:
         algorithm=algorithm,
         critic=replace(config.critic, model="", warmup_steps=min(1, config.critic.warmup_steps)),
         reward=replace(config.reward, workers=1),
-        separate=(),
+        placement=replace(config.placement, separate=()),
         prompts_per_step=8,
         samples_per_prompt=min(4, config.samples_per_prompt),
     )
@@ -107,7 +106,7 @@ def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
         platform=get_platform(config.platform).stand_in,
         steps=2,
         eval_every=0,
-        save_every=0,
+        checkpoint=replace(config.checkpoint, save_every=0),
     )
 
 

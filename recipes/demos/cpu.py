@@ -10,20 +10,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
-import tyro
+from annotated_types import Ge
 
 from engines.batch.batch import TrainBatch
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from recipes.common.addition import make_data, make_model
 from rlworker.algorithms.advantages import AdvantageFn, configured_advantage
 from rlworker.cluster.ray import ray_for
-from rlworker.config.run import AlgorithmConfig, DataConfig, RunConfig
+from rlworker.config.command_line import parse_config
+from rlworker.config.run import RunConfig
+from rlworker.config.sections import AlgorithmConfig, DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.examples import Example, read_examples, to_batch
 from rlworker.data.images import pictures_of
@@ -43,17 +46,12 @@ from rlworker.trainers.stop import Stop, ending_well
 class DemoConfig(RunConfig):
     """The demo: a RunConfig with a warm-up before it and a control beside it."""
 
-    warm_up_steps: int = 1000
+    warm_up_steps: Annotated[int, Ge(1)] = 1000
     """Most supervised steps, of 256 questions each."""
     warm_up_loss: float = 0.5
     """The warm-up ends at this loss (nats per token), when less than half of the answers are right."""
     shuffle_rewards: bool = False
     """Control: hand out the same rewards at random. The model must then not get better."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.warm_up_steps < 1:
-            raise ValueError(f"demo: warm_up_steps must be at least 1, got {self.warm_up_steps}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Toy:
 
     Attributes:
         make_data: writes train.jsonl and heldout.jsonl into a folder. make_model: saves a model of a seed in a folder.
-        warm_up: the engine's settings of the warm-up. rows: examples of each of its steps.
+        warm_up: the optimizer's settings of the warm-up. rows: examples of each of its steps.
     """
 
     make_data: Callable[[Path], Path]
@@ -72,13 +70,16 @@ class Toy:
 
 
 # A high rate finds how digits add up, and flat weights, which GRPO learns from faster: it must not fall before that.
-_WARM_UP = dict(lr=3e-3, min_lr=5e-4, lr_warmup_steps=50, lr_decay="linear", lr_decay_steps=1000, adam_beta2=0.98)
+_WARM_UP = dict(lr=3e-3, min_lr=5e-4, lr_warmup_steps=50, lr_scheduler="linear", lr_decay_steps=1000, adam_beta2=0.98)
 ADDITION = Toy(make_data, make_model, _WARM_UP | {"weight_decay": 0.01})
 
 DEFAULT = DemoConfig(
     run_dir="runs/demo_cpu",
     data=DataConfig(max_prompt_tokens=8),
-    actor=MegatronConfig(ranks=2, lr=7e-4, min_lr=1e-4, lr_warmup_steps=40, lr_decay="linear", adam_beta2=0.99),
+    actor=MegatronConfig(
+        ranks=2,
+        optimizer=OptimizerConfig(lr=7e-4, min_lr=1e-4, lr_scheduler="linear", lr_warmup_steps=40, adam_beta2=0.99),
+    ),
     # Below 1 because the warm-up ends early: an unsure model would rarely sample what it would answer.
     rollout=VllmConfig(temperature=0.7, max_new_tokens=4, max_model_len=16, max_num_seqs=1024, kv_cache_mb=256),
     algorithm=AlgorithmConfig(mini_batches=4),
@@ -113,8 +114,9 @@ def warm_up(config: DemoConfig, toy: Toy, output: str) -> None:
     answers = SftConfig(model=config.model, data=config.data, max_answer_tokens=config.rollout.max_new_tokens)
     examples, _ = read_examples(config.data.train, tokenizer, answers, model, pictures)
     batches = warm_up_batches(examples, model, config, toy.rows)
+    actor = replace(config.actor, optimizer=replace(config.actor.optimizer, **toy.warm_up))
     options = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)
-    losses = train_supervised(model, replace(config.actor, **toy.warm_up), batches, output, **options)
+    losses = train_supervised(model, actor, batches, output, **options)
     print(f"warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 
@@ -191,7 +193,7 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
 
 def run(default: DemoConfig, description: str, toy: Toy = ADDITION) -> None:
     """What ``python -m`` does: settings from the command line, everything checked, the run."""
-    config = tyro.cli(DemoConfig, default=default, description=description)
+    config = parse_config(default, description)
     with ending_well() as stop:
         try:
             config, folder = prepare(config, toy)

@@ -4,17 +4,20 @@ A tiny Qwen2.5-VL and its pictures are made on the spot, warmed up on answers un
 then trained by GRPO from the reward alone, vision tower included. Held-out pictures are never trained on.
 """
 
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common import squares
 from recipes.demos import cpu as demo_cpu
-from rlworker.config.run import AlgorithmConfig, DataConfig
+from rlworker.config.sections import AlgorithmConfig, DataConfig
 
-_WARM_UP = dict(lr=1e-3, min_lr=1e-3, lr_warmup_steps=30, lr_decay="constant", adam_beta2=0.98, weight_decay=0.01)
+_WARM_UP = dict(lr=1e-3, min_lr=1e-3, lr_warmup_steps=30, lr_scheduler="constant", adam_beta2=0.98, weight_decay=0.01)
 SQUARES = demo_cpu.Toy(squares.make_data, squares.make_model, _WARM_UP, rows=128)
 DEFAULT = demo_cpu.DemoConfig(
     run_dir="runs/demo_vlm",
     data=DataConfig(max_prompt_tokens=16),
-    actor=MegatronConfig(ranks=2, lr=5e-4, min_lr=5e-5, lr_warmup_steps=5, lr_decay="linear", adam_beta2=0.99),
+    actor=MegatronConfig(
+        ranks=2,
+        optimizer=OptimizerConfig(lr=5e-4, min_lr=5e-5, lr_scheduler="linear", lr_warmup_steps=5, adam_beta2=0.99),
+    ),
     rollout=VllmConfig(max_new_tokens=3, max_model_len=32, max_num_seqs=512, kv_cache_mb=256),
     algorithm=AlgorithmConfig(mini_batches=2),
     warm_up_loss=0.45,

@@ -15,7 +15,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from rlworker.algorithms.discounting import Chosen, discounted_sums, following, last_places
 from rlworker.algorithms.losses import KlEstimate, kl_direct
-from rlworker.config.run import CriticConfig
+from rlworker.config.sections import CriticConfig
 from rlworker.errors import RunError
 
 AdvantageFn = Callable[[TrainBatch], Tensor | tuple[Tensor, Tensor]]

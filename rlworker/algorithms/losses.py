@@ -14,7 +14,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs
 from engines.interfaces import LossFn
-from rlworker.config.run import AlgorithmConfig
+from rlworker.config.sections import AlgorithmConfig
 
 Surrogate = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Tensor]]
 """``surrogate(logprobs, old_logprobs, batch) -> (loss of each token, whether its ratio was clipped)``."""

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import psutil
-import tyro
 
 from engines.config import MegatronConfig
 from engines.megatron.memory import RankMemory, bytes_of, padding_share, parameters_of, rank_memory
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import slot_unit
 from hardware.platforms import get_platform
+from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 
@@ -78,7 +78,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
         ValueError: there is no such recipe, or the settings do not fit each other or the models.
     """
     default = _default_of(recipe)
-    config = tyro.cli(type(default), default=default, args=settings, prog=f"rlworker plan {recipe}")
+    config = parse_config(default, args=settings, prog=f"rlworker plan {recipe}")
     if not config.model:
         raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, of which config.json is read")
     models = {}
@@ -196,7 +196,7 @@ def _cut(config: Config) -> dict[str, str]:
 
 
 def _trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
-    separate = config.separate if isinstance(config, RunConfig) else ()
+    separate = config.placement.separate if isinstance(config, RunConfig) else ()
     shared = [role for role in models if role not in separate]
     for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(separate))):
         for stage in range(config.actor.pp):
@@ -230,7 +230,7 @@ def micro_batch_slots(config: Config) -> int:
 def _row(config: Config) -> int:
     """Slots of the longest sample."""
     actor = config.actor
-    unit = slot_unit(actor.tp, actor.cp, actor.multiple)
+    unit = slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
     return (actor.layout == "bshd" and actor.slots) or -(-config.longest // unit) * unit
 
 

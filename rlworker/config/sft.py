@@ -1,10 +1,12 @@
 """Settings of supervised training, checked before Ray or Megatron starts."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
-from engines.validation import check_numbers
 from rlworker.config.model_checks import check_trained
 from rlworker.config.run import TrainingConfig, check_slots, decaying_over
 
@@ -14,14 +16,13 @@ class SftConfig(TrainingConfig):
     """Supervised training on the rows of RL: the model learns to say ``data.answer_field`` after the prompt, and then
     the end-of-sequence token."""
 
-    rows_per_step: int = 64
+    rows_per_step: Annotated[int, Ge(1)] = 64
     """Rows of an optimizer step."""
-    max_answer_tokens: int = 1024
+    max_answer_tokens: Annotated[int, Ge(1)] = 1024
     """A longer answer, its end included, is an error that names its row, or is skipped with data.skip_long_prompts."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_numbers("config", self, "at least 1", lambda x: x >= 1, "rows_per_step", "max_answer_tokens")
         check_slots(self.actor, self.longest)
         if self.rows_per_step < self.actor.dp:
             raise ValueError(

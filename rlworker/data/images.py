@@ -13,7 +13,7 @@ from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 
 if TYPE_CHECKING:
-    from rlworker.config.run import DataConfig
+    from rlworker.config.sections import DataConfig
 
 MARKER = "<image>"
 """Where a picture is in the text of a prompt."""

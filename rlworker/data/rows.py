@@ -10,7 +10,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from engines.batch.samples import Image
-from rlworker.config.run import DataConfig
+from rlworker.config.sections import DataConfig
 from rlworker.data.images import MARKER, Pictures, refuse_other_fields
 from rlworker.data.sources import folder_of, rows_at
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from rlworker.config.run import DataConfig
+from rlworker.config.sections import DataConfig
 
 _BATCH = 100
 """Rows of a table that become Python values at once; they may hold pictures."""

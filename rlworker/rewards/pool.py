@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlworker.config.run import RewardConfig
+from rlworker.config.sections import RewardConfig
 from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn

@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import IO
 
+from rlworker.config.keys import flatten, renamed_keys, settings_by_key
 from rlworker.config.run import TrainingConfig
 
 _COMPLETE = "trainer.json"
@@ -21,12 +22,12 @@ _PROBE_BYTES = 2**20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What file systems without locks answer."""
 
-_MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "ignore_logprob_diff", "trackers"}
-_MAY_CHANGE |= {"save_every", "save_minutes", "keep_checkpoints", "keep_best"}
+_MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "trackers"}
 _MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
-_MAY_CHANGE |= {"rollout.max_num_seqs", "actor.timeout_s", "logprob_diff_mean", "logprob_diff_max", "reward.workers"}
-_MAY_CHANGE |= {"reward.time_limit_s", "separate", "actor.image_memory_mb", "rollout.image_memory_mb"}
-"""Settings that a resumed run may change: how it is spread, how long it goes on and what it tells."""
+_MAY_CHANGE |= {"rollout.max_num_seqs", "actor.timeout_s", "reward.workers", "reward.time_limit_s"}
+_MAY_CHANGE |= {"actor.image_memory_mb", "rollout.image_memory_mb"}
+_MAY_CHANGE_IN = ("checkpoint.", "placement.", "limits.")
+"""Settings, and sections of them, that a resumed run may change: how it is spread, how far it goes, what it says."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,12 @@ class RunFolder:
                 "put back the one that the run wrote"
             ) from None
         # A setting that did not exist yet when the run was started had what is now its default.
-        before = _flatten(dataclasses.asdict(type(config)())) | _flatten(stored)
-        now = _flatten(dataclasses.asdict(config))
+        default, now = settings_by_key(type(config)()), settings_by_key(config)
+        here = renamed_keys(now)
+        before = default | {here.get(key, key): value for key, value in flatten(stored).items()}
         before, now = (json.loads(json.dumps(settings)) for settings in (before, now))
-        changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and k not in _MAY_CHANGE)
-        if changed:
+        differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if changed := [key for key in differing if not (key in _MAY_CHANGE or key.startswith(_MAY_CHANGE_IN))]:
             was = ", ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed)
             raise ValueError(f"run_dir: {str(self.path)!r} cannot be resumed with other settings: {was}")
 
@@ -235,15 +237,6 @@ def _next_free(path: Path) -> Path:
     """The path, or where it is taken the first of ``NAME.1.END``, ``NAME.2.END``, ... that is free."""
     others = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
     return next(name for name in chain([path], others) if not name.exists())
-
-
-def _flatten(config: dict, prefix: str = "") -> dict:
-    """Nested settings by dotted name; a pass-through dict counts as one value."""
-    flat = {}
-    for key, value in config.items():
-        nested = isinstance(value, dict) and key not in ("megatron", "vllm")
-        flat |= _flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return flat
 
 
 def _step_of(line: str) -> float:

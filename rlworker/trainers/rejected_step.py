@@ -54,10 +54,11 @@ def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], toke
 def refuse_step(run: Path, step: int, role: str, batch: TrainBatch, outputs: Outputs, tokenizer) -> None:
     """Raise RunError for step ``step``, whose gradient the ``role``'s engine refused, once the rows that may be why are
     written into the run folder."""
+    rate = "--critic.lr" if role == "critic" else "--actor.optimizer.lr"
     path = run / "refused" / f"step_{step:06d}.jsonl"
     count = save_refused(path, batch, vars(outputs), tokenizer)
     raise RunError(
         f"step {step}: the {role}'s gradient is not finite, so the step was not taken. {count} of {len(batch)} rows "
-        f"may be why: see {path}. If their numbers are finite, lower --{role}.lr or --actor.clip-grad; if not, mend "
-        "what made them"
+        f"may be why: see {path}. If their numbers are finite, lower {rate} or --actor.optimizer.clip-grad; if not, "
+        "mend what made them"
     )

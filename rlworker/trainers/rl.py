@@ -124,9 +124,9 @@ class Trainer(Run):
             roles["reference"] = Role("reference", model, config.actor_of_run, temperature, trainable=False)
         if "critic" in self.models:
             roles["critic"] = Role("critic", self.models["critic"], config.critic_of_run)
-        shared = tuple(role for name, role in roles.items() if name not in config.separate)
+        shared = tuple(role for name, role in roles.items() if name not in config.placement.separate)
         yield "actor", config.platform, shared, config.seed
-        for name in dict.fromkeys(config.separate):
+        for name in dict.fromkeys(config.placement.separate):
             yield name, config.platform, (roles[name],), config.seed
 
     # -- the run
@@ -256,8 +256,10 @@ class Trainer(Run):
             f"{found[0]:.1e}, max {found[1]:.1e}, limits {limits[0]:.1e} and {limits[1]:.1e}. Weights did not arrive "
             "whole, or the engines compute different models"
         )
-        if not self.config.ignore_logprob_diff:
-            raise RunError(f"{text}; to go on all the same raise --logprob-diff-mean or set --ignore-logprob-diff")
+        if not self.config.limits.ignore_logprob_diff:
+            raise RunError(
+                f"{text}; to go on all the same raise --limits.logprob-diff-mean or set --limits.ignore-logprob-diff"
+            )
         LOGGER.warning(text)
 
     def sync_weights(self) -> None:

@@ -227,9 +227,9 @@ class Run:
         return metrics
 
     def _is_save_due(self, metrics: dict[str, float]) -> bool:
-        config, waited = self.config, time.monotonic() - self._saved_at
-        is_best = config.keep_best and self._is_best(metrics)
-        return is_best or is_due(self.steps_done, config.save_every) or 0 < 60 * config.save_minutes <= waited
+        checkpoint, waited = self.config.checkpoint, time.monotonic() - self._saved_at
+        is_best = checkpoint.keep_best and self._is_best(metrics)
+        return is_best or is_due(self.steps_done, checkpoint.save_every) or 0 < 60 * checkpoint.save_minutes <= waited
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         score = metrics.get(self.score.name)
@@ -250,7 +250,8 @@ class Run:
         self.folder.finish_checkpoint(partial, {"step": self.steps_done} | self.state() | score)
         best = self.folder.best(self.score)
         self._best = best and best[1]
-        self.folder.prune(self.config.keep_checkpoints, best[0] if best and self.config.keep_best else None)
+        checkpoint = self.config.checkpoint
+        self.folder.prune(checkpoint.keep_newest, best[0] if best and checkpoint.keep_best else None)
         self._saved_step, self._saved_at = self.steps_done, time.monotonic()
 
     @contextmanager

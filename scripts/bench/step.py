@@ -64,15 +64,16 @@ def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[st
     """Medians of a step of the real thing."""
     import ray
 
-    from engines.config import MegatronConfig, VllmConfig
-    from rlworker.config.run import DataConfig, RunConfig
+    from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+    from rlworker.config.run import RunConfig
+    from rlworker.config.sections import DataConfig
     from rlworker.trainers.rl import Trainer
 
     config = RunConfig(
         model=str(folder / "model"),
         run_dir=str(folder / "run"),
         data=DataConfig(str(folder / "train.jsonl"), max_prompt_tokens=PROMPT_TOKENS),
-        actor=MegatronConfig(ranks=ranks, lr=1e-4),
+        actor=MegatronConfig(ranks=ranks, optimizer=OptimizerConfig(lr=1e-4)),
         rollout=VllmConfig(
             engines=rollouts, max_new_tokens=NEW_TOKENS, max_model_len=64, max_num_seqs=256, kv_cache_mb=512
         ),

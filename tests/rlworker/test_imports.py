@@ -22,7 +22,7 @@ with RunLog(Path(folder), 1, 0, Trackers([], TrackedRun(Path(folder), 0, {}))) a
     log.step(1, {"reward": 0.5})
 found["log"] = imported("torch", "tensorboard", "wandb")
 
-from rlworker.config.run import DataConfig
+from rlworker.config.sections import DataConfig
 from rlworker.data.rows import check_rows
 data = DataConfig(rows, rows, max_prompt_tokens=8)
 check_rows(rows, data)

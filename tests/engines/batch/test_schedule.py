@@ -105,7 +105,7 @@ def test_a_prompt_stays_together_up_to_an_eighth_of_a_stages_work(small, rest, s
     layout=st.sampled_from(["thd", "bshd"]),
     budget=st.integers(1, 200),
     sizes=st.sampled_from([{}, {"tp": 2}, {"cp": 2}, {"pp": 3}, {"tp": 2, "cp": 2}]),
-    more=st.sampled_from([{}, {"multiple": 4}, {"slots": 64}, {"slots": 128, "multiple": 8}]),
+    more=st.sampled_from([{}, {"pad_to_multiple_of": 4}, {"slots": 64}, {"slots": 128, "pad_to_multiple_of": 8}]),
     each=st.sampled_from([None, None, 2, 5]),
 )
 def test_every_token_is_computed_once_within_the_budget(together, lengths, replicas, layout, budget, sizes, more, each):
@@ -119,7 +119,7 @@ def test_every_token_is_computed_once_within_the_budget(together, lengths, repli
     loads = [sum(lengths[row] for rows in replica for row in rows) for replica in schedule.rows]
     assert max(counts) - min(counts) <= 1 or (together and max(loads) <= 1.25 * sum(loads) / replicas + max(lengths))
     assert len(schedule.rows[0]) >= min(config.pp, max(counts))
-    unit = slot_unit(config.tp, config.cp, config.multiple)
+    unit = slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
     slots = [-(-length // unit) * unit for length in lengths]
     most = min(budget, config.slots or budget) if layout == "thd" else budget
 

@@ -6,6 +6,7 @@ from support.huggingface import logprobs_of
 from support.ranks.engines_cases import build_engine, leave_groups, make_batch, plan
 from support.ranks.pool import free_address
 
+from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import load_huggingface, probe_loss
 
@@ -55,8 +56,8 @@ def test_it_is_as_exact_over_two_ranks(two_ranks, make_hf_model, huggingface, se
 
 def watched_steps(rank: int, world: int, address: str, folder: str, dtype: str) -> dict:
     """Weights before, the gradients of every step, and weights and masters after."""
-    settings = {"dtype": dtype, "lr": LR, "weight_decay": DECAY, "adam_eps": 1e-5, "clip_grad": 0.0}
-    engine = build_engine(rank, world, address, folder, settings)
+    optimizer = OptimizerConfig(lr=LR, weight_decay=DECAY, adam_eps=1e-5, clip_grad=0.0)
+    engine = build_engine(rank, world, address, folder, {"dtype": dtype, "optimizer": optimizer})
     from engines.megatron.weights import export_weights
     from engines.probes.megatron import whole_gradients
 
@@ -123,7 +124,8 @@ def test_steps_that_bfloat16_would_round_away_add_up(one_rank, make_hf_model):
 
 def resumed(rank: int, world: int, first: str, second: str, folder: str, target: str, settings: dict) -> list[dict]:
     """Two steps, save, two more; then the last two again in a fresh engine that had taken another one."""
-    settings = BF16 | settings | {"lr": 1e-3, "lr_warmup_steps": 3, "weight_decay": 0.1}
+    optimizer = OptimizerConfig(lr=1e-3, lr_warmup_steps=3, weight_decay=0.1)
+    settings = BF16 | settings | {"optimizer": optimizer}
 
     def steps(engine, count: int, seed: int) -> list[float]:
         batch = make_batch(seed)

@@ -9,6 +9,7 @@ from support.ranks.pool import free_address
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import ValueOutputs
+from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import gradients_by_name, load_huggingface, logits_by_sequence
 
@@ -107,13 +108,13 @@ def test_a_checkpoint_holds_the_head(two_ranks, make_critic, tmp_path, before, a
 
     def run(rank, world, first, second, folder, target):
         model, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
-        engine = build_engine(rank, world, first, model, before | {"lr": 1e-2})
+        engine = build_engine(rank, world, first, model, before | {"optimizer": OptimizerConfig(lr=1e-2)})
         _, shard = plan(engine, batch)
         for _ in range(steps):
             engine.train_step(shard, squared, float(batch.mask.sum()))
         engine.save(target)
         trained = {name: tensor.clone() for name, tensor in engine.export_weights()}
-        engine = build_engine(rank, world, second, model, after | {"lr": 1e-2})
+        engine = build_engine(rank, world, second, model, after | {"optimizer": OptimizerConfig(lr=1e-2)})
         engine.load(target)
         loaded = {name: tensor.clone() for name, tensor in engine.export_weights()}
         return trained, loaded

@@ -8,13 +8,14 @@ from support.models import VOCAB
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import free_address
 
+from engines.config import OptimizerConfig
 from rlworker.checks.huggingface import probe_loss
 from rlworker.checks.tiny_models import tiny_text
 
 
 def poisoned_step(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
     """A good step, one whose gradient is infinite on one data-parallel rank alone, and a good one again."""
-    engine = build_engine(rank, world, address, folder, settings | {"lr": 1e-3})
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": OptimizerConfig(lr=1e-3)})
     batch = make_batch()
     _, shard = plan(engine, batch)
 
@@ -34,7 +35,7 @@ def poisoned_step(rank: int, world: int, address: str, folder: str, settings: di
 
 def resumed_step(rank: int, world: int, address: str, folder: str, out: str) -> dict:
     """Weights after two steps, and after one step, a checkpoint, another engine and one more."""
-    settings = {"pp": 2, "lr": 1e-3}
+    settings = {"pp": 2, "optimizer": OptimizerConfig(lr=1e-3)}
     engine, batch = build_engine(rank, world, address, folder, settings), make_batch()
     _, shard = plan(engine, batch)
     engine.train_step(shard, probe_loss, float(batch.mask.sum()))

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from support.huggingface import load_folder, logprobs_of
 from support.ranks.engines_cases import build_engine, leave_groups, make_batch, plan, start_process
 from support.ranks.pool import free_address
 
+from engines.config import OptimizerConfig
 from rlworker.checks.huggingface import probe_loss
 
-SETTINGS = {"lr": 1e-3, "adam_eps": 1e-5, "lr_warmup_steps": 4, "lr_decay": "cosine", "lr_decay_steps": 8}
+COSINE = OptimizerConfig(lr=1e-3, adam_eps=1e-5, lr_warmup_steps=4, lr_scheduler="cosine", lr_decay_steps=8)
+SETTINGS = {"optimizer": COSINE}
 
 
 def steps(engine, count, seed=1):
@@ -57,11 +60,11 @@ def test_missing_and_unknown_tensors_are_named(one_rank, make_hf_model, tmp_path
 
 def test_warm_up_starts_above_zero_and_the_last_step_of_a_decay_learns(one_rank, make_hf_model):
     """Four steps of warm-up, four of a cosine to min_lr; and four linear steps to 0 without a warm-up, by hand."""
-    linear = {"lr": 1.0, "lr_decay": "linear", "lr_decay_steps": 4}
+    optimizers = replace(COSINE, min_lr=1e-4), OptimizerConfig(lr=1.0, lr_scheduler="linear", lr_decay_steps=4)
 
     def rates(rank, world, address, folder):
-        cosine = SETTINGS | {"min_lr": 1e-4}
-        return [[r.lr for r in steps(build_engine(rank, world, address, folder, s), 9)] for s in (cosine, linear)]
+        engines = (build_engine(rank, world, address, folder, {"optimizer": each}) for each in optimizers)
+        return [[r.lr for r in steps(engine, 9)] for engine in engines]
 
     cosine, straight = one_rank.run(rates, free_address(), make_hf_model("qwen2", False))[0]
     assert cosine[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])

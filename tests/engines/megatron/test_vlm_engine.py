@@ -9,7 +9,7 @@ from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import free_address
 from support.ranks.vlm_cases import make_pictures, part_of_hf, rename, vlm_batch
 
-from engines.config import MegatronConfig
+from engines.config import MegatronConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import probe_loss
 
@@ -19,7 +19,7 @@ PARTS = ("vision", "projector", "language")
 
 def run_steps(rank: int, world: int, address: str, folder: str, paths, settings: dict, out: str) -> dict:
     """Two steps, a checkpoint between them that another engine goes on from, and the weights after each."""
-    engine = build_engine(rank, world, address, folder, settings | {"lr": 1e-3})
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": OptimizerConfig(lr=1e-3)})
     from engines.models.hf_folder import save_hf_folder
 
     batch = vlm_batch(engine.model, paths)
@@ -36,7 +36,7 @@ def run_steps(rank: int, world: int, address: str, folder: str, paths, settings:
     save_hf_folder(engine.export_weights(), engine.model, f"{out}-hf", 200_000)
     found["norms"].append(step(engine))
     found["second"] = weights(engine)
-    again = build_engine(rank, world, address, folder, settings | {"lr": 1e-3})
+    again = build_engine(rank, world, address, folder, settings | {"optimizer": OptimizerConfig(lr=1e-3)})
     again.load(out)
     found["loaded"] = weights(again)
     step(again)
@@ -135,7 +135,8 @@ def go_on_otherwise(
     rank: int, world: int, address: str, folder: str, paths, out: str, settings: dict, save: bool
 ) -> dict:
     """A step and a checkpoint at one size; or the checkpoint and the step after it at another."""
-    engine = build_engine(rank, world, address, folder, settings | {"lr": 1e-3, "adam_eps": 1e-5})
+    optimizer = OptimizerConfig(lr=1e-3, adam_eps=1e-5)
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": optimizer})
     batch = vlm_batch(engine.model, paths)
     _, shard = plan(engine, batch)
     if not save:

@@ -10,7 +10,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs
 from rlworker.algorithms import losses
 from rlworker.algorithms.losses import configured_loss, kl_low_variance, policy_loss, ppo, sft_loss, value_loss
-from rlworker.config.run import AlgorithmConfig
+from rlworker.config.sections import AlgorithmConfig
 
 
 def batch_of(mask, **columns) -> TrainBatch:

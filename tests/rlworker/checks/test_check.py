@@ -24,7 +24,7 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
     """A user's model over two pipeline stages, and two replicas of them, with a pack of a fixed size."""
     from rlworker.checks.check import run_check
 
-    sizes = MegatronConfig(ranks=ranks, pp=2, multiple=2, slots=128)
+    sizes = MegatronConfig(ranks=ranks, pp=2, pad_to_multiple_of=2, slots=128)
     found = run_check(CheckConfig(model=make_hf_model("llama", False), actor=sizes))
     assert {(finding.outcome, finding.evidence) for finding in found} == {("ok", "executed")}
     checks = [finding.check for finding in found]

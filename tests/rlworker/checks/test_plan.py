@@ -12,7 +12,8 @@ from engines.megatron.memory import padding_share
 from engines.models.spec import ModelSpec
 from rlworker.checks.plan import in_words, make_plan, nearest, over, plan_recipe
 from rlworker.cli import main
-from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
+from rlworker.config.run import RunConfig
+from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PlacementConfig
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -99,7 +100,7 @@ def test_engines_that_share_a_process_add_up_but_for_activations(folder):
     actor, critic = shared.roles["actor"], shared.roles["critic"]
     assert critic.parameters < actor.parameters, "a head of one row in place of the output layer"
     assert shared.total == actor.total + critic.total - min(actor.activations, critic.activations)
-    apart = make_plan(replace(config, separate=("critic",)), models).needs
+    apart = make_plan(replace(config, placement=PlacementConfig(("critic",))), models).needs
     assert [need.name for need in apart] == ["actor ranks", "critic ranks", "rollout engines"]
 
 

@@ -18,8 +18,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from engines.config import MEGATRON_OWN, MEGATRON_REFUSED, VLLM_OWN, VLLM_REFUSED, MegatronConfig, VllmConfig
-from rlworker.config.run import AlgorithmConfig, DataConfig, RewardConfig, RunConfig
+from engines.config import (
+    MEGATRON_OWN,
+    MEGATRON_REFUSED,
+    VLLM_OWN,
+    VLLM_REFUSED,
+    MegatronConfig,
+    OptimizerConfig,
+    VllmConfig,
+)
+from rlworker.config.run import RunConfig
+from rlworker.config.sections import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    DataConfig,
+    LimitsConfig,
+    PlacementConfig,
+    RewardConfig,
+)
 
 CONFIG = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48}
 CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 64}
@@ -34,7 +51,8 @@ SHAPES |= {"model.embed_tokens.weight": (40, 64), "model.norm.weight": (64,)}
 WEIGHTS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 ROW = {"prompt": "1+1=", "answer": "2"}
 SECTIONS = {"config": RunConfig, "actor": MegatronConfig, "rollout": VllmConfig, "algorithm": AlgorithmConfig}
-SECTIONS |= {"data": DataConfig, "reward": RewardConfig}
+SECTIONS |= {"data": DataConfig, "reward": RewardConfig, "checkpoint": CheckpointConfig, "critic": CriticConfig}
+SECTIONS |= {"placement": PlacementConfig, "limits": LimitsConfig, "optimizer": OptimizerConfig}
 
 
 @dataclass
@@ -64,6 +82,7 @@ class Input:
         }
         good["config"] |= {"prompts_per_step": 4, "samples_per_prompt": 2}
         given = {name: good.get(name, {}) | values for name, values in self.settings.items()}
+        given["actor"] = {"optimizer": OptimizerConfig(**given.pop("optimizer"))} | given["actor"]
         parts = {name: SECTIONS[name](**values) for name, values in given.items() if name != "config"}
         return RunConfig(**parts | given["config"])
 
@@ -105,8 +124,6 @@ TOO_LARGE |= {"adam_beta2": 1, "min_lr": 1, "engines": 5, "max_new_tokens": 32, 
 TOO_LARGE |= {"max_num_seqs": 4097, "mini_batches": 5, "max_prompt_tokens": 25}
 """The least of the numbers that are."""
 MAY_BE_INFINITE = ("clip_low", "clip_high", "logprob_diff_mean", "logprob_diff_max")
-TYPED = ("config", "data", "actor", "rollout", "algorithm", "reward")
-"""The sections that check the types of their fields."""
 
 
 def wrong_type(kind: Any) -> st.SearchStrategy:
@@ -121,7 +138,7 @@ def wrong_type(kind: Any) -> st.SearchStrategy:
 
 def wrong_values(section: str, name: str, kind: Any) -> list[st.SearchStrategy]:
     """What a field must refuse: values of other types, negative and infinite ones, zero and too large ones."""
-    found = [wrong_type(kind)] if section in TYPED else []
+    found = [wrong_type(kind)]
     if kind is int:
         found += [st.integers(max_value=-1)]
     if kind in (float, float | None):
@@ -157,7 +174,7 @@ CONTRADICTIONS = st.sampled_from(
         ("actor", {"tp": 2}, "tp=2 does not divide the model's 1 key-value heads"),
         ("actor", {"pp": 4, "ranks": 4}, "pp=4 does not divide the model's 2 layers"),
         ("actor", {"tp": 2, "ranks": 3}, "tp=2 x pp=1 x cp=1 needs a multiple of 2 ranks, got 3"),
-        ("actor", {"lr_warmup_steps": 5, "lr_decay_steps": 5}, "lr_decay_steps=5 must be above lr_warmup_steps=5"),
+        ("optimizer", {"lr_warmup_steps": 5, "lr_decay_steps": 5}, "lr_decay_steps=5 must be above lr_warmup_steps=5"),
         ("rollout", {"temperature": 0.005}, "temperature must be from 0.01 to 2"),
         (
             "rollout",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recipes.common.addition import is_heldout, make_data, make_tokenizer
-from rlworker.config.run import DataConfig
+from rlworker.config.sections import DataConfig
 from rlworker.data.rows import check_rows, check_vocabulary, read_rows, rows_of_step
 
 DATA = DataConfig(max_prompt_tokens=20)

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
-from rlworker.config.run import DataConfig
+from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.images import pictures_of
 from rlworker.data.rows import load_tokenizer, read_rows

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlworker.config.run import RewardConfig
+from rlworker.config.sections import RewardConfig
 from rlworker.data.rows import Row
 from rlworker.rewards.functions import batch_reward, exact_match
 

@@ -9,7 +9,8 @@ import pytest
 from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
 from recipes.common.addition import make_tokenizer
-from rlworker.config.run import AlgorithmConfig, RunConfig
+from rlworker.config.run import RunConfig
+from rlworker.config.sections import AlgorithmConfig
 from rlworker.data.rows import Row
 from rlworker.tracking.log import StepClock
 

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from engines.config import MegatronConfig
+from engines.config import MegatronConfig, OptimizerConfig
 from rlworker.config.run import RunConfig
+from rlworker.config.sections import CheckpointConfig, LimitsConfig
 from rlworker.tracking.run_folder import RunFolder, Score
 
 HELDOUT = Score("heldout", +1)
@@ -88,9 +89,12 @@ def test_a_resumed_run_keeps_its_settings(tmp_path):
     folder = RunFolder(str(tmp_path))
     begin(folder, RunConfig(steps=10))
     save(folder, 1)
-    folder.check(RunConfig(steps=20, resume=True, save_minutes=1, actor=MegatronConfig(ranks=2, tp=2)))
-    with pytest.raises(ValueError, match=r"actor\.lr was 1e-06, is 0\.1, model was '', is 'other', seed was 0, is 1"):
-        folder.check(RunConfig(model="other", seed=1, resume=True, actor=MegatronConfig(lr=0.1)))
+    actor, checkpoint = MegatronConfig(ranks=2, tp=2), CheckpointConfig(save_minutes=1)
+    folder.check(RunConfig(steps=20, resume=True, checkpoint=checkpoint, actor=actor, limits=LimitsConfig(1e-3)))
+    actor = MegatronConfig(optimizer=OptimizerConfig(lr=0.1))
+    changed = r"actor\.optimizer\.lr was 1e-06, is 0\.1, model was '', is 'other', seed was 0, is 1"
+    with pytest.raises(ValueError, match=changed):
+        folder.check(RunConfig(model="other", seed=1, resume=True, actor=actor))
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match=r"config\.json in .* cannot be read: expected an object, got a list"):
         folder.check(RunConfig(resume=True))

@@ -244,7 +244,8 @@ def test_the_logger_may_be_silenced_and_routed(capsys):
 
 
 def test_trackers_are_named_on_the_command_line():
-    import tyro
+    from rlworker.config.command_line import parse_config
 
-    assert tyro.cli(RunConfig, args=["--trackers", "tensorboard", "wandb"]).trackers == ("tensorboard", "wandb")
-    assert tyro.cli(RunConfig, args=[]).trackers == ()
+    options = ["--trackers", "tensorboard", "wandb"]
+    assert parse_config(RunConfig(), args=options).trackers == ("tensorboard", "wandb")
+    assert parse_config(RunConfig(), args=[]).trackers == ()

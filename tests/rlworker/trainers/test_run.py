@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from rlworker.config.run import RunConfig
+from rlworker.config.sections import CheckpointConfig
 from rlworker.errors import RunError
 from rlworker.tracking import run_folder as checkpoint
 from rlworker.tracking.log import RL_LINE, read_metrics
@@ -62,8 +63,9 @@ def clock(monkeypatch):
     return lambda counting: minutes.update(now=10)
 
 
-def config(tmp_path, **changes) -> RunConfig:
-    return RunConfig(run_dir=str(tmp_path / "run"), steps=7, **changes)
+def config(tmp_path, resume: bool = False, eval_every: int = 0, **saving) -> RunConfig:
+    run, saving = str(tmp_path / "run"), CheckpointConfig(**saving)
+    return RunConfig(run_dir=run, steps=7, resume=resume, eval_every=eval_every, checkpoint=saving)
 
 
 def checkpoints(tmp_path) -> list[str]:
@@ -82,7 +84,7 @@ def test_it_saves_by_time_and_keeps_the_newest_three(counting, tmp_path, clock):
 
 def test_what_is_best_on_the_held_out_rows_is_saved_and_kept(counting, tmp_path):
     """Scores of steps 0 to 7: 3 and then 2 are the best so far among those saved, and 2 stays."""
-    scores, changes = (0.9, 0.1, 0.6, 0.5, 0.4, 0.6, 0.2, 0.3), dict(eval_every=1, keep_checkpoints=1)
+    scores, changes = (0.9, 0.1, 0.6, 0.5, 0.4, 0.6, 0.2, 0.3), dict(eval_every=1, keep_newest=1)
     assert counting(config(tmp_path, **changes), scores).go().saved == [1, 2, 7]
     assert checkpoints(tmp_path) == ["step_2", "step_7"]
     assert json.loads((tmp_path / "run/checkpoints/step_2/trainer.json").read_text())["heldout"] == 0.6

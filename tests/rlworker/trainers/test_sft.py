@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.common.smoke import SftRecipeConfig, small_supervised
+from rlworker.config.sections import CheckpointConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
 from rlworker.tracking.log import read_metrics
@@ -21,8 +22,9 @@ def make_config(folder: Path) -> SftRecipeConfig:
     from recipes.sft_text import DEFAULT
 
     config = small_supervised(replace(DEFAULT, run_dir=str(folder / "sft")))
-    actor = replace(config.actor, lr=1e-2, lr_warmup_steps=0, lr_decay="constant")
-    return replace(config, actor=actor, steps=3, save_every=1, eval_every=1)
+    optimizer = replace(config.actor.optimizer, lr=1e-2, lr_warmup_steps=0, lr_scheduler="constant")
+    actor = replace(config.actor, optimizer=optimizer)
+    return replace(config, actor=actor, steps=3, checkpoint=CheckpointConfig(save_every=1), eval_every=1)
 
 
 @pytest.fixture

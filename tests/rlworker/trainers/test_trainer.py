@@ -11,17 +11,26 @@ import pytest
 import torch
 from support.huggingface import load_folder, logprobs_of
 
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.addition import make_data, make_tokenizer
 from rlworker.algorithms.advantages import distill, grpo, remax
 from rlworker.algorithms.losses import sequence_mean
-from rlworker.config.run import AlgorithmConfig, CriticConfig, DataConfig, RunConfig
+from rlworker.config.run import RunConfig
+from rlworker.config.sections import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    DataConfig,
+    LimitsConfig,
+    PlacementConfig,
+)
 from rlworker.data.rows import rows_of_step
 from rlworker.rewards.functions import exact_match
 from rlworker.tracking.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("cluster", "by_value")
 MEAN_LIMIT, MAX_LIMIT = 1e-5, 1e-3
+OPTIMIZER = OptimizerConfig(lr=3e-3, adam_eps=1e-5)
 
 
 def trainer_of(config: RunConfig, reward, **parts):
@@ -51,12 +60,12 @@ def make_config(make_hf_model, data, run_dir, tied, family="qwen2", **changes) -
         model=folder,
         run_dir=str(run_dir),
         data=data,
-        actor=MegatronConfig(ranks=2, lr=3e-3, adam_eps=1e-5),
+        actor=MegatronConfig(ranks=2, optimizer=OPTIMIZER),
         rollout=VllmConfig(max_new_tokens=4, max_model_len=16, max_num_seqs=128, kv_cache_mb=64),
         steps=4,
         prompts_per_step=8,
         samples_per_prompt=4,
-        save_every=2,
+        checkpoint=CheckpointConfig(save_every=2),
         eval_every=2,
     )
     return replace(config, **changes)
@@ -73,11 +82,11 @@ def finished(make_hf_model, data, tmp_path_factory):
     faults = {}
     with trainer_of(config, digits_reward) as trainer:
         trainer.fit()
-        trainer.config = replace(config, logprob_diff_mean=1e-12)
+        trainer.config = replace(config, limits=LimitsConfig(logprob_diff_mean=1e-12))
         with pytest.raises(RuntimeError) as error:
             trainer.step()
         faults["limit"] = str(error.value)
-        trainer.config = replace(config, logprob_diff_mean=1e-12, ignore_logprob_diff=True)
+        trainer.config = replace(config, limits=LimitsConfig(logprob_diff_mean=1e-12, ignore_logprob_diff=True))
         trainer.step()
         trainer.config = config
         trainer.sync_weights, trainer.check_canary = lambda: None, lambda: None
@@ -187,7 +196,7 @@ def test_every_step_samples_from_the_weights_before_it(finished):
 
 def test_past_the_limit_the_run_stops_and_says_why(finished):
     assert "step 5: rollout and trainer disagree" in finished[1]["limit"]
-    assert "limits 1.0e-12 and" in finished[1]["limit"] and "--logprob-diff-mean" in finished[1]["limit"]
+    assert "limits 1.0e-12 and" in finished[1]["limit"] and "--limits.logprob-diff-mean" in finished[1]["limit"]
 
 
 def test_weights_that_were_not_sent_stop_the_run_at_the_next_step(finished):
@@ -262,17 +271,18 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     steps per rollout; the critic learns alone first. Cut off after step 2 and resumed, the last steps are the same."""
     from transformers import AutoModelForTokenClassification
 
+    optimizer = replace(OPTIMIZER, lr=4e-4, lr_scheduler="linear")
     config = make_config(
         make_hf_model,
         data,
         tmp_path / "run",
         tied=False,
-        actor=MegatronConfig(ranks=2, tp=2, layout="bshd", lr=4e-4, adam_eps=1e-5, lr_decay="linear"),
+        actor=MegatronConfig(ranks=2, tp=2, layout="bshd", optimizer=optimizer),
         algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2),
         critic=CriticConfig(train=True, lr=1e-2, clip=0.5, warmup_steps=1),
-        separate=("reference",),
+        placement=PlacementConfig(("reference",)),
         steps=4,
-        save_every=2,
+        checkpoint=CheckpointConfig(save_every=2),
     )
     with trainer_of(config, digits_reward) as trainer:
         trainers = [name for name in trainer.workers() if "rank" in name]
@@ -310,7 +320,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
             os._exit(1)
         return digits_reward(text, row)
 
-    actor = MegatronConfig(ranks=2, pp=2, lr=3e-3, adam_eps=1e-5, micro_batch_tokens=64)
+    actor = MegatronConfig(ranks=2, pp=2, optimizer=OPTIMIZER, micro_batch_tokens=64)
     config = make_config(make_hf_model, data, tmp_path / "run", tied=True, family="llama", actor=actor, steps=2)
     with trainer_of(config, fragile) as trainer:
         trainer.fit()
@@ -342,7 +352,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
         tmp_path / "run",
         tied=False,
         family="llama",
-        actor=MegatronConfig(ranks=2, cp=2, lr=3e-3, adam_eps=1e-5, micro_batch_tokens=64),
+        actor=MegatronConfig(ranks=2, cp=2, optimizer=OPTIMIZER, micro_batch_tokens=64),
         algorithm=AlgorithmConfig(
             reference=teacher, kl_coef=0.1, kl_in="reward", greedy_baseline=True, dynamic_sampling=2
         ),

@@ -127,7 +127,10 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -
     """Logits, logprobs, gradients and weights of one parallel configuration, for the comparison with HuggingFace."""
     import torch
 
-    engine = build_engine(rank, world, address, folder, settings | {"lr": 5e-4, "adam_eps": 1e-5, "clip_grad": 0.5})
+    from engines.config import OptimizerConfig
+
+    optimizer = OptimizerConfig(lr=5e-4, adam_eps=1e-5, clip_grad=0.5)
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": optimizer})
     from engines.probes.megatron import whole_gradients
     from rlworker.checks.huggingface import probe_loss
 

@@ -1,0 +1,89 @@
+"""Settings from a command line, and help that shows a section at a time."""
+
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from functools import partial
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import tyro
+
+from engines.validation import bounds_of, option, spell_bounds
+from rlworker.config.keys import renamed_keys, settings_by_key
+
+Config = TypeVar("Config")
+
+
+def parse_config(
+    default: Config, description: str | None = None, args: Sequence[str] | None = None, prog: str | None = None
+) -> Config:
+    """Read settings from the command line. ``--help`` shows those of no section, ``--help SECTION`` a section's.
+
+    Args:
+        default: a frozen dataclass, whose fields that are dataclasses are its sections; what the command line does not
+            name is as it is there.
+        description: of the program, for ``--help``; left out, the docstring of the default's class.
+        args: in place of the program's own. prog: the program's name, in place of its file's.
+
+    Raises:
+        SystemExit: help was asked for, or the command line is wrong; what is printed names the option and what to do.
+    """
+    args = [*(sys.argv[1:] if args is None else args)]
+    parse = partial(tyro.cli, description=description, prog=prog)
+    if asked := {"-h", "--help"} & {*args}:
+        _show_help(parse, default, args[args.index(asked.pop()) + 1 :])
+    if renamed := _renamed_options(args, settings_by_key(default)):
+        sys.exit("error: " + "; ".join(f"there is no option {given}, take {here}" for given, here in renamed.items()))
+    return parse(type(default), default=default, args=args)
+
+
+def _renamed_options(args: Sequence[str], known: Collection[str]) -> dict[str, str]:
+    """Find the options among the arguments that have another name here: ``{"--keep-best": "--checkpoint.keep-best"}``.
+
+    Args:
+        known: the keys that there are.
+    """
+    spelled = {}
+    for keys in renamed_keys(known).items():
+        parts = [key.rpartition(".") for key in keys]
+        for no in ("", "no_"):  # a switch is turned off by an option of its own
+            given, here = (option(section or "config", no + name) for section, _, name in parts)
+            spelled[given] = here
+    words = [word.partition("=")[0].replace("_", "-") for word in args]
+    return {word: spelled[word] for word in words if word in spelled}
+
+
+def _show_help(parse: partial, default: Any, following: Sequence[str]) -> None:
+    """Print the help of the section that the first of the ``following`` words names, or what is in no section and a
+    list of all, and end the program."""
+    sections = {f.name: getattr(default, f.name) for f in fields(default)}
+    sections = {name: value for name, value in sections.items() if is_dataclass(value)}
+    section = next((word for word in following[:1] if not word.startswith("-")), "")
+    if section and section not in sections:
+        sys.exit(f"error: --help {section}: there is no such section; take one of {', '.join(sections)}")
+    hidden = {f.name for f in fields(default)} - {section} if section else sections.keys()
+    with suppress(SystemExit):
+        parse(_in_help(default, hidden), args=["--help"])
+    if not section:
+        print("sections, whose options --help SECTION shows, such as --help actor:")
+        for name, value in sections.items():
+            print(f"  {name:12s}{' '.join(type(value).__doc__.split())}")
+    sys.exit(0)
+
+
+def _in_help(default: Any, hidden: Collection[str] = ()) -> type:
+    """Make a likeness of a config's class, from which help is drawn: defaults as given, with their bounds."""
+    kinds, shown = get_type_hints(type(default), include_extras=True), []
+    for name, kind in ((f.name, kinds[f.name]) for f in fields(default)):
+        make = partial(getattr, default, name)
+        if name in hidden:
+            kind = tyro.conf.Suppress[kind]
+        elif is_dataclass(make()):
+            kind = make = _in_help(make())
+        elif bounds := bounds_of(kind):
+            text = f"(default: {{}}; {spell_bounds(bounds)})"
+            kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=text.format)]
+        shown.append((name, kind, field(default_factory=make)))
+    name, bases, namespace = type(default).__name__, (type(default),), {"__doc__": type(default).__doc__}
+    return make_dataclass(name, shown, bases=bases, namespace=namespace, frozen=True)

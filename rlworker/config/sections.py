@@ -1,0 +1,156 @@
+"""The sections of a run's settings: each a frozen dataclass that checks its own values."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from engines.validation import FINITE, LARGEST, check_numbers, check_types
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Rows to learn from."""
+
+    train: str = ""
+    """A JSONL or .parquet file, a folder of Dataset.save_to_disk (FOLDER:SPLIT for a DatasetDict's), or a data set of
+    the HuggingFace hub (hf:OWNER/NAME:SPLIT, hf:OWNER/NAME/CONFIG:SPLIT)."""
+    heldout: str = ""
+    """Rows of the same form, never trained on; empty evaluates nothing."""
+    prompt_field: str = "prompt"
+    """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]. Text comes
+    after the special tokens that the tokenizer opens one with (Llama's BOS); what it ends one with is left out."""
+    answer_field: str = "answer"
+    """Field of a row that holds the answer: text, given to the reward function or learned."""
+    image_field: str = "images"
+    """Field of a row that holds its pictures, for a vision-language model: a list of paths (from the rows' folder) or
+    of {"bytes": ...}; the prompt has <image> where each belongs."""
+    instruction: str = ""
+    """A text prompt becomes a user's message that ends with this, by the chat template; empty leaves it as it is. Rows
+    of messages have their own."""
+    max_prompt_tokens: Annotated[int, Ge(1)] = 1024
+    """A longer prompt is an error that names its row, or is skipped with skip_long_prompts."""
+    skip_long_prompts: bool = False
+    """Leave rows out whose prompt is longer than max_prompt_tokens, or in supervised training the answer too long."""
+
+    def __post_init__(self):
+        check_types("data", self)
+        for name in ("prompt_field", "answer_field"):
+            if not getattr(self, name):
+                raise ValueError(f"data: {name} must not be empty; set it to the name of a field of your rows")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """What is maximised."""
+
+    clip_low: Annotated[float, Ge(0)] = 0.2
+    """The policy ratio is clipped at 1 - clip_low."""
+    clip_high: Annotated[float, Ge(0)] = 0.2
+    """The policy ratio is clipped at 1 + clip_high."""
+    dual_clip: float = 0.0
+    """Where the advantage is negative the loss is at most this times its size; 0 leaves that out, else above 1."""
+    kl_coef: Annotated[float, Ge(0), FINITE] = 0.0
+    """Weight of the KL penalty to the reference; above 0 a reference model runs too."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL penalty goes: into the loss, or into each token's reward."""
+    reference: str = ""
+    """HuggingFace folder of the reference, which then runs whatever kl_coef is (a teacher, say); without one it is the
+    starting model."""
+    entropy_coef: Annotated[float, Ge(0), FINITE] = 0.0
+    """Weight of the entropy in what is maximised."""
+    mini_batches: Annotated[int, Ge(1)] = 1
+    """Optimizer steps per rollout."""
+    greedy_baseline: bool = False
+    """Reward a greedy completion of every prompt as well, for ReMax."""
+    dynamic_sampling: Annotated[int, Ge(0)] = 0
+    """Most further rollouts of a step, whose prompts take the place of those with rewards all alike (DAPO)."""
+
+    def __post_init__(self):
+        check_types("algorithm", self)
+        rule = "0, or above 1 and finite"
+        check_numbers("algorithm", self, rule, lambda x: x == 0 or 1 < x <= LARGEST, "dual_clip")
+        if self.kl_in == "reward" and not self.kl_coef:
+            raise ValueError("algorithm: kl_in='reward' needs a weight of the KL penalty; set --algorithm.kl-coef")
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A critic that learns beside the actor, on the actor's parallel sizes; its values make the advantages (PPO)."""
+
+    train: bool = False
+    """Train a critic; advantages then come from generalised advantage estimation."""
+    model: str = ""
+    """HuggingFace folder to start from, of a language model or a critic; without one the actor's. A new head is 0."""
+    lr: Annotated[float, Ge(0), FINITE] = 1e-5
+    """Peak learning rate; its schedule has the shape of the actor's."""
+    clip: Annotated[float, Ge(0), FINITE] = 0.0
+    """A value counts as having moved no further than this since the rollout, where that makes its loss larger; 0 does
+    not clip."""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """First steps in which the critic alone learns."""
+    gamma: Annotated[float, Ge(0), Le(1)] = 1.0
+    """Discount per token."""
+    lam: Annotated[float, Ge(0), Le(1)] = 0.95
+    """Of generalised advantage estimation: 1 takes whole returns, 0 one token's."""
+
+    def __post_init__(self):
+        check_types("critic", self)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Where the reward function runs, and what becomes of a text that it fails on."""
+
+    workers: Annotated[int, Ge(1)] = 1
+    """Processes that call it, all on the controller's machine."""
+    time_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
+    """Seconds that one call may take; one that takes longer is ended and counts as failed."""
+    default: Annotated[float, Ge(-LARGEST), FINITE] = 0.0
+    """Reward of a text whose call failed: no end in time, an error, no finite number, a process that died."""
+
+    def __post_init__(self):
+        check_types("reward", self)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run saves, and which of its checkpoints stay."""
+
+    save_every: Annotated[int, Ge(0)] = 0
+    """Steps between checkpoints; 0 saves by time alone, and at the end."""
+    save_minutes: Annotated[float, Ge(0), FINITE] = 30.0
+    """Most minutes between checkpoints; 0 saves by steps alone, and at the end."""
+    keep_newest: Annotated[int, Ge(0)] = 3
+    """Newest checkpoints that are kept; 0 keeps all."""
+    keep_best: bool = True
+    """Save whenever the held-out rows have not been answered better, and keep that checkpoint too."""
+
+    def __post_init__(self):
+        check_types("checkpoint", self)
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Which processes hold which model."""
+
+    separate: tuple[Literal["critic", "reference"], ...] = ()
+    """Models that get processes of their own; the others share the actor's."""
+
+    def __post_init__(self):
+        check_types("placement", self)
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What ends a run when it is exceeded."""
+
+    logprob_diff_mean: Annotated[float, Ge(0)] | None = None
+    """Largest mean |rollout - trainer logprob| of a step; None takes 2e-5 (float32) or 0.05 (bfloat16)."""
+    logprob_diff_max: Annotated[float, Ge(0)] | None = None
+    """Largest single difference; None takes 5e-3 (float32) or no limit (bfloat16)."""
+    ignore_logprob_diff: bool = False
+    """Go on, with a warning at each step, where rollout and trainer disagree."""
+
+    def __post_init__(self):
+        check_types("limits", self)

@@ -1,0 +1,140 @@
+"""What a command line sets, what its help shows, and what it says of options that are not there."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+from annotated_types import Ge
+from support.program import run_program, run_recipe
+
+from engines.config import MegatronConfig, OptimizerConfig
+from rlworker.cli import main
+from rlworker.config.command_line import parse_config
+from rlworker.config.keys import renamed_keys, settings_by_key
+from rlworker.config.run import RunConfig
+from rlworker.config.sft import SftConfig
+
+
+@dataclass(frozen=True)
+class OwnConfig(RunConfig):
+    """A recipe's own settings, one of which has the name that another key had."""
+
+    multiple: Annotated[int, Ge(2)] = 4
+    """How many of something."""
+    save_every: int = 3
+    """Something else."""
+
+
+def parse(default, *arguments):
+    """What ``parse_config`` says to these arguments, and the settings where there were some."""
+    found = []
+    done = run_program(lambda: found.append(parse_config(default)), *arguments)
+    return " ".join((done.stdout + done.stderr).replace("│", " ").split()), found and found[0]  # tyro draws boxes
+
+
+def options(said: str) -> set[str]:
+    return set(re.findall(r"--[a-z][\w.-]*", said))
+
+
+def test_an_option_changes_its_key_alone():
+    default = RunConfig(actor=MegatronConfig(ranks=2, optimizer=OptimizerConfig(lr=0.5, adam_eps=0.1)))
+    said, config = parse(default, "--actor.optimizer.lr-scheduler", "linear", "--checkpoint.no-keep-best")
+    assert said == ""
+    changed = settings_by_key(default).items() ^ settings_by_key(config).items()
+    assert changed == {
+        ("actor.optimizer.lr_scheduler", "constant"),
+        ("actor.optimizer.lr_scheduler", "linear"),
+        ("checkpoint.keep_best", True),
+        ("checkpoint.keep_best", False),
+    }
+
+
+def test_help_shows_what_is_in_no_section_and_names_the_sections():
+    for word in ("--help", "-h"):
+        done = run_recipe("grpo", word)
+        assert done.returncode == 0 and "GRPO on your own model" in done.stdout
+        shown = options(done.stdout.partition("show this help")[2])
+        assert shown >= {"--model", "--run-dir", "--steps", "--prompts-per-step", "--resume"}
+        assert not any("." in option for option in shown)
+        for line in (
+            "  actor       The training engine: how it is spread over ranks and how it steps.",
+            "  checkpoint  When a run saves, and which of its checkpoints stay.",
+            "  limits      What ends a run when it is exceeded.",
+        ):
+            assert line in done.stdout.splitlines()
+
+
+def test_help_of_a_section_shows_its_subsections_with_defaults_and_bounds():
+    default = RunConfig(actor=MegatronConfig(ranks=2, optimizer=OptimizerConfig(lr=0.5)))
+    said, config = parse(default, "--steps", "5", "--help", "actor")
+    assert config == [] and options(said) >= {"--help", "--actor.ranks", "--actor.optimizer.lr"}
+    assert all(option.startswith(("--help", "--actor.")) for option in options(said))
+    assert "Processes in all; data parallelism takes what tp, pp and cp leave. (default: 2; at least 1)" in said
+    assert "Peak learning rate. (default: 0.5; finite and not negative)" in said
+    assert "AdamW and the schedule of its learning rate." in said
+    said, _ = parse(RunConfig(), "--help", "limits")
+    assert "--limits.logprob-diff-mean {None}|FLOAT" in said and "(default: None; 0 or more)" in said
+
+
+def test_every_section_has_its_help():
+    keys = settings_by_key(RunConfig())
+    for section in {key.split(".")[0] for key in keys if "." in key}:
+        said, _ = parse(RunConfig(), "--help", section)
+        assert options(said) >= {f"--{key.replace('_', '-')}" for key in keys if key.startswith(f"{section}.")}
+
+
+def test_help_of_a_section_that_is_not_there():
+    said, config = parse(SftConfig(), "--help", "critic")
+    assert said == "error: --help critic: there is no such section; take one of data, actor, checkpoint"
+    assert config == []
+
+
+def test_the_commands_of_rlworker_have_the_same_help():
+    done = run_program(main, "check", "--help")
+    assert done.returncode == 0 and "--self-test" in done.stdout and "--actor.tp" not in done.stdout
+    assert "Prove masks, layouts, logprobs and weight sync on this machine" in done.stdout
+    assert "  rollout     The rollout engine." in done.stdout.splitlines()
+    for command in (("check",), ("plan", "recipes.grpo")):
+        done = run_program(main, *command, "--help", "rollout")
+        assert done.returncode == 0 and "--rollout.max-new-tokens INT" in done.stdout and "--actor" not in done.stdout
+    done = run_program(main, "check", "--actor.lr", "1")
+    assert (done.returncode, done.stderr) == (1, "error: there is no option --actor.lr, take --actor.optimizer.lr\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--actor.tp", "2", "--actor.ranks", "3"], "tp=2 x pp=1 x cp=1 needs a multiple of 2 ranks, got 3"),
+        (["--actor.tpp", "2"], "--actor.tp"),
+        (["--model", "nowhere"], "model: folder 'nowhere' does not exist"),
+        (["--actor.lr", "1e-3"], "error: there is no option --actor.lr, take --actor.optimizer.lr"),
+        (["--actor.lr-decay=linear"], "there is no option --actor.lr-decay, take --actor.optimizer.lr-scheduler"),
+        (["--actor.adam_beta2", "0.9"], "no option --actor.adam-beta2, take --actor.optimizer.adam-beta2"),
+        (["--no-keep-best"], "there is no option --no-keep-best, take --checkpoint.no-keep-best"),
+        (
+            ["--separate", "critic", "--steps", "2", "--keep-checkpoints", "1"],
+            "no option --separate, take --placement.separate; there is no option --keep-checkpoints, take --check",
+        ),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(arguments, message):
+    done = run_recipe("grpo", *arguments)
+    assert done.returncode != 0
+    said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
+    assert message in said
+
+
+def test_a_key_of_a_recipes_own_means_what_it_says():
+    said, config = parse(OwnConfig(), "--save-every", "7", "--multiple", "5")
+    assert (said, config.save_every, config.multiple, config.checkpoint.save_every) == ("", 7, 5, 0)
+    said, _ = parse(OwnConfig(), "--multiple", "1")
+    assert "config: multiple must be at least 2, got 1; change --multiple" in said
+    assert "save_every" not in renamed_keys(settings_by_key(OwnConfig()))
+    assert "separate" not in renamed_keys(settings_by_key(SftConfig())), "there is nothing that it could mean"
+
+
+def test_what_keys_are_renamed_to_is_there():
+    known = settings_by_key(RunConfig())
+    renamed = renamed_keys(known)
+    assert len(renamed) == 19 and set(renamed.values()) <= known.keys() and not renamed.keys() & known.keys()
