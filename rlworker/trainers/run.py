@@ -13,7 +13,7 @@ from rlworker.config.model_checks import start_notes
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
 from rlworker.tracking.log import RunLog, StepClock, is_due, note_skipped, tell_start
-from rlworker.tracking.report import write_report
+from rlworker.tracking.report import tell_report
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.trackers import Trackers, check_trackers
 from rlworker.trainers.stop import Stop
@@ -117,7 +117,7 @@ class Run:
             try:
                 return self._steps()
             finally:  # a run that ends early has a report too
-                self.log.note(f"report: {write_report(self.folder.path)}")
+                self.log.note(tell_report(self.folder.path))
         except OSError as error:
             if error.errno not in _UNWRITABLE:
                 raise
