@@ -126,14 +126,6 @@ def test_a_stranger_of_the_same_name_is_refused(tmp_path):
     assert done.returncode and "ImportError: rlworker: the package 'hardware' resolves to" in done.stderr
 
 
-def test_the_package_list_is_complete():
-    import tomllib
-
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    found = {str(p.parent.relative_to(ROOT)).replace("/", ".") for p in SOURCES if p.name == "__init__.py"}
-    assert listed == found
-
-
 def reads(tree: ast.AST) -> set[tuple[str, str]]:
     """``(owner, name)`` of the attributes that code reads, the owner being the last word of what they are read from;
     checks of a value's range aside, which are no use of it."""

