@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from rlworker.config.run import TrainingConfig
+from rlworker.tracking.provenance import Provenance
 
 _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
@@ -38,7 +39,8 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, metrics.jsonl, rewards.log, rollouts/, checkpoints/, report.html."""
+    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, rewards.log, rollouts/, checkpoints/,
+    report.html."""
 
     def __init__(self, path: str):
         self.given = path
@@ -151,6 +153,12 @@ class RunFolder:
                 text += f"; the metrics so far are kept as {aside.name}"
         _write(metrics, "".join(line + "\n" for line in kept))
         return state, text
+
+    def record_start(self, step: int, provenance: Provenance) -> None:
+        """Add a line to starts.jsonl: a program goes on from ``step``, and where its figures come from."""
+        path = self.path / "starts.jsonl"
+        before = path.read_text() if path.exists() else ""
+        _write(path, before + json.dumps({"step": step} | dataclasses.asdict(provenance)) + "\n")
 
     def _clear_leftovers(self) -> None:
         """Remove what a killed run was in the middle of writing."""
