@@ -43,21 +43,20 @@ class Result:
     rows: list[dict[str, Any]]
 
 
-def read_result(path: Path) -> Result:
-    """Read a stored result.
+def to_result(source: Path, stored: dict[str, Any]) -> Result:
+    """Check what a source says.
 
     Raises:
         ValueError: it lacks what a table needs, or was measured at sizes that only show that a program runs.
     """
-    stored = _read_object(path)
-    result = Result(stored.get("head", {}), stored.get("rows", []))
-    if missing := [field for field in NEEDED if not result.head.get(field)]:
-        raise ValueError(f"{path}: its head lacks {', '.join(missing)}; say it, or measure again by the command")
-    if "--tiny" in result.head["command"].split():
-        raise ValueError(f"{path}: it was measured with --tiny, which tells nothing; measure again without")
-    if not result.rows:
-        raise ValueError(f"{path}: it has no rows; measure again by its command")
-    return result
+    head, rows = stored.get("head", {}), stored.get("rows", [])
+    if missing := [field for field in NEEDED if not head.get(field)]:
+        raise ValueError(f"{source}: its head lacks {', '.join(missing)}; give add --{missing[0]} and the like")
+    if "--tiny" in head["command"].split():
+        raise ValueError(f"{source}: it was measured with --tiny, which tells nothing; measure again without")
+    if not rows:
+        raise ValueError(f"{source}: it has no rows; measure again by its command")
+    return Result(head, rows)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -171,7 +170,7 @@ def fill_pages(docs: Path) -> dict[Path, str]:
     Raises:
         ValueError: a result or a page is broken, or no page shows a result.
     """
-    results = {path.stem: read_result(path) for path in sorted((docs / "results").glob("*.json"))}
+    results = {path.stem: to_result(path, _read_object(path)) for path in sorted((docs / "results").glob("*.json"))}
     filled = {page: fill(page, results) for page in sorted(docs.glob("*.md"))}
     if unused := sorted(set(results).difference(*(used for _, used in filled.values()))):
         raise ValueError(f"{docs / 'results'}: no page shows {', '.join(unused)}; give it a table, or remove the file")
@@ -202,24 +201,27 @@ def read_run(folder: Path, at: list[int]) -> list[dict[str, Any]]:
         at: steps after which the held-out score is shown, beside the first and the last.
 
     Raises:
-        ValueError: nothing was evaluated after such a step.
+        ValueError: the run took no step, or nothing was evaluated after such a step.
     """
     from rlworker.tracking.log import read_metrics
 
     lines, row = read_metrics(folder), {}
+    steps = [line["time_step"] for line in lines if "time_step" in line]
+    if not steps:
+        raise ValueError(f"{folder}: the run took no step; name one that did")
     for title, metric in (("held-out reward", "heldout"), ("held-out loss", "heldout_loss")):
         scores = {line["step"]: line[metric] for line in lines if metric in line}
         if not scores:
             continue
         if missing := sorted(set(at) - set(scores)):
             raise ValueError(f"{folder}: no {title} after step {missing[0]}; --at takes any of {list(scores)}")
-        first, *_, last = scores.values()
-        row |= {f"{title} before": first} | {f"after {step}": scores[step] for step in at} | {"at the end": last}
+        row |= {f"{title} before": next(iter(scores.values()))} | {f"after {step}": scores[step] for step in at}
+        row["at the end"] = next(reversed(scores.values()))
     row["steps"] = lines[-1]["step"]
     for title, metric in (("mean", "logprob_diff_mean"), ("largest", "logprob_diff_max")):
         if values := [line[metric] for line in lines if metric in line]:
             row[f"logprob difference: {title}"] = max(values)
-    row["seconds a step"] = statistics.median(line["time_step"] for line in lines if "time_step" in line)
+    row["seconds a step"] = statistics.median(steps)
     clock = [line["time_wall"] for line in lines]
     row["seconds"] = sum(a for a, b in zip(clock, [*clock[1:], 0.0]) if b < a)  # each program counts from its start
     return [row]
@@ -265,13 +267,8 @@ def add(source: Path, target: Path, at: list[int], said: dict[str, str]) -> None
         if "files" in stored:
             stored = {"head": stored.get("head", {}), "rows": sum_costs(stored["files"])}
     stored["head"] = stored.get("head", {}) | said
-    partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
-    try:
-        read_result(partial)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    to_result(source, stored)
+    target.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
