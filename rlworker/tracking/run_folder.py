@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from rlworker.config.run import TrainingConfig
-from rlworker.tracking.provenance import Provenance
+from rlworker.tracking.provenance import collect_provenance
 
 _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
@@ -154,11 +154,12 @@ class RunFolder:
         _write(metrics, "".join(line + "\n" for line in kept))
         return state, text
 
-    def record_start(self, step: int, provenance: Provenance) -> None:
-        """Add a line to starts.jsonl: a program goes on from ``step``, and where its figures come from."""
+    def record_start(self, step: int, platform: str) -> None:
+        """Add a line to starts.jsonl: this program goes on from ``step``, and where its figures come from."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
-        _write(path, before + json.dumps({"step": step} | dataclasses.asdict(provenance)) + "\n")
+        start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
+        _write(path, before + json.dumps(start) + "\n")
 
     def _clear_leftovers(self) -> None:
         """Remove what a killed run was in the middle of writing."""

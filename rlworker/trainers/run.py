@@ -13,7 +13,6 @@ from rlworker.config.model_checks import start_notes
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
 from rlworker.tracking.log import RunLog, StepClock, is_due, note_skipped, tell_start
-from rlworker.tracking.provenance import collect_provenance
 from rlworker.tracking.report import write_report
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.trackers import Trackers, check_trackers
@@ -103,7 +102,7 @@ class Run:
         best = self.folder.best(self.score)
         self._best = best and best[1]
         self._saved_step, self._saved_at = self.steps_done, time.monotonic()
-        self.folder.record_start(self.steps_done, collect_provenance(config.platform))
+        self.folder.record_start(self.steps_done, config.platform)
 
     def fit(self) -> dict[str, float]:
         """Run to the last step, or to the end of the one in which the program is asked to stop; evaluate and save on
