@@ -14,6 +14,7 @@ from typing import IO
 
 from rlworker.config.keys import flatten, renamed_keys, settings_by_key
 from rlworker.config.run import TrainingConfig
+from rlworker.tracking.provenance import collect_provenance
 
 _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
@@ -39,7 +40,8 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, metrics.jsonl, rewards.log, rollouts/, checkpoints/, report.html."""
+    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, rewards.log, rollouts/, checkpoints/,
+    report.html."""
 
     def __init__(self, path: str):
         self.given = path
@@ -153,6 +155,13 @@ class RunFolder:
                 text += f"; the metrics so far are kept as {aside.name}"
         _write(metrics, "".join(line + "\n" for line in kept))
         return state, text
+
+    def record_start(self, step: int, platform: str) -> None:
+        """Add a line to starts.jsonl: this program goes on from ``step``, and where its figures come from."""
+        path = self.path / "starts.jsonl"
+        before = path.read_text() if path.exists() else ""
+        start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
+        _write(path, before + json.dumps(start) + "\n")
 
     def _clear_leftovers(self) -> None:
         """Remove what a killed run was in the middle of writing."""

@@ -178,6 +178,7 @@ class Run:
         best = self.folder.best(self.score)
         self._best = best and best[1]
         self._saved_step, self._saved_at = self.steps_done, time.monotonic()
+        self.folder.record_start(self.steps_done, config.platform)
 
     def fit(self) -> dict[str, float]:
         """Run to the last step, or to the end of the one in which the program is asked to stop; evaluate and save on

@@ -1,6 +1,6 @@
 """How long a batch takes to four Ray actors and back.
 
-    python scripts/bench/dispatch.py [--tiny]
+    python scripts/bench/dispatch.py [--tiny] [--json FILE]
 
 50 MB of columns go out as each replica's shard and come back as they were, through the dispatch that every step uses;
 beside it the plain way, a dict of tensors per actor, in the same run. Medians.
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import ray
 import torch
-from timing import median_ms, options
+from timing import median_ms, options, write_figures
 
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
@@ -21,8 +21,8 @@ from rlworker.cluster.ray import ray_for
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.workers import Role
 
-TINY = options(__doc__).parse_args().tiny
-ACTORS, MEGABYTES, ROUNDS = (4, 1, 1) if TINY else (4, 50, 15)
+OPTIONS = options(__doc__).parse_args()
+ACTORS, MEGABYTES, ROUNDS = (4, 1, 1) if OPTIONS.tiny else (4, 50, 15)
 
 
 class Echo:
@@ -67,6 +67,8 @@ def main() -> None:
             rounds=ROUNDS,
         )
     print(f"{size:.0f} MB to {ACTORS} actors and back: {ours:.0f} ms; dicts of torch views {plain:.0f} ms")
+    row = {"MB": round(size), "actors": ACTORS, "ours ms": ours, "dicts of views ms": plain, "ratio": ours / plain}
+    write_figures(OPTIONS.json, [row])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long generalised advantage estimation takes for 1,024 sequences of 8,192 tokens, one thread.
 
-    python scripts/bench/gae.py [--tiny]
+    python scripts/bench/gae.py [--tiny] [--json FILE]
 
 Where every token counts and where each sequence begins with a prompt, beside a loop over time in the same run. Medians.
 """
@@ -9,14 +9,14 @@ import os
 import sys
 
 import torch
-from timing import median_ms, options
+from timing import median_ms, options, write_figures
 
 from engines.batch.batch import TrainBatch
 from hardware.platforms import get_platform
 from rlworker.algorithms.advantages import gae
 
-TINY = options(__doc__).parse_args().tiny
-SEQUENCES, TOKENS, PROMPT, ROUNDS = (16, 64, 8, 1) if TINY else (1024, 8192, 512, 9)
+OPTIONS = options(__doc__).parse_args()
+SEQUENCES, TOKENS, PROMPT, ROUNDS = (16, 64, 8, 1) if OPTIONS.tiny else (1024, 8192, 512, 9)
 TOLERANCE = 1e-3
 """Both are of float32, and add in another order."""
 
@@ -54,6 +54,9 @@ def main() -> None:
     times = median_ms(lambda: gae(whole), lambda: gae(prompted), lambda: loop_over_time(whole), rounds=ROUNDS)
     print("every token counts {:.0f} ms, after prompts {:.0f} ms, loop over time {:.0f} ms".format(*times))
     print(f"largest difference from the loop {apart:.1e}")
+    row = dict(zip(("every token counts ms", "after prompts ms", "loop over time ms"), times, strict=True))
+    sizes = {"sequences": SEQUENCES, "tokens of each": TOKENS}
+    write_figures(OPTIONS.json, [sizes | row | {"largest difference from the loop": apart}])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Peak memory and time of logprobs and entropy from hidden states, forward and backward.
 
-    python scripts/bench/head.py [--dtype bfloat16] [--tiny]
+    python scripts/bench/head.py [--dtype bfloat16] [--tiny] [--json FILE]
 
 2,048 tokens, a hidden size of 896 and a vocabulary of 151,936 (Qwen2.5-0.5B), one thread: the head of the engine, with
 and without keeping logits for the backward pass, beside the plain way, log_softmax over all logits at once. Each runs
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from timing import options
+from timing import options, write_figures
 
 PARSER = options(__doc__)
 PARSER.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -74,10 +74,13 @@ def main() -> None:
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found[kind] = json.loads(done.stdout.splitlines()[-1])
-    plain = found["full softmax"]
+    plain, rows = found["full softmax"], []
     for kind, numbers in found.items():
         memory, seconds = (numbers[name] / plain[name] for name in ("megabytes", "seconds"))
         print(f"{kind:18s} {numbers['megabytes']:7.0f} MB {memory:5.2f}x  {numbers['seconds']:6.2f} s {seconds:5.2f}x")
+        row = {"head": kind, "extra MB": numbers["megabytes"], "MB of full softmax": memory}
+        rows.append(row | {"seconds": numbers["seconds"], "seconds of full softmax": seconds})
+    write_figures(OPTIONS.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Packing a micro-batch through one index map, against a plain loop over its sequences.
 
-    python scripts/bench/layout.py [--tiny]
+    python scripts/bench/layout.py [--tiny] [--json FILE]
 
 512 sequences of log-normal length (median 128, at most 1024); eight columns are packed and two unpacked, the plan
 included. The bandwidth is that of a copy of as many bytes as the columns hold, in the same run.
@@ -8,12 +8,12 @@ included. The bandwidth is that of a copy of as many bytes as the columns hold, 
 
 import numpy as np
 import torch
-from timing import median_ms, options
+from timing import median_ms, options, write_figures
 
 from engines.megatron.layout import Layout
 
-TINY = options(__doc__).parse_args().tiny
-SEQUENCES, ROUNDS = (8, 1) if TINY else (512, 15)
+OPTIONS = options(__doc__).parse_args()
+SEQUENCES, ROUNDS = (8, 1) if OPTIONS.tiny else (512, 15)
 COLUMNS, RESULTS = 8, 2
 
 
@@ -65,6 +65,7 @@ def main() -> None:
     integers = [torch.randint(0, 1000, (tokens,)) for _ in range(4)]
     columns = [torch.rand(tokens) for _ in range(4)] + integers
     print(f"{SEQUENCES} sequences, {tokens} tokens, {COLUMNS} columns in, {RESULTS} out, one thread")
+    rows = []
     for kind in ("thd", "bshd"):
         for cp in (1, 4):
             ours, theirs = (f(lengths, kind, cp, columns) for f in (with_layout, with_loop))
@@ -83,6 +84,9 @@ def main() -> None:
                 f"{kind:4s} cp={cp}  ours {ours:6.2f} ms  loop {loop:7.2f} ms  loop over ours {loop / ours:5.1f}  "
                 f"copy of the bytes {copy:5.2f} ms  ours over copy {ours / copy:4.1f}"
             )
+            row = {"layout": kind, "CP": cp, "ours ms": ours, "loop ms": loop, "loop over ours": loop / ours}
+            rows.append(row | {"copy of the bytes ms": copy, "ours over copy": ours / copy})
+    write_figures(OPTIONS.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
 """How well and how fast sequences are balanced over many replicas.
 
-    python scripts/bench/schedule.py [--tiny]
+    python scripts/bench/schedule.py [--tiny] [--json FILE]
 
 102,400 log-normal lengths (median 512, at most 32,768) over 1,024 replicas of equal counts, at three widths of the
 distribution; beside it, in the same run, sorting the lengths alone, and dealing them out in the order they came in.
 """
 
 import numpy as np
-from timing import median_ms, options
+from timing import median_ms, options, write_figures
 
 from engines.batch.balance import balanced, sequence_costs
 
-TINY = options(__doc__).parse_args().tiny
-SEQUENCES, REPLICAS, ROUNDS = (640, 64, 1) if TINY else (102_400, 1_024, 9)
+OPTIONS = options(__doc__).parse_args()
+SEQUENCES, REPLICAS, ROUNDS = (640, 64, 1) if OPTIONS.tiny else (102_400, 1_024, 9)
 HIDDEN = 4096
 
 
 def main() -> None:
+    rows = []
     for sigma in (0.5, 1.0, 1.5):
         drawn = np.random.default_rng(0).lognormal(np.log(512), sigma, SEQUENCES)
         lengths = drawn.clip(1, 32_768).astype(np.int64)
@@ -29,10 +30,14 @@ def main() -> None:
             lambda costs=costs: np.argsort(-costs, kind="stable").tolist(),
             rounds=ROUNDS,
         )
+        most, most_dealt = (float(costs.max() / costs.mean()) for costs in (loads, dealt))
         print(
-            f"sigma {sigma}: max/mean {loads.max() / loads.mean():.4f}, as they come {dealt.max() / dealt.mean():.4f}; "
-            f"{ours:.0f} ms, of which sorting {sort:.0f} ms"
+            f"sigma {sigma}: max/mean {most:.4f}, as they come {most_dealt:.4f}; {ours:.0f} ms, of which sorting "
+            f"{sort:.0f} ms"
         )
+        above = {"largest above mean %": 100 * (most - 1), "as they come %": 100 * (most_dealt - 1)}
+        rows.append({"sigma": sigma} | above | {"balancing ms": ours, "of which sorting ms": sort})
+    write_figures(OPTIONS.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What one GRPO step costs, on the real engines and against a single process that does the same work.
 
-    python scripts/bench/step.py [--ranks 1] [--rollouts 1] [--steps 12] [--tiny]
+    python scripts/bench/step.py [--ranks 1] [--rollouts 1] [--steps 12] [--tiny] [--json FILE]
 
 Work: a Qwen2 of 1.4 million parameters, 32 prompts x 8 samples, 16 new tokens, one update. Measured from the second
 step on, medians: wall seconds by phase, and CPU seconds of the driver, the trainers and the rollout engine (Ray's own
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import psutil
-from timing import options
+from timing import options, write_figures
 
 PARSER = options(__doc__)
 for _name, _default in (("ranks", 1), ("rollouts", 1), ("steps", 12)):
@@ -142,6 +142,10 @@ def show(title: str, numbers: dict[str, float]) -> None:
     print(f"{title:28s}" + "  ".join(f"{name} {value * 1000:.0f}" for name, value in numbers.items()))
 
 
+def to_row(title: str, numbers: dict[str, float]) -> dict[str, str | float]:
+    return {"process": title} | {f"{name} ms": 1000 * value for name, value in numbers.items()}
+
+
 def main() -> None:
     steps = 2 if OPTIONS.tiny else OPTIONS.steps
     if steps < 2:
@@ -153,11 +157,14 @@ def main() -> None:
         print("milliseconds of a step, medians:")
         ours = bench_worker(folder, OPTIONS.ranks, OPTIONS.rollouts, steps)
         show("rlworker", ours)
+        rows = [to_row(f"rlworker, {OPTIONS.ranks} rank(s)", ours)]
         for threads in (1, 2):
             single = bench_single_process(folder, steps, threads)
             show(f"one process, {threads} thread(s)", single)
             ratios = (f"{kind} {ours[f'{kind} step'] / single[f'{kind} step']:.2f}" for kind in ("wall", "cpu"))
             print(f"{'':28s}ours over it: {', '.join(ratios)}")
+            rows.append(to_row(f"one process, {threads} thread(s)", single))
+    write_figures(OPTIONS.json, rows)
 
 
 if __name__ == "__main__":

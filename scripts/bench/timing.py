@@ -1,19 +1,44 @@
-"""How the benchmarks take time, and the options that all of them have."""
+"""How the benchmarks take time, the options that all of them have, and their figures as a file."""
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 
 _WARM_UP = 2
 """First rounds, which do not count."""
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """The parser of a benchmark's options: ``--tiny``, and what it adds."""
+    """The parser of a benchmark's options: ``--tiny``, ``--json``, and what it adds."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs, in seconds")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the figures here too, for a table")
     return parser
+
+
+def _new_file(text: str) -> Path:
+    """A file that can be written once the benchmark is done, which may be an hour from now."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be a file: name one in a folder that exists")
+    return path
+
+
+def write_figures(path: Path | None, rows: list[dict[str, str | int | float]], platform: str = "cpu") -> None:
+    """Write what a table shows, headed by where it comes from; nothing where no file is named.
+
+    Args:
+        rows: of the table, each column's title -> value; titles name units, such as "ours ms".
+        platform: name of the one that was measured.
+    """
+    if path:
+        from rlworker.tracking.provenance import collect_provenance
+
+        path.write_text(json.dumps({"head": asdict(collect_provenance(platform)), "rows": rows}, indent=1) + "\n")
 
 
 def median_ms(*calls: Callable[[], object], rounds: int) -> list[float]:

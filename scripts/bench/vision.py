@@ -1,6 +1,6 @@
 """What it saves that the samples of a prompt share one pass of the vision tower.
 
-    python scripts/bench/vision.py [--tiny]
+    python scripts/bench/vision.py [--tiny] [--json FILE]
 
 An update over 8 prompts x 8 samples, one rank, one thread: pictures that all samples of a prompt have in common, and
 for comparison as many sequences of the same lengths whose pictures all differ, so that each is decoded and seen by
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image as Pictures
-from timing import median_ms, options
+from timing import median_ms, options, write_figures
 
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
@@ -28,9 +28,9 @@ from hardware.platforms import get_platform
 from recipes.common.squares import make_tokenizer
 from rlworker.checks.tiny_models import tiny_vlm
 
-TINY = options(__doc__).parse_args().tiny
-PROMPTS, SAMPLES, ROUNDS = (2, 2, 1) if TINY else (8, 8, 7)
-SIDES = (56,) if TINY else (56, 112, 224)
+OPTIONS = options(__doc__).parse_args()
+PROMPTS, SAMPLES, ROUNDS = (2, 2, 1) if OPTIONS.tiny else (8, 8, 7)
+SIDES = (56,) if OPTIONS.tiny else (56, 112, 224)
 
 
 def make_model(folder: Path) -> ModelSpec:
@@ -78,11 +78,15 @@ def main() -> None:
             loss = lambda outputs, part: (-(outputs.logprobs * part.mask).sum(), {})  # noqa: E731
             engine.train_step(schedule.shards(batch)[0], loss, float(batch.mask.sum()))
 
+        rows = []
         for side in SIDES:
             shared, apart = (make_batch(model, Path(folder), side, n) for n in (PROMPTS, PROMPTS * SAMPLES))
             ours, each = median_ms(partial(update, shared), partial(update, apart), rounds=ROUNDS)
             tokens = shared.images[0][0].tokens(model.vision.merge)
             print(f"{side} pixels a side, {tokens} tokens: {ours:.0f} ms, all differ {each:.0f} ms, {ours / each:.2f}")
+            row = {"pixels a side": side, "image tokens": tokens, "shared ms": ours, "all differ ms": each}
+            rows.append(row | {"ratio": ours / each})
+    write_figures(OPTIONS.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Every benchmark runs, small: what it measures is kept in docs/performance.md, and cannot be if it no longer fits."""
 
+import json
 import math
 import os
 import re
@@ -23,12 +24,18 @@ def run(path: Path, *options: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.large
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_it_runs_and_prints_its_figures(path):
-    done = run(path, "--tiny")
+def test_it_runs_prints_its_figures_and_writes_them(path, tmp_path):
+    done = run(path, "--tiny", "--json", str(tmp_path / "figures.json"))
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = [float(number) for number in NUMBER.findall(done.stdout)]
-    assert len(figures) >= 3 and all(map(math.isfinite, figures)), done.stdout
-    assert any(figure > 0 for figure in figures)
+    printed = [float(number) for number in NUMBER.findall(done.stdout)]
+    assert len(printed) >= 3 and all(map(math.isfinite, printed)), done.stdout
+    assert any(figure > 0 for figure in printed)
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["head"]["command"] == f"python scripts/bench/{path.name} --tiny"
+    figures = [value for row in written["rows"] for value in row.values() if not isinstance(value, str)]
+    assert len(figures) >= 3 and all(map(math.isfinite, figures)) and any(figure > 0 for figure in figures)
+    titles = {title for row in written["rows"] for title in row}
+    assert len(titles) == max(len(row) for row in written["rows"]), "one row has every column"
 
 
 def test_all_of_them_are_named_where_a_contributor_looks():
@@ -41,7 +48,12 @@ def test_all_of_them_are_named_where_a_contributor_looks():
 @pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("step", ["--steps", "1"]), ("head", ["--dtype", "int8"]), ("gae", ["--no"])],
+    [
+        ("step", ["--steps", "1"]),
+        ("head", ["--dtype", "int8"]),
+        ("gae", ["--no"]),
+        ("gae", ["--json", "no/such/folder/f.json"]),
+    ],
 )
 def test_what_cannot_be_measured_is_an_error(name, options):
     done = run(FOLDER / f"{name}.py", *options)

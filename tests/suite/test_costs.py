@@ -16,6 +16,7 @@ from support.suite.process_tree import ProcessTree
 
 pytest_plugins = ["pytester"]
 TESTS = str(Path(__file__).parents[1])
+ROOT = str(Path(__file__).parents[2])
 PYTHON = sys.executable
 
 PACKAGES = {  # which import a part of their own, as the real ones do
@@ -131,7 +132,7 @@ def run(pytester, monkeypatch):
     """``run(most, *options, file=source)``: a run of pytest over toy packages, with a budget of vLLM processes."""
     monkeypatch.delenv(VARIABLE, raising=False)  # toys are none of this run's processes
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((LEDGER_FOLDER, TESTS)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((LEDGER_FOLDER, TESTS, ROOT)))
 
     def run(most: int, *options: str, **sources: str) -> pytest.RunResult:
         for name, text in PACKAGES.items():
@@ -150,6 +151,7 @@ def test_processes_count_for_the_test_that_started_them(run, pytester):
     done = run(9, "--costs", "costs.json", **sources, test_then_rests="def test_it(): pass")
     assert done.ret == 0, done.stdout.str()
     told = json.loads((pytester.path / "costs.json").read_text())
+    assert told["head"]["command"].startswith("python -m pytest ") and told["head"]["commit"]
     assert told["tests"] == {f"test_starts.py::{test}": kinds for test, kinds in STARTED.items()}
     files = told["files"]
     whole = sum(map(Counter, STARTED.values()), Counter())

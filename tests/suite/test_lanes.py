@@ -1,5 +1,6 @@
 """The suite side by side: pools in one worker each, and what tests measure arrives from all of them."""
 
+import json
 import os
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def test_a_pool_is_started_once_and_the_largest_of_each_test_is_told(pytester, m
     }
     pytester.makepyfile(conftest=CONFTEST, **files)
     plugins = [part for name in ("xdist", "support.suite.lanes", "support.suite.measured") for part in ("-p", name)]
-    done = pytester.runpytest_subprocess(*plugins, "-n", "2", "-v")
+    done = pytester.runpytest_subprocess(*plugins, "-n", "2", "-v", "--measured", "measured.json")
     done.assert_outcomes(passed=12)
     assert (pytester.path / "started").read_text() == "x"
     done.stdout.fnmatch_lines(
@@ -53,6 +54,12 @@ def test_a_pool_is_started_once_and_the_largest_of_each_test_is_told(pytester, m
         ],
         consecutive=True,
     )
+    written = json.loads((pytester.path / "measured.json").read_text())
+    assert written["head"]["commit"] and written["rows"][0] == {
+        "test": "test_one.py::test_it",
+        "cases": 6,
+        "largest": {"apart": 3e-6, "missing": 0},
+    }
     workers = {line.split()[0] for line in done.outlines if "PASSED" in line}
     assert workers == {"[gw0]", "[gw1]"}
 

@@ -107,6 +107,9 @@ def test_asked_to_stop_it_saves_the_step_in_hand_and_the_same_settings_go_on(cou
     assert (again.saved, again.stop_request.in_hand) == ([7], "")
     assert "run: goes on from step 2 (checkpoints/step_2)" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(8))
+    starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 2], "each start of the program says where it comes from"
+    assert all(start["commit"] and start["versions"] and start["platform"] == "cpu (executed)" for start in starts)
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_a_message(counting, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 
@@ -222,7 +223,10 @@ class Report:
         )
 
     def _told(self) -> dict:
+        from rlworker.tracking.provenance import collect_provenance
+
         return {
+            "head": asdict(collect_provenance("cpu")),
             "markers": self.config.option.markexpr,
             "budget": self.budget,
             "files": self.costs.rows(lambda file: file),

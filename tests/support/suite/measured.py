@@ -1,14 +1,22 @@
 """Pytest plugin: numbers that tests measure, of which the run tells the largest of each test at its end.
 
-They pass through the test's report, so that they arrive from the workers of pytest-xdist too.
+They pass through the test's report, so that they arrive from the workers of pytest-xdist too. ``--measured FILE``
+writes them for scripts/tables.py.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 _PROPERTY = "measured"
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--measured", metavar="FILE", help="write the largest numbers that each test measured")
 
 
 @pytest.fixture
@@ -23,6 +31,12 @@ def pytest_terminal_summary(terminalreporter) -> None:
         for test, (count, values) in sorted(rows.items()):
             numbers = "  ".join(f"{k} {v}" if isinstance(v, int) else f"{k} {v:.1e}" for k, v in values.items())
             terminalreporter.write_line(f"{test}, {count} times: {numbers}")
+    if path := terminalreporter.config.getoption("measured"):
+        from rlworker.tracking.provenance import collect_provenance
+
+        told = [{"test": test, "cases": count, "largest": values} for test, (count, values) in sorted(rows.items())]
+        head = asdict(collect_provenance("cpu"))
+        Path(path).write_text(json.dumps({"head": head, "rows": told}, indent=1) + "\n")
 
 
 def largest(reports: list[pytest.TestReport]) -> dict[str, tuple[int, dict[str, float]]]:

