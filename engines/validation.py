@@ -73,12 +73,12 @@ def bounds_of(kind: Any) -> dict[str, float]:
 
 
 def is_within(bounds: dict[str, float], value: float) -> bool:
-    """Whether a number keeps all bounds."""
+    """Tell whether a number keeps all bounds."""
     return all(_HOLDS[name](value, limit) for name, limit in bounds.items())
 
 
 def spell_bounds(bounds: dict[str, float]) -> str:
-    """Bounds in words, for messages and help."""
+    """Spell bounds in words, for messages and help: ``{"ge": 0, "lt": 1}`` is "at least 0 and below 1"."""
     least, most = bounds.get("ge"), bounds.get("le")
     if None not in (least, most) and most != LARGEST:
         return f"from {least} to {most}"

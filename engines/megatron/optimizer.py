@@ -18,7 +18,10 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
         ValueError: a decay is asked for without its length.
     """
     if config.optimizer.lr_scheduler != "constant" and not config.optimizer.lr_decay_steps:
-        raise ValueError(f"actor.optimizer: lr_scheduler={config.optimizer.lr_scheduler!r} needs lr_decay_steps, got 0")
+        raise ValueError(
+            f"actor.optimizer: lr_scheduler={config.optimizer.lr_scheduler!r} needs lr_decay_steps, got 0; set "
+            "--actor.optimizer.lr-decay-steps"
+        )
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.optimizer.lr,

@@ -43,6 +43,8 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def renamed_keys(known: Collection[str]) -> dict[str, str]:
-    """Key in an older run folder or command line -> the one of the ``known`` keys that it means; a known one, such as
-    a recipe's own, means what it says."""
+    """Map each key of an older run folder or command line to the one of the ``known`` keys that it means.
+
+    A key that is known itself, such as a recipe's own, means what it says.
+    """
     return {key: here for key, here in _RENAMED.items() if here in known and key not in known}
