@@ -154,7 +154,8 @@ def _start_table(lines: list[dict]) -> list[tuple[str, float]]:
     if len(lines) < 2 or "time_start_trainers" not in lines[0]:
         return []
     first, then = lines[0], lines[1]
-    rows = [(f"start {name}", first[f"time_start_{name}"]) for name in ("trainers", "rollouts")]
+    engines = [name for name in ("trainers", "rollouts") if f"time_start_{name}" in first]
+    rows = [(f"start {name}", first[f"time_start_{name}"]) for name in engines]
     rows += [("evaluate", first.get("time_evaluate", 0.0)), ("first step", then["time_step"])]
     before = then["time_wall"] - then.get("time_evaluate", 0.0) - sum(seconds for _, seconds in rows)
     whole = ("from the start of the program", then["time_wall"])

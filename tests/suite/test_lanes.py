@@ -8,7 +8,7 @@ import pytest
 from support.suite.lanes import lane_of
 
 pytest_plugins = ["pytester"]
-TESTS = str(Path(__file__).parents[1])
+TESTS, ROOT = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
 
 CONFTEST = """
 import os, pytest
@@ -35,7 +35,7 @@ def test_it({fixture}, measured, value):
 
 def test_a_pool_is_started_once_and_the_largest_of_each_test_is_told(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((TESTS, os.environ["PYTHONPATH"])))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((ROOT, TESTS, os.environ["PYTHONPATH"])))
     files = {
         "test_one": TAKES.format(fixture="four_ranks", values=[1e-6, 3e-6, 2e-6]),
         "test_two": TAKES.format(fixture="pool_of", values=[4e-6]),

@@ -150,7 +150,7 @@ def test_micro_batches_are_as_few_as_the_budget_allows_by_hand():
     assert parts([12, 12, 4, 4], ranks=2) == [[[4, 12]], [[4, 12]]]
     assert sorted(map(len, parts([20, 3, 3, 3])[0])) == [1, 3]
     assert parts([5, 5, 5], tp=2, ranks=2) == [[[5, 5], [5]]], "six slots each"
-    assert parts([3, 3, 3, 3], multiple=4) == [[[3, 3, 3, 3]]], "four slots each"
+    assert parts([3, 3, 3, 3], pad_to_multiple_of=4) == [[[3, 3, 3, 3]]], "four slots each"
     assert parts([8, 7, 2, 2, 2], layout="bshd") == [[[7, 8], [2, 2, 2]]], "rows of like lengths"
     assert parts([4, 4, 4, 4], pp=2, ranks=2) == [[[4, 4], [4, 4]]], "one for each stage"
     schedule = plan_schedule([1] * 10, MegatronConfig(micro_batch_tokens=16), 64, 1, most_sequences=4)
