@@ -5,14 +5,21 @@ penalty for answers that run long, every token of a mini-batch counting alike, n
     python -m recipes.dapo_math --smoke                the same recipe, tiny, on a CPU
 """
 
-from engines.batch.batch import TrainBatch
-from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.mathematics import INSTRUCTION, math_reward
 from recipes.common.smoke import RecipeConfig, recipe_config
-from rlworker.algorithms.advantages import AdvantageFn, grpo, with_overlong_penalty
-from rlworker.config.sections import AlgorithmConfig, CheckpointConfig, DataConfig, RewardConfig
-from rlworker.data.rows import Row
-from rlworker.trainers.launch import launch
+from rlworker import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    MegatronConfig,
+    OptimizerConfig,
+    RewardConfig,
+    Row,
+    TrainBatch,
+    VllmConfig,
+    advantages,
+    launch,
+)
 
 DEFAULT = RecipeConfig(
     run_dir="runs/dapo_math",
@@ -49,12 +56,12 @@ def right_or_wrong(text: str, row: Row) -> float:
     return 2 * math_reward(text, row) - 1
 
 
-def overlong(config: RecipeConfig) -> AdvantageFn:
+def overlong(config: RecipeConfig) -> advantages.AdvantageFn:
     """GRPO's advantages, after the penalty on the last fifth of the longest answer (the paper: 4,096 of 20,480)."""
     longest = config.rollout.max_new_tokens
 
     def advantage(batch: TrainBatch):
-        return grpo(with_overlong_penalty(batch, longest, buffer=max(1, longest // 5)))
+        return advantages.grpo(advantages.with_overlong_penalty(batch, longest, buffer=max(1, longest // 5)))
 
     return advantage
 

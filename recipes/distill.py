@@ -10,9 +10,7 @@ from dataclasses import replace
 from recipes import grpo_gsm8k
 from recipes.common.mathematics import math_reward
 from recipes.common.smoke import recipe_config
-from rlworker.algorithms.advantages import distill
-from rlworker.config.sections import AlgorithmConfig
-from rlworker.trainers.launch import launch
+from rlworker import AlgorithmConfig, advantages, launch
 
 DEFAULT = replace(
     grpo_gsm8k.DEFAULT,
@@ -23,4 +21,4 @@ DEFAULT = replace(
 )
 
 if __name__ == "__main__":
-    launch(recipe_config(DEFAULT, __doc__), math_reward, advantage=distill)
+    launch(recipe_config(DEFAULT, __doc__), math_reward, advantage=advantages.distill)

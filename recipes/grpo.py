@@ -9,10 +9,7 @@ Copy this file to write your own recipe: the reward is any function ``reward(tex
 import re
 from decimal import Decimal
 
-from rlworker.config.command_line import parse_config
-from rlworker.config.run import RunConfig
-from rlworker.data.rows import Row
-from rlworker.trainers.launch import launch
+from rlworker import Row, RunConfig, launch, parse_config
 
 NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
@@ -23,7 +20,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def reward(text: str, row: Row) -> float:
-    """1 where the last number is the answer; where the answer is no number, where the whole last line is."""
+    """1 where the last number is the answer, or the last line where the answer is no number."""
     answer, last_line = row.answer.strip(), text.strip().rpartition("\n")[2].strip()
     if NUMBER.fullmatch(answer):
         return float(last_number(text) == last_number(answer))

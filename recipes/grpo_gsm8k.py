@@ -6,11 +6,18 @@ python -m recipes.grpo_gsm8k --smoke               the same recipe, tiny, on a C
 In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB.
 """
 
-from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.mathematics import INSTRUCTION, math_reward
 from recipes.common.smoke import RecipeConfig, recipe_config
-from rlworker.config.sections import AlgorithmConfig, CheckpointConfig, DataConfig, RewardConfig
-from rlworker.trainers.launch import launch
+from rlworker import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    MegatronConfig,
+    OptimizerConfig,
+    RewardConfig,
+    VllmConfig,
+    launch,
+)
 
 DEFAULT = RecipeConfig(
     run_dir="runs/grpo_gsm8k",

@@ -9,8 +9,7 @@ from dataclasses import replace
 from recipes import grpo_gsm8k
 from recipes.common.mathematics import math_reward
 from recipes.common.smoke import recipe_config
-from rlworker.config.sections import AlgorithmConfig, CriticConfig
-from rlworker.trainers.launch import launch
+from rlworker import AlgorithmConfig, CriticConfig, launch
 
 DEFAULT = replace(
     grpo_gsm8k.DEFAULT,

@@ -9,10 +9,9 @@ is a HuggingFace folder that every RL recipe can start from.
 
 from dataclasses import replace
 
-from engines.config import OptimizerConfig
 from recipes import grpo_gsm8k
 from recipes.common.smoke import SftRecipeConfig, recipe_config
-from rlworker.trainers.launch import launch_supervised
+from rlworker import OptimizerConfig, launch_supervised
 
 DEFAULT = SftRecipeConfig(
     run_dir="runs/sft_text",

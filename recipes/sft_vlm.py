@@ -9,10 +9,9 @@ that every RL recipe can start from.
 
 from dataclasses import replace
 
-from engines.config import OptimizerConfig
 from recipes import grpo_geo3k
 from recipes.common.smoke import SftVlmRecipeConfig, recipe_config
-from rlworker.trainers.launch import launch_supervised
+from rlworker import OptimizerConfig, launch_supervised
 
 DEFAULT = SftVlmRecipeConfig(
     run_dir="runs/sft_vlm",

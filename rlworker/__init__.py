@@ -1,14 +1,14 @@
 """RL post-training of language and vision-language models: everything that a recipe needs.
 
-    from rlworker import RunConfig, Row, launch
+    from rlworker import Row, RunConfig, launch, parse_config
 
     def reward(text: str, row: Row) -> float:
         return float(text.strip() == row.answer)
 
-    launch(RunConfig(model="FOLDER", run_dir="runs/mine", ...), reward)
+    launch(parse_config(RunConfig(model="FOLDER", run_dir="runs/mine")), reward)
 
 - ``launch``, ``launch_supervised``: from settings to a trained model; ``Trainer``, ``SftTrainer``: step by step.
-- ``RunConfig``, ``SftConfig`` and their sections: the settings.
+- ``RunConfig``, ``SftConfig`` and their sections: the settings; ``parse_config`` reads them from the command line.
 - ``Row``, ``TrainBatch``: what rewards and advantages are given.
 - ``advantages``, ``losses``, ``rewards``: modules of plain functions to choose from and to write beside.
 - ``keeping_workers``: processes that go on from run to run, for a sweep.
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rlworker import rewards
     from rlworker.algorithms import advantages, losses
     from rlworker.cluster.actors import keeping_workers
+    from rlworker.config.command_line import parse_config
     from rlworker.config.run import RunConfig
     from rlworker.config.sections import (
         AlgorithmConfig,
@@ -52,6 +53,7 @@ _HOMES = {
     "engines.batch.batch": ("TrainBatch",),
     "engines.config": ("MegatronConfig", "OptimizerConfig", "VllmConfig"),
     "rlworker.cluster.actors": ("keeping_workers",),
+    "rlworker.config.command_line": ("parse_config",),
     "rlworker.config.run": ("RunConfig",),
     "rlworker.config.sections": (
         "AlgorithmConfig",
@@ -100,6 +102,7 @@ __all__ = [
     "launch",
     "launch_supervised",
     "losses",
+    "parse_config",
     "rewards",
 ]
 

@@ -2,7 +2,7 @@
 
 from math_verify import parse, verify
 
-from rlworker.data.rows import Row
+from rlworker import Row
 
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
 

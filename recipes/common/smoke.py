@@ -4,14 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from engines.config import VllmConfig
 from hardware.platforms import get_platform
 from recipes.common.addition import make_model, make_tokenizer
 from recipes.common.squares import make_data
+from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
 from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, tiny_vlm
-from rlworker.config.command_line import parse_config
-from rlworker.config.run import RunConfig
-from rlworker.config.sft import SftConfig
 
 _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
 _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

@@ -16,28 +16,33 @@ import numpy as np
 import torch
 from annotated_types import Ge
 
-from engines.batch.batch import TrainBatch
-from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from recipes.common.addition import make_data, make_model
-from rlworker.algorithms.advantages import AdvantageFn, configured_advantage
+from rlworker import (
+    AlgorithmConfig,
+    DataConfig,
+    MegatronConfig,
+    OptimizerConfig,
+    RunConfig,
+    SftConfig,
+    TrainBatch,
+    Trainer,
+    VllmConfig,
+    advantages,
+    parse_config,
+    rewards,
+)
 from rlworker.cluster.ray import ray_for
-from rlworker.config.command_line import parse_config
-from rlworker.config.run import RunConfig
-from rlworker.config.sections import AlgorithmConfig, DataConfig
-from rlworker.config.sft import SftConfig
 from rlworker.data.examples import Example, read_examples, to_batch
 from rlworker.data.images import pictures_of
 from rlworker.data.rows import load_tokenizer
-from rlworker.rewards.functions import exact_match
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.report import tell_report
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import tell_start
 from rlworker.tracking.trackers import check_trackers
-from rlworker.trainers.rl import Trainer
 from rlworker.trainers.sft import train_supervised
 from rlworker.trainers.stop import Stop, ending_well
 
@@ -90,7 +95,7 @@ DEFAULT = DemoConfig(
 )
 
 
-def shuffled(advantage: AdvantageFn) -> AdvantageFn:
+def shuffled(advantage: advantages.AdvantageFn) -> advantages.AdvantageFn:
     """The same on the batch's own rewards in random order: the same numbers, without what they were given for."""
 
     def of_shuffled(batch: TrainBatch):
@@ -171,7 +176,7 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     began = time.perf_counter()
     folder = Path(config.run_dir)
     warm = warm_model(config)
-    advantage = configured_advantage(config.critic)
+    advantage = advantages.configured_advantage(config.critic)
     if config.shuffle_rewards:
         advantage = shuffled(advantage)
     with ray_for(config.actors, config.platform):  # once for both parts
@@ -181,7 +186,7 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
             tell_start("the model is warmed up")
         warm_up_seconds = time.perf_counter() - began
         parts = dict(advantage=advantage, folder=run, stop=stop)
-        with Trainer(replace(config, model=str(warm)), exact_match, **parts) as trainer:
+        with Trainer(replace(config, model=str(warm)), rewards.exact_match, **parts) as trainer:
             trainer.fit()
     if stop.signal:
         return  # there is more to come

@@ -7,7 +7,7 @@ with a head of zeros, learns what a half-written answer is worth, and the actor 
 from dataclasses import replace
 
 from recipes.demos import cpu as demo_cpu
-from rlworker.config.sections import CriticConfig
+from rlworker import CriticConfig
 
 DEFAULT = replace(
     demo_cpu.DEFAULT,

@@ -4,10 +4,9 @@ A tiny Qwen2.5-VL and its pictures are made on the spot, warmed up on answers un
 then trained by GRPO from the reward alone, vision tower included. Held-out pictures are never trained on.
 """
 
-from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common import squares
 from recipes.demos import cpu as demo_cpu
-from rlworker.config.sections import AlgorithmConfig, DataConfig
+from rlworker import AlgorithmConfig, DataConfig, MegatronConfig, OptimizerConfig, VllmConfig
 
 _WARM_UP = dict(lr=1e-3, min_lr=1e-3, lr_warmup_steps=30, lr_scheduler="constant", adam_beta2=0.98, weight_decay=0.01)
 SQUARES = demo_cpu.Toy(squares.make_data, squares.make_model, _WARM_UP, rows=128)

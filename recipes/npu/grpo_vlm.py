@@ -12,7 +12,7 @@ from hardware.npu.platform import NpuPlatform
 from recipes import grpo_geo3k
 from recipes.common.mathematics import math_reward
 from recipes.common.smoke import recipe_config
-from rlworker.trainers.launch import launch
+from rlworker import launch
 
 DEFAULT = replace(
     grpo_geo3k.DEFAULT,

@@ -12,7 +12,7 @@ from recipes import ppo_gsm8k
 from recipes.common.mathematics import math_reward
 from recipes.common.smoke import recipe_config
 from recipes.npu import grpo as grpo_npu
-from rlworker.trainers.launch import launch
+from rlworker import launch
 
 DEFAULT = replace(
     ppo_gsm8k.DEFAULT,
