@@ -2,10 +2,11 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.suite.lanes import lane_of
+from support.suite.lanes import lane_of, place_in_queue
 
 pytest_plugins = ["pytester"]
 TESTS, ROOT = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
@@ -76,3 +77,13 @@ def test_a_pool_is_started_once_and_the_largest_of_each_test_is_told(pytester, m
 def test_the_lane_of_a_file_is_the_pool_that_it_takes(tmp_path, text, lane):
     (tmp_path / "test_x.py").write_text(text)
     assert lane_of(tmp_path / "test_x.py") == lane
+
+
+def test_the_pools_are_first_and_a_file_of_many_short_tests_is_last():
+    counts = Counter({"test_many.py": 400, "cluster": 60, "test_few.py": 2, "ranks": 500})
+    assert sorted(counts, key=lambda lane: place_in_queue(lane, counts)) == [
+        "ranks",
+        "cluster",
+        "test_few.py",
+        "test_many.py",
+    ]

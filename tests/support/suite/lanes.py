@@ -4,6 +4,7 @@ A worker of pytest-xdist is given whole files, and all files that take the same 
 """
 
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -23,10 +24,25 @@ def lane_of(file: Path) -> str:
     return file.name
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items) -> None:
+    """Put the pools first, then the files of fewest tests, which have the long ones: none should begin at the end."""
+    if hasattr(config, "workerinput"):
+        counts = Counter(lane_of(item.path) for item in items)
+        items.sort(key=lambda item: place_in_queue(lane_of(item.path), counts))
+
+
+def place_in_queue(lane: str, counts: Counter) -> tuple[bool, int]:
+    """Return what lanes are sorted by. ``counts``: tests of each lane."""
+    return (lane not in POOLS, counts[lane] if lane not in POOLS else -counts[lane])
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Hand out lanes, the one of most tests first."""
+    """Hand out lanes, in the order in which their tests were collected."""
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
 
     class ByLane(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:  # the method that is there to be overridden
