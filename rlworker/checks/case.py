@@ -13,6 +13,7 @@ from engines.images.columns import image_columns
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from engines.probes.case import ProbeCase
+from engines.validation import read_object
 
 _LENGTHS = (9, 1, 14, 0, 6, 9, 21)
 _IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 6: ((0, 2),)}
@@ -41,6 +42,13 @@ class Case:
     others: dict[Image, Image]
 
 
+def _padding_tokens(folder: str) -> set[int]:
+    """Return the ids that stand in no text: transformers gives their embeddings no gradient."""
+    config = read_object(Path(folder, "config.json"))
+    parts = (config, config.get("text_config") or {})
+    return {part["pad_token_id"] for part in parts if isinstance(part.get("pad_token_id"), int)}
+
+
 def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     """Sequences for a model: longer than its windows, within its positions; as many for each data-parallel replica.
 
@@ -57,7 +65,7 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     if windows:
         lengths = (*_LENGTHS, min(max(windows) + 6, model.max_positions - 1))
     generator = torch.Generator().manual_seed(1)
-    text = torch.tensor(sorted(set(range(model.vocab)) - set(model.banned_tokens)))
+    text = torch.tensor(sorted(set(range(model.vocab)) - set(model.banned_tokens) - _padding_tokens(model.folder)))
     ids = [text[torch.randint(len(text), (n + 1,), generator=generator)].tolist() for n in lengths * replicas]
     prompts = [1 + min(i % 3, len(s) - 1) for i, s in enumerate(ids)]
     kept = [Prompt(tuple(s[:4])) for s in ids[: len(lengths)] if len(s) > 4]

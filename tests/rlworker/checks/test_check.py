@@ -1,6 +1,7 @@
 """``rlworker check`` on the real engines, and the faults that it must find."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +146,14 @@ def test_the_self_test_is_of_its_own_model():
     for changes in (dict(model="m"), dict(huggingface=False), dict(rollout=VllmConfig(dtype="bfloat16"))):
         with pytest.raises(ValueError, match="faults show on its own tiny model"):
             CheckConfig(self_test=True, **changes)
+
+
+def test_padding_stands_in_no_text_of_a_check(make_hf_model, tmp_path):
+    """transformers gives its embedding no gradient, and a row of zeros that a norm then blows up."""
+    folder = shutil.copytree(make_hf_model("qwen2", False), tmp_path / "model")
+    spec = ModelSpec.from_folder(folder)
+    used = int(make_case(spec, 1, str(tmp_path)).batch.inputs[0])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": used}))
+    batch = make_case(spec, 1, str(tmp_path)).batch
+    assert used not in batch.inputs and used not in batch.targets and batch.num_tokens
