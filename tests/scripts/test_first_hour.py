@@ -1,4 +1,4 @@
-"""The script that follows docs/first_hour.md; following the page itself takes ten minutes and is done by hand."""
+"""The script that follows docs/first_hour.md; following the page itself starts engines and is done by hand."""
 
 import ast
 import subprocess
