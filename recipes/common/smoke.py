@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import tyro
 
 from engines.config import VllmConfig
-from hardware.platforms import get_platform
+from hardware.platforms import PlatformName, get_platform
 from recipes.common.addition import make_model, make_tokenizer
+from recipes.common.sizes import fit_to_node
 from recipes.common.squares import make_data
 from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, tiny_vlm
+from rlworker.config.defaults import on_given_platform
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 
@@ -23,8 +25,11 @@ class RecipeConfig(RunConfig):
     """A recipe: a RunConfig that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, where an NPU is emulated, of tiny models made on the spot and a data file of sixteen rows:
-    sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+    """Two steps on a CPU, where an accelerator is emulated, of tiny models made on the spot and a data file of sixteen
+    rows: sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+
+    def on_platform(self, name: PlatformName) -> Self:
+        return fit_to_node(super().on_platform(name), get_platform(name).node)
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,11 @@ class SftRecipeConfig(SftConfig):
     """A recipe of supervised training that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, where an NPU is emulated, of tiny models made on the spot and a data file of sixteen rows:
-    sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+    """Two steps on a CPU, where an accelerator is emulated, of tiny models made on the spot and a data file of sixteen
+    rows: sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+
+    def on_platform(self, name: PlatformName) -> Self:
+        return fit_to_node(super().on_platform(name), get_platform(name).node)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ Recipe = TypeVar("Recipe", RecipeConfig, SftRecipeConfig)
 
 def recipe_config(default: Recipe, description: str) -> Recipe:
     """A recipe's settings from the command line, and with ``--smoke`` their small likeness."""
-    config = tyro.cli(type(default), default=default, description=description)
+    config = tyro.cli(type(default), default=on_given_platform(default), description=description)
     if config.smoke:
         return small(config) if isinstance(config, RecipeConfig) else small_supervised(config)
     return config

@@ -18,6 +18,7 @@ from engines.megatron.memory import RankMemory, bytes_of, padding_share, paramet
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import slot_unit
 from hardware.platforms import get_platform
+from rlworker.config.defaults import on_given_platform
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 
@@ -78,6 +79,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
         ValueError: there is no such recipe, or the settings do not fit each other or the models.
     """
     default = _default_of(recipe)
+    default = on_given_platform(default, settings)
     config = tyro.cli(type(default), default=default, args=settings, prog=f"rlworker plan {recipe}")
     if not config.model:
         raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, of which config.json is read")

@@ -3,13 +3,13 @@
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Self
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.validation import LARGEST, check_numbers, check_types
 from hardware.attention.rules import slot_unit
-from hardware.platform import PlatformName
+from hardware.platforms import DEFAULT_PLATFORM, PlatformName
 from rlworker.config.model_checks import check_engines, check_sees_alike, check_trained
 
 _LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}
@@ -160,7 +160,7 @@ class TrainingConfig:
     """Folder that receives everything the run writes."""
     data: DataConfig = field(default_factory=DataConfig)
     actor: MegatronConfig = field(default_factory=MegatronConfig)
-    platform: PlatformName = "cpu"
+    platform: PlatformName = DEFAULT_PLATFORM
     """Kind of machine the engines run on."""
     steps: int = 100
     """Steps of the run: of RL rollouts, each followed by its update; of supervised training optimizer steps."""
@@ -188,6 +188,10 @@ class TrainingConfig:
         check_numbers("config", self, "finite and not negative", lambda x: 0 <= x <= LARGEST, "save_minutes")
         # Generators of 64 bits are seeded with a million times it and the step.
         check_numbers("config", self, "from 0 to 4294967295", lambda x: 0 <= x < 2**32, "seed")
+
+    def on_platform(self, name: PlatformName) -> Self:
+        """The same run on another kind of machine. A recipe that takes its sizes from the machine says how here."""
+        return replace(self, platform=name)
 
 
 @dataclass(frozen=True)
