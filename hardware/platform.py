@@ -79,10 +79,10 @@ class Platform(Protocol):
         """What a forward of the model runs within."""
 
     def faults(self) -> dict[str, list[Patch]]:
-        """The patches that plant each fault of ``hardware.attention.faults.ATTENTION_FAULTS`` into this platform's code.
+        """The patches that plant each of ``hardware.attention.faults.ATTENTION_FAULTS`` into this platform's own code.
 
-        They name functions of its own plan and attention. The self-test plants them in training processes; the controller
-        asks for them too, so that this imports torch and no Megatron.
+        They name functions of its plan and attention. The self-test plants them in training processes. The controller
+        asks for them too, so that this may import torch and not Megatron.
         """
 
     def driver_env(self) -> dict[str, str]:

@@ -25,8 +25,8 @@ class RecipeConfig(RunConfig):
     """A recipe: a RunConfig that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, where an accelerator is emulated, of tiny models made on the spot and a data file of sixteen
-    rows: sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+    """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
+    sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
 
     def on_platform(self, name: PlatformName) -> Self:
         return fit_to_node(super().on_platform(name), get_platform(name).node)
@@ -45,8 +45,8 @@ class SftRecipeConfig(SftConfig):
     """A recipe of supervised training that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, where an accelerator is emulated, of tiny models made on the spot and a data file of sixteen
-    rows: sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+    """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
+    sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
 
     def on_platform(self, name: PlatformName) -> Self:
         return fit_to_node(super().on_platform(name), get_platform(name).node)

@@ -1,5 +1,7 @@
-"""A platform as somebody adds one: a folder of its own and a line in hardware/platforms.py. It is the CPU's under another
-name, so that its numbers are known."""
+"""A platform as somebody adds one: a folder of its own and a line in hardware/platforms.py.
+
+It is the CPU's under another name, so that its numbers are known.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
