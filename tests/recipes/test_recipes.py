@@ -124,8 +124,13 @@ def test_small_it_can_start(monkeypatch, tmp_path, recipe, options, platform):
     assert "reference" in trainer.models and (trainer.advantage is distill) == (recipe == "distill")
 
 
-SIZES = {("cpu", False): (8, 4), ("cpu", True): (8, 0), ("npu", False): (8, 8), ("npu", True): (16, 0)}
-"""Ranks and rollout engines of every recipe, by platform and whether it is of supervised training."""
+SIZES = {
+    ("cpu", False): (8, 4, 32),
+    ("npu", False): (8, 8, 24),
+    ("cpu", True): (8, 0, 0),
+    ("npu", True): (16, 0, 0),
+}
+"""By platform and whether it is supervised training: ranks, rollout engines and GiB for the keys and values of each."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -138,13 +143,12 @@ def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
     settings = ["--model", str(tmp_path), "--platform", platform, *others]
     node = get_platform(platform).node
     text, fits = plan_recipe(f"recipes.{recipe}", settings, node.device_gb if node else 80.0)
-    assert fits, text
+    ranks, engines, kv_cache_gb = SIZES[platform, recipe.startswith("sft")]
+    assert fits and "= 4 ranks; " in text and f" of an optimizer step for each of {ranks // 4}\n" in text, text
     default = importlib.import_module(f"recipes.{recipe}").DEFAULT.on_platform(platform)
-    supervised = recipe.startswith("sft")
-    engines = 0 if supervised else default.rollout.engines
-    assert (default.actor.ranks, engines) == SIZES[platform, supervised]
-    if not supervised:
-        assert default.rollout.kv_cache_mb == {"cpu": 32768, "npu": 24576}[platform]
+    assert default.actor.ranks == ranks and (not engines or default.rollout.engines == engines)
+    (cache,) = re.findall(r"^rollout engines +[\d.]+ +0.000 +0.000 +([\d.]+)", text, re.M) or ["0"]
+    assert float(cache) == kv_cache_gb, text
 
 
 @pytest.mark.parametrize("recipe", ["demos.cpu", "demos.ppo", "grpo", "demos.vlm"])
