@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # settings are checked against a platform before anything takes the time to import torch
     import torch
     from torch import Tensor
 
     from hardware.attention.cell import Evidence
+    from hardware.attention.faults import Patch
     from hardware.attention.inputs import AttentionInputs
     from hardware.attention.mask_spec import MaskSpec
 
 
-PlatformName = Literal["cpu", "npu", "npu-emulated"]
+@dataclass(frozen=True)
+class Node:
+    """What one machine has of a platform's devices.
+
+    Attributes:
+        devices: how many. device_gb: memory of each, in GiB.
+    """
+
+    devices: int
+    device_gb: int
 
 
 class Platform(Protocol):
@@ -27,8 +38,10 @@ class Platform(Protocol):
     """What it says nothing about."""
     proven: Evidence
     """How far this project itself has run the platform."""
-    stand_in: PlatformName
-    """The platform to try its runs with on any machine."""
+    stand_in: str
+    """Name of the platform to try its runs with on any machine."""
+    node: Node | None
+    """The machine whose sizes recipes take; None leaves a recipe the sizes that it states."""
     dist_backend: str
     ray_options: dict
     """Options of one Ray actor that holds one device."""
@@ -64,6 +77,13 @@ class Platform(Protocol):
 
     def around_forward(self, inputs: AttentionInputs) -> AbstractContextManager:
         """What a forward of the model runs within."""
+
+    def faults(self) -> dict[str, list[Patch]]:
+        """The patches that plant each of ``hardware.attention.faults.ATTENTION_FAULTS`` into this platform's own code.
+
+        They name functions of its plan and attention. The self-test plants them in training processes. The controller
+        asks for them too, so that this may import torch and not Megatron.
+        """
 
     def driver_env(self) -> dict[str, str]:
         """Environment of the process that runs the steps, set before it makes large tensors."""

@@ -1,14 +1,29 @@
-"""The platforms there are, by name: the one list of them."""
+"""The platforms there are, by name. Adding one is a folder ``hardware/NAME/`` and its line in ``PLATFORMS``."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
 
 from hardware.platform import Platform
+
+PLATFORMS = {
+    "cpu": "hardware.cpu.platform:CpuPlatform",
+    "npu": "hardware.npu.platform:NpuPlatform",
+    "npu-emulated": "hardware.npu.platform:EmulatedNpuPlatform",
+}
+"""Name -> ``module:class``, which is imported when it is asked for: settings need no more than the names."""
+
+if TYPE_CHECKING:  # a checker of types wants the names of a Literal written out, and they stand above
+    PlatformName = str
+else:
+    PlatformName = Literal[tuple(PLATFORMS)]
+
+DEFAULT_PLATFORM: PlatformName = "cpu"
+"""Where nothing else is said: it runs on every machine."""
 
 
 def get_platform(name: str) -> Platform:
     """The platform called ``name``. Raises ValueError when there is none."""
-    from hardware.cpu.platform import CpuPlatform
-    from hardware.npu.platform import EmulatedNpuPlatform, NpuPlatform
-
-    platforms = {platform.name: platform for platform in (CpuPlatform, NpuPlatform, EmulatedNpuPlatform)}
-    if name not in platforms:
-        raise ValueError(f"platform: {name!r} is not available, expected one of {list(platforms)}")
-    return platforms[name]()
+    if name not in PLATFORMS:
+        raise ValueError(f"platform: {name!r} is not available, expected one of {list(PLATFORMS)}")
+    module, _, class_name = PLATFORMS[name].partition(":")
+    return getattr(import_module(module), class_name)()

@@ -3,7 +3,8 @@
 python -m recipes.grpo_gsm8k --model FOLDER        an instruct model of up to 8 billion parameters
 python -m recipes.grpo_gsm8k --smoke               the same recipe, tiny, on a CPU
 
-In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB.
+In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB; with ``--platform``
+the sizes of a node of that platform.
 """
 
 from recipes.common.mathematics import INSTRUCTION, math_reward

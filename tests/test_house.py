@@ -13,6 +13,8 @@ import pytest
 from support.family_choices import FAMILIES, FAMILY_NAMES, family_choices
 from support.prose import long_lines, sentences, word_count
 
+from hardware.platforms import PLATFORMS
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 FLOORS = {"hardware": 0, "engines": 1, "rlworker": 2, "recipes": 3}
@@ -49,6 +51,39 @@ def test_no_hardware_word_outside_hardware(path):
             assert not HARDWARE_WORDS.fullmatch(node.value.strip().split(":")[0]), f"line {node.lineno}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             assert (node.value.id, node.attr) not in {("torch", "cuda"), ("torch", "npu")}, f"line {node.lineno}"
+
+
+NAMES_OF_PLATFORMS = {
+    # torch's kind of device, where no platform is asked.
+    ("engines/megatron/layout.py", "cpu"),
+    # Seconds of a processor.
+    ("scripts/bench/step.py", "cpu"),
+    # What a platform's packages hold is looked up in them.
+    ("scripts/npu_profile.py", "npu"),
+}
+"""Files outside hardware/ that may say a word which is a platform's name as well."""
+
+
+def rooms_of_platforms() -> set[str]:
+    return {place.split(".")[1] for place in PLATFORMS.values()}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in (*SOURCES, *sorted((ROOT / "scripts").rglob("*.py"))) if p.relative_to(ROOT).parts[0] != "hardware"],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_no_platform_is_named_outside_hardware(path):
+    """A platform is one folder and its line in hardware/platforms.py: who names one elsewhere forgets the next."""
+    tree, rooms = ast.parse(path.read_text()), "|".join(rooms_of_platforms())
+    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    named = {words for words in said | imported(path) if re.match(rf"hardware\.({rooms})\b", words)}
+    allowed = {name for where, name in NAMES_OF_PLATFORMS if where == str(path.relative_to(ROOT))}
+    assert not (named | said & set(PLATFORMS)) - allowed, "ask the platform, by hardware.platforms.get_platform"
+
+
+def test_the_rooms_of_platforms_are_known():
+    assert {"cpu", "npu"} <= rooms_of_platforms() < {path.name for path in (ROOT / "hardware").iterdir()}
 
 
 def test_files_and_functions_stay_short():
@@ -192,10 +227,6 @@ MASK_FORMS = re.compile(
 PASSED_ON = {
     # Megatron calls core attention with this argument, and so does the probe; it is None.
     ("engines/probes/megatron.py", "attn_mask_type"),
-    # A fault is planted into the platform's kernel.
-    ("engines/probes/faults.py", "is_causal"),
-    ("engines/probes/faults.py", "atten_mask"),
-    ("engines/probes/faults.py", "sparse_mode"),
 }
 
 

@@ -1,7 +1,8 @@
 """Known faults, planted into the code that runs in production, so that a check can show that it finds them.
 
 Each is one that some system of the field has had. ``plant`` puts it into this process and ``mend`` takes it out; both
-are called in the process of a training rank or of a rollout engine.
+are called in the process of a training rank or of a rollout engine. Wrong masks are planted where the platform under
+check lowers a rule, which it says itself (``Platform.faults``).
 """
 
 from collections.abc import Callable
@@ -10,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from unittest.mock import patch
 
-Patch = tuple[object, str, Callable]
-"""``(owner, attribute, wrap)``: the attribute becomes ``wrap(original)``."""
+from hardware.attention.faults import ATTENTION_FAULTS, Patch, faults_of
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Fault:
     """One fault.
 
     Attributes:
-        patches: made when it is planted, because it imports what it patches.
+        patches: made when it is planted, because it imports what it patches; None where the platform has them.
         where: the processes it belongs into. cp: the context-parallel size at which it can show.
         model: HF model_type of a tiny model that it can show on.
         found_by: the check that must find it; others may as well.
     """
 
-    patches: Callable[[], list[Patch]]
+    patches: Callable[[], list[Patch]] | None
     found_by: str
     where: Literal["actor", "rollouts"] = "actor"
     cp: int = 1
@@ -35,110 +35,20 @@ class Fault:
 _PLANTED = ExitStack()
 
 
-def plant(_engine, name: str) -> None:
-    """Put a fault of ``FAULTS`` into this process."""
-    for owner, attribute, wrap in FAULTS[name].patches():
+def plant(engine, name: str) -> None:
+    """Put a fault of ``FAULTS`` into this process.
+
+    Raises:
+        ValueError: it is one of masks, and the engine's platform has no place for it.
+    """
+    make = FAULTS[name].patches
+    for owner, attribute, wrap in make() if make else faults_of(engine.platform)[name]:
         _PLANTED.enter_context(patch.object(owner, attribute, wrap(getattr(owner, attribute))))
 
 
 def mend(_engine) -> None:
     """Take out what was planted."""
     _PLANTED.close()
-
-
-# -- masks
-
-
-def _thd_plan(change: Callable) -> list[Patch]:
-    from hardware.cpu import attention_plan as cpu_plan
-    from hardware.npu import attention_plan as npu_plan
-
-    def wrap(plan):
-        return lambda spec, *args: plan(change(spec), *args)
-
-    return [(cpu_plan, "_plan_thd", wrap), (npu_plan, "_plan_thd", wrap)]
-
-
-def _whole_buffer_causal() -> list[Patch]:
-    def one_sequence(spec):
-        prefixes = None if spec.prefixes is None else spec.prefixes[:1]
-        return replace(spec, lengths=(sum(spec.lengths),), padded=(sum(spec.padded),), prefixes=prefixes)
-
-    return _thd_plan(one_sequence)
-
-
-def _boundaries_off_by_one() -> list[Patch]:
-    def moved(spec):
-        lengths, padded = list(spec.lengths), list(spec.padded)
-        for sizes in (lengths, padded):
-            sizes[0], sizes[2] = sizes[0] + 1, sizes[2] - 1
-        return replace(spec, lengths=tuple(lengths), padded=tuple(padded))
-
-    return _thd_plan(moved)
-
-
-def _mask_of_another_rule(change: Callable) -> list[Patch]:
-    from hardware.cpu import attention_plan as cpu_plan
-    from hardware.npu import attention_plan as npu_plan
-
-    def wrap(mask):
-        return lambda spec, rule, *args: mask(spec, change(rule), *args)
-
-    def wrap_call(call):
-        return lambda rule, *args: call(change(rule), *args)
-
-    return [(cpu_plan, "dense_mask", wrap), (npu_plan, "dense_mask", wrap), (npu_plan, "_compressed", wrap_call)]
-
-
-def _window_off_by_one() -> list[Patch]:
-    return _mask_of_another_rule(lambda rule: replace(rule, window=rule.window and rule.window + 1))
-
-
-def _causal_for_images() -> list[Patch]:
-    return _mask_of_another_rule(lambda rule: replace(rule, images=False))
-
-
-def _inverted_polarity() -> list[Patch]:
-    from hardware.cpu import attention_plan as cpu_plan
-    from hardware.npu import attention_plan as npu_plan
-
-    def wrap(mask):
-        def inverted(*args):
-            if (keep := mask(*args)) is None:
-                return None
-            return ~keep | keep.all(-1, keepdim=True)  # who then sees nothing sees everyone, as on a device
-
-        return inverted
-
-    return [(cpu_plan, "dense_mask", wrap), (npu_plan, "dense_mask", wrap)]
-
-
-def _none_means_full() -> list[Patch]:
-    import torch.nn.functional as F
-
-    from hardware.npu import attention_plan as npu_plan
-
-    def wrap(sdpa):
-        return lambda *args, is_causal=False, **kwargs: sdpa(*args, **kwargs)
-
-    def wrap_call(_):
-        return lambda *_: npu_plan.KernelCall(atten_mask=None, sparse_mode=0)
-
-    return [(F, "scaled_dot_product_attention", wrap), (npu_plan, "_compressed", wrap_call)]
-
-
-def _padding_seen() -> list[Patch]:
-    from hardware.cpu import attention_plan as cpu_plan
-    from hardware.npu import attention_plan as npu_plan
-
-    def wrap(mask):
-        def open_to_padding(spec, rule, *args):
-            full = spec if rule.causal else replace(spec, lengths=spec.padded, image_block=None)
-            return mask(full, rule, *args)
-
-        return open_to_padding
-
-    return [(cpu_plan, "dense_mask", wrap), (npu_plan, "dense_mask", wrap)]
 
 
 # -- places
@@ -307,13 +217,7 @@ def _swapped_names() -> list[Patch]:
 
 
 FAULTS: dict[str, Fault] = {
-    "whole-buffer causal": Fault(_whole_buffer_causal, "attention"),
-    "boundaries off by one": Fault(_boundaries_off_by_one, "attention"),
-    "inverted polarity": Fault(_inverted_polarity, "attention"),
-    "None where None means full": Fault(_none_means_full, "attention"),
-    "window off by one": Fault(_window_off_by_one, "attention"),
-    "causal where the image rule was asked": Fault(_causal_for_images, "attention"),
-    "padding seen": Fault(_padding_seen, "attention"),
+    **{name: Fault(None, "attention") for name in ATTENTION_FAULTS},
     "a pad marked valid": Fault(_pad_marked_valid, "layouts"),
     "the label of a neighbour": Fault(_label_of_a_neighbour, "layouts"),
     "a layer that computes otherwise": Fault(_layer_computes_otherwise, "layouts"),

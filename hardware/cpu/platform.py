@@ -21,6 +21,7 @@ class CpuPlatform:
     not_covered: tuple[str, ...] = ()
     proven = "executed"
     stand_in = "cpu"
+    node = None
     dist_backend = "gloo"
     ray_options: ClassVar[dict] = {"num_cpus": 1}
     attention_backends = ("torch_sdpa",)
@@ -58,6 +59,11 @@ class CpuPlatform:
 
     def around_forward(self, inputs):
         return contextlib.nullcontext()
+
+    def faults(self):
+        from hardware.cpu.faults import faults
+
+        return faults()
 
     def driver_env(self) -> dict[str, str]:
         return _MEMORY

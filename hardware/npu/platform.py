@@ -9,6 +9,7 @@ from typing import ClassVar
 from hardware.attention.capabilities import find_backend
 from hardware.cpu.platform import CpuPlatform
 from hardware.npu.limits import MAX_PACK_SEQUENCES
+from hardware.platform import Node
 
 NOT_COVERED = (
     "pse",
@@ -32,6 +33,7 @@ class NpuPlatform:
     not_covered: tuple[str, ...] = ()
     proven = "untested"
     stand_in = "npu-emulated"
+    node = Node(devices=16, device_gb=64)
     dist_backend = "hccl"
     ray_options: ClassVar[dict] = {"num_cpus": 1, "resources": {"NPU": 1}}
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
@@ -91,6 +93,11 @@ class NpuPlatform:
 
         return lengths_around_forward(inputs)
 
+    def faults(self):
+        from hardware.npu.faults import faults
+
+        return faults()
+
     def driver_env(self) -> dict[str, str]:
         return {}
 
@@ -127,6 +134,7 @@ class EmulatedNpuPlatform(CpuPlatform):
 
     layer_spec = NpuPlatform.layer_spec
     attention_inputs = NpuPlatform.attention_inputs
+    faults = NpuPlatform.faults
 
     def init_process(self, local_rank: int):
         from hardware.npu.emulator.operator import install

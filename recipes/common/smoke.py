@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
-from hardware.platforms import get_platform
+from hardware.platforms import PlatformName, get_platform
 from recipes.common.addition import make_model, make_tokenizer
+from recipes.common.sizes import fit_to_node
 from recipes.common.squares import make_data
 from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
 from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, tiny_vlm
@@ -19,8 +20,11 @@ class RecipeConfig(RunConfig):
     """A recipe: a RunConfig that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, where an NPU is emulated, of tiny models made on the spot and a data file of sixteen rows:
+    """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
     sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+
+    def on_platform(self, name: PlatformName) -> Self:
+        return fit_to_node(super().on_platform(name), get_platform(name).node)
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,11 @@ class SftRecipeConfig(SftConfig):
     """A recipe of supervised training that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, where an NPU is emulated, of tiny models made on the spot and a data file of sixteen rows:
+    """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
     sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+
+    def on_platform(self, name: PlatformName) -> Self:
+        return fit_to_node(super().on_platform(name), get_platform(name).node)
 
 
 @dataclass(frozen=True)

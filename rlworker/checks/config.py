@@ -7,7 +7,7 @@ from tyro.conf import Positional
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
-from hardware.platform import PlatformName
+from hardware.platforms import DEFAULT_PLATFORM, PlatformName
 from rlworker.checks.tiny_models import Tiny
 from rlworker.config.model_checks import check_engines
 
@@ -20,7 +20,7 @@ class CheckConfig:
     """HuggingFace folder; without one a tiny model is made on the spot."""
     tiny: Tiny = "qwen2"
     """Kind of that tiny model."""
-    platform: PlatformName = "cpu"
+    platform: PlatformName = DEFAULT_PLATFORM
     """Kind of machine the engines run on."""
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     rollout: VllmConfig = field(

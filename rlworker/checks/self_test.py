@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from engines.probes.faults import FAULTS, Fault
+from hardware.attention.faults import faults_of
 from hardware.platforms import get_platform
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
@@ -24,13 +25,17 @@ def self_test(config: CheckConfig, folder: str, tell: Callable[[str], None]) -> 
 
     Returns:
         a finding for each fault, and the failures of the check without one.
+
+    Raises:
+        ValueError: the platform has no place for a fault; nothing was started.
     """
     found: list[Finding] = []
+    platform = get_platform(config.platform)
+    faults_of(platform)
     with ray_for(2 + config.rollout.engines, config.platform):
         for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
             of_kind = replace(config, model=tiny_model(f"{folder}/{kind}", kind))
             found += _of_model(of_kind, kind, tell)
-    platform = get_platform(config.platform)
     return [*found, *limits_of_platform(platform)]
 
 

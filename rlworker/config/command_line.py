@@ -1,5 +1,6 @@
 """Settings from a command line, and help that shows a section at a time."""
 
+import argparse
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -10,7 +11,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import tyro
 
 from engines.validation import bounds_of, option, spell_bounds
+from hardware.platforms import PLATFORMS
 from rlworker.config.keys import renamed_keys, settings_by_key
+from rlworker.config.run import TrainingConfig
 
 Config = TypeVar("Config")
 
@@ -22,7 +25,7 @@ def parse_config(
 
     Args:
         default: a frozen dataclass, whose fields that are dataclasses are its sections; what the command line does not
-            name is as it is there.
+            name is as it is there. Settings of a run are first moved to the platform that the command line names.
         description: of the program, for ``--help``; left out, the docstring of the default's class.
         args: in place of the program's own. prog: the program's name, in place of its file's.
 
@@ -30,12 +33,27 @@ def parse_config(
         SystemExit: help was asked for, or the command line is wrong; what is printed names the option and what to do.
     """
     args = [*(sys.argv[1:] if args is None else args)]
+    if isinstance(default, TrainingConfig):
+        default = _move_to_platform(default, args)
     parse = partial(tyro.cli, description=description, prog=prog)
     if asked := {"-h", "--help"} & {*args}:
         _show_help(parse, default, args[args.index(asked.pop()) + 1 :])
     if renamed := _renamed_options(args, settings_by_key(default)):
         sys.exit("error: " + "; ".join(f"there is no option {given}, take {here}" for given, here in renamed.items()))
     return parse(type(default), default=default, args=args)
+
+
+def _move_to_platform(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig:
+    """Move a recipe's settings to the platform that the command line names, before the rest of it is read.
+
+    A recipe may take sizes from the platform (``TrainingConfig.on_platform``). They are defaults like the others, so
+    that a key that the user gives wins over them, and ``--help`` shows them.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--platform", nargs="?")
+    name = parser.parse_known_args(args)[0].platform
+    is_another = name in PLATFORMS and name != default.platform  # what is wrong with a name is said where all is read
+    return default.on_platform(name) if is_another else default
 
 
 def _renamed_options(args: Sequence[str], known: Collection[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Settings of a run. Every value is checked before Ray, Megatron or vLLM starts."""
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Le
 
@@ -9,7 +9,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.attention.rules import slot_unit
-from hardware.platform import PlatformName
+from hardware.platforms import DEFAULT_PLATFORM, PlatformName
 from rlworker.config.model_checks import check_engines, check_sees_alike, check_trained
 from rlworker.config.sections import (
     AlgorithmConfig,
@@ -57,7 +57,7 @@ class TrainingConfig:
     data: DataConfig = field(default_factory=DataConfig)
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    platform: PlatformName = "cpu"
+    platform: PlatformName = DEFAULT_PLATFORM
     """Kind of machine the engines run on."""
     steps: Annotated[int, Ge(1)] = 100
     """Steps of the run: of RL rollouts, each followed by its update; of supervised training optimizer steps."""
@@ -74,6 +74,10 @@ class TrainingConfig:
 
     def __post_init__(self):
         check_types("config", self)
+
+    def on_platform(self, name: PlatformName) -> Self:
+        """The same run on another kind of machine. A recipe that takes its sizes from the machine says how here."""
+        return replace(self, platform=name)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from timing import median_ms, options, write_figures
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
-from hardware.platforms import get_platform
+from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from rlworker.cluster.ray import ray_for
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.workers import Role
@@ -50,11 +50,11 @@ def round_trip(group: WorkerGroup, batch: TrainBatch) -> dict[str, torch.Tensor]
 
 
 def main() -> None:
-    platform = get_platform("cpu")
+    platform = get_platform(DEFAULT_PLATFORM)
     os.environ.update(platform.driver_env())
     batch = make_batch()
     size = sum(column.nbytes for column in batch.columns().values()) / 1e6
-    with ray_for(ACTORS, "cpu"):
+    with ray_for(ACTORS, DEFAULT_PLATFORM):
         actors = [ray.remote(Echo).options(num_cpus=1).remote() for _ in range(ACTORS)]
         role = Role("actor", SimpleNamespace(hidden=4096), MegatronConfig(ranks=ACTORS))
         group = WorkerGroup(role, platform, actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])

@@ -12,7 +12,7 @@ import torch
 from timing import median_ms, options, write_figures
 
 from engines.batch.batch import TrainBatch
-from hardware.platforms import get_platform
+from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from rlworker.algorithms.advantages import gae
 
 OPTIONS = options(__doc__).parse_args()
@@ -45,7 +45,7 @@ def loop_over_time(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> 
 
 
 def main() -> None:
-    os.environ.update(get_platform("cpu").driver_env())
+    os.environ.update(get_platform(DEFAULT_PLATFORM).driver_env())
     torch.set_num_threads(1)
     whole, prompted = make_batch(0), make_batch(PROMPT)
     apart = float((gae(whole)[0] - loop_over_time(whole)).abs().max())

@@ -24,7 +24,7 @@ from engines.images.columns import image_columns
 from engines.images.plan import same_images
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
-from hardware.platforms import get_platform
+from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from recipes.common.squares import make_tokenizer
 from rlworker.checks.tiny_models import tiny_vlm
 
@@ -58,7 +58,7 @@ def make_batch(model: ModelSpec, folder: Path, side: int, pictures: int) -> Trai
 
 
 def main() -> None:
-    platform = get_platform("cpu")
+    platform = get_platform(DEFAULT_PLATFORM)
     os.environ.update(platform.train_env())
     device = platform.init_process(0)
     from engines.megatron.engine import MegatronEngine, init_distributed  # once the platform has made Megatron its own

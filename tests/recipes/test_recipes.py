@@ -1,5 +1,6 @@
 """The recipes for real models: each whole and small, and each in full as a plan."""
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -10,6 +11,7 @@ from support.program import run_recipe
 from support.ranks.vlm_cases import QWEN2_5_VL_7B
 
 from engines.batch.batch import TrainBatch
+from hardware.platforms import get_platform
 from recipes.common import squares
 from recipes.common.addition import make_model
 from rlworker.algorithms.advantages import distill
@@ -23,13 +25,13 @@ RECIPES = {
     "dapo_math": (),
     "distill": ("--algorithm.reference",),
     "sft_text": (),
-    "npu.grpo": (),
-    "npu.ppo": (),
     "grpo_geo3k": (),
     "sft_vlm": (),
-    "npu.grpo_vlm": (),
 }
 """Recipe -> options that name further models."""
+NPU = ("--platform", "npu-emulated")
+ON_NPU = ("grpo_gsm8k", "ppo_gsm8k", "grpo_geo3k")
+"""Recipes that run on the emulated NPU as well."""
 LLAMA_8B = {
     "model_type": "llama",
     "num_hidden_layers": 32,
@@ -46,6 +48,7 @@ LLAMA_8B = {
 """The shape of Llama 3.1 8B."""
 SMOKES = [
     *((name, ()) for name in RECIPES),
+    *((name, NPU) for name in ON_NPU),
     ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
 ]
@@ -79,19 +82,25 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
         return
     assert "heldout" in start and 0 < last["logprob_diff_mean"] <= 1e-5
     # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
-    assert ("explained_variance" in last, "penalty" in last) == (("ppo" in recipe,) * 2)
-    assert ("kl" in last) == ("grpo" in recipe)
-    if recipe in ("grpo_geo3k", "npu.grpo_vlm"):  # pictures beside answers and rewards
+    assert ("explained_variance" in last, "penalty" in last) == ((recipe.startswith("ppo"),) * 2)
+    assert ("kl" in last) == recipe.startswith("grpo")
+    if recipe == "grpo_geo3k":  # images beside answers and rewards
         assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
-    npu = "npu-emulated (emulated), which says nothing about pse"
-    platform = npu if recipe.startswith("npu") else "cpu (executed)<"
+    platform = "npu-emulated (emulated), which says nothing about pse" if options == NPU else "cpu (executed)<"
     assert platform in (run / "report.html").read_text()
     if recipe == "distill":
         assert first["zero_variance_groups"] >= first["groups"] / 2 and first["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if (name, ()) not in ALWAYS])
-def test_small_it_can_start(monkeypatch, tmp_path, recipe):
+CAN_START = [
+    *((name, (), "cpu") for name in RECIPES if (name, ()) not in ALWAYS),
+    *((name, ("--platform", given), "npu-emulated") for name, given in zip(ON_NPU, ("npu", "npu", "npu-emulated"))),
+]
+"""Recipe, options and the platform that it then runs on."""
+
+
+@pytest.mark.parametrize(("recipe", "options", "platform"), CAN_START)
+def test_small_it_can_start(monkeypatch, tmp_path, recipe, options, platform):
     """Its settings, models, rows and functions go together, which is checked before engines are started."""
     import rlworker.trainers.launch
     from rlworker.trainers.rl import Trainer
@@ -102,12 +111,11 @@ def test_small_it_can_start(monkeypatch, tmp_path, recipe):
         rlworker.trainers.launch, "launch", lambda *args, **parts: built.append(Trainer(*args, **parts))
     )
     monkeypatch.setattr(rlworker.trainers.launch, "launch_supervised", lambda config: built.append(SftTrainer(config)))
-    done = run_recipe(recipe, "--smoke", "--run-dir", tmp_path / recipe)
+    done = run_recipe(recipe, "--smoke", "--run-dir", tmp_path / recipe, *options)
     assert done.returncode == 0, done.stderr
     (trainer,) = built
     config, run = trainer.config, tmp_path / f"{recipe}_smoke" / "run"
-    assert (config.run_dir, config.steps, config.actor.ranks) == (str(run), 2, 2)
-    assert config.platform == ("npu-emulated" if recipe.startswith("npu") else "cpu")
+    assert (config.run_dir, config.steps, config.actor.ranks, config.platform) == (str(run), 2, 2, platform)
     if recipe.startswith("sft"):
         assert isinstance(trainer, SftTrainer)
         return
@@ -115,15 +123,31 @@ def test_small_it_can_start(monkeypatch, tmp_path, recipe):
     assert "reference" in trainer.models and (trainer.advantage is distill) == (recipe == "distill")
 
 
+SIZES = {
+    ("cpu", False): (8, 4, 32),
+    ("npu", False): (8, 8, 24),
+    ("cpu", True): (8, 0, 0),
+    ("npu", True): (16, 0, 0),
+}
+"""By platform and whether it is supervised training: ranks, rollout engines and GiB for the keys and values of each."""
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_in_full_it_fits_its_devices(tmp_path, recipe):
-    """Of 80 GB, an NPU of 64 GB."""
-    sees = recipe in ("grpo_geo3k", "sft_vlm", "npu.grpo_vlm")
+@pytest.mark.parametrize("platform", ["cpu", "npu"])
+def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
+    """Of 80 GB as the recipe states, of a node's sixteen cards as its platform does."""
+    sees = recipe in ("grpo_geo3k", "sft_vlm")
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B if sees else LLAMA_8B))
     others = [word for option in RECIPES[recipe] for word in (option, str(tmp_path))]
-    memory_gb = 64.0 if recipe.startswith("npu") else 80.0
-    text, fits = plan_recipe(f"recipes.{recipe}", ["--model", str(tmp_path), *others], memory_gb)
-    assert fits, text
+    settings = ["--model", str(tmp_path), "--platform", platform, *others]
+    node = get_platform(platform).node
+    text, fits = plan_recipe(f"recipes.{recipe}", settings, node.device_gb if node else 80.0)
+    ranks, engines, kv_cache_gb = SIZES[platform, recipe.startswith("sft")]
+    assert fits and "= 4 ranks; " in text and f" of an optimizer step for each of {ranks // 4}\n" in text, text
+    default = importlib.import_module(f"recipes.{recipe}").DEFAULT.on_platform(platform)
+    assert default.actor.ranks == ranks and (not engines or default.rollout.engines == engines)
+    (cache,) = re.findall(r"^rollout engines +[\d.]+ +0.000 +0.000 +([\d.]+)", text, re.M) or ["0"]
+    assert float(cache) == kv_cache_gb, text
 
 
 @pytest.mark.parametrize("recipe", ["demos.cpu", "demos.ppo", "grpo", "demos.vlm"])

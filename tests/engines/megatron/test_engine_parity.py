@@ -1,9 +1,12 @@
 """The Megatron engine against HuggingFace run one sequence at a time, in fp32, over parallel sizes and layouts."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.cover import matrix
 from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, settings_of
+from support.new_platform import NAME, on_added, write_platform
 from support.ranks.engines_cases import LENGTHS, make_batch, run_case
 from support.ranks.pool import free_address
 
@@ -63,11 +66,14 @@ def unsplit(one_rank, make_hf_model):
 
 @pytest.fixture
 def compare(pool_of, make_hf_model, reference, unsplit, measured):
-    """``compare(size, family, tied, settings)``: run one case and check all of its numbers."""
+    """``compare(size, family, tied, settings)``: run one case and check all of its numbers.
 
-    def run(size: str, family: str, tied: bool, settings: dict) -> None:
+    ``platform`` names another than the CPU's, and ``run_on_rank`` what runs the case on a rank.
+    """
+
+    def run(size: str, family: str, tied: bool, settings: dict, platform="cpu", run_on_rank=run_case) -> None:
         settings = settings_of(size) | settings
-        ranks = pool_of(size).run(run_case, free_address(), make_hf_model(family, tied), settings)
+        ranks = pool_of(size).run(run_on_rank, free_address(), make_hf_model(family, tied), settings, platform)
         label = f"{size} {family} tied={tied} {settings}"
         check(ranks, reference(family, tied), unsplit(family, tied), measured, label)
 
@@ -129,6 +135,11 @@ def test_sliding_window(compare, size, layout, recompute):
 
 def test_scaled_rotary(compare):
     compare("one", "llama-rope3", False, {})
+
+
+def test_a_new_platform_of_a_folder_and_a_line(compare, tmp_path):
+    """It is the CPU's under another name, and as near to HuggingFace."""
+    compare("CP2", "qwen2", True, {}, NAME, partial(on_added, write_platform(tmp_path), run_case))
 
 
 def test_lengths_are_awkward():

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from support.cover import matrix
 from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, image_blocks
 from support.factors import LAYOUTS, PLATFORMS
+from support.new_platform import NAME, on_added, write_platform
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
+from hardware.attention.faults import ATTENTION_FAULTS
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
 
@@ -37,18 +40,18 @@ def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, 
 
     from megatron.core.transformer import TransformerConfig
 
-    from hardware.cpu.attention import CpuAttention
     from hardware.megatron import layers
     from hardware.npu import attention_plan as npu_plan
-    from hardware.npu.attention import NpuAttention
-
-    attention = {"cpu": CpuAttention, "npu-emulated": NpuAttention}[name]
 
     torch.manual_seed(0)
     layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r, slots=slots) for r in range(cp)]
     tokens = sum(lengths)
     flats = [torch.randn(tokens, h, DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)]
-    config = TransformerConfig(num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS)
+    sizes = dict(num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS)
+    config = TransformerConfig(**sizes, attention_dropout=0.0)
+    with patch.object(layers, "get_num_layers_to_build", lambda config: 1):  # it would ask which stage this is
+        layer_of_model = platform.layer_spec(config).layer_specs[0].submodules
+    attention = layer_of_model.self_attention.submodules.core_attention
     packed = [[layout.pack(x) for x in flats] for layout in layouts]  # [rank][q, k, v] of [b, s, h, d]
     outputs, references = torch.zeros(tokens, HEADS * DIM), torch.zeros(tokens, HEADS * DIM)
     for r, layout in enumerate(layouts):
@@ -93,6 +96,50 @@ def test_attention_is_what_the_oracle_allows(one_rank, platform, cp, rule, lengt
     """All of them: a case takes milliseconds, and the capability table calls each of its cells executed."""
     differences = one_rank.run(attend_all_ranks, platform, lengths, kind, cp, (rule,), 1, 0)[0]
     assert max(differences) <= 5e-6, differences
+
+
+def test_a_new_platform_of_a_folder_and_a_line_attends_as_the_oracle_allows(one_rank, tmp_path):
+    attend = partial(on_added, write_platform(tmp_path), attend_all_ranks)
+    for kind, cp, rule in itertools.product(LAYOUTS, (1, 2, 4), RULES):
+        differences = one_rank.run(attend, NAME, LENGTHS[0], kind, cp, (rule,), 1, 0)[0]
+        assert max(differences) <= 5e-6, (kind, cp, rule, differences)
+
+
+FAULTY = {
+    "whole-buffer causal": ("thd", CAUSAL),
+    "boundaries off by one": ("thd", CAUSAL),
+    "inverted polarity": ("bshd", Rule(images=True)),
+    "None where None means full": ("bshd", CAUSAL),
+    "window off by one": ("bshd", Rule(window=3)),
+    "causal where the image rule was asked": ("bshd", Rule(images=True)),
+    "padding seen": ("bshd", Rule(causal=False)),
+}
+"""A layout and a rule under which each planted fault shows."""
+
+
+def attend_with_fault(fault, rank, world, name, *args):
+    from types import SimpleNamespace
+
+    from engines.probes.faults import mend, plant
+
+    plant(SimpleNamespace(platform=start_process(rank, name)), fault)
+    try:
+        return attend_all_ranks(rank, world, name, *args)
+    finally:
+        mend(None)
+
+
+@pytest.mark.parametrize("fault", ATTENTION_FAULTS)
+@pytest.mark.parametrize("platform", [*PLATFORMS, NAME])
+def test_a_planted_fault_is_a_fault_on_every_platform(one_rank, tmp_path, platform, fault):
+    kind, rule = FAULTY[fault]
+    case = platform, (5, 4, 6), kind, 1, (rule,), 1, 0
+    runs = [partial(attend_with_fault, fault), attend_all_ranks]
+    if platform == NAME:
+        folder = write_platform(tmp_path)
+        runs = [partial(on_added, folder, run) for run in runs]
+    wrong, right = (one_rank.run(run, *case)[0] for run in runs)
+    assert min(wrong) > 1e-2 and max(right) <= 5e-6, (wrong, right)
 
 
 REFUSED = [case for case in itertools.product(LAYOUTS, (1, 2, 4), RULES) if not honoured("npu-emulated", *case)]

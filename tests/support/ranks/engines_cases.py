@@ -123,14 +123,14 @@ def logits_of(engine, shard):
     return torch.cat(parts[: len(shard.counts)]) if engine.is_leader else None
 
 
-def run_case(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
+def run_case(rank: int, world: int, address: str, folder: str, settings: dict, platform: str = "cpu") -> dict:
     """Logits, logprobs, gradients and weights of one parallel configuration, for the comparison with HuggingFace."""
     import torch
 
     from engines.config import OptimizerConfig
 
     optimizer = OptimizerConfig(lr=5e-4, adam_eps=1e-5, clip_grad=0.5)
-    engine = build_engine(rank, world, address, folder, settings | {"optimizer": optimizer})
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": optimizer}, platform)
     from engines.probes.megatron import whole_gradients
     from rlworker.checks.huggingface import probe_loss
 

@@ -1,0 +1,110 @@
+"""Wrong masks for the self-test, written once for all platforms.
+
+A platform says where its own code lowers a rule; what is changed there is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hardware.platform import Platform
+
+Place = tuple[object, str]
+"""``(owner, attribute)`` of a function: a module and its name there, or a class and its method's."""
+Patch = tuple[object, str, Callable]
+"""``(owner, attribute, wrap)``: the attribute becomes ``wrap(original)``."""
+
+
+def attention_faults(
+    *,
+    packs: Iterable[Place],
+    dense_masks: Iterable[Place],
+    without_mask: Iterable[Patch],
+    rule_calls: Iterable[Place] = (),
+) -> dict[str, list[Patch]]:
+    """The patches that plant each fault into a platform. A fault without a place has none: see ``faults_of``.
+
+    Args:
+        packs: functions ``(spec, ...)`` that plan a pack over one rank, from its lengths.
+        dense_masks: functions ``(spec, rule, ...) -> bool tensor or None``, True where a query sees a key.
+        without_mask: patches after which a kernel gets no mask where it was to be causal, and all see all.
+        rule_calls: functions ``(rule, ...)`` that tell a kernel a rule without a dense mask.
+    """
+
+    def everywhere(places: Iterable[Place], wrap: Callable) -> list[Patch]:
+        return [(*place, wrap) for place in places]
+
+    def of_another_rule(change: Callable) -> list[Patch]:
+        masks = everywhere(dense_masks, lambda mask: lambda spec, rule, *args: mask(spec, change(rule), *args))
+        return masks + everywhere(rule_calls, lambda call: lambda rule, *args: call(change(rule), *args))
+
+    return {
+        "whole-buffer causal": everywhere(packs, _changing_spec(_one_sequence)),
+        "boundaries off by one": everywhere(packs, _changing_spec(_second_boundary_moved)),
+        "inverted polarity": everywhere(dense_masks, _inverted),
+        "None where None means full": list(without_mask),
+        "window off by one": of_another_rule(lambda rule: replace(rule, window=rule.window and rule.window + 1)),
+        "causal where the image rule was asked": of_another_rule(lambda rule: replace(rule, images=False)),
+        "padding seen": everywhere(dense_masks, _open_to_padding),
+    }
+
+
+def faults_of(platform: Platform) -> dict[str, list[Patch]]:
+    """``Platform.faults`` of a platform, complete.
+
+    Raises:
+        ValueError: it has no place for one of ``ATTENTION_FAULTS``, or has a fault that is none of them.
+    """
+    faults = platform.faults()
+    if lacking := [name for name in ATTENTION_FAULTS if not faults.get(name)]:
+        raise ValueError(
+            f"platform: {platform.name!r} has no place for the planted faults {lacking}, so that no check shows that "
+            "it would find them there; name places or patches for them in its faults()"
+        )
+    if unknown := sorted(faults.keys() - set(ATTENTION_FAULTS)):
+        raise ValueError(
+            f"platform: {platform.name!r} has faults {unknown} that nobody plants, expected {list(ATTENTION_FAULTS)}; "
+            "rename them in its faults(), or add them to hardware/attention/faults.py for every platform"
+        )
+    return faults
+
+
+def _changing_spec(change: Callable) -> Callable:
+    return lambda plan: lambda spec, *args: plan(change(spec), *args)
+
+
+def _one_sequence(spec):
+    prefixes = None if spec.prefixes is None else spec.prefixes[:1]
+    return replace(spec, lengths=(sum(spec.lengths),), padded=(sum(spec.padded),), prefixes=prefixes)
+
+
+def _second_boundary_moved(spec):
+    """The first sequence takes a slot more; the third gives it, since the second may have a single one."""
+    lengths, padded = list(spec.lengths), list(spec.padded)
+    for sizes in (lengths, padded):
+        sizes[0], sizes[2] = sizes[0] + 1, sizes[2] - 1
+    return replace(spec, lengths=tuple(lengths), padded=tuple(padded))
+
+
+def _inverted(mask: Callable) -> Callable:
+    def inverted(*args):
+        if (keep := mask(*args)) is None:
+            return None
+        return ~keep | keep.all(-1, keepdim=True)  # who then sees nothing sees everyone, as on a device
+
+    return inverted
+
+
+def _open_to_padding(mask: Callable) -> Callable:
+    def open_to_padding(spec, rule, *args):
+        full = spec if rule.causal else replace(spec, lengths=spec.padded, image_block=None)
+        return mask(full, rule, *args)
+
+    return open_to_padding
+
+
+ATTENTION_FAULTS = tuple(attention_faults(packs=(), dense_masks=(), without_mask=()))
+"""Names of the faults that every platform must be able to have."""

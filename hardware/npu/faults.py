@@ -1,0 +1,20 @@
+"""Where the NPU's masks can be made wrong, for the self-test."""
+
+from collections.abc import Callable
+
+from hardware.attention.faults import Patch, attention_faults
+from hardware.npu import attention_plan
+
+
+def faults() -> dict[str, list[Patch]]:
+    """``NpuPlatform.faults``."""
+    return attention_faults(
+        packs=[(attention_plan, "_plan_thd")],
+        dense_masks=[(attention_plan, "dense_mask")],
+        rule_calls=[(attention_plan, "_compressed")],
+        without_mask=[(attention_plan, "_compressed", _no_mask)],
+    )
+
+
+def _no_mask(_: Callable) -> Callable:
+    return lambda *_: attention_plan.KernelCall(atten_mask=None, sparse_mode=0)

@@ -1,1 +1,0 @@
-"""Recipes at the sizes of a node of sixteen Ascend cards."""

@@ -1,0 +1,96 @@
+"""The list of platforms: complete, loud about what one lacks, and one line longer by one platform."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from support.new_platform import LINE, NAME, added_platform, write_platform
+
+from hardware.attention.faults import ATTENTION_FAULTS, faults_of
+from hardware.platform import Node, Platform
+from hardware.platforms import DEFAULT_PLATFORM, PLATFORMS, PlatformName, get_platform
+
+ROOT = Path(__file__).parents[2]
+MEMBERS = {*Platform.__annotations__, *(name for name in vars(Platform) if not name.startswith("_"))}
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_every_platform_has_what_the_door_asks_for(name):
+    platform = get_platform(name)
+    assert {"name", "faults", "node", "attention_inputs"} < MEMBERS
+    assert not (lacking := {member for member in MEMBERS if not hasattr(platform, member)}), lacking
+    assert platform.name == name and platform.stand_in in PLATFORMS
+    assert platform.node is None or isinstance(platform.node, Node)
+    assert set(faults_of(platform)) == set(ATTENTION_FAULTS)
+
+
+def test_settings_know_the_names_of_the_list():
+    assert get_args(PlatformName) == tuple(PLATFORMS) and DEFAULT_PLATFORM in PLATFORMS
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda faults: faults.pop("padding seen"), r"'cpu' has no place for the planted faults \['padding seen'\]"),
+        (lambda faults: faults.update({"inverted polarity": []}), r"no place for .* \['inverted polarity'\]"),
+        (lambda faults: faults.update({"padding hidden": []}), r"has faults \['padding hidden'\] that nobody plants"),
+    ],
+)
+def test_a_fault_without_a_place_is_refused_before_anything_starts(monkeypatch, tmp_path, change, said):
+    """Who lacks one would pass a self-test that looks for nothing."""
+    from rlworker.checks import self_test
+    from rlworker.checks.config import CheckConfig
+
+    class Lacking(type(get_platform("cpu"))):
+        def faults(self):
+            faults = super().faults()
+            change(faults)
+            return faults
+
+    def nothing_may_start(*_):
+        raise AssertionError("Ray is started")
+
+    monkeypatch.setattr(self_test, "get_platform", lambda name: Lacking())
+    monkeypatch.setattr(self_test, "ray_for", nothing_may_start)
+    with pytest.raises(ValueError, match=said):
+        self_test.self_test(CheckConfig(), str(tmp_path), print)
+
+
+def test_a_new_platform_is_there_for_as_long_as_it_is_added(tmp_path):
+    with added_platform(write_platform(tmp_path)):
+        platform = get_platform(NAME)
+        assert (platform.name, type(platform).__module__) == (NAME, f"hardware.{NAME}.platform")
+        owners = {getattr(owner, "__name__", "") for patches in faults_of(platform).values() for owner, *_ in patches}
+        assert owners == {f"hardware.{NAME}.attention_plan", "torch.nn.functional"}
+    with pytest.raises(ValueError, match=f"'{NAME}' is not available"):
+        get_platform(NAME)
+
+
+SETTINGS = """
+import sys, tyro
+from hardware.platforms import get_platform
+from rlworker.checks.config import CheckConfig
+from rlworker.config.run import RunConfig
+config = tyro.cli(RunConfig, args=sys.argv[1:])
+platform = get_platform(config.platform)
+print(platform.name, type(platform).__module__, CheckConfig(platform=config.platform).platform)
+print([name for name in ("torch", "ray") if name in sys.modules])
+"""
+
+
+def test_one_folder_and_one_line_are_enough_for_settings_and_command_line(tmp_path):
+    """In a copy of the tree, where the line is written into the list as somebody would write it."""
+    for package in ("hardware", "engines", "rlworker"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    write_platform(tmp_path / "hardware")
+    file = tmp_path / "hardware" / "platforms.py"
+    text, count = re.subn(r"(PLATFORMS = {\n)", rf'\1    "{NAME}": "{LINE[NAME]}",\n', file.read_text())
+    assert count == 1
+    file.write_text(text)
+    command = [sys.executable, "-W", "ignore", "-c", SETTINGS, "--platform", NAME]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == [f"{NAME} hardware.{NAME}.platform {NAME}", "[]"], done.stderr
