@@ -6,8 +6,10 @@ there in a third of a second and costs next to no time, where a spawned one impo
 
 import multiprocessing
 import os
+import secrets
 import socket
 import traceback
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -23,9 +25,14 @@ TESTS = Path(__file__).parents[2]
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """Find a port for rank 0, between those of Ray and those that the kernel hands to whoever connects.
+
+    It is drawn apart from the seeds of tests, which processes beside each other have alike.
+    """
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def set_environment() -> None:
