@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from hardware.platforms import DEFAULT_PLATFORM
+
 _WARM_UP = 2
 """First rounds, which do not count."""
 
@@ -28,17 +30,18 @@ def _new_file(text: str) -> Path:
     return path
 
 
-def write_figures(path: Path | None, rows: list[dict[str, str | int | float]], platform: str = "cpu") -> None:
+def write_figures(path: Path | None, rows: list[dict[str, str | int | float]]) -> None:
     """Write what a table shows, headed by where it comes from; nothing where no file is named.
 
     Args:
         rows: of the table, each column's title -> value; titles name units, such as "ours ms".
-        platform: name of the one that was measured.
     """
     if path:
         from rlworker.tracking.provenance import collect_provenance
 
-        path.write_text(json.dumps({"head": asdict(collect_provenance(platform)), "rows": rows}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({"head": asdict(collect_provenance(DEFAULT_PLATFORM)), "rows": rows}, indent=1) + "\n"
+        )
 
 
 def median_ms(*calls: Callable[[], object], rounds: int) -> list[float]:

@@ -168,7 +168,7 @@ def make_pool(cluster, by_value, monkeypatch):
         pool.stop()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.large), 2])
 def test_each_failure_is_its_own_texts_outcome(make_pool, tmp_path, workers):
     """Failures between good texts, one after another, first and last."""
     pool, calls = make_pool(misbehave, workers), tmp_path / "calls"
