@@ -139,7 +139,7 @@ class MegatronConfig:
     """Recompute nothing, the core attention or whole layers in the backward pass."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     image_memory_mb: Annotated[int, Ge(1)] = 1024
-    """Memory that a process's pictures may take at once while they are decoded; the others wait."""
+    """Memory that a process's images may take at once while they are decoded; the others wait."""
     freeze: tuple[Part, ...] = ()
     """Parts of a vision-language model that do not learn."""
     timeout_s: Annotated[int, Ge(1), Le(10**9)] = 600
@@ -222,7 +222,7 @@ class VllmConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
     image_memory_mb: Annotated[int, Ge(1)] = 8192
-    """Memory that an engine's pictures may take at once while they are decoded; the other prompts wait for these to be
+    """Memory that an engine's images may take at once while they are decoded; the other prompts wait for these to be
     answered."""
     vllm: PassThrough = field(default_factory=dict)
     """Further arguments of vLLM's LLM."""

@@ -90,7 +90,7 @@ def plan_schedule(
         lengths: tokens of each sequence. hidden: the model's hidden size, which weighs attention against the rest.
         most_sequences: sequences that the platform's kernels take in a pack (``Platform.max_pack_sequences``).
         together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, where they
-            are few enough not to spoil the balance: the pictures of a prompt are then seen once. Replicas then hold
+            are few enough not to spoil the balance: the images of a prompt are then seen once. Replicas then hold
             equal work rather than equal numbers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch's pictures are."""
+"""Where the tokens of a batch's images are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pictures are seen together, and by which rank."""
+"""Which images are seen together, and by which rank."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def same_images(batch: TrainBatch) -> list[int] | None:
 
 @dataclass(frozen=True)
 class VisionPlan:
-    """Which rank sees which pictures of a micro-batch, and where the features of each token come out.
+    """Which rank sees which images of a micro-batch, and where the features of each token come out.
 
-    Ranks give their features, as many rows each, to one another; equal pictures are seen once.
+    Ranks give their features, as many rows each, to one another; equal images are seen once.
 
     Attributes:
         images: of each rank. height: rows that each rank gives.

@@ -139,7 +139,7 @@ def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, token
     full recomputation a layer keeps its input alone, and one layer at a time has all of it. Stage i of p has p - i
     micro-batches in flight. The last stage also has the logits of some tokens and their gradient, and the output
     weight's gradient in fp32 and as it is handed on; the first what a vision tower keeps where every token is a
-    picture's.
+    image's.
     """
     tokens, size, tp = tokens / config.cp, bytes_of(config.dtype), config.tp
     heads = (2 * (model.heads + 2 * model.kv_heads) + model.heads) * model.head_dim

@@ -77,7 +77,7 @@ class VisionSpec:
         if {rope.get(key, "default") for key in ("type", "rope_type")} - {"default", "mrope"}:
             raise ValueError(
                 f"model: {path} has scaled rotary embeddings ({rope}), which are not built for a model that sees "
-                "pictures; take rope_type 'default'"
+                "images; take rope_type 'default'"
             )
         if (activation := vision.get("hidden_act", tower.activation)) != tower.activation:
             raise ValueError(
@@ -137,7 +137,7 @@ class VisionSpec:
 
     @property
     def banned_tokens(self) -> tuple[int, ...]:
-        """Ids that stand for pictures and mark where they are: never sampled, and never learned."""
+        """Ids that stand for images and mark where they are: never sampled, and never learned."""
         ids = {self.image_token, self.video_token, self.start_token, self.end_token, self.pad_token}
         return tuple(sorted(ids - {None}))
 

@@ -221,7 +221,7 @@ def _layer_computes_otherwise() -> list[Patch]:
     return [(TransformerLayer, "forward", wrap)]
 
 
-# -- pictures
+# -- images
 
 
 def _features_one_row_off() -> list[Patch]:
@@ -237,7 +237,7 @@ def _features_one_row_off() -> list[Patch]:
     return [(Vision, "_places", wrap)]
 
 
-def _one_window_over_all_pictures() -> list[Patch]:
+def _one_window_over_all_images() -> list[Patch]:
     from transformers.models.qwen3_vl import modeling_qwen3_vl
 
     def wrap(seqlens):
@@ -323,7 +323,7 @@ FAULTS: dict[str, Fault] = {
     "two names swapped on the way": Fault(_swapped_names, "weight sync"),
     "rotation from the wrong positions": Fault(_wrong_positions, "layouts", cp=2),
     "context-parallel chunks swapped": Fault(_chunks_swapped, "attention", cp=2),
-    "one window over all pictures": Fault(_one_window_over_all_pictures, "pictures", model="qwen3_vl"),
+    "one window over all images": Fault(_one_window_over_all_images, "images", model="qwen3_vl"),
     "features one row off": Fault(_features_one_row_off, "layouts", model="qwen3_vl"),
     "positions of the neighbour": Fault(_positions_of_the_neighbour, "layouts", model="qwen3_vl"),
     "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", cp=2),

@@ -139,10 +139,10 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
 
 @torch.no_grad()
 def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]) -> int:
-    """How many pictures' features change in the vision tower with the pictures beside them; 0 on later stages.
+    """How many images' features change in the vision tower with the images beside them; 0 on later stages.
 
     Args:
-        others: for each picture another of its size.
+        others: for each image another of its size.
     """
     if engine.vision is None:
         return 0
@@ -162,7 +162,7 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
         _axes(engine, _positions(case.lengths)),
         torch.zeros_like(ids),
         torch.ones(len(ids), dtype=torch.bool),
-        None if engine.model.vision else torch.tensor(case.image_block),  # which would ask for pictures
+        None if engine.model.vision else torch.tensor(case.image_block),  # which would ask for images
     )
     with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)):
         outputs = outputs_of(engine, kind, batch)
@@ -292,7 +292,7 @@ def _positions(lengths: tuple[int, ...]) -> Tensor:
 
 
 def _axes(engine: MegatronEngine, positions: Tensor) -> Tensor:
-    """``[N]``, or of a model that sees pictures ``[N, 3]``, alike as text has them."""
+    """``[N]``, or of a model that sees images ``[N, 3]``, alike as text has them."""
     return positions[:, None].expand(-1, 3) if engine.model.vision else positions
 
 

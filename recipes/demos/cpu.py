@@ -36,7 +36,7 @@ from rlworker import (
 )
 from rlworker.cluster.ray import ray_for
 from rlworker.data.examples import Example, read_examples, to_batch
-from rlworker.data.images import pictures_of
+from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.report import tell_report
@@ -115,9 +115,9 @@ def warm_up_batches(examples: list[Example], model: ModelSpec, config: DemoConfi
 def warm_up(config: DemoConfig, toy: Toy, output: str) -> None:
     """Supervised training of the model into ``output``, on the same ranks and layout as the run."""
     tokenizer, model = load_tokenizer(config.model), ModelSpec.from_folder(config.model)
-    pictures = pictures_of(model, config.run_dir, config.image_memory_mb)
+    image_reader = build_image_reader(model, config.run_dir, config.image_memory_mb)
     answers = SftConfig(model=config.model, data=config.data, max_answer_tokens=config.rollout.max_new_tokens)
-    examples, _ = read_examples(config.data.train, tokenizer, answers, model, pictures)
+    examples, _ = read_examples(config.data.train, tokenizer, answers, model, image_reader)
     batches = warm_up_batches(examples, model, config, toy.rows)
     actor = replace(config.actor, optimizer=replace(config.actor.optimizer, **toy.warm_up))
     options = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)

@@ -51,7 +51,7 @@ def check_all(bench: Bench, version: int, only: str = "") -> list[Finding]:
     for name, check in (
         ("attention", check_attention),
         ("tokens", check_tokens),
-        ("pictures", check_pictures),
+        ("images", check_images),
         ("layouts", check_layouts),
         ("gradients", check_gradients),
         ("rollout", check_rollout),
@@ -98,16 +98,16 @@ def check_tokens(bench: Bench) -> list[Finding]:
     return found
 
 
-def check_pictures(bench: Bench) -> list[Finding]:
-    """Who influences whom from pixels on: another picture moves what comes from its first token on, in its own sequence
-    and nowhere else; and within the tower nothing of the pictures beside it."""
+def check_images(bench: Bench) -> list[Finding]:
+    """Who influences whom from pixels on: another image moves what comes from its first token on, in its own sequence
+    and nowhere else; and within the tower nothing of the images beside it."""
     found, batch, others = [], bench.case.batch, bench.case.others
     if not others:
         return []
     starts = np.cumsum([0, *batch.lengths])
     for kind in KINDS:
         before, leaks, missing = bench.outputs(kind), 0, 0
-        for image, other in others.items():  # wherever it is: as many pictures are then seen, split in the same way
+        for image, other in others.items():  # wherever it is: as many images are then seen, split in the same way
             images = tuple(tuple(other if one == image else one for one in own) for own in batch.images)
             after = bench.outputs(kind, replace(batch, images=images))
             heard = (before.entropy != after.entropy) | (before.logprobs != after.logprobs)
@@ -117,13 +117,13 @@ def check_pictures(bench: Bench) -> list[Finding]:
                     blocks = batch.image_block[starts[row] : starts[row + 1]]
                     sees[starts[row] + int((blocks == own.index(image)).nonzero()[0]) : starts[row + 1]] = True
             leaks, missing = leaks + int((heard & ~sees).sum()), missing + int((sees & ~heard).sum())
-        words = f"{leaks} tokens see a picture that they must not, {missing} do not see their own"
+        words = f"{leaks} tokens see an image that they must not, {missing} do not see their own"
         passed = not leaks and not missing
-        found.append(bench.finding("pictures", f"{kind}, whole model", passed, "no leak" if passed else words))
+        found.append(bench.finding("images", f"{kind}, whole model", passed, "no leak" if passed else words))
     images = list(others)
     seen = sum(bench.on_ranks("probe_tower", images, [others[image] for image in images]))
-    text = f"{seen} pictures see another in the tower" if seen else "no leak"
-    return [*found, bench.finding("pictures", "tower", not seen, text)]
+    text = f"{seen} images see another in the tower" if seen else "no leak"
+    return [*found, bench.finding("images", "tower", not seen, text)]
 
 
 def _in_words(influences: list) -> str:
@@ -231,10 +231,8 @@ def _compare_rollouts(bench: Bench, check: str, where: str) -> list[Finding]:
         mean, largest = difference["logprob_diff_mean"], difference["logprob_diff_max"]
         text = f"mean {mean:.1e}, max {largest:.1e}, limits {limits[0]:.0e} and {limits[1]:.0e}"
         if "logprob_diff_pictures_max" in difference:
-            text += (
-                "; after pictures mean {logprob_diff_pictures_mean:.1e}, max {logprob_diff_pictures_max:.1e}".format(
-                    **difference
-                )
+            text += "; after images mean {logprob_diff_pictures_mean:.1e}, max {logprob_diff_pictures_max:.1e}".format(
+                **difference
             )
         passed = mean <= limits[0] and largest <= limits[1]
         found.append(bench.finding(check, where if engines == 1 else f"{where}, engine {number}", passed, text))

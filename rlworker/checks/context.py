@@ -93,12 +93,12 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
     model = config.check_model()
     temperature = config.rollout.temperature
     with ExitStack() as running:
-        pictures = running.enter_context(TemporaryDirectory(prefix="rlworker-check-"))
-        case = make_case(model, config.actor.dp, pictures)
+        images = running.enter_context(TemporaryDirectory(prefix="rlworker-check-"))
+        case = make_case(model, config.actor.dp, images)
         longest = max(len(prompt.token_ids) for prompt in case.prompts) + config.rollout.max_new_tokens
         if longest > config.rollout.max_model_len:
             raise ValueError(
-                f"check: prompts with pictures and their answers take up to {longest} tokens; raise "
+                f"check: prompts with images and their answers take up to {longest} tokens; raise "
                 f"--rollout.max-model-len from {config.rollout.max_model_len}"
             )
         if rollouts is None:

@@ -89,10 +89,10 @@ def forward_pass(
     """Run a language model, and a loss on it, on one sequence after another.
 
     Args:
-        spec: the model's. arguments: None gives each sequence its pictures, where the model sees them.
+        spec: the model's. arguments: None gives each sequence its images, where the model sees them.
     """
     logits, outputs, total = [], [], torch.zeros(())
-    for one, scores in logits_by_sequence(model, batch, arguments or picture_arguments(spec)):
+    for one, scores in logits_by_sequence(model, batch, arguments or image_arguments(spec)):
         logits.append(scores)
         outputs.append(token_outputs(scores, one.targets, spec.banned_tokens, temperature))
         total = total + loss(outputs[-1], one)[0]
@@ -140,8 +140,8 @@ def gradients_by_name(model: "PreTrainedModel", spec: ModelSpec) -> dict[str, Te
     return {spec.name_in_folder(name): parameter.grad for name, parameter in model.named_parameters()}
 
 
-def picture_arguments(spec: ModelSpec) -> Arguments:
-    """Make what gives each sequence its pictures; of a model without a vision tower, nothing."""
+def image_arguments(spec: ModelSpec) -> Arguments:
+    """Make what gives each sequence its images; of a model without a vision tower, nothing."""
     if not spec.vision:
         return lambda one: {}
     processor = ImageProcessor(spec.folder, spec.vision)

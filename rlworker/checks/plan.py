@@ -57,7 +57,7 @@ class Need:
 class Plan:
     """Attributes:
     batch: what a step is made of, label and value. needs: the largest rank of each stage, and of RL a rollout engine.
-    padding: share of the trainer's slots without a token. sees: the model sees pictures.
+    padding: share of the trainer's slots without a token. sees: the model sees images.
     """
 
     batch: dict[str, str]
@@ -295,5 +295,5 @@ def in_words(plan: Plan) -> str:
         "Parameters, gradients and optimizer are exact; activations are an estimate; a rollout engine's are its cache."
     )
     if plan.sees:
-        lines.append("The vision tower is counted as if every token of a micro-batch were a picture's.")
+        lines.append("The vision tower is counted as if every token of a micro-batch were an image's.")
     return "\n".join(lines)

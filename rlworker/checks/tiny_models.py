@@ -14,7 +14,7 @@ Tiny = Literal["qwen2", TinyVlm]
 """HF model_type of a tiny model."""
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-"""What Qwen's processors call the tokens of pictures: start, image, end, video."""
+"""What Qwen's processors call the tokens of images: start, image, end, video."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LANGUAGE: dict[str, Any] = dict(
@@ -57,7 +57,7 @@ def tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True,
 
 
 def bare_tokenizer(first: int = 0) -> Any:
-    """A tokenizer of an end token, 0, and the tokens of pictures, from ``first + 1`` on; it has no words."""
+    """A tokenizer of an end token, 0, and the tokens of images, from ``first + 1`` on; it has no words."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -83,7 +83,7 @@ def tiny_vlm(
     """Save a vision-language model with its tokenizer, which has ``IMAGE_TOKENS``, and its image processor.
 
     Args:
-        language, vision: settings of both towers that differ. pixels: fewest and most of a picture.
+        language, vision: settings of both towers that differ. pixels: fewest and most of an image.
         apart: how far biases and norms, which are born alike, are moved from there: a swapped pair would go unseen.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText

@@ -127,7 +127,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def image_memory_mb(self) -> int:
-        """What the largest picture may take, decoded, in every process that decodes it."""
+        """What the largest image may take, decoded, in every process that decodes it."""
         return min(self.actor.image_memory_mb, self.rollout.image_memory_mb)
 
     @property

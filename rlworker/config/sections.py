@@ -23,7 +23,7 @@ class DataConfig:
     answer_field: str = "answer"
     """Field of a row that holds the answer: text, given to the reward function or learned."""
     image_field: str = "images"
-    """Field of a row that holds its pictures, for a vision-language model: a list of paths (from the rows' folder) or
+    """Field of a row that holds its images, for a vision-language model: a list of paths (from the rows' folder) or
     of {"bytes": ...}; the prompt has <image> where each belongs."""
     instruction: str = ""
     """A text prompt becomes a user's message that ends with this, by the chat template; empty leaves it as it is. Rows

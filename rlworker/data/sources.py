@@ -10,7 +10,7 @@ from pathlib import Path
 from rlworker.config.sections import DataConfig
 
 _BATCH = 100
-"""Rows of a table that become Python values at once; they may hold pictures."""
+"""Rows of a table that become Python values at once; they may hold images."""
 
 _Table = tuple[list[str], Iterator[dict]]
 """Names of a table's columns, and its rows."""

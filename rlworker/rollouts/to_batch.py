@@ -37,10 +37,10 @@ def to_batch(
     """Prompts ``[P]``, completions ``[P][G]``, rewards ``[P * G]`` -> a batch of ``P * G`` sequences, by group.
 
     Args:
-        vision: of a model that sees pictures.
+        vision: of a model that sees images.
 
     Raises:
-        ValueError: a sequence has other image tokens than its row's pictures.
+        ValueError: a sequence has other image tokens than its row's images.
     """
     pairs = [(row, sample) for row, group in zip(rows, completions, strict=True) for sample in group]
     prompt_lengths = [len(row.prompt_ids) for row, _ in pairs]
@@ -71,7 +71,7 @@ def batch_of(groups: Sequence[Group], vision: VisionSpec | None = None) -> Train
 
 def logprob_difference(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:
     """|rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some sequences have
-    pictures, over theirs alone as well."""
+    images, over theirs alone as well."""
     difference = (batch.rollout_logprobs - logprobs)[batch.mask].abs()
     found = {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
     if batch.images and any(batch.images):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a run can do without plotly
     from plotly.graph_objects import Figure
 
 _THUMBNAIL = 160
-"""Pixels of a shown picture's longer side."""
+"""Pixels of a shown image's longer side."""
 _PHASES = (
     "time_rollout",
     "time_reward",
@@ -183,17 +183,17 @@ def _samples(folder: Path) -> list[tuple[int, list[dict]]]:
 
 
 def _shown(sample: dict) -> dict:
-    """A sample with its pictures as small ones that the page can hold; one that is gone leaves its path."""
-    from PIL import Image  # which runs without pictures have no use for
+    """A sample with its images as small ones that the page can hold; one that is gone leaves its path."""
+    from PIL import Image as PILImage  # which runs without images have no use for
 
-    pictures = []
+    thumbnails = []
     for path in sample.get("images", ()):
         try:
-            with Image.open(path) as picture:
-                small, data = in_colours(picture), io.BytesIO()
+            with PILImage.open(path) as image:
+                small, data = in_colours(image), io.BytesIO()
                 small.thumbnail((_THUMBNAIL, _THUMBNAIL))
                 small.save(data, "PNG")
-            pictures.append((path, f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
+            thumbnails.append((path, f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
         except DECODING_ERRORS:
-            pictures.append((path, ""))
-    return sample | {"pictures": pictures}
+            thumbnails.append((path, ""))
+    return sample | {"thumbnails": thumbnails}

@@ -15,7 +15,7 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
-from rlworker.data.images import pictures_of
+from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, load_tokenizer, read_rows
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
@@ -72,8 +72,8 @@ class Trainer(Run):
         pickled(reward)  # one that cannot be sent to the processes that call it is refused here
         self.models = config.check_models()
         self.tokenizer = load_tokenizer(config.model)
-        pictures = pictures_of(self.models["actor"], config.run_dir, config.image_memory_mb)
-        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, pictures=pictures)
+        image_reader = build_image_reader(self.models["actor"], config.run_dir, config.image_memory_mb)
+        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
         self.rows, self.heldout = train.rows, heldout.rows
@@ -271,7 +271,7 @@ class Trainer(Run):
 
     def check_canary(self) -> None:
         """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
-        # With a picture where there is one: the vision tower's weights have to show too.
+        # With an image where there is one: the vision tower's weights have to show too.
         row = next((row for row in self.rows if row.images), self.rows[0])
         rows = [row] * (len(self.rollouts.actors) * self.actor.dp_size)
         sampling = replace(

@@ -14,7 +14,7 @@ from rlworker.cluster.workers import Role
 from rlworker.config.model_checks import check_trained
 from rlworker.config.sft import SftConfig
 from rlworker.data.examples import read_examples, to_batch
-from rlworker.data.images import pictures_of
+from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer, rows_of_step
 from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
@@ -49,8 +49,10 @@ class SftTrainer(Run):
         super().__init__(config, folder, stop, trackers)
         self.model = config.check_models()["actor"]
         self.tokenizer = load_tokenizer(config.model)
-        pictures = pictures_of(self.model, config.run_dir, config.actor.image_memory_mb)
-        read = partial(read_examples, tokenizer=self.tokenizer, config=config, model=self.model, pictures=pictures)
+        image_reader = build_image_reader(self.model, config.run_dir, config.actor.image_memory_mb)
+        read = partial(
+            read_examples, tokenizer=self.tokenizer, config=config, model=self.model, image_reader=image_reader
+        )
         self.train, skipped = read(config.data.train)
         self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}

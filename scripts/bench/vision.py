@@ -2,8 +2,8 @@
 
     python scripts/bench/vision.py [--tiny] [--json FILE]
 
-An update over 8 prompts x 8 samples, one rank, one thread: pictures that all samples of a prompt have in common, and
-for comparison as many sequences of the same lengths whose pictures all differ, so that each is decoded and seen by
+An update over 8 prompts x 8 samples, one rank, one thread: images that all samples of a prompt have in common, and
+for comparison as many sequences of the same lengths whose images all differ, so that each is decoded and seen by
 itself. Both in the same run, medians.
 """
 
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image as Pictures
+from PIL import Image as PILImage
 from timing import median_ms, options, write_figures
 
 from engines.batch.batch import TrainBatch
@@ -34,7 +34,7 @@ SIDES = (56,) if OPTIONS.tiny else (56, 112, 224)
 
 
 def make_model(folder: Path) -> ModelSpec:
-    """The toy of recipes.common.squares, for pictures of any of the sizes."""
+    """The toy of recipes.common.squares, for images of any of the sizes."""
     language = dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=256)
     vision = dict(hidden_size=128, intermediate_size=192, num_heads=4)
     pixels = (min(SIDES) ** 2, max(SIDES) ** 2)
@@ -42,15 +42,15 @@ def make_model(folder: Path) -> ModelSpec:
     return ModelSpec.from_folder(made)
 
 
-def make_batch(model: ModelSpec, folder: Path, side: int, pictures: int) -> TrainBatch:
-    """Every sequence has one of so many pictures, and three tokens after it that count."""
+def make_batch(model: ModelSpec, folder: Path, side: int, image_count: int) -> TrainBatch:
+    """Every sequence has one of so many images, and three tokens after it that count."""
     processor, vision, images = ImageProcessor(model.folder, model.vision), model.vision, []
-    for number in range(pictures):
+    for number in range(image_count):
         path = folder / f"{side}-{number}.png"
         pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
-        Pictures.fromarray(pixels).save(path)
-        images.append(processor.open(path, f"picture {number}"))
-    shown = [images[i * pictures // (PROMPTS * SAMPLES)] for i in range(PROMPTS * SAMPLES)]
+        PILImage.fromarray(pixels).save(path)
+        images.append(processor.open(path, f"image {number}"))
+    shown = [images[i * image_count // (PROMPTS * SAMPLES)] for i in range(PROMPTS * SAMPLES)]
     prompt = [vision.start_token, *[vision.image_token] * shown[0].tokens(vision.merge), vision.end_token]
     sequences = [[*prompt, 9, 10, 11] for _ in shown]
     columns = image_columns(sequences, [(image,) for image in shown], vision)

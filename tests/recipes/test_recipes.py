@@ -50,7 +50,7 @@ SMOKES = [
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
 ]
 ALWAYS = {("dapo_math", ()), ("grpo_geo3k", ())}
-"""Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with pictures
+"""Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with images
 and a KL penalty. Tests of the trainers have what else differs in the others."""
 
 
@@ -81,7 +81,7 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
     # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
     assert ("explained_variance" in last, "penalty" in last) == (("ppo" in recipe,) * 2)
     assert ("kl" in last) == ("grpo" in recipe)
-    if recipe in ("grpo_geo3k", "npu.grpo_vlm"):  # pictures beside answers and rewards
+    if recipe in ("grpo_geo3k", "npu.grpo_vlm"):  # images beside answers and rewards
         assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
     npu = "npu-emulated (emulated), which says nothing about pse"
     platform = npu if recipe.startswith("npu") else "cpu (executed)<"

@@ -11,7 +11,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completion, Prompt
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, logits_by_sequence, picture_arguments, token_outputs
+from rlworker.checks.huggingface import image_arguments, load_huggingface, logits_by_sequence, token_outputs
 from rlworker.data.rows import Row
 from rlworker.rollouts.to_batch import to_batch
 
@@ -26,12 +26,12 @@ def logprobs_of(model, batch: TrainBatch, temperature: float = 1.0, spec: ModelS
     """Compute the logprob of every target, ``[N]`` float32.
 
     Args:
-        spec: of a model that sees pictures.
+        spec: of a model that sees images.
     """
     if spec is None:
         runs, banned = logits_by_sequence(model, batch), ()
     else:
-        runs, banned = logits_by_sequence(model, batch, picture_arguments(spec)), spec.banned_tokens
+        runs, banned = logits_by_sequence(model, batch, image_arguments(spec)), spec.banned_tokens
     return torch.cat([token_outputs(logits, one.targets, banned, temperature).logprobs for one, logits in runs])
 
 
@@ -41,7 +41,7 @@ def batch_of(
     """Lay sampled completions ``[P][count]`` behind their prompts; ``mask`` has the sampled tokens.
 
     Args:
-        spec: of a model that sees pictures.
+        spec: of a model that sees images.
     """
     rows = [Row("", prompt.token_ids, "", {}, prompt.images) for prompt in prompts]
     samples = sum(map(len, completions))

@@ -48,7 +48,7 @@ def held_rows(replica) -> list:
     return [rows for rows in replica if len(rows)]
 
 
-def test_sequences_that_share_their_pictures_stay_together():
+def test_sequences_that_share_their_images_stay_together():
     """24 prompts of eight samples over two replicas: each in one micro-batch. One that is large is not, nor are few."""
     prompts = np.repeat(np.arange(24), 8)
     lengths = np.random.default_rng(0).integers(5, 20, 192)

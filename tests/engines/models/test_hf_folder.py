@@ -216,7 +216,7 @@ def test_a_tied_head_in_another_type_and_file_is_compared_by_its_values(make_hf_
     ("family", "embedding"),
     [("qwen2_5_vl", "model.embed_tokens.weight"), ("qwen3_vl", "model.language_model.embed_tokens.weight")],
 )
-def test_a_tied_head_of_a_model_that_sees_pictures_must_be_its_embedding(tmp_path, family, embedding):
+def test_a_tied_head_of_a_model_that_sees_images_must_be_its_embedding(tmp_path, family, embedding):
     tiny_model(tmp_path, family)
     head = load_file(tmp_path / "model.safetensors")[embedding].clone()
     change(tmp_path, **{"lm_head.weight": head})

@@ -1,4 +1,4 @@
-"""vLLM with pictures: logprobs against HuggingFace before and after new weights, and what stays out of its answers."""
+"""vLLM with images: logprobs against HuggingFace before and after new weights, and what stays out of its answers."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ import torch
 from support import actors
 from support.actors import ask
 from support.huggingface import batch_of, differences
-from support.ranks.vlm_cases import make_pictures, prompts_of, rename
+from support.ranks.vlm_cases import make_images, prompts_of, rename
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, logits_by_sequence, picture_arguments
+from rlworker.checks.huggingface import image_arguments, load_huggingface, logits_by_sequence
 from rlworker.checks.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("by_value")
@@ -28,7 +28,7 @@ def rollout(request, cluster, tmp_path_factory):
     model = ModelSpec.from_folder(folder)
     with Rollouts("cpu", 1) as rollouts:
         (actor,) = rollouts.start(model, CONFIG).ready().actors
-        yield actor, model, prompts_of(model, make_pictures(tmp_path_factory.mktemp("pictures")))
+        yield actor, model, prompts_of(model, make_images(tmp_path_factory.mktemp("images")))
 
 
 def sampling(count=3, temperature=1.0):
@@ -36,10 +36,10 @@ def sampling(count=3, temperature=1.0):
 
 
 def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict[str, torch.Tensor]:
-    """|vLLM - HuggingFace| of every sampled token, after pictures and after text alone apart."""
+    """|vLLM - HuggingFace| of every sampled token, after images and after text alone apart."""
     found = {}
-    for kind, has_pictures in (("pictures", True), ("text", False)):
-        pairs = [pair for pair in zip(prompts, completions, strict=True) if bool(pair[0].images) == has_pictures]
+    for kind, has_images in (("images", True), ("text", False)):
+        pairs = [pair for pair in zip(prompts, completions, strict=True) if bool(pair[0].images) == has_images]
         chosen, groups = zip(*pairs)
         found[kind] = differences(hf, chosen, groups, temperature, model)
     return found
@@ -71,8 +71,8 @@ def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
             send(actor, hf, model)
 
 
-def test_new_features_of_pictures_that_were_seen(rollout):
-    """Only the tower is changed, and the same pictures are asked for again."""
+def test_new_features_of_images_that_were_seen(rollout):
+    """Only the tower is changed, and the same images are asked for again."""
     actor, model, prompts = rollout
     hf = load_huggingface(model)
     send(actor, hf, model)
@@ -82,11 +82,11 @@ def test_new_features_of_pictures_that_were_seen(rollout):
             parameter.mul_(1.3)
     send(actor, hf, model)
     after = ask(actor.generate, prompts, sampling())
-    assert by_kind(model, hf, prompts, after)["pictures"].max() <= 1e-3
-    assert by_kind(model, hf, prompts, before)["pictures"].max() > 1e-2
+    assert by_kind(model, hf, prompts, after)["images"].max() <= 1e-3
+    assert by_kind(model, hf, prompts, before)["images"].max() > 1e-2
 
 
-def test_tokens_of_pictures_are_never_sampled(rollout):
+def test_image_tokens_are_never_sampled(rollout):
     """Of more than a thousand tokens, of which dozens would have been."""
     actor, model, prompts = rollout
     hf = load_huggingface(model)
@@ -95,7 +95,7 @@ def test_tokens_of_pictures_are_never_sampled(rollout):
     completions = ask(actor.generate, text, sampling(count=128, temperature=2.0))
     batch, banned = batch_of(text, completions, model), list(model.banned_tokens)
     with torch.no_grad():
-        runs = logits_by_sequence(hf, batch, picture_arguments(model))
+        runs = logits_by_sequence(hf, batch, image_arguments(model))
         expected = sum(float((logits[one.mask] / 2).softmax(-1)[:, banned].sum()) for one, logits in runs)
     drawn = batch.targets[batch.mask].tolist()
     assert len(drawn) > 1000 and expected > 20
@@ -114,7 +114,7 @@ def test_prompts_wait_for_memory_and_answer_all_the_same(rollout):
 
 
 def _with_memory(worker, megabytes: float) -> int:
-    """Give the engine so much for pictures. Returns how many calls vLLM has had since this was called last."""
+    """Give the engine so much for images. Returns how many calls vLLM has had since this was called last."""
     engine = worker.engine
     calls = getattr(engine, "calls", [])
     object.__setattr__(engine.config, "image_memory_mb", megabytes)
@@ -126,7 +126,7 @@ def _with_memory(worker, megabytes: float) -> int:
     return count
 
 
-def test_another_count_of_tokens_names_the_picture(rollout):
+def test_another_count_of_tokens_names_the_image(rollout):
     actor, model, prompts = rollout
     prompt = next(p for p in prompts if len(p.images) == 1)
     image = prompt.images[0]
@@ -138,7 +138,7 @@ def test_another_count_of_tokens_names_the_picture(rollout):
         ask(actor.generate, [dataclasses.replace(prompt, token_ids=tuple(ids), images=(wider,))], sampling())
 
 
-def test_a_picture_that_changed_is_named(rollout):
+def test_an_image_that_changed_is_named(rollout):
     actor, _, prompts = rollout
     prompt = next(p for p in prompts if len(p.images) == 1)
     other = dataclasses.replace(prompt.images[0], digest="0" * 64)

@@ -42,13 +42,13 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
         pytest.param("qwen3_vl", MegatronConfig(ranks=2), marks=pytest.mark.large),
     ],
 )
-def test_a_model_that_sees_pictures_passes(cluster, tmp_path, tiny, sizes):
+def test_a_model_that_sees_images_passes(cluster, tmp_path, tiny, sizes):
     from rlworker.checks.check import run_check
 
     found = run_check(CheckConfig(model=tiny_model(tmp_path, tiny), actor=sizes))
     assert {finding.outcome for finding in found if finding.check != "attention"} == {"ok"}, found
-    pictures = [finding.where for finding in found if finding.check == "pictures"]
-    assert pictures == ["bshd, whole model", "thd, whole model", "tower"]
+    images = [finding.where for finding in found if finding.check == "images"]
+    assert images == ["bshd, whole model", "thd, whole model", "tower"]
 
 
 @pytest.mark.timeout(820)

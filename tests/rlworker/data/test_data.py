@@ -93,13 +93,13 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, form):
 
 
 def test_a_data_set_gives_plain_values(tmp_path, tokenizer):
-    """Whatever form its owner chose to read it in, and undecoded where a column holds pictures."""
+    """Whatever form its owner chose to read it in, and undecoded where a column holds images."""
     from datasets import Array2D, Dataset, Features, Image, Json, List, Value
 
-    picture = {"bytes": b"no picture at all", "path": None}
+    image = {"bytes": b"no image at all", "path": None}
     columns = {"prompt": Value("string"), "answer": Value("string"), "grid": Array2D((2, 2), "float32")}
     columns |= {"tools": List(Json()), "image": Image(), "more": List(Image())}
-    row = ROW | {"grid": [[1.0, 2.0], [3.0, 4.0]], "tools": [{"a": 1}, {"b": "x"}], "image": picture, "more": [picture]}
+    row = ROW | {"grid": [[1.0, 2.0], [3.0, 4.0]], "tools": [{"a": 1}, {"b": "x"}], "image": image, "more": [image]}
     dataset = Dataset.from_list([row], features=Features(columns))
     dataset.set_format("numpy", columns=["prompt"])
     dataset.save_to_disk(tmp_path / "saved")
