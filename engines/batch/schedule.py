@@ -55,18 +55,18 @@ class Schedule:
 
     def _shard(self, batch: TrainBatch, replica: int) -> Shard:
         parts = [rows for rows in self.rows[replica] if len(rows)]
-        counts, fillers = tuple(map(len, parts)), len(self.rows[replica]) - len(parts)
-        if fillers:
+        counts, num_dummies = tuple(map(len, parts)), len(self.rows[replica]) - len(parts)
+        if num_dummies:
             lengths = np.asarray(self.lengths)
             parts.append(np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin(keepdims=True))
-        return Shard(batch.take(np.concatenate(parts)), counts, fillers, replica, self.digest)
+        return Shard(batch.gather(np.concatenate(parts)), counts, num_dummies, replica, self.digest)
 
     def restore(self, parts: Sequence[Outputs]) -> Outputs:
         """Outputs of the shards, by replica -> outputs ``[N]`` in the order of the batch."""
         columns = zip(*(vars(part).values() for part in parts))
-        return type(parts[0])(*(self.in_order(torch.cat(column)) for column in columns))
+        return type(parts[0])(*(self.restore_order(torch.cat(column)) for column in columns))
 
-    def in_order(self, tokens: Tensor) -> Tensor:
+    def restore_order(self, tokens: Tensor) -> Tensor:
         """``[N, ...]``, the shards' tokens end to end -> in the order of the batch."""
         return tokens.index_select(0, self._places.to(tokens.device))
 

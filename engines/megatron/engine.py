@@ -119,7 +119,7 @@ class MegatronEngine:
         return StepResult(_reduce(metrics), self._outputs_of(shard, parts), float(grad_norm), lr)
 
     def _outputs_of(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
-        """Of the real micro-batches, which come before the fillers, end to end; in the host's memory, since they leave
+        """Of the real micro-batches, which come before the dummies, end to end; in the host's memory, since they leave
         for a process that may have no such device."""
         if not self.is_leader:
             return None
@@ -132,15 +132,15 @@ class MegatronEngine:
         step_tokens = self._sum_over_replicas(shard.num_tokens)
         parts: list[Outputs] = []
 
-        def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch, is_filler: bool):
+        def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch, is_dummy: bool):
             parts.append(type(outputs)(*(column.detach() for column in vars(outputs).values())))
             loss, metrics = loss_fn(outputs, micro)
-            if is_filler:  # a graph to go back through, and nothing else
+            if is_dummy:  # a graph to go back through, and nothing else
                 loss = sum(0 * column.sum() for column in vars(outputs).values())
                 metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
             # Megatron divides by the step's tokens once all micro-batches are in: what remains is sum / denominator.
             scaled = loss * (step_tokens / denominator)
-            return scaled, torch.tensor(0 if is_filler else layout.num_valid, dtype=torch.int), metrics
+            return scaled, torch.tensor(0 if is_dummy else layout.num_valid, dtype=torch.int), metrics
 
         self.module.train()
         self.module.zero_grad_buffer()
@@ -159,17 +159,17 @@ class MegatronEngine:
         """Every micro-batch through Megatron's schedule; the metrics of each, on the last stage.
 
         Args:
-            loss_of: ``loss_of(outputs, layout, micro-batch, whether it is a filler) -> (loss, tokens, metrics)``, the
+            loss_of: ``loss_of(outputs, layout, micro-batch, whether it is a dummy) -> (loss, tokens, metrics)``, the
                 tokens being those of this context-parallel rank.
         """
         micro_batches = shard.micro_batches()
 
         def forward_step(micro_batches: Iterator[tuple[int, TrainBatch]], module):
             number, micro = next(micro_batches)
-            micro, is_filler = micro.to(self.device), number >= len(shard.counts)
+            micro, is_dummy = micro.to(self.device), number >= len(shard.counts)
             layout = self.layout(micro.lengths)
             output = self.forward_micro_batch(module, micro, layout)
-            return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro, is_filler)
+            return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro, is_dummy)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -203,15 +203,15 @@ class MegatronEngine:
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
         own = token_outputs(
-            layout.held(self.whole_states(hidden).transpose(0, 1)),
+            layout.gather_slots(self.whole_states(hidden).transpose(0, 1)),
             module.output_weight,
-            layout.own(micro.targets),
+            layout.gather_tokens(micro.targets),
             temperature=self.temperature,
             vocab=self.model.vocab,
             banned=self.model.banned_tokens,
             group=mpu.get_tensor_model_parallel_group(),
         )
-        return TokenOutputs(*layout.spread(torch.stack([own.logprobs, own.entropy], -1), ranks).unbind(-1))
+        return TokenOutputs(*layout.scatter_tokens(torch.stack([own.logprobs, own.entropy], -1), ranks).unbind(-1))
 
     def whole_states(self, hidden: Tensor) -> Tensor:
         """``[s / tp, b, h] -> [s, b, h]``, what a layer that is cut over the vocabulary takes in."""
@@ -225,7 +225,7 @@ class MegatronEngine:
                 wait for each other for ever or learn from something twice.
         """
         is_mine = shard.replica == self.dp_rank
-        own = torch.tensor([shard.digest, len(shard.counts) + shard.fillers, is_mine], device=self.device)
+        own = torch.tensor([shard.digest, len(shard.counts) + shard.num_dummies, is_mine], device=self.device)
         every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(every, own)
         wanted = torch.cat([every[0][:2], own.new_ones(1)])

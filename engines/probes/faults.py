@@ -150,7 +150,7 @@ def _chunks_swapped() -> list[Patch]:
     def wrap(held):
         return lambda lengths, padded, cp, cp_rank: held(lengths, padded, cp, cp - 1 - cp_rank)
 
-    return [(layout, "_held_slots", wrap)]
+    return [(layout, "_map_slots", wrap)]
 
 
 def _wrong_positions() -> list[Patch]:
@@ -170,15 +170,15 @@ def _pad_marked_valid() -> list[Patch]:
 
     from engines.megatron.layout import Layout
 
-    def wrap(held):
+    def wrap(gather):
         def with_a_pad(self, local):
             free = (~self.valid.flatten()).nonzero()[:, 0]
             slots = torch.cat([self.slots[:-1], free[:1]]) if len(free) else self.slots
-            return held(replace(self, slots=slots), local)
+            return gather(replace(self, slots=slots), local)
 
         return with_a_pad
 
-    return [(Layout, "held", wrap)]
+    return [(Layout, "gather_slots", wrap)]
 
 
 def _label_of_a_neighbour() -> list[Patch]:

@@ -212,7 +212,7 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
             hook.remove()
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, 1)
-    return {number: schedule.in_order(torch.cat(parts)) for number, parts in states.items()}
+    return {number: schedule.restore_order(torch.cat(parts)) for number, parts in states.items()}
 
 
 def gradients_of(

@@ -179,7 +179,7 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     advantage = advantages.configured_advantage(config.critic)
     if config.shuffle_rewards:
         advantage = shuffled(advantage)
-    with ray_for(config.actors, config.platform):  # once for both parts
+    with ray_for(config.num_workers, config.platform):  # once for both parts
         tell_start("Ray is up")
         if not warm.exists():
             warm_up(config, toy, str(warm))

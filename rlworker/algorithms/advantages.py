@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from rlworker.algorithms.discounting import Chosen, discounted_sums, following, last_places
-from rlworker.algorithms.losses import KlEstimate, kl_direct
+from rlworker.algorithms.discounting import Selection, discounted_sums, following, last_places
+from rlworker.algorithms.losses import KlEstimate, kl_k1
 from rlworker.config.sections import CriticConfig
 from rlworker.errors import RunError
 
@@ -126,25 +126,25 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
     Returns:
         ``[N]`` advantages and ``[N]`` returns, ``A + value`` before normalising; zero where the mask is.
     """
-    counting = Chosen.of(batch.mask, batch.lengths)
-    values = counting.take(_column(batch, "values", "--critic.train"))
+    counting = Selection.from_mask(batch.mask, batch.lengths)
+    values = counting.gather(_column(batch, "values", "--critic.train"))
     deltas = following(values, counting.lengths).mul_(gamma).sub_(values)
     raw = discounted_sums(_add_rewards(deltas, batch, counting), counting.lengths, gamma * lam)
     returns = raw + values
-    return counting.put(_normalise_(raw)), counting.put(returns)
+    return counting.scatter(_normalise_(raw)), counting.scatter(returns)
 
 
 def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
     """``[N]``: the discounted sum of the rewards from each counting token to the end of its sequence."""
-    counting = Chosen.of(batch.mask, batch.lengths)
+    counting = Selection.from_mask(batch.mask, batch.lengths)
     rewards = _add_rewards(torch.zeros(int(counting.lengths.sum())), batch, counting)
-    return counting.put(discounted_sums(rewards, counting.lengths, gamma))
+    return counting.scatter(discounted_sums(rewards, counting.lengths, gamma))
 
 
 # -- what a reward is made of
 
 
-def with_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_direct) -> TrainBatch:
+def with_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1) -> TrainBatch:
     """The batch with a penalty of ``-coef * KL`` to the reference at each counting token (arXiv:2203.02155, equation 2,
     taken token by token)."""
     penalties = -coef * estimate(_policy_logprobs(batch), batch.ref_logprobs) * batch.mask
@@ -170,10 +170,10 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 # -- parts
 
 
-def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Chosen) -> Tensor:
+def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Selection) -> Tensor:
     """Add the reward of each counting token: its penalty, and at the last of a sequence the sequence's reward."""
     if batch.penalties is not None:
-        numbers += counting.take(batch.penalties)
+        numbers += counting.gather(batch.penalties)
     numbers[last_places(counting.lengths)] += batch.rewards[counting.lengths > 0].float()
     return numbers
 

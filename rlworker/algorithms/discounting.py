@@ -12,8 +12,8 @@ _LONG_RUN = 16
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Some places of a flat stream of sequences, and how to take and put them.
+class Selection:
+    """Some places of a flat stream of sequences: how to gather them, and to scatter them back.
 
     Attributes:
         total: N. lengths: ``[B]``, chosen places of each sequence.
@@ -27,7 +27,7 @@ class Chosen:
     index: Tensor | None
 
     @classmethod
-    def of(cls, mask: Tensor, lengths: tuple[int, ...]) -> "Chosen":
+    def from_mask(cls, mask: Tensor, lengths: tuple[int, ...]) -> "Selection":
         """The true places of ``mask [N]``."""
         sizes = torch.tensor(lengths)
         if mask.all():
@@ -42,13 +42,13 @@ class Chosen:
         runs = tuple(b - a for a, b in zip(bounds, bounds[1:]))
         return cls(len(mask), chosen, runs, None)
 
-    def take(self, column: Tensor) -> Tensor:
+    def gather(self, column: Tensor) -> Tensor:
         """``[N] -> [n]``; a view where all are chosen."""
         if self.index is not None:
             return column[self.index]
         return column if self.runs == (0, self.total) else torch.cat(column.split(self.runs)[1::2])
 
-    def put(self, numbers: Tensor) -> Tensor:
+    def scatter(self, numbers: Tensor) -> Tensor:
         """``[n] -> [N]``, zero elsewhere; the same tensor where all are chosen."""
         if self.runs == (0, self.total):
             return numbers

@@ -105,17 +105,17 @@ def sapo(
 # -- estimates of KL(policy || reference): Schulman, "Approximating KL Divergence" (2020)
 
 
-def kl_direct(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k1: ``logprob - ref``, without bias and of either sign. For rewards: in a loss its mean gradient is zero."""
     return logprobs - ref_logprobs
 
 
-def kl_square(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k2: ``(logprob - ref)^2 / 2``, whose gradient in a loss is that of the KL divergence."""
     return (logprobs - ref_logprobs).square() / 2
 
 
-def kl_low_variance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k3: ``exp(d) - 1 - d`` with ``d = ref - logprob``, never negative, as in GRPO (arXiv:2402.03300, equation 4).
 
     It is at most 10, and without a gradient beyond, as in verl: one token far from the reference would be infinite.
@@ -168,7 +168,7 @@ def policy_loss(
     *,
     surrogate: Surrogate = ppo,
     kl_coef: float = 0.0,
-    kl: KlEstimate = kl_low_variance,
+    kl: KlEstimate = kl_k3,
     entropy_coef: float = 0.0,
     correction: Correction | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -213,12 +213,12 @@ def check_weight_sync(bench: Bench, version: int) -> list[Finding]:
 
 def send_weights(bench: Bench, version: int) -> None:
     """The actor's weights to every rollout engine."""
-    bench.actor.call("sync_weights", bench.rollouts.actors, version, BUCKET_BYTES)
+    bench.actor.call("sync_weights", bench.rollouts.workers, version, BUCKET_BYTES)
 
 
 def _compare_rollouts(bench: Bench, check: str, where: str) -> list[Finding]:
     """Each rollout engine's logprobs of its own samples against the trainer's."""
-    config, engines = bench.config.rollout, len(bench.rollouts.actors)
+    config, engines = bench.config.rollout, len(bench.rollouts.workers)
     # Enough for every replica to have a share, and the same for every engine.
     rows = [Row("", p.token_ids, "", {}, p.images) for p in bench.case.prompts] * (engines * bench.actor.dp_size)
     sampling = Sampling(2, config.temperature, config.max_new_tokens, stream=(1,), stop_token_ids=())

@@ -110,6 +110,6 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
         reference = None
         if config.huggingface:
             reference = huggingface_reference(model, case.batch, probe_loss, case.denominator, temperature)
-        with naming_failures("check: start", actor.workers() | rollouts.workers()):
+        with naming_failures("check: start", actor.name_workers() | rollouts.name_workers()):
             engines = Bench(config, model, actor.ready()["actor"], rollouts.ready(), case, reference)
         yield engines

@@ -1,4 +1,4 @@
-"""The Ray actors: one process per trainer rank, one per rollout engine.
+"""The workers, processes of Ray: one per trainer rank, one per rollout engine.
 
 Each sets its platform's environment before torch is imported and imports its engine afterwards, so this module itself
 imports neither.
@@ -120,7 +120,7 @@ class TrainWorker:
         return self.engines[role].train_step(shard, loss_fn, denominator)
 
     def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
-        """Send the weights to every rollout actor, bucket by bucket. Collective; the first leader sends."""
+        """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
         import ray
 
         from engines.weight_sync import pack_buckets

@@ -169,8 +169,8 @@ class RunConfig(TrainingConfig):
         return folders
 
     @property
-    def actors(self) -> int:
-        """Ray actors that the run needs at once."""
+    def num_workers(self) -> int:
+        """Worker processes that the run needs at once."""
         return self.rollout.engines + self.actor.ranks * (1 + len(set(self.placement.separate)))
 
     @property

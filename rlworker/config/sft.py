@@ -50,8 +50,8 @@ class SftConfig(TrainingConfig):
         return {"actor": self.model}
 
     @property
-    def actors(self) -> int:
-        """Ray actors that the run needs at once."""
+    def num_workers(self) -> int:
+        """Worker processes that the run needs at once."""
         return self.actor.ranks
 
     def check_models(self) -> dict[str, ModelSpec]:

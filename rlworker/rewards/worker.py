@@ -44,7 +44,7 @@ class _Interrupt(BaseException):
 class RewardWorker:
     """The process that calls the reward function.
 
-    Ray runs an actor's methods in the main thread, which is where Python handles signals.
+    Ray runs a worker's methods in the main thread, which is where Python handles signals.
 
     Args:
         output: the file at whose end what the function prints and logs goes; None leaves it to Ray.

@@ -16,7 +16,7 @@ def of_groups(groups: list[Group]) -> dict[str, float]:
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "groups": len(groups),
-        "zero_variance_groups": sum(group.is_alike for group in groups),
+        "zero_variance_groups": sum(group.has_zero_variance for group in groups),
         "completion_tokens": sum(len(sample.token_ids) for sample in samples) / len(samples),
         "truncated": sum(not sample.finished for sample in samples) / len(samples),
         "samples": len(samples),

@@ -23,7 +23,7 @@ class Group:
     rewards: list[float]
 
     @property
-    def is_alike(self) -> bool:
+    def has_zero_variance(self) -> bool:
         """Every one of several completions has the same reward, so that none is better than the others."""
         return len(self.rewards) > 1 and len(set(self.rewards)) == 1
 

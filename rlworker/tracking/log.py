@@ -18,7 +18,7 @@ RL_LINE = (
     ("entropy", "entropy", "6.3f"),
     ("clip", "clip_fraction", "5.3f"),
     ("gnorm", "grad_norm", "6.3f"),
-    ("alike", "zero_variance_groups", "4.0f"),
+    ("zerovar", "zero_variance_groups", "4.0f"),
     ("len", "completion_tokens", "5.1f"),
     ("tok/s", "tokens_per_second", "6.0f"),
     ("s", "time_step", "5.2f"),

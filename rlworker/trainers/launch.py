@@ -40,7 +40,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
             with ThreadPoolExecutor(1, initializer=leave_signals) as beside:
                 building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
-                running.enter_context(ray_for(config.actors, config.platform))
+                running.enter_context(ray_for(config.num_workers, config.platform))
                 tell_start("Ray is up")
                 rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
                 trainer = building.result()

@@ -105,13 +105,13 @@ class Trainer(Run):
                 groups |= starting.ready()
             self.actor = groups["actor"]
             self.reference, self.critic = groups.get("reference"), groups.get("critic")
-        tell_start(f"trainer ranks are up: {sum(len(starting.actors) for starting in trainers)}")
+        tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
         output = self.folder.path / REWARD_LOG
         # while vLLM alone is still starting
         self.rewards = self.start_processes(RewardPool(self.reward, config.reward, output))
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
-        tell_start(f"rollout engines are up: {len(self.rollouts.actors)}")
+        tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
 
@@ -265,7 +265,7 @@ class Trainer(Run):
     def sync_weights(self) -> None:
         """Send the actor's weights to every rollout engine, as the next version."""
         self.version += 1
-        self.actor.call("sync_weights", self.rollouts.actors, self.version, BUCKET_BYTES)
+        self.actor.call("sync_weights", self.rollouts.workers, self.version, BUCKET_BYTES)
         if (versions := self.rollouts.call("version")) != [self.version] * len(versions):
             raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
 
@@ -273,7 +273,7 @@ class Trainer(Run):
         """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
         # With an image where there is one: the vision tower's weights have to show too.
         row = next((row for row in self.rows if row.images), self.rows[0])
-        rows = [row] * (len(self.rollouts.actors) * self.actor.dp_size)
+        rows = [row] * (len(self.rollouts.workers) * self.actor.dp_size)
         sampling = replace(
             self.sampler.sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
         )

@@ -128,7 +128,7 @@ class Run:
         self.folder.claim(config)
         self.running.callback(self.folder.release)
         os.environ.update(get_platform(config.platform).driver_env())
-        self.running.enter_context(ray_for(config.actors, config.platform))
+        self.running.enter_context(ray_for(config.num_workers, config.platform))
         self.start_engines(clock)
         self.begin()
         self.start_seconds = clock.seconds
@@ -138,9 +138,9 @@ class Run:
         self.processes.append(processes)
         return self.running.enter_context(processes)
 
-    def workers(self) -> dict[str, ActorHandle]:
+    def name_workers(self) -> dict[str, ActorHandle]:
         """Return every process of the run by the name that a message gives it."""
-        return {name: actor for processes in self.processes for name, actor in processes.workers().items()}
+        return {name: worker for processes in self.processes for name, worker in processes.name_workers().items()}
 
     def take_step(
         self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, denominator: float, prefix: str = ""
@@ -261,5 +261,5 @@ class Run:
         step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
         where = f"step {step}, phase {name}" if self.log else f"phase {name}"
         advice = ". What was saved is whole: go on from it with --resume" if self.log else ""
-        with clock.phase(name), naming_failures(where, self.workers(), advice):
+        with clock.phase(name), naming_failures(where, self.name_workers(), advice):
             yield

@@ -65,7 +65,7 @@ class SftTrainer(Run):
         starting = self.start_processes(StartingGroup("actor", config.platform, roles, config.seed))
         with self._phase(clock, "start_trainers"):
             self.group = starting.ready()["actor"]
-        tell_start(f"trainer ranks are up: {len(self.group.actors)}")
+        tell_start(f"trainer ranks are up: {len(self.group.workers)}")
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one optimizer step: its metrics; nothing is sampled."""
@@ -122,7 +122,7 @@ def train_supervised(
     losses = []
     roles = (Role("actor", model, config),)
     with ray_for(config.ranks, platform), StartingGroup("actor", platform, roles, seed) as starting:
-        with naming_failures("phase start_trainers", starting.workers()):
+        with naming_failures("phase start_trainers", starting.name_workers()):
             group = starting.ready()["actor"]
         for batch in batches:
             losses.append(optimizer_step(group, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])

@@ -46,7 +46,7 @@ def round_trip(group: WorkerGroup, batch: TrainBatch) -> dict[str, torch.Tensor]
     """The columns, sent balanced over the actors and put back in order."""
     schedule = plan_schedule(batch.lengths, group.role.config, group.role.model.hidden, ACTORS)
     back = [shard.batch for shard in group.call_sharded("forward", schedule.shards(batch))]
-    return {name: schedule.in_order(torch.cat([getattr(part, name) for part in back])) for name in batch.columns()}
+    return {name: schedule.restore_order(torch.cat([getattr(part, name) for part in back])) for name in batch.columns()}
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) ->
     """Every number of a run against the reference, and its gradients against the unsplit run's, within the limits."""
     leaders = sorted((r for r in ranks if r["is_leader"]), key=lambda r: r["dp_rank"])
     schedule = leaders[0]["schedule"]
-    logits = schedule.in_order(torch.cat([r["logits"] for r in leaders]))
+    logits = schedule.restore_order(torch.cat([r["logits"] for r in leaders]))
     outputs = schedule.restore([r["outputs"] for r in leaders])
     exported = next(r for r in ranks if r["weights"])
     differences = {
@@ -94,7 +94,7 @@ def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) ->
     assert not over, f"{label}: {over}"
     assert set(exported["weights"]) == set(want["weights"])
     assert ranks[0]["grad_norms"] == pytest.approx(want["norms"], rel=1e-5)
-    step_logprobs = schedule.in_order(torch.cat([r["step_logprobs"] for r in leaders]))
+    step_logprobs = schedule.restore_order(torch.cat([r["step_logprobs"] for r in leaders]))
     assert torch.equal(step_logprobs, outputs.logprobs), "the update's own logprobs are those of the forward pass"
 
 

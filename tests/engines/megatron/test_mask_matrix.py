@@ -92,7 +92,7 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
             gradients = gradients_of(engine, kind, batch, probe_loss, float(batch.mask.sum()))
         schedule, shard = plan(engine, batch)
         logits = logits_of(engine, shard)
-        results[kind, name] = leaks, None if logits is None else schedule.in_order(logits), gradients
+        results[kind, name] = leaks, None if logits is None else schedule.restore_order(logits), gradients
     return results
 
 

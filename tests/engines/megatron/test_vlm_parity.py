@@ -118,7 +118,7 @@ def test_parity_otherwise(compare, family, case):
 def check(ranks: list[dict], want: dict, measured, label: str, frozen: tuple[str, ...] = ()) -> None:
     schedule = ranks[0]["schedule"]
     leaders = sorted((rank for rank in ranks if rank["is_leader"]), key=lambda rank: rank["dp_rank"])
-    logits = schedule.in_order(torch.cat([rank["logits"] for rank in leaders]))
+    logits = schedule.restore_order(torch.cat([rank["logits"] for rank in leaders]))
     outputs = schedule.restore([rank["outputs"] for rank in leaders])
     mask = want["mask"]
     found = {

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from support import actors
-from support.actors import ask
+from support import rollout_workers
 from support.huggingface import batch_of, differences
 from support.ranks.vlm_cases import make_images, prompts_of, rename
+from support.rollout_workers import ask
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
@@ -27,8 +27,8 @@ def rollout(request, cluster, tmp_path_factory):
     folder = tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = ModelSpec.from_folder(folder)
     with Rollouts("cpu", 1) as rollouts:
-        (actor,) = rollouts.start(model, CONFIG).ready().actors
-        yield actor, model, prompts_of(model, make_images(tmp_path_factory.mktemp("images")))
+        (worker,) = rollouts.start(model, CONFIG).ready().workers
+        yield worker, model, prompts_of(model, make_images(tmp_path_factory.mktemp("images")))
 
 
 def sampling(count=3, temperature=1.0):
@@ -45,18 +45,18 @@ def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict
     return found
 
 
-def send(actor, hf, model: ModelSpec) -> None:
+def send(worker, hf, model: ModelSpec) -> None:
     names = {rename(name): name for name in model.all_hf_names()}
-    actors.send(actor, [(names[rename(n)], p.detach()) for n, p in hf.named_parameters()], 100_000)
+    rollout_workers.send(worker, [(names[rename(n)], p.detach()) for n, p in hf.named_parameters()], 100_000)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
-    actor, model, prompts = rollout
+    worker, model, prompts = rollout
     hf = load_huggingface(model)
-    send(actor, hf, model)
+    send(worker, hf, model)
     for label in ("before", "after"):
-        completions = ask(actor.generate, prompts, sampling(temperature=temperature))
+        completions = ask(worker.generate, prompts, sampling(temperature=temperature))
         found = by_kind(model, hf, prompts, completions, temperature)
         measured({f"{kind} {label}": float(values.max()) for kind, values in found.items()})
         for values in found.values():
@@ -68,31 +68,31 @@ def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
                     parameter.mul_(1.1).add_(0.02 * torch.randn_like(parameter))
             stale = by_kind(model, hf, prompts, completions, temperature)
             assert min(values.max() for values in stale.values()) > 0.05, "the test can tell old weights from new"
-            send(actor, hf, model)
+            send(worker, hf, model)
 
 
 def test_new_features_of_images_that_were_seen(rollout):
     """Only the tower is changed, and the same images are asked for again."""
-    actor, model, prompts = rollout
+    worker, model, prompts = rollout
     hf = load_huggingface(model)
-    send(actor, hf, model)
-    before = ask(actor.generate, prompts, sampling())
+    send(worker, hf, model)
+    before = ask(worker.generate, prompts, sampling())
     with torch.no_grad():
         for parameter in hf.model.visual.parameters():
             parameter.mul_(1.3)
-    send(actor, hf, model)
-    after = ask(actor.generate, prompts, sampling())
+    send(worker, hf, model)
+    after = ask(worker.generate, prompts, sampling())
     assert by_kind(model, hf, prompts, after)["images"].max() <= 1e-3
     assert by_kind(model, hf, prompts, before)["images"].max() > 1e-2
 
 
 def test_image_tokens_are_never_sampled(rollout):
     """Of more than a thousand tokens, of which dozens would have been."""
-    actor, model, prompts = rollout
+    worker, model, prompts = rollout
     hf = load_huggingface(model)
-    send(actor, hf, model)
+    send(worker, hf, model)
     text = [prompt for prompt in prompts if not prompt.images]
-    completions = ask(actor.generate, text, sampling(count=128, temperature=2.0))
+    completions = ask(worker.generate, text, sampling(count=128, temperature=2.0))
     batch, banned = batch_of(text, completions, model), list(model.banned_tokens)
     with torch.no_grad():
         runs = logits_by_sequence(hf, batch, image_arguments(model))
@@ -103,12 +103,12 @@ def test_image_tokens_are_never_sampled(rollout):
 
 
 def test_prompts_wait_for_memory_and_answer_all_the_same(rollout):
-    actor, _, prompts = rollout
+    worker, _, prompts = rollout
     greedy = dataclasses.replace(sampling(count=1), temperature=0.0)
-    first = ask(actor.generate, prompts, greedy)
-    ask(actor.__ray_call__, _with_memory, 0.05)
-    waited = ask(actor.generate, prompts, greedy)
-    waves = ask(actor.__ray_call__, _with_memory, 1024)
+    first = ask(worker.generate, prompts, greedy)
+    ask(worker.__ray_call__, _with_memory, 0.05)
+    waited = ask(worker.generate, prompts, greedy)
+    waves = ask(worker.__ray_call__, _with_memory, 1024)
     assert waves > 2
     assert [[s.token_ids for s in group] for group in first] == [[s.token_ids for s in group] for group in waited]
 
@@ -127,7 +127,7 @@ def _with_memory(worker, megabytes: float) -> int:
 
 
 def test_another_count_of_tokens_names_the_image(rollout):
-    actor, model, prompts = rollout
+    worker, model, prompts = rollout
     prompt = next(p for p in prompts if len(p.images) == 1)
     image = prompt.images[0]
     wider = dataclasses.replace(image, grid=(1, image.grid[1], image.grid[2] + 2))
@@ -135,12 +135,12 @@ def test_another_count_of_tokens_names_the_image(rollout):
     place = ids.index(model.vision.start_token) + 1
     ids[place:place] = [model.vision.image_token] * wider.tokens(model.vision.merge)
     with pytest.raises(RuntimeError, match=r"row 1, image 0: vLLM made .* tokens of the prompt, the trainer"):
-        ask(actor.generate, [dataclasses.replace(prompt, token_ids=tuple(ids), images=(wider,))], sampling())
+        ask(worker.generate, [dataclasses.replace(prompt, token_ids=tuple(ids), images=(wider,))], sampling())
 
 
 def test_an_image_that_changed_is_named(rollout):
-    actor, _, prompts = rollout
+    worker, _, prompts = rollout
     prompt = next(p for p in prompts if len(p.images) == 1)
     other = dataclasses.replace(prompt.images[0], digest="0" * 64)
     with pytest.raises(ValueError, match=r"row 1, image 0: .*was changed since the run started"):
-        ask(actor.generate, [dataclasses.replace(prompt, images=(other,))], sampling())
+        ask(worker.generate, [dataclasses.replace(prompt, images=(other,))], sampling())

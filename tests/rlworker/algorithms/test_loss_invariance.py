@@ -19,7 +19,7 @@ LIMIT = 1e-5
 _ENTROPY = partial(policy_loss, entropy_coef=0.05)
 POLICY = {
     "ppo, k2": (
-        partial(_ENTROPY, surrogate=partial(losses.ppo, dual=3.0), kl_coef=0.1, kl=losses.kl_square),
+        partial(_ENTROPY, surrogate=partial(losses.ppo, dual=3.0), kl_coef=0.1, kl=losses.kl_k2),
         token_mean,
     ),
     "gspo": (partial(_ENTROPY, surrogate=partial(losses.gspo, clip_low=0.1, clip_high=0.1)), sequence_mean),
@@ -45,11 +45,11 @@ CUTS = {
     "PP2-split": ("PP2", {"micro_batch_tokens": 24}),
     "CP2": ("CP2", {}),
     "TP2-CP2-split": ("TP2-CP2", {"micro_batch_tokens": 32}),
-    "DP2-PP2-filler": ("DP2-PP2", {"micro_batch_tokens": 1}),
-    "DP2-CP2-filler": ("DP2-CP2", {"micro_batch_tokens": 1}),
+    "DP2-PP2-dummy": ("DP2-PP2", {"micro_batch_tokens": 1}),
+    "DP2-CP2-dummy": ("DP2-CP2", {"micro_batch_tokens": 1}),
 }
 """Parallel size and settings. In the last two each of the seven sequences is a micro-batch, so that a replica has a
-filler."""
+dummy."""
 
 
 def full_batch(logprobs: torch.Tensor | None = None) -> TrainBatch:

@@ -9,7 +9,7 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs
 from rlworker.algorithms import losses
-from rlworker.algorithms.losses import configured_loss, kl_low_variance, policy_loss, ppo, sft_loss, value_loss
+from rlworker.algorithms.losses import configured_loss, kl_k3, policy_loss, ppo, sft_loss, value_loss
 from rlworker.config.sections import AlgorithmConfig
 
 
@@ -56,7 +56,7 @@ def test_without_old_logprobs_the_gradient_is_reinforce():
 
 def test_kl_by_hand():
     d = math.log(2.0)
-    assert kl_low_variance(torch.tensor([-1.0]), torch.tensor([-1.0 + d])).item() == pytest.approx(2 - 1 - d)
+    assert kl_k3(torch.tensor([-1.0]), torch.tensor([-1.0 + d])).item() == pytest.approx(2 - 1 - d)
     batch = batch_of([True, False], advantages=[0.0, 0.0], ref_logprobs=[-1.0 + d, 0.0])
     loss, metrics = policy_loss(outputs_of([-1.0, -1.0]), batch, kl_coef=0.3)
     assert loss.item() == pytest.approx(0.3 * (1 - d)) and metrics["kl"].item() == pytest.approx(1 - d)
@@ -137,16 +137,16 @@ def test_sapo_by_hand():
 
 def test_kl_estimates_by_hand():
     logprobs, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
-    assert losses.kl_direct(logprobs, ref).item() == 0.5
-    assert losses.kl_square(logprobs, ref).item() == 0.125
-    assert kl_low_variance(logprobs, ref).item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+    assert losses.kl_k1(logprobs, ref).item() == 0.5
+    assert losses.kl_k2(logprobs, ref).item() == 0.125
+    assert kl_k3(logprobs, ref).item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
 
 
 def test_the_low_variance_estimate_is_bounded():
     """At log ratios (reference over policy) of 99, 20, 2, -2, -10.5 and -99."""
     ratios = [99.0, 20.0, 2.0, -2.0, -10.5, -99.0]
     logprobs = torch.tensor([-r for r in ratios], requires_grad=True)
-    kl = kl_low_variance(logprobs, torch.zeros(6))
+    kl = kl_k3(logprobs, torch.zeros(6))
     want = [10.0, 10.0, math.exp(2) - 3, math.exp(-2) + 1, math.exp(-10.5) + 9.5, 10.0]
     assert kl.tolist() == pytest.approx(want, rel=1e-6)
     kl.sum().backward()
@@ -213,7 +213,7 @@ def test_the_settings_become_a_loss():
     batch = batch_of([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0], ref_logprobs=[0.0, 0.0])
     outputs = outputs_of([math.log(1.5), math.log(9.0)])
     settings = AlgorithmConfig(clip_high=0.3, dual_clip=4.0, entropy_coef=0.1, kl_coef=0.5)
-    kl = sum(kl_low_variance(outputs.logprobs.detach(), torch.zeros(2)).tolist())
+    kl = sum(kl_k3(outputs.logprobs.detach(), torch.zeros(2)).tolist())
     assert configured_loss(settings)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1 + 0.5 * kl)
     in_reward = AlgorithmConfig(clip_high=0.3, dual_clip=4.0, entropy_coef=0.1, kl_coef=0.5, kl_in="reward")
     assert configured_loss(in_reward)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1)
@@ -223,8 +223,8 @@ LOSSES = {
     "ppo": partial(policy_loss, surrogate=partial(ppo, dual=3.0), kl_coef=0.1, entropy_coef=0.1),
     "gspo": partial(policy_loss, surrogate=losses.gspo, correction=losses.truncated_importance),
     "cispo": partial(policy_loss, surrogate=losses.cispo, correction=losses.masked_importance),
-    "gmpo": partial(policy_loss, surrogate=losses.gmpo, kl_coef=0.1, kl=losses.kl_square),
-    "sapo": partial(policy_loss, surrogate=losses.sapo, kl_coef=0.1, kl=losses.kl_direct),
+    "gmpo": partial(policy_loss, surrogate=losses.gmpo, kl_coef=0.1, kl=losses.kl_k2),
+    "sapo": partial(policy_loss, surrogate=losses.sapo, kl_coef=0.1, kl=losses.kl_k1),
     "value": partial(value_loss, clip=0.1),
 }
 

@@ -92,7 +92,7 @@ def check(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> None:
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("llama", False), ("qwen3", True)])
 def test_language_model(make_hf_model, family, tied):
-    batch = make_batch().take(np.array([1, 2, 4, 6]))
+    batch = make_batch().gather(np.array([1, 2, 4, 6]))
     assert batch.lengths == (1, 4, 0, 5) and not batch.mask.all()
     check(ModelSpec.from_folder(make_hf_model(family, tied)), batch, [[]] * len(batch))
 

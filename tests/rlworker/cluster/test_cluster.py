@@ -67,8 +67,8 @@ def test_whoever_found_ray_there_leaves_it_there(cluster):
     assert ray.is_initialized()
 
 
-@pytest.mark.parametrize("actors", [1, 1000])
-def test_a_ray_of_ones_own_has_room_for_the_actors_and_ends_with_them(monkeypatch, actors):
+@pytest.mark.parametrize("workers", [1, 1000])
+def test_a_ray_of_ones_own_has_room_for_the_workers_and_ends_with_them(monkeypatch, workers):
     import ray
 
     from rlworker.cluster.ray import ray_for
@@ -79,11 +79,11 @@ def test_a_ray_of_ones_own_has_room_for_the_actors_and_ends_with_them(monkeypatc
     monkeypatch.setattr(ray, "init", lambda **settings: started.append(settings))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": started[0]["num_cpus"]})
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
-    with pytest.raises(KeyError), ray_for(actors, "cpu"):
+    with pytest.raises(KeyError), ray_for(workers, "cpu"):
         assert not ended
         raise KeyError
     (settings,) = started
-    assert (settings["address"], settings["num_cpus"]) == ("local", max(actors, os.cpu_count())) and ended == [True]
+    assert (settings["address"], settings["num_cpus"]) == ("local", max(workers, os.cpu_count())) and ended == [True]
 
 
 @pytest.mark.large

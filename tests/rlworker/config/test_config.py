@@ -58,10 +58,10 @@ def test_logprob_limits_follow_the_type():
     assert RunConfig(limits=LimitsConfig(logprob_diff_mean=1e-3)).logprob_limits == (1e-3, 5e-3)
 
 
-def test_a_separate_reference_takes_as_many_actors_as_the_policy():
+def test_a_separate_reference_takes_as_many_workers_as_the_policy():
     config = RunConfig(actor=MegatronConfig(ranks=2), algorithm=AlgorithmConfig(kl_coef=0.1))
-    assert config.actors == 3 and RunConfig().actors == 2
-    assert dataclasses.replace(config, placement=PlacementConfig(("reference",))).actors == 5
+    assert config.num_workers == 3 and RunConfig().num_workers == 2
+    assert dataclasses.replace(config, placement=PlacementConfig(("reference",))).num_workers == 5
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def sync_with(trainer, fault: str) -> str:
     """Sync in buckets of 100 kB, of which the rollout engine makes something wrong. Returns what was said."""
     import ray
 
-    (engine,) = trainer.rollouts.actors
+    (engine,) = trainer.rollouts.workers
     ray.get(engine.__ray_call__.remote(plant, fault, trainer.models["actor"]))
     group = trainer.actor
     trainer.actor = SimpleNamespace(
@@ -285,7 +285,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         checkpoint=CheckpointConfig(save_every=2),
     )
     with trainer_of(config, digits_reward) as trainer:
-        trainers = [name for name in trainer.workers() if "rank" in name]
+        trainers = [name for name in trainer.name_workers() if "rank" in name]
         assert trainers == ["actor rank 0", "actor rank 1", "reference rank 0", "reference rank 1"]
         trainer.fit()
     lines = agreement(tmp_path / "run", measured)
