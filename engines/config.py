@@ -7,7 +7,14 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from engines.models.family import Part
 from engines.models.spec import ModelSpec
-from engines.validation import FINITE, PassThrough, check_numbers, check_pass_through, check_types, installed_fields
+from engines.validation import (
+    FINITE,
+    PassThrough,
+    check_numbers,
+    check_pass_through,
+    check_types,
+    read_installed_fields,
+)
 from hardware.attention.capabilities import check_override
 from hardware.attention.rules import slot_unit
 
@@ -163,7 +170,7 @@ class MegatronConfig:
             )
         check_override(self.attention_override)
         if self.megatron:
-            known = installed_fields("megatron", *MEGATRON_SOURCES)
+            known = read_installed_fields("megatron", *MEGATRON_SOURCES)
             check_pass_through("actor: --actor.megatron", self.megatron, MEGATRON_OWN, MEGATRON_REFUSED, known)
 
     @property
@@ -238,7 +245,7 @@ class VllmConfig:
                 f"max_model_len={self.max_model_len}; raise --rollout.max-model-len"
             )
         if self.vllm:
-            known = installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
+            known = read_installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
             check_pass_through("rollout: --rollout.vllm", self.vllm, VLLM_OWN, VLLM_REFUSED, known)
         batched = self.vllm.get("max_num_batched_tokens", _VLLM_BATCHED_TOKENS)
         if isinstance(batched, int) and self.max_num_seqs > batched:

@@ -59,10 +59,10 @@ def cluster():
 
     Their workers are handed on from test to test. One whose modules a test patches must be its own: ``ray.remote``.
     """
-    from rlworker.cluster.ray import ray_for
+    from rlworker.cluster.ray import running_ray
     from rlworker.cluster.worker_pool import keeping_workers
 
-    with ray_for(6, "cpu"), keeping_workers():
+    with running_ray(6, "cpu"), keeping_workers():
         yield
 
 

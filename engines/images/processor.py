@@ -63,7 +63,7 @@ class ImageProcessor:
         """
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-        data = _bytes_of(path, place)
+        data = _read_bytes(path, place)
         width, height = self.check(data, repr(str(path)), place)
         cell, size = self.vision.patch * self.vision.merge, self._process.size
         try:
@@ -81,17 +81,17 @@ class ImageProcessor:
         Raises:
             ValueError: it is none, of a kind that has no colours as they are, or cut short.
         """
-        with _opened(data, name, place) as image:
+        with _open_bytes(data, name, place) as image:
             if image.mode in _WIDE_MODES:
                 raise ValueError(
                     f"{place}: {name} has more than 8 bits of grey ({image.mode}), which no model was shown; save it "
                     "with 8 bits"
                 )
             width, height = image.size
-            turned = _orientation(image) >= _FIRST_ON_ITS_SIDE
+            turned = _read_orientation(image) >= _FIRST_ON_ITS_SIDE
             end = _LAST_BYTES.get(image.format or "")
             if end is None or end not in data[-_TAIL:]:  # the rest would be found in the middle of the run
-                _colours(image, name, place)
+                _decode_rgb(image, name, place)
         return (height, width) if turned else (width, height)
 
     def patches(self, images: Sequence[Image]) -> "Tensor":
@@ -110,32 +110,32 @@ class ImageProcessor:
 
 
 def decode(image: Image) -> Any:
-    """The image, as ``in_colours`` makes it.
+    """The image, as ``convert_to_rgb`` makes it.
 
     Raises:
         ValueError: the image is gone, was changed since it was first opened, or cannot be decoded.
     """
-    data = _bytes_of(image.path, image.place)
+    data = _read_bytes(image.path, image.place)
     if hashlib.sha256(data).hexdigest() != image.digest:
         raise ValueError(f"{image.place}: {image.path!r} was changed since the run started; put it back")
-    with _opened(data, repr(image.path), image.place) as opened:
-        return _colours(opened, repr(image.path), image.place)
+    with _open_bytes(data, repr(image.path), image.place) as opened:
+        return _decode_rgb(opened, repr(image.path), image.place)
 
 
-def _colours(image: Any, name: str, place: str) -> Any:
+def _decode_rgb(image: Any, name: str, place: str) -> Any:
     try:
-        return in_colours(image)
+        return convert_to_rgb(image)
     except DECODING_ERRORS as error:
         raise ValueError(f"{place}: {name} cannot be decoded: {error}; replace it") from None
 
 
-def in_colours(image: Any) -> Any:
+def convert_to_rgb(image: Any) -> Any:
     """An image in RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
     DECODING_ERRORS."""
     from PIL import Image as PILImage
     from PIL import ImageOps
 
-    if _orientation(image) != 1:
+    if _read_orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -144,7 +144,7 @@ def in_colours(image: Any) -> Any:
     return PILImage.alpha_composite(ground, layer).convert("RGB")
 
 
-def _orientation(image: Any) -> int:
+def _read_orientation(image: Any) -> int:
     """How the camera was held; upright where the file's metadata is broken, as viewers take it."""
     try:
         return image.getexif().get(_ORIENTATION, 1)
@@ -152,7 +152,7 @@ def _orientation(image: Any) -> int:
         return 1
 
 
-def _bytes_of(path: str | Path, place: str) -> bytes:
+def _read_bytes(path: str | Path, place: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -161,7 +161,7 @@ def _bytes_of(path: str | Path, place: str) -> bytes:
         ) from None
 
 
-def _opened(data: bytes, name: str, place: str) -> Any:
+def _open_bytes(data: bytes, name: str, place: str) -> Any:
     from PIL import Image as PILImage
     from PIL import UnidentifiedImageError
 

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
-from engines.images.plan import VisionPlan, waves
+from engines.images.plan import VisionPlan, cut_waves
 from engines.images.processor import ImageProcessor
 from engines.megatron.layout import Layout
 from engines.models.spec import ModelSpec
@@ -132,7 +132,7 @@ class Vision:
             return blank.requires_grad_(learns)
         with torch.set_grad_enabled(learns):
             features = torch.cat(
-                [self.see(own[wave]) for wave in waves([i.nbytes(self.spec) for i in own], self.budget)]
+                [self.see(own[wave]) for wave in cut_waves([i.nbytes(self.spec) for i in own], self.budget)]
             )
         return torch.cat([features, blank[len(features) :]])
 

@@ -9,13 +9,13 @@ from vllm.engine.arg_utils import EngineArgs
 
 from engines.batch.samples import Completion, Prompt, Sampling
 from engines.config import VllmConfig
-from engines.images.plan import waves
+from engines.images.plan import cut_waves
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
 from engines.weight_sync import WeightBucket
 
 
-def _tied_alike(config):
+def _tie_alike(config):
     """A model's settings in which its language model is tied where the whole is.
 
     transformers saves that once, for the whole; vLLM 0.32 asks the language model's own settings, and would leave an
@@ -53,7 +53,7 @@ class VllmEngine:
         )
         if model.vision:
             # Images are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
-            settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}, "hf_overrides": _tied_alike}
+            settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}, "hf_overrides": _tie_alike}
             # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
             settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
         if config.kv_cache_mb:
@@ -91,7 +91,7 @@ class VllmEngine:
         )
         completions, vision = [], self.model.vision
         costs = [sum(image.nbytes(vision) for image in prompt.images) for prompt in prompts]
-        for wave in waves(costs, self.config.image_memory_mb * 2**20):
+        for wave in cut_waves(costs, self.config.image_memory_mb * 2**20):
             requests = [self._request(prompt) for prompt in prompts[wave]]
             outputs = self.llm.generate(requests, params, use_tqdm=False)
             for prompt, output in zip(prompts[wave], outputs, strict=True):
@@ -151,9 +151,9 @@ class VllmEngine:
         if not last:
             return
         names, self._names = self._names, set()
-        if names != self.model.all_hf_names():
+        if names != self.model.list_hf_names():
             missing, extra = (
-                sorted(x)[:5] for x in (self.model.all_hf_names() - names, names - self.model.all_hf_names())
+                sorted(x)[:5] for x in (self.model.list_hf_names() - names, names - self.model.list_hf_names())
             )
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         self.llm.collective_rpc("end_sync")

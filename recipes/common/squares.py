@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from recipes.common.addition import SPECIAL
-from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,7 +40,7 @@ def make_model(folder: Path, seed: int) -> Path:
     language = plain | dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=128)
     vision = plain | dict(hidden_size=128, intermediate_size=192, num_heads=4)
     sizes = dict(language=language, vision=vision, pixels=(SIDE**2, SIDE**2), apart=0.0)
-    return Path(tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, seed=seed, **sizes))
+    return Path(make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, seed=seed, **sizes))
 
 
 def draw(generator: np.random.Generator) -> tuple[Image.Image, str]:

@@ -59,7 +59,7 @@ class Selection:
         return flat
 
 
-def discounted_sums(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
+def sum_discounted(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
     """``y_n = x_n + decay * y_{n+1}`` within each sequence of a flat stream: ``[N] -> [N]``.
 
     Each sequence is cut into blocks, which a triangular matrix sums up at once; what follows a block is the sum at the
@@ -78,20 +78,20 @@ def discounted_sums(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
     apart = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)  # [from, to]
     sums = rows.view(-1, _BLOCK) @ torch.where(apart >= 0, powers[apart.clamp_min(0)], 0.0).to(x.dtype)
     if (blocks > 1).any():
-        starts = discounted_sums(sums[:, 0].contiguous(), blocks, decay**_BLOCK)
-        sums.addr_(following(starts, blocks), powers.flip(0)[:-1].to(x.dtype))
+        starts = sum_discounted(sums[:, 0].contiguous(), blocks, decay**_BLOCK)
+        sums.addr_(find_next(starts, blocks), powers.flip(0)[:-1].to(x.dtype))
     flat = sums.view(-1)
     return flat if aligned else torch.cat(flat.split(sizes)[::2])
 
 
-def following(numbers: Tensor, lengths: Tensor) -> Tensor:
+def find_next(numbers: Tensor, lengths: Tensor) -> Tensor:
     """The number after each within its sequence, zero after the last."""
     after = torch.empty_like(numbers)
     after[:-1] = numbers[1:]
-    after[last_places(lengths)] = 0.0
+    after[find_last_places(lengths)] = 0.0
     return after
 
 
-def last_places(lengths: Tensor) -> Tensor:
+def find_last_places(lengths: Tensor) -> Tensor:
     """Place of the last number of each sequence that has any."""
     return (lengths.cumsum(0) - 1)[lengths > 0]

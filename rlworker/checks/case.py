@@ -9,7 +9,7 @@ import torch
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image, Prompt
-from engines.images.columns import image_columns
+from engines.images.columns import make_image_columns
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from engines.probes.case import ProbeCase
@@ -71,10 +71,10 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
         prompts = [len(s) - was + n for s, n, was in zip(ids, prompts, (n + 1 for n in lengths * replicas))]
         kept = [Prompt(tuple(s[: n + 1]), own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]
         kept = kept[: len(lengths)]
-        columns = image_columns(ids, images, model.vision)
+        columns = make_image_columns(ids, images, model.vision)
     batch = TrainBatch.from_ids(ids, prompts, **columns)
     batch = replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
-    return Case(_probe_case(lengths), batch, float(batch.mask.sum()), kept, others)
+    return Case(_make_probe_case(lengths), batch, float(batch.mask.sum()), kept, others)
 
 
 def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:
@@ -102,7 +102,7 @@ def _insert_images(ids: list[int], prompt: int, images: tuple[Image, ...], model
     return ids[:prompt] + shown + ids[prompt:]
 
 
-def _probe_case(lengths: tuple[int, ...]) -> ProbeCase:
+def _make_probe_case(lengths: tuple[int, ...]) -> ProbeCase:
     blocks = []
     for i, n in enumerate(lengths):
         own = [-1] * n

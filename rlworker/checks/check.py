@@ -18,11 +18,11 @@ from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.context import Bench, Finding, bench, limits_of_platform
+from rlworker.checks.context import Bench, Finding, bench, list_platform_limits
 from rlworker.checks.huggingface import probe_loss
 from rlworker.cluster.train_group import BUCKET_BYTES
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import logprob_difference, to_batch
+from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 
 KINDS = ("bshd", "thd")
 RULES = (CAUSAL, Rule(window=3), Rule(chunk=4), Rule(images=True), Rule(prefix=True), Rule(causal=False))
@@ -35,7 +35,7 @@ _JUMP = 5.0
 def run_check(config: CheckConfig) -> list[Finding]:
     """Start the engines, run every check once, end them."""
     with bench(config) as engines:
-        return [*check_all(engines, version=1), *limits_of_platform(get_platform(config.platform))]
+        return [*check_all(engines, version=1), *list_platform_limits(get_platform(config.platform))]
 
 
 def check_all(bench: Bench, version: int, only: str = "") -> list[Finding]:
@@ -148,13 +148,13 @@ def check_layouts(bench: Bench) -> list[Finding]:
         apart = _largest(outputs[kind], TokenOutputs(bench.reference.logprobs, bench.reference.entropy))
         text = f"{apart:.1e}, limit {limit:.0e}"
         if not apart <= limit:
-            text += f"; {first_difference(bench, kind)}"
+            text += f"; {find_first_difference(bench, kind)}"
         found.append(bench.finding("layouts", f"{kind} against HuggingFace", apart <= limit, text))
     apart = _largest(outputs["bshd"], outputs["thd"])
     return [*found, bench.finding("layouts", "bshd against thd", apart <= limit, f"{apart:.1e}, limit {limit:.0e}")]
 
 
-def first_difference(bench: Bench, kind: str) -> str:
+def find_first_difference(bench: Bench, kind: str) -> str:
     """The first layer whose output is not HuggingFace's, in words."""
     states = {
         n: hidden for part in bench.on_ranks("hidden_states", kind, bench.case.batch) for n, hidden in part.items()
@@ -172,12 +172,12 @@ def check_gradients(bench: Bench) -> list[Finding]:
     """Gradients of a loss that differs at every token, against HuggingFace; each tensor by its own norm."""
     found, limit = [], bench.limits["gradients"]
     for kind in KINDS if bench.reference else ():
-        results = bench.on_ranks("gradients_of", kind, bench.case.batch, probe_loss, bench.case.denominator)
+        results = bench.on_ranks("compute_gradients", kind, bench.case.batch, probe_loss, bench.case.denominator)
         gradients = next(part for part in results if part)
         apart = {
             name: float((gradients[name] - want).norm() / want.norm().clamp(min=1e-12))
             for name, want in bench.reference.gradients.items()
-            if bench.model.part_of(name) not in bench.config.actor.freeze
+            if bench.model.find_part(name) not in bench.config.actor.freeze
         }
         worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
         text = f"{apart[worst]:.1e} of the norm at most, in {worst}, limit {limit:.0e}"
@@ -226,7 +226,7 @@ def _compare_rollouts(bench: Bench, check: str, where: str) -> list[Finding]:
     logprobs = bench.actor.forward(batch).logprobs
     found, start, limits = [], 0, (bench.limits["rollout mean"], bench.limits["rollout max"])
     for number, part in enumerate(batch.split(engines)):
-        difference = logprob_difference(part, logprobs[start : start + part.num_tokens])
+        difference = compare_logprobs(part, logprobs[start : start + part.num_tokens])
         start += part.num_tokens
         mean, largest = difference["logprob_diff_mean"], difference["logprob_diff_max"]
         text = f"mean {mean:.1e}, max {largest:.1e}, limits {limits[0]:.0e} and {limits[1]:.0e}"

@@ -35,14 +35,14 @@ LARGE_WEIGHTS = {"initializer_range": 0.08}
 """A setting of either tower that makes attention sharp, four times what transformers takes by itself."""
 
 
-def tiny_model(folder: str | Path, kind: Tiny) -> str:
+def make_tiny_model(folder: str | Path, kind: Tiny) -> str:
     """Save a model whose weights are large enough that a wrong one would show."""
     if kind == "qwen2":
-        return tiny_text(folder, kind, 131)
-    return tiny_vlm(folder, kind, bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
+        return make_tiny_text(folder, kind, 131)
+    return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
 
 
-def tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True, **settings: Any) -> str:
+def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True, **settings: Any) -> str:
     """Save a language model alone, without a tokenizer. Its weights are large enough that a wrong one would show.
 
     Args:
@@ -56,7 +56,7 @@ def tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True,
     return save_apart(AutoModelForCausalLM.from_config(config), folder)
 
 
-def bare_tokenizer(first: int = 0) -> Any:
+def make_bare_tokenizer(first: int = 0) -> Any:
     """A tokenizer of an end token, 0, and the tokens of images, from ``first + 1`` on; it has no words."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +67,7 @@ def bare_tokenizer(first: int = 0) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
 
 
-def tiny_vlm(
+def make_tiny_vlm(
     folder: str | Path,
     family: str,
     tokenizer: Any,

@@ -20,7 +20,7 @@ _HELD_BACK = threading.Event()
 
 
 @contextmanager
-def ray_for(workers: int, platform: str) -> Iterator[None]:
+def running_ray(workers: int, platform: str) -> Iterator[None]:
     """Run Ray with room for some workers of a platform: this program's, the cluster of RAY_ADDRESS, or a new one.
 
     A new one belongs to this program alone. A small machine may hold more workers than it has cores: they take turns.
@@ -92,7 +92,7 @@ os.register_at_fork(after_in_child=_release_child)
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pausing_collection() -> Iterator[None]:
     """No garbage collection while something heavy is imported and built.
 
     A million objects come with torch, Megatron or vLLM and none of them goes, so that looking through them takes a
@@ -120,12 +120,12 @@ def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle], ad
     try:
         yield
     except RayError as error:
-        dead = _dead(workers)
+        dead = _find_dead(workers)
         died = f"{', '.join(dead)} died (killed, out of memory or crashed; Ray's logs say more)"
         raise WorkerFailure(f"{where}: {died if dead else error}{advice}") from error
 
 
-def _dead(workers: Mapping[str, ray.actor.ActorHandle]) -> list[str]:
+def _find_dead(workers: Mapping[str, ray.actor.ActorHandle]) -> list[str]:
     """Names of the workers whose process has ended."""
     asked = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
     if not asked:

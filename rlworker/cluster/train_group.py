@@ -10,7 +10,7 @@ import ray
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import Outputs
-from engines.images.plan import same_images
+from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn, StepResult
 from hardware.platform import Platform
 from hardware.platforms import get_platform
@@ -73,7 +73,9 @@ class WorkerGroup:
 
     def _plan(self, batch: TrainBatch) -> Schedule:
         role, most = self.role, self.platform.max_pack_sequences
-        return plan_schedule(batch.lengths, role.config, role.model.hidden, self.dp_size, most, same_images(batch))
+        return plan_schedule(
+            batch.lengths, role.config, role.model.hidden, self.dp_size, most, number_image_sets(batch)
+        )
 
 
 def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:

@@ -33,7 +33,7 @@ def keeping_workers() -> Iterator[None]:
     A worker imports for longer than anything else that a start takes. Around several runs this saves it: a sweep over
     settings, a notebook, a test suite. Runs may have other models and other sizes; what they compute is the same.
 
-        with ray_for(3, "cpu"), keeping_workers():
+        with running_ray(3, "cpu"), keeping_workers():
             for lr in (1e-4, 3e-4):
                 with Trainer(config_of(lr), reward) as trainer:
                     trainer.fit()

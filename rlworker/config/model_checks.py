@@ -20,7 +20,7 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
         ValueError: they cannot.
     """
     model = ModelSpec.from_folder(folder)
-    check_trained(model, actor, platform_name)
+    check_trainable(model, actor, platform_name)
     rollout.check_model(model)
     platform = get_platform(platform_name)
     if model.head_dim not in platform.rollout_head_dims:
@@ -32,7 +32,7 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
     return model
 
 
-def check_trained(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
+def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
     """Raise ValueError where a training engine cannot hold the model, or its folder does not hold its weights."""
     config.check_model(model)
     check_rules(model, config, get_platform(platform_name))

@@ -10,7 +10,7 @@ from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.attention.rules import slot_unit
 from hardware.platform import PlatformName
-from rlworker.config.model_checks import check_engines, check_sees_alike, check_trained
+from rlworker.config.model_checks import check_engines, check_sees_alike, check_trainable
 from rlworker.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -39,7 +39,7 @@ def check_slots(actor: MegatronConfig, longest: int) -> None:
         )
 
 
-def decaying_over(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
+def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
     """The settings with a decay over the whole run where no other length was asked for."""
     optimizer = engine.optimizer
     whole = max(optimizer_steps, optimizer.lr_warmup_steps + 1)
@@ -148,7 +148,7 @@ class RunConfig(TrainingConfig):
     def actor_of_run(self) -> MegatronConfig:
         """The actor's settings with a decay over the whole run where no other length was asked for."""
         steps = self.steps - (self.critic.warmup_steps if self.critic.train else 0)
-        return decaying_over(self.actor, steps * self.algorithm.mini_batches)
+        return set_decay(self.actor, steps * self.algorithm.mini_batches)
 
     @property
     def critic_of_run(self) -> MegatronConfig:
@@ -156,7 +156,7 @@ class RunConfig(TrainingConfig):
         lr, optimizer = self.critic.lr, self.actor.optimizer
         share = optimizer.min_lr / optimizer.lr if optimizer.lr else 0.0
         critic = replace(self.actor, optimizer=replace(optimizer, lr=lr, min_lr=lr * share))
-        return decaying_over(critic, self.steps * self.algorithm.mini_batches)
+        return set_decay(critic, self.steps * self.algorithm.mini_batches)
 
     @property
     def models(self) -> dict[str, str]:
@@ -197,7 +197,7 @@ class RunConfig(TrainingConfig):
             option = {"critic": "--critic.model", "reference": "--algorithm.reference"}[role]
             try:
                 spec = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
-                check_trained(spec, self.actor, self.platform)
+                check_trainable(spec, self.actor, self.platform)
                 check_sees_alike(spec, specs["actor"])
             except ValueError as error:
                 raise ValueError(f"{role} ({option}): {error}") from None

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
-from engines.images.columns import image_columns
+from engines.images.columns import make_image_columns
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from rlworker.config.sft import SftConfig
@@ -60,5 +60,5 @@ def read_examples(
 def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:
     """The examples' tokens; the answers' are those that count."""
     ids = [example.ids for example in examples]
-    columns = image_columns(ids, [example.images for example in examples], vision) if vision else {}
+    columns = make_image_columns(ids, [example.images for example in examples], vision) if vision else {}
     return TrainBatch.from_ids(ids, [example.prompt_length for example in examples], **columns)

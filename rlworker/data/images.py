@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.batch.samples import Image
-from engines.images.columns import image_blocks
+from engines.images.columns import find_image_blocks
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
@@ -136,7 +136,7 @@ class ImageReader:
         for token in ids:
             is_image = token == vision.image_token
             found += [token] * (left.pop(0).tokens(vision.merge) if is_image else 1)
-        image_blocks(found, images, vision)
+        find_image_blocks(found, images, vision)
         return found
 
 

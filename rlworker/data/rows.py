@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from engines.batch.samples import Image
 from rlworker.config.sections import DataConfig
 from rlworker.data.images import MARKER, ImageReader, refuse_other_fields
-from rlworker.data.sources import folder_of, rows_at
+from rlworker.data.sources import find_base_folder, iterate_rows
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -96,7 +96,7 @@ def check_rows(path: str, data: DataConfig) -> None:
     Raises:
         ValueError: there are no such rows, or a broken one, by place, row and field.
     """
-    for _ in _checked(path, data):
+    for _ in _iterate_checked(path, data):
         pass
 
 
@@ -115,10 +115,10 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
             where such are skipped; an image cannot be read, or there is another number of them than places for them.
     """
     places, sources, texts, images = [], [], [], []
-    for where, source in _checked(path, data):
+    for where, source in _iterate_checked(path, data):
         own: tuple[Image, ...] = ()
         if image_reader:
-            own = image_reader.read_row(source, where, data, folder_of(path))
+            own = image_reader.read_row(source, where, data, find_base_folder(path))
             if own:  # what a row holds as bytes is on disk now, and need not be held by every process that sees the row
                 source = source | {data.image_field: [image.path for image in own]}
         elif source.get(data.image_field) or _has_images(source[data.prompt_field]):
@@ -126,7 +126,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
                 f'{where}: field "{data.image_field}" or the prompt has images, which this model cannot see; take a '
                 "vision-language model, or name another field with --data.image-field"
             )
-        text = _text_of(source[data.prompt_field], tokenizer, where, data)
+        text = _render_prompt(source[data.prompt_field], tokenizer, where, data)
         places.append(where)
         sources.append(source)
         texts.append(image_reader.replace_markers(text, tokenizer) if image_reader else text)
@@ -134,7 +134,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
     if image_reader and not any(images):
         refuse_other_fields(sources[0], places[0], data)
     is_plain = [isinstance(source[data.prompt_field], str) and not data.instruction for source in sources]
-    encoded = _tokenised(texts, is_plain, tokenizer)
+    encoded = _tokenise(texts, is_plain, tokenizer)
     rows, limit = [], data.max_prompt_tokens
     for where, source, text, ids, own in zip(places, sources, texts, encoded, images, strict=True):
         if image_reader:
@@ -155,21 +155,21 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
     return Rows(rows, skipped=len(encoded) - len(rows))
 
 
-def _tokenised(texts: list[str], is_plain: list[bool], tokenizer) -> list[list[int]]:
+def _tokenise(texts: list[str], is_plain: list[bool], tokenizer) -> list[list[int]]:
     """The ids of each text. A plain one comes after the special tokens that the tokenizer opens a text with, unless it
     has them written out; a chat template has written its own."""
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     if True not in is_plain:
         return encoded
     first = is_plain.index(True)
-    opening = _opening(texts[first], encoded[first], tokenizer)
+    opening = _find_opening(texts[first], encoded[first], tokenizer)
     return [
         ids if not plain or ids[: len(opening)] == opening else opening + ids
         for ids, plain in zip(encoded, is_plain, strict=True)
     ]
 
 
-def _opening(text: str, ids: list[int], tokenizer) -> list[int]:
+def _find_opening(text: str, ids: list[int], tokenizer) -> list[int]:
     """The special tokens that the tokenizer puts before any text, such as Llama's BOS, found on one of ``ids`` without
     them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
     whole = tokenizer(text)["input_ids"]
@@ -182,9 +182,9 @@ def _opening(text: str, ids: list[int], tokenizer) -> list[int]:
     )
 
 
-def _checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
+def _iterate_checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
     """Each row after where it stands, its fields checked. Rows of a table count from 0, lines of a file from 1."""
-    rows = rows_at(path, data)
+    rows = iterate_rows(path, data)
     empty = True
     for where, source in rows:
         _check_fields(where, source, data)
@@ -256,7 +256,7 @@ def _check_encodable(place: str, text: str) -> None:
         raise ValueError(f"{place} is no valid Unicode text: {error}; remove that character") from None
 
 
-def _text_of(prompt: str | list[dict], tokenizer, where: str, data: DataConfig) -> str:
+def _render_prompt(prompt: str | list[dict], tokenizer, where: str, data: DataConfig) -> str:
     if isinstance(prompt, str) and not data.instruction:
         return prompt
     if isinstance(prompt, str):
@@ -278,7 +278,7 @@ def _apply_template(messages: list[dict], tokenizer, where: str, data: DataConfi
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
 
 
-def rows_of_step(rows: list[Row], count: int, step: int, seed: int) -> list[Row]:
+def pick_rows(rows: list[Row], count: int, step: int, seed: int) -> list[Row]:
     """The ``count`` rows that step ``step`` (from 0) takes.
 
     Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but

@@ -25,7 +25,7 @@ from rlworker.config.sections import RewardConfig
 from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, call_bounds, failures_file
+from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, find_call_bounds, name_failures_file
 
 REWARD_LOG = "rewards.log"
 """File of a run folder that has what the reward function prints and logs."""
@@ -89,7 +89,7 @@ class Scores:
         return text
 
 
-def pickled(reward: RewardFn | BatchRewardFn) -> bytes:
+def pickle_reward(reward: RewardFn | BatchRewardFn) -> bytes:
     """The reward function as bytes.
 
     Raises:
@@ -119,7 +119,7 @@ class RewardPool:
 
     def __init__(self, reward: RewardFn | BatchRewardFn, config: RewardConfig, output: Path | None = None):
         self.config, self.batch = config, getattr(reward, "batch", False)
-        self._arguments = pickled(reward), self.batch, config.time_limit_s, output
+        self._arguments = pickle_reward(reward), self.batch, config.time_limit_s, output
         if output:
             output.parent.mkdir(parents=True, exist_ok=True)
         # Progress goes through files, so the workers run where the controller does.
@@ -155,7 +155,7 @@ class RewardPool:
         """
         places: dict[int, int] = {}
         index = [places.setdefault(id(row), len(places)) for row in rows]
-        bounds = call_bounds(index, self.batch)
+        bounds = find_call_bounds(index, self.batch)
         outcomes: list[Outcome] = [0.0] * len(texts)
         waiting, running = deque(self._parts(bounds)), {}
         while waiting or running:
@@ -266,11 +266,11 @@ class _Part:
         scored = max(0, int(self.numbers[0]))
         outcomes[self.start : self.start + scored] = self.numbers[1 : 1 + scored].tolist()
         if self.has_begun:
-            for line in Path(failures_file(self.path)).read_text("utf-8").split("\n")[:-1]:
+            for line in Path(name_failures_file(self.path)).read_text("utf-8").split("\n")[:-1]:
                 place, kind, message = json.loads(line)
                 if place < scored:  # a process that died may have written a part of a call's
                     outcomes[self.start + place] = (kind, message)
-            os.remove(failures_file(self.path))
+            os.remove(name_failures_file(self.path))
         os.remove(self.path)
         return scored
 

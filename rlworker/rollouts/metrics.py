@@ -8,7 +8,7 @@ SAMPLES_KEPT = 8
 """Samples kept of a step that is evaluated."""
 
 
-def of_groups(groups: list[Group]) -> dict[str, float]:
+def summarise_groups(groups: list[Group]) -> dict[str, float]:
     """What was sampled and rewarded, of every group that a step has drawn."""
     samples = [sample for group in groups for sample in group.completions]
     rewards = torch.tensor([group.rewards for group in groups])
@@ -23,7 +23,7 @@ def of_groups(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def some_samples(groups: list[Group]) -> list[dict]:
+def pick_samples(groups: list[Group]) -> list[dict]:
     """The first completion of the first prompts."""
     return [
         {"prompt": group.row.prompt, "completion": group.texts[0], "answer": group.row.answer}

@@ -6,10 +6,10 @@ from dataclasses import replace
 from engines.batch.samples import Completion, Sampling
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
-from rlworker.data.rows import Row, rows_of_step
+from rlworker.data.rows import Row, pick_rows
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool, Scores
-from rlworker.rollouts.metrics import of_groups
+from rlworker.rollouts.metrics import summarise_groups
 from rlworker.rollouts.to_batch import Group
 from rlworker.tracking.log import StepClock
 
@@ -49,7 +49,7 @@ class Sampler:
         kept, zero_variance, failures = [], [], {}
         for _ in range(1 + further):
             with self.phase(clock, "rollout"):
-                rows = rows_of_step(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
+                rows = pick_rows(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
                 completions = self.rollouts.generate(rows, self.sampling(config.samples_per_prompt))
                 _check_versions(completions, version)
             self.rollouts_done += 1
@@ -61,7 +61,7 @@ class Sampler:
                 (zero_variance if further and group.has_zero_variance else kept).append(group)
             if len(kept) >= config.prompts_per_step:
                 break
-        return kept[: config.prompts_per_step], of_groups(kept + zero_variance) | failures
+        return kept[: config.prompts_per_step], summarise_groups(kept + zero_variance) | failures
 
     def greedy(self, rows: list[Row]) -> Scores:
         """Rewards of the most likely completion of each row."""

@@ -17,7 +17,7 @@ from engines.interfaces import LossFn
 from hardware.attention.capabilities import override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from rlworker.cluster.ray import naming_failures, ray_for
+from rlworker.cluster.ray import naming_failures, running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup, save_groups
 from rlworker.config.run import TrainingConfig
@@ -29,7 +29,7 @@ from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
 from rlworker.trainers.rejected_step import refuse_step
-from rlworker.trainers.step_metrics import optimizer_step
+from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
 Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool)
@@ -128,7 +128,7 @@ class Run:
         self.folder.claim(config)
         self.running.callback(self.folder.release)
         os.environ.update(get_platform(config.platform).driver_env())
-        self.running.enter_context(ray_for(config.num_workers, config.platform))
+        self.running.enter_context(running_ray(config.num_workers, config.platform))
         self.start_engines(clock)
         self.begin()
         self.start_seconds = clock.seconds
@@ -150,7 +150,7 @@ class Run:
         Raises:
             RunError: the gradient is not finite, so that the engine took no step.
         """
-        metrics, outputs = optimizer_step(group, batch, loss, denominator, prefix)
+        metrics, outputs = take_optimizer_step(group, batch, loss, denominator, prefix)
         if math.isnan(metrics[f"{prefix}grad_norm"]):
             refuse_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
         return metrics, outputs

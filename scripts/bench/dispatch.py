@@ -17,7 +17,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
 from hardware.platforms import get_platform
-from rlworker.cluster.ray import ray_for
+from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.workers import Role
 
@@ -54,7 +54,7 @@ def main() -> None:
     os.environ.update(platform.driver_env())
     batch = make_batch()
     size = sum(column.nbytes for column in batch.columns().values()) / 1e6
-    with ray_for(ACTORS, "cpu"):
+    with running_ray(ACTORS, "cpu"):
         actors = [ray.remote(Echo).options(num_cpus=1).remote() for _ in range(ACTORS)]
         role = Role("actor", SimpleNamespace(hidden=4096), MegatronConfig(ranks=ACTORS))
         group = WorkerGroup(role, platform, actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])

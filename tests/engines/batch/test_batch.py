@@ -21,7 +21,7 @@ def test_the_one_shift():
 
 
 def test_per_token_repeats_over_empty_sequences_too():
-    assert make().per_token(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 1, 3, 3, 3]
+    assert make().repeat_per_token(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 1, 3, 3, 3]
 
 
 def test_a_column_of_the_wrong_length_is_refused():

@@ -9,7 +9,7 @@ from support.ranks.pool import free_address
 
 from engines.batch.shard import TokenOutputs
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import forward_pass, gradients_by_name, load_huggingface, probe_loss
+from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
 """Largest absolute differences; for invariance the largest ``|difference| / |gradient|`` (2-norms) of a tensor."""
@@ -33,13 +33,13 @@ def hf_steps(spec: ModelSpec) -> dict:
     model, batch, result = load_huggingface(spec), make_batch(), {"norms": []}
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
     for step in range(STEPS):
-        found = forward_pass(model, spec, batch, probe_loss)
+        found = run_forward(model, spec, batch, probe_loss)
         optimizer.zero_grad()
         (found.loss / batch.mask.sum()).backward()
         if step == 0:
             result["logits"] = found.logits.detach()
             result["outputs"] = TokenOutputs(found.outputs.logprobs.detach(), found.outputs.entropy.detach())
-            result["gradients"] = {name: g.clone() for name, g in gradients_by_name(model, spec).items()}
+            result["gradients"] = {name: g.clone() for name, g in name_gradients(model, spec).items()}
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
     result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}

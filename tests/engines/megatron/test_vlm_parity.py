@@ -9,7 +9,7 @@ from support.ranks.pool import free_address
 from support.ranks.vlm_cases import ROWS, make_images, part_of_hf, run_vlm_case, vlm_batch
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import forward_pass, gradients_by_name, load_huggingface, probe_loss
+from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6}
 
@@ -54,12 +54,12 @@ def compare(pool_of, folders, images, reference, measured):
 def hf_results(folder: str, images, rows=ROWS) -> dict:
     spec = ModelSpec.from_folder(folder)
     model, batch = load_huggingface(spec), vlm_batch(spec, images, rows)
-    found = forward_pass(model, spec, batch, probe_loss)
+    found = run_forward(model, spec, batch, probe_loss)
     (found.loss / batch.mask.sum()).backward()
     return {
         "logits": found.logits.detach(),
         "logprobs": found.outputs.logprobs.detach(),
-        "gradients": gradients_by_name(model, spec),
+        "gradients": name_gradients(model, spec),
         "mask": batch.mask,
     }
 

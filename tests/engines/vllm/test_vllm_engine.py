@@ -14,8 +14,8 @@ from engines.batch.samples import Prompt, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
-from rlworker.checks.huggingface import logits_by_sequence
-from rlworker.checks.tiny_models import tiny_text
+from rlworker.checks.huggingface import iterate_logits
+from rlworker.checks.tiny_models import make_tiny_text
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=64, kv_cache_mb=64)
@@ -97,7 +97,7 @@ def test_greedy_is_the_argmax(rollout):
     prompt = PROMPTS[0]
     ((sample,),) = ask(worker.generate, [prompt], sampling(count=1, temperature=0.0))
     batch = TrainBatch.from_ids([[*prompt.token_ids, *sample.token_ids]], [len(prompt.token_ids)])
-    ((one, logits),) = logits_by_sequence(model, batch)
+    ((one, logits),) = iterate_logits(model, batch)
     assert logits[one.mask].argmax(-1).tolist() == sample.token_ids
 
 
@@ -169,7 +169,7 @@ def mixture(tmp_path):
     """A tiny mixture-of-experts model in vLLM, driven through the worker extension: no trainer has a table for it."""
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
     shape = dict(num_hidden_layers=2, head_dim=32, initializer_range=0.1)
-    return tiny_text(tmp_path, "qwen3_moe", VOCAB, tied=False, **shape, **experts)
+    return make_tiny_text(tmp_path, "qwen3_moe", VOCAB, tied=False, **shape, **experts)
 
 
 def replace_experts(worker, folder: str, with_workaround: bool) -> list[float]:

@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 from support import rollout_workers
-from support.huggingface import batch_of, differences
+from support.huggingface import differences, make_batch
 from support.ranks.vlm_cases import make_images, prompts_of, rename
 from support.rollout_workers import ask
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import image_arguments, load_huggingface, logits_by_sequence
-from rlworker.checks.tiny_models import tiny_model
+from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments
+from rlworker.checks.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
@@ -24,7 +24,7 @@ def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
     from rlworker.cluster.rollout_group import Rollouts
 
-    folder = tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+    folder = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = ModelSpec.from_folder(folder)
     with Rollouts("cpu", 1) as rollouts:
         (worker,) = rollouts.start(model, CONFIG).ready().workers
@@ -46,7 +46,7 @@ def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict
 
 
 def send(worker, hf, model: ModelSpec) -> None:
-    names = {rename(name): name for name in model.all_hf_names()}
+    names = {rename(name): name for name in model.list_hf_names()}
     rollout_workers.send(worker, [(names[rename(n)], p.detach()) for n, p in hf.named_parameters()], 100_000)
 
 
@@ -93,9 +93,9 @@ def test_image_tokens_are_never_sampled(rollout):
     send(worker, hf, model)
     text = [prompt for prompt in prompts if not prompt.images]
     completions = ask(worker.generate, text, sampling(count=128, temperature=2.0))
-    batch, banned = batch_of(text, completions, model), list(model.banned_tokens)
+    batch, banned = make_batch(text, completions, model), list(model.banned_tokens)
     with torch.no_grad():
-        runs = logits_by_sequence(hf, batch, image_arguments(model))
+        runs = iterate_logits(hf, batch, make_image_arguments(model))
         expected = sum(float((logits[one.mask] / 2).softmax(-1)[:, banned].sum()) for one, logits in runs)
     drawn = batch.targets[batch.mask].tolist()
     assert len(drawn) > 1000 and expected > 20

@@ -16,7 +16,7 @@ from rlworker.algorithms.advantages import (
     with_kl_penalty,
     with_overlong_penalty,
 )
-from rlworker.algorithms.discounting import Selection, discounted_sums
+from rlworker.algorithms.discounting import Selection, sum_discounted
 from rlworker.algorithms.losses import kl_k2
 from rlworker.config.run import CriticConfig
 from rlworker.errors import RunError
@@ -95,10 +95,10 @@ def test_gae_by_hand():
 
 def test_a_run_with_a_critic_takes_gae_at_its_settings():
     batch = ragged_batch(turns=False)
-    found = advantages.configured_advantage(CriticConfig(train=True, gamma=0.5, lam=0.9))(batch)
+    found = advantages.configure_advantage(CriticConfig(train=True, gamma=0.5, lam=0.9))(batch)
     for got, wanted, swapped in zip(found, gae(batch, gamma=0.5, lam=0.9), gae(batch, gamma=0.9, lam=0.5)):
         assert torch.equal(got, wanted) and not torch.allclose(got, swapped)
-    assert advantages.configured_advantage(CriticConfig()) is advantages.grpo
+    assert advantages.configure_advantage(CriticConfig()) is advantages.grpo
 
 
 def ragged_batch(turns: bool) -> TrainBatch:
@@ -152,7 +152,7 @@ def test_blocked_sums_are_the_loop(decay):
         for n in reversed(range(start, start + length)):
             running = want[n] = float(x[n]) + decay * running
         start += length
-    got = discounted_sums(x, torch.tensor(lengths), decay)
+    got = sum_discounted(x, torch.tensor(lengths), decay)
     assert float((got - want).abs().max()) <= 1e-9
 
 
@@ -160,7 +160,7 @@ def test_a_sequence_that_is_not_finite_stays_alone():
     lengths = torch.tensor([100, 100, 100])
     x = torch.ones(300)
     x[150] = float("nan")
-    got = discounted_sums(x, lengths, 0.9)
+    got = sum_discounted(x, lengths, 0.9)
     assert got[:100].isfinite().all() and got[200:].isfinite().all() and got[100].isnan()
 
 

@@ -19,7 +19,7 @@ from support.ranks.vlm_cases import make_images, vlm_batch
 
 from engines.batch.batch import TrainBatch
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import huggingface_reference, load_huggingface, probe_loss
+from rlworker.checks.huggingface import compute_reference, load_huggingface, probe_loss
 
 TEMPERATURE = 0.7
 ROWS = ((), (0,), (1, 3))
@@ -76,7 +76,7 @@ def by_labels(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> dic
 
 def check(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> None:
     denominator = float(batch.mask.sum())
-    found = huggingface_reference(spec, batch, probe_loss, denominator, TEMPERATURE)
+    found = compute_reference(spec, batch, probe_loss, denominator, TEMPERATURE)
     want = by_labels(spec, batch, paths)
     assert float((found.logprobs - want["logprobs"]).abs().max()) <= 1e-5
     asked = want["entropy"] != 0

@@ -8,7 +8,7 @@ import pytest
 
 from recipes.common.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config.sections import DataConfig
-from rlworker.data.rows import check_rows, check_vocabulary, read_rows, rows_of_step
+from rlworker.data.rows import check_rows, check_vocabulary, pick_rows, read_rows
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -311,11 +311,11 @@ def test_fields_must_have_names():
 
 def test_steps_walk_whole_epochs_in_new_orders():
     rows = list(range(10))
-    seen = [row for step in range(5) for row in rows_of_step(rows, 4, step, seed=1)]
+    seen = [row for step in range(5) for row in pick_rows(rows, 4, step, seed=1)]
     first, second = seen[:10], seen[10:]
     assert sorted(first) == sorted(second) == rows and first != second
-    assert rows_of_step(rows, 4, 2, seed=1) == seen[8:12], "a step may straddle two epochs and needs no state"
-    assert rows_of_step(rows, 4, 0, seed=2) != seen[:4]
+    assert pick_rows(rows, 4, 2, seed=1) == seen[8:12], "a step may straddle two epochs and needs no state"
+    assert pick_rows(rows, 4, 0, seed=2) != seen[:4]
 
 
 def test_heldout_additions_are_apart_and_without_pattern(tmp_path):

@@ -19,13 +19,13 @@ from engines.config import MegatronConfig
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
-from rlworker.config.model_checks import check_sees_alike, check_trained
+from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
+from rlworker.config.model_checks import check_sees_alike, check_trainable
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import check_rows, load_tokenizer, read_rows
-from rlworker.rollouts.to_batch import logprob_difference, to_batch
+from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 from rlworker.tracking.log import read_metrics
 from rlworker.trainers.rejected_step import save_refused
 
@@ -36,7 +36,7 @@ CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vlm")
-    return ModelSpec.from_folder(tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(CHAT, IMAGE_TOKENS), 128))
+    return ModelSpec.from_folder(make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(CHAT, IMAGE_TOKENS), 128))
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_a_folder_without_an_image_processor_is_refused_before_anything_starts(m
     shutil.copytree(model.folder, tmp_path / "other")
     (tmp_path / "other" / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match=r"has no preprocessor_config.json, which says how images are cut"):
-        check_trained(ModelSpec.from_folder(tmp_path / "other"), MegatronConfig(), "cpu")
+        check_trainable(ModelSpec.from_folder(tmp_path / "other"), MegatronConfig(), "cpu")
 
 
 def test_a_tokenizer_of_another_model_is_refused(model, tmp_path):
@@ -299,10 +299,10 @@ def test_logprob_differences_after_images_are_told_apart(read, model):
     batch = to_batch([seen, text], samples, [1.0, 0.0], model.vision)
     logprobs = torch.full((batch.num_tokens,), -1.0)
     logprobs[batch.mask] = torch.tensor([-1.5, -1.0, -3.0])
-    found = logprob_difference(batch, logprobs)
+    found = compare_logprobs(batch, logprobs)
     assert (found["logprob_diff_mean"], found["logprob_diff_max"]) == (pytest.approx(2.5 / 3), 2.0)
     assert (found["logprob_diff_pictures_mean"], found["logprob_diff_pictures_max"]) == (0.25, 0.5)
-    alone = logprob_difference(to_batch([text], samples[1:], [0.0], model.vision), torch.zeros(1))
+    alone = compare_logprobs(to_batch([text], samples[1:], [0.0], model.vision), torch.zeros(1))
     assert set(alone) == {"logprob_diff_mean", "logprob_diff_max"}
 
 

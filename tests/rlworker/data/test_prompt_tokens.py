@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.images import build_image_reader
@@ -79,7 +79,9 @@ def test_an_answer_is_not_opened(tmp_path, make_hf_model):
 
 
 def test_a_prompt_with_an_image_is_opened(tmp_path):
-    folder = tiny_vlm(tmp_path / "model", "qwen2_5_vl", framed(make_tokenizer(None, IMAGE_TOKENS), "<bos> $A"), 128)
+    folder = make_tiny_vlm(
+        tmp_path / "model", "qwen2_5_vl", framed(make_tokenizer(None, IMAGE_TOKENS), "<bos> $A"), 128
+    )
     Image.new("RGB", (84, 56)).save(tmp_path / "a.png")
     path = write(tmp_path, {"prompt": "<image>x", "images": ["a.png"], "answer": "y"})
     model, tokenizer = ModelSpec.from_folder(folder), load_tokenizer(folder)

@@ -19,7 +19,7 @@ from engines.batch.shard import TokenOutputs, ValueOutputs
 from engines.interfaces import StepResult
 from rlworker.algorithms.advantages import gae, grpo
 from rlworker.algorithms.losses import (
-    configured_loss,
+    configure_loss,
     kl_k3,
     policy_loss,
     token_mean,
@@ -126,7 +126,7 @@ def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, *
     trainer.models = {"actor": SimpleNamespace(vision=VISION)}
     trainer.rows = trainer.heldout = rows_with_an_image()
     trainer.advantage, trainer.aggregation = advantage, token_mean
-    trainer.loss = loss or configured_loss(config.algorithm)
+    trainer.loss = loss or configure_loss(config.algorithm)
     trainer.value_loss = partial(value_loss, clip=config.critic.clip)
     trainer.kl_in_reward = config.algorithm.kl_coef if config.algorithm.kl_in == "reward" else 0.0
     trainer.version = trainer.empty_steps = 0

@@ -91,12 +91,12 @@ def vlm_batch(model, paths, rows=ROWS, seed: int = 1):
     import torch
 
     from engines.batch.batch import TrainBatch
-    from engines.images.columns import image_columns
+    from engines.images.columns import make_image_columns
 
     prompts, generator = prompts_of(model, paths, rows, seed), torch.Generator().manual_seed(seed)
     text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
     sequences = [[*prompt.token_ids, *text(3 + row % 3)] for row, prompt in enumerate(prompts)]
-    columns = image_columns(sequences, [prompt.images for prompt in prompts], model.vision)
+    columns = make_image_columns(sequences, [prompt.images for prompt in prompts], model.vision)
     batch = TrainBatch.from_ids(sequences, [len(prompt.token_ids) for prompt in prompts], **columns)
     return dataclasses.replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
 
@@ -122,7 +122,7 @@ def run_vlm_case(
     )
     if budget and engine.vision:
         engine.vision.budget = budget
-    from engines.probes.megatron import whole_gradients
+    from engines.probes.megatron import gather_gradients
     from rlworker.checks.huggingface import probe_loss
 
     batch, decoded = vlm_batch(engine.model, paths, rows), []
@@ -140,5 +140,5 @@ def run_vlm_case(
         "decoded": decoded,
         "logits": logits,
         "outputs": outputs,
-        "gradients": whole_gradients(engine),
+        "gradients": gather_gradients(engine),
     }
