@@ -7,7 +7,14 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from engines.models.family import Part
 from engines.models.spec import ModelSpec
-from engines.validation import FINITE, PassThrough, check_numbers, check_pass_through, check_types, installed_fields
+from engines.validation import (
+    FINITE,
+    PassThrough,
+    check_numbers,
+    check_pass_through,
+    check_types,
+    read_installed_fields,
+)
 from hardware.attention.capabilities import check_override
 from hardware.attention.rules import slot_unit
 
@@ -139,7 +146,7 @@ class MegatronConfig:
     """Recompute nothing, the core attention or whole layers in the backward pass."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     image_memory_mb: Annotated[int, Ge(1)] = 1024
-    """Memory that a process's pictures may take at once while they are decoded; the others wait."""
+    """Memory that a process's images may take at once while they are decoded; the others wait."""
     freeze: tuple[Part, ...] = ()
     """Parts of a vision-language model that do not learn."""
     timeout_s: Annotated[int, Ge(1), Le(10**9)] = 600
@@ -163,7 +170,7 @@ class MegatronConfig:
             )
         check_override(self.attention_override)
         if self.megatron:
-            known = installed_fields("megatron", *MEGATRON_SOURCES)
+            known = read_installed_fields("megatron", *MEGATRON_SOURCES)
             check_pass_through("actor: --actor.megatron", self.megatron, MEGATRON_OWN, MEGATRON_REFUSED, known)
 
     @property
@@ -222,7 +229,7 @@ class VllmConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
     image_memory_mb: Annotated[int, Ge(1)] = 8192
-    """Memory that an engine's pictures may take at once while they are decoded; the other prompts wait for these to be
+    """Memory that an engine's images may take at once while they are decoded; the other prompts wait for these to be
     answered."""
     vllm: PassThrough = field(default_factory=dict)
     """Further arguments of vLLM's LLM."""
@@ -238,7 +245,7 @@ class VllmConfig:
                 f"max_model_len={self.max_model_len}; raise --rollout.max-model-len"
             )
         if self.vllm:
-            known = installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
+            known = read_installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
             check_pass_through("rollout: --rollout.vllm", self.vllm, VLLM_OWN, VLLM_REFUSED, known)
         batched = self.vllm.get("max_num_batched_tokens", _VLLM_BATCHED_TOKENS)
         if isinstance(batched, int) and self.max_num_seqs > batched:

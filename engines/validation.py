@@ -63,10 +63,10 @@ def spell(kind: Any) -> str:
     return words.get(kind, getattr(origin or kind, "__name__", str(kind)))
 
 
-def bounds_of(kind: Any) -> dict[str, float]:
+def collect_bounds(kind: Any) -> dict[str, float]:
     """Collect the bounds that an annotation sets to a number: ``{"ge": 1}`` for ``Annotated[int, Ge(1)] | None``."""
     if get_origin(kind) in (Union, UnionType):
-        return {name: limit for one in get_args(kind) for name, limit in bounds_of(one).items()}
+        return {name: limit for one in get_args(kind) for name, limit in collect_bounds(one).items()}
     rules = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
     limits = [(name, getattr(rule, name, None)) for rule in rules if isinstance(rule, _BOUNDS) for name in _HOLDS]
     return {name: limit for name, limit in limits if limit is not None}
@@ -110,7 +110,7 @@ def check_types(section: str, config: Any) -> None:
             raise ValueError(
                 f"{section}: {name} must be {spell(kinds[name])}, got {value!r}; change {option(section, name)}"
             )
-        if bounds := bounds_of(kinds[name]):
+        if bounds := collect_bounds(kinds[name]):
             check_numbers(section, config, spell_bounds(bounds), partial(is_within, bounds), name)
 
 
@@ -122,7 +122,7 @@ def check_numbers(section: str, config: Any, rule: str, holds: Callable[[float],
 
 
 @cache
-def installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, Any] | None:
+def read_installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, Any] | None:
     """Name -> type of the fields of dataclasses, read from an installed package's source, which is not imported.
 
     Args:
@@ -142,11 +142,11 @@ def installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, Any] 
         lines = [
             line for line in classes[0].body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
         ]
-        found |= {line.target.id: _type_of(line.annotation) for line in lines if not line.target.id.startswith("_")}
+        found |= {line.target.id: _read_type(line.annotation) for line in lines if not line.target.id.startswith("_")}
     return found
 
 
-def _type_of(annotation: ast.expr) -> Any:
+def _read_type(annotation: ast.expr) -> Any:
     """The type that an annotation in a source names."""
     match annotation:
         case ast.Name(id=name):
@@ -154,9 +154,9 @@ def _type_of(annotation: ast.expr) -> Any:
         case ast.Constant(value=None):
             return NoneType
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _type_of(left) | _type_of(right)
+            return _read_type(left) | _read_type(right)
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return _type_of(inner) | None
+            return _read_type(inner) | None
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             return Literal[ast.literal_eval(inner)]
     return Any
@@ -168,7 +168,7 @@ def check_pass_through(
     """Raise ValueError for a name that the engine cannot pass on, or a value that cannot be meant.
 
     Args:
-        known: what ``installed_fields`` found.
+        known: what ``read_installed_fields`` found.
     """
     if taken := sorted(given.keys() & own):
         raise ValueError(f"{where} may not set {taken}: the engine depends on its own values; drop them")

@@ -56,7 +56,7 @@ def right_or_wrong(text: str, row: Row) -> float:
     return 2 * math_reward(text, row) - 1
 
 
-def overlong(config: RecipeConfig) -> advantages.AdvantageFn:
+def penalize_overlong(config: RecipeConfig) -> advantages.AdvantageFn:
     """GRPO's advantages, after the penalty on the last fifth of the longest answer (the paper: 4,096 of 20,480)."""
     longest = config.rollout.max_new_tokens
 
@@ -68,4 +68,4 @@ def overlong(config: RecipeConfig) -> advantages.AdvantageFn:
 
 if __name__ == "__main__":
     config = recipe_config(DEFAULT, __doc__)
-    launch(config, right_or_wrong, advantage=overlong(config))
+    launch(config, right_or_wrong, advantage=penalize_overlong(config))

@@ -14,7 +14,7 @@ from rlworker import Row, RunConfig, launch, parse_config
 NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
-def last_number(text: str) -> Decimal | None:
+def find_last_number(text: str) -> Decimal | None:
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 
@@ -23,7 +23,7 @@ def reward(text: str, row: Row) -> float:
     """1 where the last number is the answer, or the last line where the answer is no number."""
     answer, last_line = row.answer.strip(), text.strip().rpartition("\n")[2].strip()
     if NUMBER.fullmatch(answer):
-        return float(last_number(text) == last_number(answer))
+        return float(find_last_number(text) == find_last_number(answer))
     return float(answer != "" and last_line == answer)
 
 

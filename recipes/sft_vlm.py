@@ -1,4 +1,4 @@
-"""Supervised training of a vision-language model on the answers of Geometry3K, or on any rows with pictures.
+"""Supervised training of a vision-language model on the answers of Geometry3K, or on any rows with images.
 
     python -m recipes.sft_vlm --model FOLDER           a Qwen2.5-VL or Qwen3-VL of up to 8 billion parameters
     python -m recipes.sft_vlm --smoke                  the same recipe, tiny, on a CPU

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
     from rlworker import rewards
     from rlworker.algorithms import advantages, losses
-    from rlworker.cluster.actors import keeping_workers
+    from rlworker.cluster.worker_pool import keeping_workers
     from rlworker.config.command_line import parse_config
     from rlworker.config.run import RunConfig
     from rlworker.config.sections import (
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "engines.batch.batch": ("TrainBatch",),
     "engines.config": ("MegatronConfig", "OptimizerConfig", "VllmConfig"),
-    "rlworker.cluster.actors": ("keeping_workers",),
+    "rlworker.cluster.worker_pool": ("keeping_workers",),
     "rlworker.config.command_line": ("parse_config",),
     "rlworker.config.run": ("RunConfig",),
     "rlworker.config.sections": (

@@ -33,15 +33,15 @@ def check(config: CheckConfig) -> None:
         config: What is checked.
     """
     from rlworker.checks.check import run_check
-    from rlworker.checks.self_test import self_test
-    from rlworker.checks.tiny_models import tiny_model
+    from rlworker.checks.self_test import run_self_test
+    from rlworker.checks.tiny_models import make_tiny_model
 
     with TemporaryDirectory(prefix="rlworker-check-") as folder:
         tell = (lambda line: None) if config.json else print
         if config.self_test:
-            found = self_test(replace(config, self_test=False), folder, tell)
+            found = run_self_test(replace(config, self_test=False), folder, tell)
         else:
-            found = run_check(replace(config, model=config.model or tiny_model(folder, config.tiny)))
+            found = run_check(replace(config, model=config.model or make_tiny_model(folder, config.tiny)))
     if config.json:
         print(json.dumps([asdict(finding) for finding in found], indent=1))
     else:

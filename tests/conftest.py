@@ -55,14 +55,14 @@ def by_value(request):
 
 @pytest.fixture(scope="session")
 def cluster():
-    """One Ray for all tests that run actors in this process, with room for the largest of them.
+    """One Ray for all tests that run workers in this process, with room for the largest of them.
 
     Their workers are handed on from test to test. One whose modules a test patches must be its own: ``ray.remote``.
     """
-    from rlworker.cluster.actors import keeping_workers
-    from rlworker.cluster.ray import ray_for
+    from rlworker.cluster.ray import running_ray
+    from rlworker.cluster.worker_pool import keeping_workers
 
-    with ray_for(6, "cpu"), keeping_workers():
+    with running_ray(6, "cpu"), keeping_workers():
         yield
 
 

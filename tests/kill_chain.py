@@ -70,9 +70,9 @@ def run_link(config: RunConfig, kill: Kill | None, pids: Path) -> None:
     class Killed(Trainer):
         def start(self):
             super().start()
-            workers = self.workers()
+            workers = self.name_workers()
             self.pids = {
-                name: ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for name, actor in workers.items()
+                name: ray.get(worker.__ray_call__.remote(lambda _: os.getpid())) for name, worker in workers.items()
             }
             self.pids["driver"] = os.getpid()
             children = [p.pid for p in psutil.Process().children(recursive=True) if p.name() not in RAY_AGENTS]

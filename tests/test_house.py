@@ -209,11 +209,11 @@ def test_there_are_few_enough_keys_to_know():
     from recipes.common.smoke import VlmRecipeConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.checks.config import CheckConfig
-    from rlworker.config.keys import settings_by_key
+    from rlworker.config.keys import flatten_config
     from rlworker.config.sft import SftConfig
 
     for config in (VlmRecipeConfig, DemoConfig, SftConfig, CheckConfig):
-        sections = Counter(key.rpartition(".")[0] for key in settings_by_key(config()))
+        sections = Counter(key.rpartition(".")[0] for key in flatten_config(config()))
         assert sections["actor.optimizer"] and max(sections.values()) <= 20, sections
         assert sections.total() <= 130, sections
 

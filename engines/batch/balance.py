@@ -5,7 +5,7 @@ from heapq import heappop, heapreplace
 import numpy as np
 
 
-def sequence_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
+def estimate_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
     """``[B]`` work of a sequence in a layer, in units of ``hidden`` multiplications.
 
     ``12 * hidden * L + L^2``: 12 hidden^2 weights see each token, and causal attention multiplies each token with half
@@ -14,7 +14,7 @@ def sequence_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
     return 12 * hidden * lengths + lengths**2
 
 
-def balanced(costs: np.ndarray, parts: int, counts_matter: bool = True) -> np.ndarray:
+def balance_costs(costs: np.ndarray, parts: int, counts_matter: bool = True) -> np.ndarray:
     """``[B]`` whole costs -> ``[B]``, the part that each goes to: the dearest first, to whoever has least so far.
 
     Args:

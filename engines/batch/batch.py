@@ -118,14 +118,14 @@ class TrainBatch:
         """The columns that are present, by name."""
         return {name: getattr(self, name) for name in COLUMNS if getattr(self, name) is not None}
 
-    def per_token(self, per_sequence: Tensor) -> Tensor:
+    def repeat_per_token(self, per_sequence: Tensor) -> Tensor:
         """Repeat one value per sequence over its tokens: ``[B] -> [N]``."""
         lengths = torch.tensor(self.lengths, device=per_sequence.device)
         return per_sequence.repeat_interleave(lengths, output_size=self.num_tokens)
 
     def sum_per_sequence(self, per_token: Tensor) -> Tensor:
         """Add up each sequence's tokens: ``[N] -> [B]``."""
-        sequence = self.per_token(torch.arange(len(self), device=per_token.device))
+        sequence = self.repeat_per_token(torch.arange(len(self), device=per_token.device))
         return per_token.new_zeros(len(self)).index_add(0, sequence, per_token)
 
     def select(self, start: int, stop: int) -> "TrainBatch":
@@ -138,17 +138,17 @@ class TrainBatch:
         images = None if self.images is None else self.images[start:stop]
         return replace(self, lengths=self.lengths[start:stop], images=images, **cut)
 
-    def take(self, rows: np.ndarray) -> "TrainBatch":
-        """The sequences of these numbers, in this order."""
+    def gather(self, rows: np.ndarray) -> "TrainBatch":
+        """Gather the sequences of these numbers ``[b]``, in this order."""
         if np.array_equal(rows, np.arange(len(self))):
             return self
-        sequences, tokens = torch.from_numpy(rows), torch.from_numpy(token_numbers(self.lengths, rows))
-        taken = {
+        sequences, tokens = torch.from_numpy(rows), torch.from_numpy(find_tokens(self.lengths, rows))
+        gathered = {
             name: column.index_select(0, sequences if COLUMNS[name] == "sequence" else tokens)
             for name, column in self.columns().items()
         }
         images = None if self.images is None else tuple(self.images[row] for row in rows)
-        return replace(self, lengths=tuple(np.asarray(self.lengths)[rows].tolist()), images=images, **taken)
+        return replace(self, lengths=tuple(np.asarray(self.lengths)[rows].tolist()), images=images, **gathered)
 
     def split(self, parts: int) -> list["TrainBatch"]:
         """``parts`` runs of consecutive sequences of as equal count as possible.
@@ -182,12 +182,12 @@ class TrainBatch:
         object.__setattr__(self, "images", state["images"])
 
 
-def token_numbers(lengths: Sequence[int], rows: np.ndarray) -> np.ndarray:
+def find_tokens(lengths: Sequence[int], rows: np.ndarray) -> np.ndarray:
     """Where the tokens of these sequences stand in a stream of sequences of ``lengths``, one sequence after another."""
     sizes = np.asarray(lengths, dtype=np.int64)
-    taken = sizes[rows]
-    shift = (np.cumsum(sizes) - sizes)[rows] - (np.cumsum(taken) - taken)
-    return np.arange(taken.sum()) + np.repeat(shift, taken)
+    gathered = sizes[rows]
+    shift = (np.cumsum(sizes) - sizes)[rows] - (np.cumsum(gathered) - gathered)
+    return np.arange(gathered.sum()) + np.repeat(shift, gathered)
 
 
 COLUMNS: dict[str, str] = {f.name: f.metadata["column"] for f in fields(TrainBatch) if "column" in f.metadata}

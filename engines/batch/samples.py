@@ -1,4 +1,4 @@
-"""What a model is given and what it answers: pictures, prompts and completions."""
+"""What a model is given and what it answers: images, prompts and completions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from engines.models.vision_spec import VisionSpec
 
 _COPIES = 3
-"""Of a picture's patches at once: transformers 5 resizes, normalises and cuts, each into memory of its own."""
+"""Of an image's patches at once: transformers 5 resizes, normalises and cuts, each into memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture on disk.
+    """An image on disk.
 
     Attributes:
         path, digest: where it is, and the SHA-256 of what is there.

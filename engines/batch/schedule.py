@@ -9,8 +9,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engines.batch.balance import balanced, sequence_costs
-from engines.batch.batch import TrainBatch, token_numbers
+from engines.batch.balance import balance_costs, estimate_costs
+from engines.batch.batch import TrainBatch, find_tokens
 from engines.batch.shard import Outputs, Shard
 from engines.config import MegatronConfig
 from hardware.attention.rules import slot_unit
@@ -47,26 +47,26 @@ class Schedule:
     def _places(self) -> Tensor:
         """``[N]``, where each token of the batch is in the shards end to end."""
         stood = np.argsort(self._order)  # where each sequence is among the shards', in the order of the batch
-        return torch.from_numpy(token_numbers(np.asarray(self.lengths)[self._order], stood))
+        return torch.from_numpy(find_tokens(np.asarray(self.lengths)[self._order], stood))
 
     def shards(self, batch: TrainBatch) -> list[Shard]:
         """What each replica is sent."""
-        return [self._shard(batch, replica) for replica in range(len(self.rows))]
+        return [self._cut_shard(batch, replica) for replica in range(len(self.rows))]
 
-    def _shard(self, batch: TrainBatch, replica: int) -> Shard:
+    def _cut_shard(self, batch: TrainBatch, replica: int) -> Shard:
         parts = [rows for rows in self.rows[replica] if len(rows)]
-        counts, fillers = tuple(map(len, parts)), len(self.rows[replica]) - len(parts)
-        if fillers:
+        counts, num_dummies = tuple(map(len, parts)), len(self.rows[replica]) - len(parts)
+        if num_dummies:
             lengths = np.asarray(self.lengths)
             parts.append(np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin(keepdims=True))
-        return Shard(batch.take(np.concatenate(parts)), counts, fillers, replica, self.digest)
+        return Shard(batch.gather(np.concatenate(parts)), counts, num_dummies, replica, self.digest)
 
     def restore(self, parts: Sequence[Outputs]) -> Outputs:
         """Outputs of the shards, by replica -> outputs ``[N]`` in the order of the batch."""
         columns = zip(*(vars(part).values() for part in parts))
-        return type(parts[0])(*(self.in_order(torch.cat(column)) for column in columns))
+        return type(parts[0])(*(self.restore_order(torch.cat(column)) for column in columns))
 
-    def in_order(self, tokens: Tensor) -> Tensor:
+    def restore_order(self, tokens: Tensor) -> Tensor:
         """``[N, ...]``, the shards' tokens end to end -> in the order of the batch."""
         return tokens.index_select(0, self._places.to(tokens.device))
 
@@ -90,7 +90,7 @@ def plan_schedule(
         lengths: tokens of each sequence. hidden: the model's hidden size, which weighs attention against the rest.
         most_sequences: sequences that the platform's kernels take in a pack (``Platform.max_pack_sequences``).
         together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, where they
-            are few enough not to spoil the balance: the pictures of a prompt are then seen once. Replicas then hold
+            are few enough not to spoil the balance: the images of a prompt are then seen once. Replicas then hold
             equal work rather than equal numbers.
 
     Raises:
@@ -104,29 +104,29 @@ def plan_schedule(
     slots = -(-sizes // unit) * unit
     bundle, alone = np.arange(len(sizes)), together is None
     if not alone:
-        largest = min(_pack_budget(config), int(slots.sum()) // (_SMALL * replicas * config.pp))
-        bundle = _bundles(np.asarray(together), slots, largest, most_sequences)
+        largest = min(_find_budget(config), int(slots.sum()) // (_SMALL * replicas * config.pp))
+        bundle = _bundle(np.asarray(together), slots, largest, most_sequences)
     _, own = np.unique(bundle[held], return_inverse=True)
-    costs = np.bincount(own, weights=sequence_costs(sizes[held], hidden)).astype(np.int64)
-    shares = _grouped(held, balanced(costs, replicas, counts_matter=alone)[own], replicas)
+    costs = np.bincount(own, weights=estimate_costs(sizes[held], hidden)).astype(np.int64)
+    shares = _split_rows(held, balance_costs(costs, replicas, counts_matter=alone)[own], replicas)
     if config.layout == "bshd":
         cut, few = partial(_cut_rows, slots=slots, config=config), config.pp
     else:  # the rest of a pack of a fixed size is a sequence of its own
         each = (most_sequences or len(sizes) + 1) - bool(config.slots)
-        cut = partial(_cut_packs, slots=slots, bundle=bundle, budget=_pack_budget(config), each=each)
-        few = max(config.pp, *(_at_least(slots[rows], _pack_budget(config), each) for rows in shares))
+        cut = partial(_cut_packs, slots=slots, bundle=bundle, budget=_find_budget(config), each=each)
+        few = max(config.pp, *(_bound_count(slots[rows], _find_budget(config), each) for rows in shares))
     most = max(map(len, shares))
-    count = _fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(few, most), most)
+    count = _find_fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(few, most), most)
     return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths))
 
 
-def _grouped(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndarray]:
+def _split_rows(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndarray]:
     """The rows of each part, in their order."""
     ends = np.cumsum(np.bincount(owner, minlength=parts))
     return np.split(rows[np.argsort(owner, kind="stable")], ends[:-1])
 
 
-def _fewest(fits: Callable[[int], bool], few: int, most: int) -> int:
+def _find_fewest(fits: Callable[[int], bool], few: int, most: int) -> int:
     """The least count from ``few`` on that fits; ``most`` does, and so does whatever is above one that fits.
 
     Looked for near ``few`` first, where it nearly always is.
@@ -143,17 +143,17 @@ def _fewest(fits: Callable[[int], bool], few: int, most: int) -> int:
     return count
 
 
-def _at_least(slots: np.ndarray, budget: int, each: int) -> int:
+def _bound_count(slots: np.ndarray, budget: int, each: int) -> int:
     """No fewer packs than this hold sequences of these slots, of at most ``each`` sequences."""
     alone = slots > budget
     return max(int(alone.sum()) + -(-int(slots[~alone].sum()) // budget), -(-len(slots) // each))
 
 
-def _pack_budget(config: MegatronConfig) -> int:
+def _find_budget(config: MegatronConfig) -> int:
     return min(config.micro_batch_tokens, config.slots or config.micro_batch_tokens)
 
 
-def _bundles(together: np.ndarray, slots: np.ndarray, largest: int, most_sequences: int | None) -> np.ndarray:
+def _bundle(together: np.ndarray, slots: np.ndarray, largest: int, most_sequences: int | None) -> np.ndarray:
     """``[B]``, which sequences stay together: those of a number that have at most ``largest`` slots in all."""
     _, number = np.unique(together, return_inverse=True)
     whole, count = np.bincount(number, weights=slots), np.bincount(number)
@@ -168,11 +168,11 @@ def _cut_packs(
     where they would not fit."""
     _, own = np.unique(bundle[rows], return_inverse=True)
     whole = np.bincount(own, weights=slots[rows]).astype(np.int64)
-    owner = balanced(whole, count, counts_matter=False)[own]
+    owner = balance_costs(whole, count, counts_matter=False)[own]
     loads, held = np.bincount(owner, weights=slots[rows], minlength=count), np.bincount(owner, minlength=count)
     if ((loads > budget) & (held > 1)).any() or held.max() > each:
         return []
-    return _grouped(rows, owner, count)
+    return _split_rows(rows, owner, count)
 
 
 def _cut_rows(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count: int) -> list[np.ndarray]:

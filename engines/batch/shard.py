@@ -16,15 +16,15 @@ class Shard:
 
     Attributes:
         counts: sequences of each micro-batch; they follow one another in ``batch``.
-        fillers: micro-batches that come after them, so that every replica has as many. Each is the last sequence of
-            ``batch``, which belongs to none of the counts: it is computed and counts for nothing.
+        num_dummies: dummy micro-batches that come after them, so that every replica has as many. Each is the last
+            sequence of ``batch``, which belongs to none of the counts: it is computed and counts for nothing.
         replica: the data-parallel rank that this is for.
         digest: of the whole schedule (``engines.batch.schedule``), the same on every rank.
     """
 
     batch: TrainBatch
     counts: tuple[int, ...]
-    fillers: int
+    num_dummies: int
     replica: int
     digest: int
 
@@ -37,7 +37,7 @@ class Shard:
         """Views of the batch."""
         bounds = [0, *accumulate(self.counts)]
         real = [self.batch.select(a, b) for a, b in zip(bounds, bounds[1:])]
-        return real + [self.batch.select(bounds[-1], len(self.batch))] * self.fillers
+        return real + [self.batch.select(bounds[-1], len(self.batch))] * self.num_dummies
 
 
 @dataclass(frozen=True)

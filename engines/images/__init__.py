@@ -1,1 +1,1 @@
-"""Pictures: where their tokens are, their patches, and who sees them."""
+"""Images: where their tokens are, their patches, and who sees them."""

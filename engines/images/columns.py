@@ -1,4 +1,4 @@
-"""Where the tokens of a batch's pictures are."""
+"""Where the tokens of a batch's images are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engines.batch.samples import Image
 from engines.models.vision_spec import VisionSpec
 
 
-def image_blocks(ids: Sequence[int], images: Sequence[Image], vision: VisionSpec) -> np.ndarray:
+def find_image_blocks(ids: Sequence[int], images: Sequence[Image], vision: VisionSpec) -> np.ndarray:
     """``[n]``: the number of the image that each id of a sequence belongs to, -1 for text.
 
     Raises:
@@ -31,7 +31,7 @@ def image_blocks(ids: Sequence[int], images: Sequence[Image], vision: VisionSpec
     return blocks
 
 
-def multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge: int) -> np.ndarray:
+def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge: int) -> np.ndarray:
     """``[n, 3]``: time, height and width of each token of a sequence (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     Text counts on alike in all three. An image starts where the text before it ended; its tokens differ by their place
@@ -42,7 +42,7 @@ def multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge: int
         width   0  1 2 3 1 2 3  4
 
     Args:
-        blocks: as ``image_blocks`` gives them, image tokens of one image in a run.
+        blocks: as ``find_image_blocks`` gives them, image tokens of one image in a run.
     """
     positions, at, begin = np.empty((len(blocks), 3), dtype=np.int64), 0, 0
     for number, image in enumerate(images):
@@ -58,7 +58,9 @@ def multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge: int
     return positions
 
 
-def image_columns(sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]], vision: VisionSpec) -> dict:
+def make_image_columns(
+    sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]], vision: VisionSpec
+) -> dict:
     """Columns of a ``TrainBatch`` that say where its images are; its sequences' last ids are no inputs.
 
     Args:
@@ -69,8 +71,8 @@ def image_columns(sequences: Sequence[Sequence[int]], images: Sequence[tuple[Ima
     """
     import torch  # rows are checked before anything takes the time to import it
 
-    blocks = [image_blocks(ids, own, vision)[:-1] for ids, own in zip(sequences, images, strict=True)]
-    positions = [multimodal_positions(b, own, vision.merge) for b, own in zip(blocks, images, strict=True)]
+    blocks = [find_image_blocks(ids, own, vision)[:-1] for ids, own in zip(sequences, images, strict=True)]
+    positions = [make_multimodal_positions(b, own, vision.merge) for b, own in zip(blocks, images, strict=True)]
     return {
         "image_block": torch.from_numpy(np.concatenate(blocks)),
         "positions": torch.from_numpy(np.concatenate(positions)),

@@ -1,4 +1,4 @@
-"""Which pictures are seen together, and by which rank."""
+"""Which images are seen together, and by which rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.batch.balance import balanced
+from engines.batch.balance import balance_costs
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 
 
-def waves(costs: Sequence[int], budget: int) -> list[slice]:
+def cut_waves(costs: Sequence[int], budget: int) -> list[slice]:
     """Runs of consecutive things whose costs together stay within the budget; one that is dearer goes alone."""
     bounds, spent = [0], 0
     for number, cost in enumerate(costs):
@@ -26,7 +26,7 @@ def waves(costs: Sequence[int], budget: int) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(bounds, [*bounds[1:], len(costs)])]
 
 
-def same_images(batch: TrainBatch) -> list[int] | None:
+def number_image_sets(batch: TrainBatch) -> list[int] | None:
     """``[B]``: sequences with the same images have the same number; None where no sequence has an image."""
     if not batch.images or not any(batch.images):
         return None
@@ -37,9 +37,9 @@ def same_images(batch: TrainBatch) -> list[int] | None:
 
 @dataclass(frozen=True)
 class VisionPlan:
-    """Which rank sees which pictures of a micro-batch, and where the features of each token come out.
+    """Which rank sees which images of a micro-batch, and where the features of each token come out.
 
-    Ranks give their features, as many rows each, to one another; equal pictures are seen once.
+    Ranks give their features, as many rows each, to one another; equal images are seen once.
 
     Attributes:
         images: of each rank. height: rows that each rank gives.
@@ -59,7 +59,7 @@ class VisionPlan:
         """
         named = [image for own in micro.images or () for image in own]
         seen = list({image.digest: image for image in named}.values())
-        owner = balanced(np.asarray([image.patches for image in seen], dtype=np.int64), ranks, counts_matter=False)
+        owner = balance_costs(np.asarray([image.patches for image in seen], dtype=np.int64), ranks, counts_matter=False)
         parts = [tuple(image for image, its in zip(seen, owner) if its == rank) for rank in range(ranks)]
         height = max(sum(image.tokens(merge) for image in part) for part in parts)
         first = {}

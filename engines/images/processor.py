@@ -1,4 +1,4 @@
-"""Pictures to patches, by the processor that the model was saved with: the same for the trainer and for vLLM."""
+"""Images to patches, by the processor that the model was saved with: the same for the trainer and for vLLM."""
 
 import hashlib
 import io
@@ -56,14 +56,14 @@ class ImageProcessor:
                 )
 
     def open(self, path: str | Path, place: str) -> Image:
-        """A reference to a picture, of which the header alone is decoded where the file has its end.
+        """A reference to an image, of which the header alone is decoded where the file has its end.
 
         Raises:
-            ValueError: there is no such file, it is no picture or cut short, or it is too narrow to be resized.
+            ValueError: there is no such file, it is no image or cut short, or it is too narrow to be resized.
         """
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-        data = _bytes_of(path, place)
+        data = _read_bytes(path, place)
         width, height = self.check(data, repr(str(path)), place)
         cell, size = self.vision.patch * self.vision.merge, self._process.size
         try:
@@ -76,29 +76,29 @@ class ImageProcessor:
 
     @staticmethod
     def check(data: bytes, name: str, place: str) -> tuple[int, int]:
-        """Width and height of a picture as it is shown.
+        """Width and height of an image as it is shown.
 
         Raises:
             ValueError: it is none, of a kind that has no colours as they are, or cut short.
         """
-        with _opened(data, name, place) as picture:
-            if picture.mode in _WIDE_MODES:
+        with _open_bytes(data, name, place) as image:
+            if image.mode in _WIDE_MODES:
                 raise ValueError(
-                    f"{place}: {name} has more than 8 bits of grey ({picture.mode}), which no model was shown; save it "
+                    f"{place}: {name} has more than 8 bits of grey ({image.mode}), which no model was shown; save it "
                     "with 8 bits"
                 )
-            width, height = picture.size
-            turned = _orientation(picture) >= _FIRST_ON_ITS_SIDE
-            end = _LAST_BYTES.get(picture.format or "")
+            width, height = image.size
+            turned = _read_orientation(image) >= _FIRST_ON_ITS_SIDE
+            end = _LAST_BYTES.get(image.format or "")
             if end is None or end not in data[-_TAIL:]:  # the rest would be found in the middle of the run
-                _colours(picture, name, place)
+                _decode_rgb(image, name, place)
         return (height, width) if turned else (width, height)
 
     def patches(self, images: Sequence[Image]) -> "Tensor":
-        """``[patches, patch_size]`` float32, of one picture after another.
+        """``[patches, patch_size]`` float32, of one image after another.
 
         Raises:
-            ValueError: a picture is gone, was changed, or cannot be decoded.
+            ValueError: an image is gone, was changed, or cannot be decoded.
         """
         found = self._process(images=[decode(image) for image in images], return_tensors="pt")
         for image, grid in zip(images, found["image_grid_thw"].tolist(), strict=True):
@@ -110,49 +110,49 @@ class ImageProcessor:
 
 
 def decode(image: Image) -> Any:
-    """The picture, as ``in_colours`` makes it.
+    """The image, as ``convert_to_rgb`` makes it.
 
     Raises:
-        ValueError: the picture is gone, was changed since it was first opened, or cannot be decoded.
+        ValueError: the image is gone, was changed since it was first opened, or cannot be decoded.
     """
-    data = _bytes_of(image.path, image.place)
+    data = _read_bytes(image.path, image.place)
     if hashlib.sha256(data).hexdigest() != image.digest:
         raise ValueError(f"{image.place}: {image.path!r} was changed since the run started; put it back")
-    with _opened(data, repr(image.path), image.place) as picture:
-        return _colours(picture, repr(image.path), image.place)
+    with _open_bytes(data, repr(image.path), image.place) as opened:
+        return _decode_rgb(opened, repr(image.path), image.place)
 
 
-def _colours(picture: Any, name: str, place: str) -> Any:
+def _decode_rgb(image: Any, name: str, place: str) -> Any:
     try:
-        return in_colours(picture)
+        return convert_to_rgb(image)
     except DECODING_ERRORS as error:
         raise ValueError(f"{place}: {name} cannot be decoded: {error}; replace it") from None
 
 
-def in_colours(picture: Any) -> Any:
-    """A picture in RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
+def convert_to_rgb(image: Any) -> Any:
+    """An image in RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
     DECODING_ERRORS."""
-    from PIL import Image as Pictures
+    from PIL import Image as PILImage
     from PIL import ImageOps
 
-    if _orientation(picture) != 1:
-        picture = ImageOps.exif_transpose(picture)
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    layer = picture.convert("RGBA")
-    ground = Pictures.new("RGBA", layer.size, "white")
-    return Pictures.alpha_composite(ground, layer).convert("RGB")
+    if _read_orientation(image) != 1:
+        image = ImageOps.exif_transpose(image)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layer = image.convert("RGBA")
+    ground = PILImage.new("RGBA", layer.size, "white")
+    return PILImage.alpha_composite(ground, layer).convert("RGB")
 
 
-def _orientation(picture: Any) -> int:
+def _read_orientation(image: Any) -> int:
     """How the camera was held; upright where the file's metadata is broken, as viewers take it."""
     try:
-        return picture.getexif().get(_ORIENTATION, 1)
+        return image.getexif().get(_ORIENTATION, 1)
     except (OSError, SyntaxError, ValueError, struct.error):
         return 1
 
 
-def _bytes_of(path: str | Path, place: str) -> bytes:
+def _read_bytes(path: str | Path, place: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -161,11 +161,11 @@ def _bytes_of(path: str | Path, place: str) -> bytes:
         ) from None
 
 
-def _opened(data: bytes, name: str, place: str) -> Any:
-    from PIL import Image as Pictures
+def _open_bytes(data: bytes, name: str, place: str) -> Any:
+    from PIL import Image as PILImage
     from PIL import UnidentifiedImageError
 
     try:
-        return Pictures.open(io.BytesIO(data))
-    except (UnidentifiedImageError, OSError, Pictures.DecompressionBombError) as error:
-        raise ValueError(f"{place}: {name} cannot be read as a picture: {error}; replace it") from None
+        return PILImage.open(io.BytesIO(data))
+    except (UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
+        raise ValueError(f"{place}: {name} cannot be read as an image: {error}; replace it") from None

@@ -24,7 +24,7 @@ _LAYOUT = {
 class _SaveInProcess(TorchDistSaveShardedStrategy):
     """Megatron's format written by torch's own writer, in this process.
 
-    Megatron's writer starts a manager process and forks one more per file. Inside a Ray actor, with its threads, a fork
+    Megatron's writer starts a manager process and forks one more per file. Inside a worker, with its threads, a fork
     can deadlock, and both cost more than the write at small sizes.
     """
 

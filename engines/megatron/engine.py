@@ -18,8 +18,8 @@ from engines.config import MegatronConfig
 from engines.interfaces import LossFn, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.layout import Layout
-from engines.megatron.logprobs import token_outputs
-from engines.megatron.model import build_model, transformer_config
+from engines.megatron.logprobs import score_tokens
+from engines.megatron.model import build_model, build_transformer_config
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
 from engines.megatron.vision import Vision
@@ -79,12 +79,12 @@ class MegatronEngine:
             and mpu.get_context_parallel_rank() == 0
             and mpu.is_pipeline_last_stage()
         )
-        self.transformer = transformer_config(model, config)
+        self.transformer = build_transformer_config(model, config)
         self.rotary = Rotary(model, device)
         module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
         load_weights(module, model)
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(trainable and model.part_of_parameter(name) not in config.freeze)
+            parameter.requires_grad_(trainable and model.find_parameter_part(name) not in config.freeze)
         self.vision = None
         if model.vision and module.pre_process:
             self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
@@ -106,20 +106,20 @@ class MegatronEngine:
         self.module.eval()
         with torch.no_grad():
             self.run(shard, keep, forward_only=True)
-        return self._outputs_of(shard, parts)
+        return self._collect_outputs(shard, parts)
 
     def train_step(self, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
         metrics, parts = self.backward(shard, loss_fn, denominator)
         grad_norm = float("nan")
-        if self._gradients_are_finite():
+        if self._are_gradients_finite():
             # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
             self.schedule.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        return StepResult(_reduce(metrics), self._outputs_of(shard, parts), float(grad_norm), lr)
+        return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr)
 
-    def _outputs_of(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
-        """Of the real micro-batches, which come before the fillers, end to end; in the host's memory, since they leave
+    def _collect_outputs(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
+        """Of the real micro-batches, which come before the dummies, end to end; in the host's memory, since they leave
         for a process that may have no such device."""
         if not self.is_leader:
             return None
@@ -132,22 +132,22 @@ class MegatronEngine:
         step_tokens = self._sum_over_replicas(shard.num_tokens)
         parts: list[Outputs] = []
 
-        def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch, is_filler: bool):
+        def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch, is_dummy: bool):
             parts.append(type(outputs)(*(column.detach() for column in vars(outputs).values())))
             loss, metrics = loss_fn(outputs, micro)
-            if is_filler:  # a graph to go back through, and nothing else
+            if is_dummy:  # a graph to go back through, and nothing else
                 loss = sum(0 * column.sum() for column in vars(outputs).values())
                 metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
             # Megatron divides by the step's tokens once all micro-batches are in: what remains is sum / denominator.
             scaled = loss * (step_tokens / denominator)
-            return scaled, torch.tensor(0 if is_filler else layout.num_valid, dtype=torch.int), metrics
+            return scaled, torch.tensor(0 if is_dummy else layout.num_valid, dtype=torch.int), metrics
 
         self.module.train()
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         return self.run(shard, loss_of, forward_only=False), parts
 
-    def _gradients_are_finite(self) -> bool:
+    def _are_gradients_finite(self) -> bool:
         """The same answer on every rank: one that steps while another does not would never be found again."""
         buffers = [*self.module.buffers, *self.module.expert_parallel_buffers]
         ends = [torch.stack(buffer.grad_data.aminmax()) for buffer in buffers]  # a NaN comes through
@@ -159,17 +159,17 @@ class MegatronEngine:
         """Every micro-batch through Megatron's schedule; the metrics of each, on the last stage.
 
         Args:
-            loss_of: ``loss_of(outputs, layout, micro-batch, whether it is a filler) -> (loss, tokens, metrics)``, the
+            loss_of: ``loss_of(outputs, layout, micro-batch, whether it is a dummy) -> (loss, tokens, metrics)``, the
                 tokens being those of this context-parallel rank.
         """
         micro_batches = shard.micro_batches()
 
         def forward_step(micro_batches: Iterator[tuple[int, TrainBatch]], module):
             number, micro = next(micro_batches)
-            micro, is_filler = micro.to(self.device), number >= len(shard.counts)
+            micro, is_dummy = micro.to(self.device), number >= len(shard.counts)
             layout = self.layout(micro.lengths)
             output = self.forward_micro_batch(module, micro, layout)
-            return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro, is_filler)
+            return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro, is_dummy)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -202,18 +202,18 @@ class MegatronEngine:
         module, ranks = self.module.module, mpu.get_context_parallel_group()
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
-        own = token_outputs(
-            layout.held(self.whole_states(hidden).transpose(0, 1)),
+        own = score_tokens(
+            layout.gather_slots(self.gather_states(hidden).transpose(0, 1)),
             module.output_weight,
-            layout.own(micro.targets),
+            layout.gather_tokens(micro.targets),
             temperature=self.temperature,
             vocab=self.model.vocab,
             banned=self.model.banned_tokens,
             group=mpu.get_tensor_model_parallel_group(),
         )
-        return TokenOutputs(*layout.spread(torch.stack([own.logprobs, own.entropy], -1), ranks).unbind(-1))
+        return TokenOutputs(*layout.scatter_tokens(torch.stack([own.logprobs, own.entropy], -1), ranks).unbind(-1))
 
-    def whole_states(self, hidden: Tensor) -> Tensor:
+    def gather_states(self, hidden: Tensor) -> Tensor:
         """``[s / tp, b, h] -> [s, b, h]``, what a layer that is cut over the vocabulary takes in."""
         return gather_from_sequence_parallel_region(hidden) if self.transformer.sequence_parallel else hidden
 
@@ -225,7 +225,7 @@ class MegatronEngine:
                 wait for each other for ever or learn from something twice.
         """
         is_mine = shard.replica == self.dp_rank
-        own = torch.tensor([shard.digest, len(shard.counts) + shard.fillers, is_mine], device=self.device)
+        own = torch.tensor([shard.digest, len(shard.counts) + shard.num_dummies, is_mine], device=self.device)
         every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(every, own)
         wanted = torch.cat([every[0][:2], own.new_ones(1)])

@@ -73,10 +73,10 @@ class Layout:
             padded[:] = padded.max()
         if slots:
             lengths, padded = _fill(tuple(lengths), padded, kind, slots, unit)
-        held, tokens = _held_slots(np.asarray(lengths, dtype=np.int64), padded, cp, cp_rank)
+        indices, tokens = _map_slots(np.asarray(lengths, dtype=np.int64), padded, cp, cp_rank)
         rows = len(lengths) if kind == "bshd" else 1
         shape = rows, int(padded.sum()) // cp // rows
-        indices = (None if x is None else torch.from_numpy(x).to(device) for x in (held, tokens))
+        indices = (None if x is None else torch.from_numpy(x).to(device) for x in (indices, tokens))
         return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, *indices)
 
     @property
@@ -94,31 +94,35 @@ class Layout:
     def pack(self, flat: Tensor, fill: float = 0) -> Tensor:
         """``[N, ...] -> [b, s, ...]``: each slot's token, ``fill`` on padding."""
         local = flat.new_full((self.shape[0] * self.shape[1], *flat.shape[1:]), fill)
-        return local.index_copy_(0, self.slots, self.own(flat)).unflatten(0, self.shape)
+        return local.index_copy_(0, self.slots, self.gather_tokens(flat)).unflatten(0, self.shape)
 
-    def own(self, flat: Tensor) -> Tensor:
-        """``[N, ...] -> [n, ...]``: the tokens of the stream that this rank holds."""
+    def gather_tokens(self, flat: Tensor) -> Tensor:
+        """Gather the tokens of the flat stream that this rank holds: ``[N, ...] -> [n, ...]``."""
         return flat if self.tokens is None else flat.index_select(0, self.tokens)
 
-    def held(self, local: Tensor) -> Tensor:
-        """``[b, s, ...] -> [n, ...]``: the real slots, in the order of the stream."""
+    def gather_slots(self, local: Tensor) -> Tensor:
+        """Gather the slots that hold a token, in the order of the stream: ``[b, s, ...] -> [n, ...]``."""
         return local.flatten(0, 1).index_select(0, self.slots)
 
-    def spread(self, own: Tensor, group=None) -> Tensor:
-        """``[n, ...] -> [N, ...]``: this rank's tokens back to their places in the flat stream.
+    def scatter_tokens(self, held: Tensor, group=None) -> Tensor:
+        """Scatter this rank's tokens to their places in the flat stream: ``[n, ...] -> [N, ...]``.
 
         Args:
             group: context-parallel group to sum over, after which each rank holds every token; the backward hands each
                 rank the gradient of its own slots. Without it the tokens of other ranks are zero.
         """
         if self.tokens is None:
-            return own
-        flat = own.new_zeros(sum(self.lengths), *own.shape[1:]).index_copy(0, self.tokens, own)
+            return held
+        flat = held.new_zeros(sum(self.lengths), *held.shape[1:]).index_copy(0, self.tokens, held)
         return flat if group is None else sum_over_ranks(flat, group)
 
     def unpack(self, local: Tensor, group=None) -> Tensor:
-        """``[b, s, ...] -> [N, ...]``: every real slot to its place in the stream; ``group`` as in ``spread``."""
-        return self.spread(self.held(local), group)
+        """Bring every real slot to its place in the flat stream: ``[b, s, ...] -> [N, ...]``.
+
+        Args:
+            group: as in ``scatter_tokens``.
+        """
+        return self.scatter_tokens(self.gather_slots(local), group)
 
     def mask_spec(
         self,
@@ -138,7 +142,7 @@ class Layout:
         return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, rules, blocks, prefixes)
 
 
-def _held_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray | None]:
+def _map_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray | None]:
     """``(slots, tokens)`` of a rank: sequences lie end to end, each as the two of its ``2 * cp`` chunks that are the
     rank's (``hardware.attention.mask_spec.zigzag_positions``)."""
     local = padded // cp

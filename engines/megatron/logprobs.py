@@ -34,8 +34,8 @@ class _VocabParallelHead(torch.autograd.Function):
         column = torch.where(local, target - first, 0)[:, None]
         top, total, moment, chosen = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         ctx.kept = []
-        for rows in _chunks(len(hidden), len(weight)):
-            logits = _logits(hidden[rows], weight, scale, banned)
+        for rows in _cut_chunks(len(hidden), len(weight)):
+            logits = _compute_logits(hidden[rows], weight, scale, banned)
             chosen[rows] = logits.gather(-1, column[rows])[:, 0]
             top[rows] = logits.amax(dim=-1)
             shifted = logits - top[rows, None]
@@ -44,7 +44,9 @@ class _VocabParallelHead(torch.autograd.Function):
             moment[rows] = torch.linalg.vecdot(exp, shifted)
             if keep:
                 ctx.kept.append(logits)
-        highest, chosen, total, moment = _over_ranks(top, chosen.masked_fill(~local, 0.0), total, moment, local, group)
+        highest, chosen, total, moment = _sum_over_ranks(
+            top, chosen.masked_fill(~local, 0.0), total, moment, local, group
+        )
         log_total = total.log()
         entropy = log_total - moment / total
         log_sum = highest + log_total
@@ -59,8 +61,8 @@ class _VocabParallelHead(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         with_entropy, kept = bool(d_entropy.any()), ctx.kept[::-1]
         ctx.kept = []
-        for rows in _chunks(len(hidden), len(weight)):
-            logits = kept.pop() if kept else _logits(hidden[rows], weight, ctx.scale, ctx.banned)
+        for rows in _cut_chunks(len(hidden), len(weight)):
+            logits = kept.pop() if kept else _compute_logits(hidden[rows], weight, ctx.scale, ctx.banned)
             log_softmax = logits.sub_(log_sum[rows, None])
             gradient = log_softmax.exp()
             if with_entropy:
@@ -76,12 +78,12 @@ class _VocabParallelHead(torch.autograd.Function):
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 6
 
 
-def _chunks(tokens: int, width: int) -> Iterator[slice]:
+def _cut_chunks(tokens: int, width: int) -> Iterator[slice]:
     size = max(1, _LOGITS_AT_ONCE // width)
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: float, banned: list[int]) -> Tensor:
+def _compute_logits(hidden: Tensor, weight: Tensor, scale: float, banned: list[int]) -> Tensor:
     logits = (hidden @ weight.T).float()
     if banned:
         logits[:, banned] = _NEVER
@@ -96,7 +98,7 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         total += gradient.T @ hidden
 
 
-def _over_ranks(top: Tensor, chosen: Tensor, total: Tensor, moment: Tensor, local: Tensor, group):
+def _sum_over_ranks(top: Tensor, chosen: Tensor, total: Tensor, moment: Tensor, local: Tensor, group):
     """Each rank's sums, of logits shifted by its own largest one, added up as if shifted by the largest of all."""
     if group.size() == 1:
         return top, chosen - top, total, moment
@@ -109,7 +111,7 @@ def _over_ranks(top: Tensor, chosen: Tensor, total: Tensor, moment: Tensor, loca
     return highest, *sums.unbind()
 
 
-def token_outputs(
+def score_tokens(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,

@@ -55,31 +55,31 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def bytes_of(dtype: str) -> int:
+def get_itemsize(dtype: str) -> int:
     return {"float32": 4, "bfloat16": 2}[dtype]
 
 
-def parameters_of(model: ModelSpec, config: MegatronConfig, stage: int) -> list[Parameter]:
+def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> list[Parameter]:
     """A pipeline stage's parameters on each of its tensor-parallel ranks, in Megatron's order."""
     copied = model.tied and config.pp > 1
     found = []
     for name, weight in model.weights.items():
-        if _stage_of(name, model, config) == stage:
+        if _find_stage(name, model, config) == stage:
             shared = copied and name == EMBEDDING
-            found.append(Parameter(name, weight.shape_on(config.tp), weight.part, shared))
+            found.append(Parameter(name, weight.cut_shape(config.tp), weight.part, shared))
     if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
-        found.append(Parameter(OUTPUT, model.weights[EMBEDDING].shape_on(config.tp), shared=True))
+        found.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.tp), shared=True))
     return found
 
 
-def _stage_of(name: str, model: ModelSpec, config: MegatronConfig) -> int:
+def _find_stage(name: str, model: ModelSpec, config: MegatronConfig) -> int:
     """The pipeline stage that has a parameter of the model."""
     if name.startswith("decoder.layers."):
         return int(name.split(".")[2]) // (model.layers // config.pp)
     return 0 if name.startswith(("embedding.", "vision.")) else config.pp - 1
 
 
-def rank_memory(
+def compute_rank_memory(
     model: ModelSpec, config: MegatronConfig, stage: int, rank: int, tokens: int = 0, trainable: bool = True
 ) -> RankMemory:
     """Bytes of a pipeline stage's rank.
@@ -89,10 +89,10 @@ def rank_memory(
         rank: among the data- and context-parallel ranks that hold the same parameters.
         trainable: with gradients and an optimizer.
     """
-    parameters, size = parameters_of(model, config, stage), bytes_of(config.dtype)
+    parameters, size = list_parameters(model, config, stage), get_itemsize(config.dtype)
     numbers, moments = sum(parameter.numbers for parameter in parameters), 0
     if not trainable:
-        return RankMemory(numbers * size, 0, 0, activation_bytes(model, config, stage, tokens, trainable=False))
+        return RankMemory(numbers * size, 0, 0, estimate_activations(model, config, stage, tokens, trainable=False))
     learning = [parameter for parameter in parameters if parameter.part not in config.freeze]
     frozen = numbers - sum(parameter.numbers for parameter in learning)
     places, buckets = _buffer(learning, config.dp * config.cp)
@@ -102,7 +102,7 @@ def rank_memory(
         moments += sum(max(0, min(stop, mine[1]) - max(begin, mine[0])) for begin, stop in places)
     masters = _FP32 * moments if config.dtype != "float32" else 0
     whole = buckets[-1][1]
-    activations = activation_bytes(model, config, stage, tokens)
+    activations = estimate_activations(model, config, stage, tokens)
     return RankMemory((whole + frozen) * size, whole * _FP32, 2 * _FP32 * moments + masters, activations)
 
 
@@ -131,7 +131,9 @@ def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, tokens: int, trainable: bool = True) -> int:
+def estimate_activations(
+    model: ModelSpec, config: MegatronConfig, stage: int, tokens: int, trainable: bool = True
+) -> int:
     """What the forward passes of a stage keep for their backward passes, about.
 
     Per token and layer, cut over tp by sequence parallelism: inputs and outputs of both norms and the residual (5 h),
@@ -139,9 +141,9 @@ def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, token
     full recomputation a layer keeps its input alone, and one layer at a time has all of it. Stage i of p has p - i
     micro-batches in flight. The last stage also has the logits of some tokens and their gradient, and the output
     weight's gradient in fp32 and as it is handed on; the first what a vision tower keeps where every token is a
-    picture's.
+    image's.
     """
-    tokens, size, tp = tokens / config.cp, bytes_of(config.dtype), config.tp
+    tokens, size, tp = tokens / config.cp, get_itemsize(config.dtype), config.tp
     heads = (2 * (model.heads + 2 * model.kv_heads) + model.heads) * model.head_dim
     whole = (5 * model.hidden + heads + 4 * model.ffn) * size / tp
     layers = model.layers // config.pp
@@ -153,7 +155,7 @@ def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, token
         kept = layers * whole * (config.pp - stage)
     head = 0.0
     if model.vision and stage == 0:
-        head = _tower_bytes(model, config, tokens, trainable) * (config.pp if trainable else 1)
+        head = _estimate_tower(model, config, tokens, trainable) * (config.pp if trainable else 1)
     if stage == config.pp - 1 and model.head == "language":
         head += _FP32 * 2 * min(tokens * model.vocab / tp, _HEAD_LOGITS)
         if trainable:
@@ -161,14 +163,14 @@ def activation_bytes(model: ModelSpec, config: MegatronConfig, stage: int, token
     return int(tokens * kept + head)
 
 
-def _tower_bytes(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
+def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
     """What a vision tower keeps of so many image tokens of each context-parallel rank, about.
 
     Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and after
     rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are
     held for all of a replica's tokens by each rank: as they are made, gathered, and as they are merged.
     """
-    vision, size = model.vision, bytes_of(config.dtype)
+    vision, size = model.vision, get_itemsize(config.dtype)
     gated = vision.tower.gated
     whole = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * _FP32 * vision.width * gated
     if not trainable or "vision" in config.freeze:
@@ -181,7 +183,7 @@ def _tower_bytes(model: ModelSpec, config: MegatronConfig, tokens: float, traina
     return tokens * vision.merge**2 / config.tp * kept + features
 
 
-def padding_share(config: MegatronConfig, longest: int) -> float:
+def estimate_padding(config: MegatronConfig, longest: int) -> float:
     """Share of slots that hold no token, where lengths are spread evenly from 1 to ``longest``.
 
     thd pads each sequence to the unit that tp and cp cut, half a unit on average; bshd pads it to the longest of its

@@ -27,7 +27,7 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerConfig:
+def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerConfig:
     """Megatron's configuration of the model, with the user's pass-through beside it."""
     dtype = getattr(torch, config.dtype)
     settings = dict(

@@ -1,8 +1,8 @@
-"""Pictures into a Megatron decoder: the tower of transformers on the first pipeline stage, merged by index.
+"""Images into a Megatron decoder: the tower of transformers on the first pipeline stage, merged by index.
 
 Each image token knows the row of the tower's output that stands for it, and rows reach their slots through the
 ``Layout`` like any column. So packs, context and sequence parallelism need no padded detour, and attention is told
-nothing about pictures.
+nothing about images.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
-from engines.images.plan import VisionPlan, waves
+from engines.images.plan import VisionPlan, cut_waves
 from engines.images.processor import ImageProcessor
 from engines.megatron.layout import Layout
 from engines.models.spec import ModelSpec
@@ -38,7 +38,7 @@ def add_tower(module: GPTModel, vision: VisionSpec) -> None:
         for block in module.vision.blocks:  # none of which draws random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     for parameter in module.vision.parameters():
-        # Each rank sees its own pictures: Megatron adds gradients of such weights up over tensor-parallel ranks.
+        # Each rank sees its own images: Megatron adds gradients of such weights up over tensor-parallel ranks.
         parameter.sequence_parallel = module.config.sequence_parallel
     for level in range(vision.deepstack):
         module.decoder.layers[level].register_forward_hook(partial(_add_level, level), with_kwargs=True)
@@ -86,10 +86,10 @@ class _HandBack(torch.autograd.Function):
 
 
 class Vision:
-    """What the first pipeline stage does with pictures.
+    """What the first pipeline stage does with images.
 
     Args:
-        module: the decoder with its tower. budget: bytes that pictures may take at once while they are decoded.
+        module: the decoder with its tower. budget: bytes that images may take at once while they are decoded.
     """
 
     def __init__(self, model: ModelSpec, module: GPTModel, device: torch.device, budget: int):
@@ -102,10 +102,10 @@ class Vision:
         self, ids: Tensor, micro: TrainBatch, layout: Layout, inputs: AttentionInputs
     ) -> tuple[Tensor, AttentionInputs]:
         """Embeddings ``[s / tp, b, h]`` of ids ``[b, s]``, features in the place of image tokens. Collective over the
-        tensor- and context-parallel ranks, which each run the tower on a part of the pictures.
+        tensor- and context-parallel ranks, which each run the tower on a part of the images.
 
         Raises:
-            ValueError: a picture cannot be read.
+            ValueError: an image cannot be read.
         """
         embedded = self.module.embedding(ids, None)
         group = mpu.get_tensor_and_context_parallel_group()
@@ -124,7 +124,7 @@ class Vision:
         return merged, replace(inputs, deepstack=Deepstack(leaf, slots, rows))
 
     def _features(self, plan: VisionPlan, rank: int) -> Tensor:
-        """``[height, levels, h]`` of this rank's pictures, zero past them."""
+        """``[height, levels, h]`` of this rank's images, zero past them."""
         learns, own = self.learns and torch.is_grad_enabled(), plan.images[rank]
         dtype = self.module.config.params_dtype
         blank = torch.zeros(plan.height, self.spec.levels, self.spec.out, dtype=dtype, device=self.device)
@@ -132,12 +132,12 @@ class Vision:
             return blank.requires_grad_(learns)
         with torch.set_grad_enabled(learns):
             features = torch.cat(
-                [self.see(own[wave]) for wave in waves([i.nbytes(self.spec) for i in own], self.budget)]
+                [self.see(own[wave]) for wave in cut_waves([i.nbytes(self.spec) for i in own], self.budget)]
             )
         return torch.cat([features, blank[len(features) :]])
 
     def see(self, images: Sequence[Image]) -> Tensor:
-        """Features of pictures in one pass of the tower: ``[rows, levels, h]``."""
+        """Features of images in one pass of the tower: ``[rows, levels, h]``."""
         pixels = self.processor.patches(images)
         grid = torch.tensor([image.grid for image in images], device=self.device)
         found = self.module.vision(pixels.to(self.device, self.module.config.params_dtype), grid_thw=grid)

@@ -14,7 +14,7 @@ from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 
 
-def _named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _name_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters, layers numbered over the whole model."""
     offset = module.decoder.layers[0].layer_number - 1
     shift = lambda match: f"decoder.layers.{int(match[1]) + offset}."  # noqa: E731
@@ -47,7 +47,7 @@ def _is_cut(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "tensor_model_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
 
 
-def _shard(kind: Join, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+def _cut_shard(kind: Join, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
     """This tensor-parallel rank's part; gate and up are cut apart so that each rank holds both."""
     if not _is_cut(parameter):
         return whole
@@ -79,14 +79,14 @@ def load_weights(module: torch.nn.Module, model: ModelSpec) -> None:
     """
     folder = SafetensorsFolder(model.folder)
     folder.check(model)
-    for name, parameter in _named_parameters(module).items():
+    for name, parameter in _name_parameters(module).items():
         # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
-        weight = model.weight_of(EMBEDDING if model.tied and name == OUTPUT else name)
+        weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)
         if any(n not in folder for n in weight.tensors):
             continue
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
         tensors = [folder[n] for n in weight.tensors]
-        value = _shard(weight.join, _join(weight.join, tensors, model, rows), parameter)
+        value = _cut_shard(weight.join, _join(weight.join, tensors, model, rows), parameter)
         if value.shape != parameter.shape:
             raise ValueError(
                 f"model: {list(weight.tensors)} in {model.folder!r} give {name} the shape {tuple(value.shape)}, "
@@ -105,22 +105,22 @@ def export_weights(
         value_of: what to export of a parameter; its gradient, say.
     """
     stages = mpu.get_pipeline_model_parallel_group()
-    mine = _named_parameters(module)
+    mine = _name_parameters(module)
     if model.tied:
         mine.pop(OUTPUT, None)
     names_of = [None] * stages.size()
     dist.all_gather_object(names_of, list(mine), group=stages)
     for stage, names in enumerate(names_of):
         for name in names:
-            weight, whole = model.weight_of(name), None
+            weight, whole = model.find_weight(name), None
             if stage == stages.rank():
                 whole = _unshard(weight.join, mine[name], value_of(mine[name]))
             if stages.size() > 1:
-                whole = _from_stage(whole, stage, stages)
+                whole = _send_from_stage(whole, stage, stages)
             yield from zip(weight.tensors, _split(weight, whole, model), strict=True)
 
 
-def _from_stage(whole: Tensor | None, stage: int, stages) -> Tensor:
+def _send_from_stage(whole: Tensor | None, stage: int, stages) -> Tensor:
     """Send a tensor from one pipeline stage to all others. Collective."""
     source = dist.get_global_rank(stages, stage)
     head = [None if whole is None else (whole.shape, whole.dtype, whole.device)]

@@ -46,7 +46,7 @@ class Weight:
         tensors = {hf_place + name: shape for name, shape in self.tensors.items()}
         return replace(self, name=place + self.name, tensors=tensors)
 
-    def shape_on(self, tp: int) -> tuple[int, ...]:
+    def cut_shape(self, tp: int) -> tuple[int, ...]:
         """Shape that Megatron gives it on each of ``tp`` tensor-parallel ranks."""
         shapes = list(self.tensors.values())
         shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
@@ -115,7 +115,7 @@ class Family:
     renamed: dict[str, str] = field(default_factory=dict)
     tower: Tower | None = None
 
-    def architecture_of(self, head: Head) -> str:
+    def find_architecture(self, head: Head) -> str:
         """HuggingFace's class of a model with this head; a critic is a token classification."""
         of_critic = self.architecture.replace("ForCausalLM", "ForTokenClassification")
         return self.architecture if head == "language" else of_critic

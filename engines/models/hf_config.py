@@ -82,7 +82,7 @@ def check_keys(config: dict, path: Path, family: Family) -> None:
         raise ValueError(f"model: {path} has rms_norm_eps {config['rms_norm_eps']}, expected between 0 and 1")
 
 
-def head_dim_of(config: dict, path: Path, family: Family) -> int:
+def read_head_dim(config: dict, path: Path, family: Family) -> int:
     """Size of a head; ValueError where not every reader of the config would find the same one."""
     hidden, heads, given = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
     if "head_dim" in family.needed:
@@ -101,7 +101,7 @@ def head_dim_of(config: dict, path: Path, family: Family) -> int:
     return size
 
 
-def rope_of(config: dict, path: Path) -> dict:
+def read_rope(config: dict, path: Path) -> dict:
     """The rotary settings in the form of today's configs; older ones say ``rope_scaling``, and in it ``type``."""
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kinds = {rope[key] for key in ("type", "rope_type") if isinstance(rope.get(key), str)}
@@ -159,7 +159,7 @@ def refuse_unsupported(config: dict, path: Path, family: Family, head: Head) -> 
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {built!r}")
     if config.get("attention_dropout"):
         raise ValueError(f"model: {path} has attention_dropout {config['attention_dropout']}; set it to 0")
-    known = list(dict.fromkeys([family.architecture, family.architecture_of(head)]))
+    known = list(dict.fromkeys([family.architecture, family.find_architecture(head)]))
     if config.get("architectures") not in (None, [], *([name] for name in known)):
         expected = " or ".join(f"[{name!r}]" for name in known)
         raise ValueError(f"model: {path} has architectures {config['architectures']}, expected {expected}")

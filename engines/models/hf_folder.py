@@ -47,7 +47,7 @@ class SafetensorsFolder:
         self._file_of: dict[str, Path] = {}
         self._open = {}
         self._headers = {}
-        for path in _weight_files(Path(folder)):
+        for path in _find_weight_files(Path(folder)):
             try:
                 # Without torch, which a header does not need and which takes seconds to import.
                 self._headers[path] = safe_open(path, "np")
@@ -74,8 +74,8 @@ class SafetensorsFolder:
         """
         # Old Llama checkpoints carry the rotary frequencies, which every model computes for itself.
         have = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
-        optional = model.optional_hf_names()
-        wanted = model.all_hf_names() - optional
+        optional = model.list_optional_hf_names()
+        wanted = model.list_hf_names() - optional
         missing, extra = sorted(wanted - have), sorted(have - wanted - optional)
         if missing or extra:
             raise ValueError(
@@ -84,7 +84,7 @@ class SafetensorsFolder:
             )
         for name in sorted(wanted | (have & optional)):
             part = self._headers[self._file_of[name]].get_slice(name)
-            shape, expected = tuple(part.get_shape()), model.hf_shape(name)
+            shape, expected = tuple(part.get_shape()), model.find_hf_shape(name)
             if shape != expected:
                 raise ValueError(
                     f"model: {name} in {self._file_of[name]} has shape {shape}, expected {expected} from config.json; "
@@ -117,7 +117,7 @@ class SafetensorsFolder:
         return True
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _find_weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, all of which its index names if it has one."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -186,7 +186,7 @@ def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> Stat
     def place(name: str) -> list[tuple[int, str]]:  # layer 2 before layer 10
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
-    sizes = {name: math.prod(model.hf_shape(name)) * itemsize for name in sorted(model.all_hf_names(), key=place)}
+    sizes = {name: math.prod(model.find_hf_shape(name)) * itemsize for name in sorted(model.list_hf_names(), key=place)}
     return split_state_dict_into_shards_factory(
         sizes,
         get_storage_size=lambda size: size,
@@ -200,14 +200,14 @@ def _copy_settings(model: ModelSpec, target: Path, dtypes: set[torch.dtype]) -> 
     for path in Path(model.folder).iterdir():
         if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
             shutil.copy(path, target)
-    config = _typed(read_object(target / "config.json"), dtypes)
+    config = _set_dtype(read_object(target / "config.json"), dtypes)
     if model.head == "value":
         config |= {"architectures": [model.architecture], "classifier_dropout": 0.0}
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _typed(config: dict, dtypes: set[torch.dtype]) -> dict:
+def _set_dtype(config: dict, dtypes: set[torch.dtype]) -> dict:
     """A configuration that names the widest type of the weights, as which transformers loads them all.
 
     The base's own may be narrower, and would round away what was learned.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from engines.models.families import find_family
 from engines.models.family import OUTPUT, Family, Head, Part, Weight
-from engines.models.hf_config import LENGTHS, check_keys, head_dim_of, refuse_unsupported, rope_of
-from engines.models.vision_spec import VisionSpec, language_config
+from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, read_rope, refuse_unsupported
+from engines.models.vision_spec import VisionSpec, extract_language_config
 from engines.validation import read_object
 from hardware.attention.rules import Rule
 
@@ -61,10 +61,10 @@ class ModelSpec:
                 raise ValueError(
                     f"model: {path} has model_type {family.model_type!r}, of which no critic is built; use GRPO"
                 )
-            vision, config = VisionSpec.from_config(config, family.tower, path), language_config(config)
+            vision, config = VisionSpec.from_config(config, family.tower, path), extract_language_config(config)
         check_keys(config, path, family)
         refuse_unsupported(config, path, family, head)
-        rope = rope_of(config, path)
+        rope = read_rope(config, path)
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         if heads % kv_heads:
@@ -79,7 +79,7 @@ class ModelSpec:
             ffn=config["intermediate_size"],
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=head_dim_of(config, path, family),
+            head_dim=read_head_dim(config, path, family),
             vocab=config["vocab_size"],
             norm_eps=config["rms_norm_eps"],
             rope_theta=rope["rope_theta"],
@@ -107,7 +107,7 @@ class ModelSpec:
     @property
     def architecture(self) -> str:
         """HuggingFace's class of the model."""
-        return self.family.architecture_of(self.head)
+        return self.family.find_architecture(self.head)
 
     @property
     def qkv_bias(self) -> bool:
@@ -130,12 +130,12 @@ class ModelSpec:
             found += [weight.within(f"decoder.layers.{i}.", f"{prefix}layers.{i}.") for weight in layer]
         found += [weight.within("", prefix) for piece in family.after for weight in piece(self)]
         if not self.tied:
-            found += _value_head(self) if self.head == "value" else _language_head(self)
+            found += _make_value_head(self) if self.head == "value" else _make_language_head(self)
         if self.vision:
             found += self.vision.weights()
         return {weight.name: weight for weight in found}
 
-    def weight_of(self, megatron_name: str) -> Weight:
+    def find_weight(self, megatron_name: str) -> Weight:
         """Find what a Megatron parameter is joined from.
 
         Args:
@@ -151,46 +151,46 @@ class ModelSpec:
             )
         return self.weights[megatron_name]
 
-    def part_of_parameter(self, megatron_name: str) -> Part:
+    def find_parameter_part(self, megatron_name: str) -> Part:
         """The part of the model that a Megatron parameter belongs to, wherever its layers are numbered from."""
         return self.weights[megatron_name].part if megatron_name.startswith("vision.") else "language"
 
-    def part_of(self, name: str) -> Part:
-        """The part of the model that a tensor of ``all_hf_names`` belongs to."""
+    def find_part(self, name: str) -> Part:
+        """The part of the model that a tensor of ``list_hf_names`` belongs to."""
         return next(weight.part for weight in self.weights.values() if name in weight.tensors)
 
-    def name_in_folder(self, name: str) -> str:
+    def find_folder_name(self, name: str) -> str:
         """A parameter of transformers' module of the model -> its name in a saved folder, where they differ."""
         for own, saved in self.family.renamed.items():
             if name.startswith(own):
                 return saved + name.removeprefix(own)
         return name
 
-    def all_hf_names(self) -> set[str]:
+    def list_hf_names(self) -> set[str]:
         """Every tensor that a saved model of this shape has; a tied output layer is no tensor of its own."""
         return {name for weight in self.weights.values() for name in weight.tensors}
 
-    def optional_hf_names(self) -> set[str]:
+    def list_optional_hf_names(self) -> set[str]:
         """Tensors that a folder to start from may have or lack: the head of another use of the model."""
-        optional = [*_language_head(self), *_value_head(self)] if self.head == "value" else []
-        optional += _language_head(self) if self.tied else []
+        optional = [*_make_language_head(self), *_make_value_head(self)] if self.head == "value" else []
+        optional += _make_language_head(self) if self.tied else []
         return {name for weight in optional for name in weight.tensors}
 
-    def hf_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor of ``all_hf_names`` or ``optional_hf_names``."""
+    def find_hf_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor of ``list_hf_names`` or ``list_optional_hf_names``."""
         return self._hf_shapes[name]
 
     @cached_property
     def _hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        weights = [*self.weights.values(), *_language_head(self), *_value_head(self)]
+        weights = [*self.weights.values(), *_make_language_head(self), *_make_value_head(self)]
         return {name: shape for weight in weights for name, shape in weight.tensors.items()}
 
 
-def _language_head(model: ModelSpec) -> list[Weight]:
+def _make_language_head(model: ModelSpec) -> list[Weight]:
     return [Weight(OUTPUT, {"lm_head.weight": (model.vocab, model.hidden)}, "vocabulary", cut=0)]
 
 
-def _value_head(model: ModelSpec) -> list[Weight]:
+def _make_value_head(model: ModelSpec) -> list[Weight]:
     """A critic's, named as in HuggingFace's token classification."""
     bias = Weight(OUTPUT.replace("weight", "bias"), {"score.bias": (1,)})
     return [Weight(OUTPUT, {"score.weight": (1, model.hidden)}), bias]

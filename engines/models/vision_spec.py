@@ -73,11 +73,11 @@ class VisionSpec:
             raise ValueError(
                 f"model: {path} has vision_token_id {config['vision_token_id']!r}, expected a token's number"
             )
-        rope = _rope_of(_flat(config))
+        rope = _read_rope(_flat(config))
         if {rope.get(key, "default") for key in ("type", "rope_type")} - {"default", "mrope"}:
             raise ValueError(
                 f"model: {path} has scaled rotary embeddings ({rope}), which are not built for a model that sees "
-                "pictures; take rope_type 'default'"
+                "images; take rope_type 'default'"
             )
         if (activation := vision.get("hidden_act", tower.activation)) != tower.activation:
             raise ValueError(
@@ -137,27 +137,27 @@ class VisionSpec:
 
     @property
     def banned_tokens(self) -> tuple[int, ...]:
-        """Ids that stand for pictures and mark where they are: never sampled, and never learned."""
+        """Ids that stand for images and mark where they are: never sampled, and never learned."""
         ids = {self.image_token, self.video_token, self.start_token, self.end_token, self.pad_token}
         return tuple(sorted(ids - {None}))
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def list_weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name within the tower -> shape, of every weight, in the order of the tower's modules."""
         return self.tower.weights(self)
 
     def weights(self) -> list[Weight]:
         """The tower's parameters as those of the model; every rank of the first pipeline stage has them whole."""
         tower, found = self.tower, []
-        for name, shape in self.weight_shapes().items():
+        for name, shape in self.list_weight_shapes().items():
             part = "projector" if name.startswith(tower.projector) else "vision"
             found.append(Weight(f"vision.{name}", {tower.prefix + name: shape}, part=part))
         return found
 
 
-def language_config(config: dict) -> dict:
+def extract_language_config(config: dict) -> dict:
     """The settings of the language model alone, as a text model's config.json has them."""
     flat = _flat(config)
-    rope = {key: value for key, value in _rope_of(flat).items() if not key.startswith("mrope")}
+    rope = {key: value for key, value in _read_rope(flat).items() if not key.startswith("mrope")}
     for key in ("type", "rope_type"):
         if rope.get(key) == "mrope":
             rope[key] = "default"
@@ -172,7 +172,7 @@ def _flat(config: dict) -> dict:
     return text if isinstance(text, dict) else config
 
 
-def _rope_of(text: dict) -> dict:
+def _read_rope(text: dict) -> dict:
     rope = text.get("rope_scaling") or text.get("rope_parameters")
     return rope if isinstance(rope, dict) else {}
 

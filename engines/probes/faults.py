@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from unittest.mock import patch
 
-from hardware.attention.faults import ATTENTION_FAULTS, Patch, faults_of
+from hardware.attention.faults import ATTENTION_FAULTS, Patch, collect_faults
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def plant(engine, name: str) -> None:
         ValueError: it is one of masks, and the engine's platform has no place for it.
     """
     make = FAULTS[name].patches
-    for owner, attribute, wrap in make() if make else faults_of(engine.platform)[name]:
+    for owner, attribute, wrap in make() if make else collect_faults(engine.platform)[name]:
         _PLANTED.enter_context(patch.object(owner, attribute, wrap(getattr(owner, attribute))))
 
 
@@ -60,7 +60,7 @@ def _chunks_swapped() -> list[Patch]:
     def wrap(held):
         return lambda lengths, padded, cp, cp_rank: held(lengths, padded, cp, cp - 1 - cp_rank)
 
-    return [(layout, "_held_slots", wrap)]
+    return [(layout, "_map_slots", wrap)]
 
 
 def _wrong_positions() -> list[Patch]:
@@ -80,15 +80,15 @@ def _pad_marked_valid() -> list[Patch]:
 
     from engines.megatron.layout import Layout
 
-    def wrap(held):
+    def wrap(gather):
         def with_a_pad(self, local):
             free = (~self.valid.flatten()).nonzero()[:, 0]
             slots = torch.cat([self.slots[:-1], free[:1]]) if len(free) else self.slots
-            return held(replace(self, slots=slots), local)
+            return gather(replace(self, slots=slots), local)
 
         return with_a_pad
 
-    return [(Layout, "held", wrap)]
+    return [(Layout, "gather_slots", wrap)]
 
 
 def _label_of_a_neighbour() -> list[Patch]:
@@ -131,7 +131,7 @@ def _layer_computes_otherwise() -> list[Patch]:
     return [(TransformerLayer, "forward", wrap)]
 
 
-# -- pictures
+# -- images
 
 
 def _features_one_row_off() -> list[Patch]:
@@ -147,7 +147,7 @@ def _features_one_row_off() -> list[Patch]:
     return [(Vision, "_places", wrap)]
 
 
-def _one_window_over_all_pictures() -> list[Patch]:
+def _one_window_over_all_images() -> list[Patch]:
     from transformers.models.qwen3_vl import modeling_qwen3_vl
 
     def wrap(seqlens):
@@ -227,7 +227,7 @@ FAULTS: dict[str, Fault] = {
     "two names swapped on the way": Fault(_swapped_names, "weight sync"),
     "rotation from the wrong positions": Fault(_wrong_positions, "layouts", cp=2),
     "context-parallel chunks swapped": Fault(_chunks_swapped, "attention", cp=2),
-    "one window over all pictures": Fault(_one_window_over_all_pictures, "pictures", model="qwen3_vl"),
+    "one window over all images": Fault(_one_window_over_all_images, "images", model="qwen3_vl"),
     "features one row off": Fault(_features_one_row_off, "layouts", model="qwen3_vl"),
     "positions of the neighbour": Fault(_positions_of_the_neighbour, "layouts", model="qwen3_vl"),
     "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", cp=2),

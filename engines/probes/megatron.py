@@ -19,7 +19,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import TokenOutputs
-from engines.images.plan import same_images
+from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
@@ -139,10 +139,10 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
 
 @torch.no_grad()
 def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]) -> int:
-    """How many pictures' features change in the vision tower with the pictures beside them; 0 on later stages.
+    """How many images' features change in the vision tower with the images beside them; 0 on later stages.
 
     Args:
-        others: for each picture another of its size.
+        others: for each image another of its size.
     """
     if engine.vision is None:
         return 0
@@ -162,10 +162,10 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
         _axes(engine, _positions(case.lengths)),
         torch.zeros_like(ids),
         torch.ones(len(ids), dtype=torch.bool),
-        None if engine.model.vision else torch.tensor(case.image_block),  # which would ask for pictures
+        None if engine.model.vision else torch.tensor(case.image_block),  # which would ask for images
     )
     with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)):
-        outputs = outputs_of(engine, kind, batch)
+        outputs = compute_outputs(engine, kind, batch)
     return None if outputs is None else torch.stack([outputs.logprobs, outputs.entropy], dim=1)
 
 
@@ -174,10 +174,10 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
 
 def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
     most = engine.platform.max_pack_sequences
-    return plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas, most, same_images(batch))
+    return plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas, most, number_image_sets(batch))
 
 
-def outputs_of(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
+def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
     """The engine's outputs in a layout, of a batch that every replica computes; on the leader."""
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, 1)
@@ -205,17 +205,17 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
     hooks = [layer.register_forward_hook(keep) for layer in engine.module.module.decoder.layers]
     engine.layout = layout
     try:
-        outputs_of(engine, kind, batch)
+        compute_outputs(engine, kind, batch)
     finally:
         del engine.layout
         for hook in hooks:
             hook.remove()
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, 1)
-    return {number: schedule.in_order(torch.cat(parts)) for number, parts in states.items()}
+    return {number: schedule.restore_order(torch.cat(parts)) for number, parts in states.items()}
 
 
-def gradients_of(
+def compute_gradients(
     engine: MegatronEngine, kind: str, batch: TrainBatch, loss: LossFn, denominator: float
 ) -> dict[str, Tensor]:
     """HF name -> the whole gradient of ``sum(loss) / denominator``; on the first replica's leader.
@@ -226,11 +226,11 @@ def gradients_of(
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, engine.dp_size)
         engine.backward(schedule.shards(batch)[engine.dp_rank], loss, denominator)
-    gradients = whole_gradients(engine)
+    gradients = gather_gradients(engine)
     return gradients if engine.is_leader and engine.dp_rank == 0 else {}
 
 
-def whole_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
+def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
     """HF name -> what the last backward pass left, reduced over all replicas; on every rank."""
     # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
     group = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -292,7 +292,7 @@ def _positions(lengths: tuple[int, ...]) -> Tensor:
 
 
 def _axes(engine: MegatronEngine, positions: Tensor) -> Tensor:
-    """``[N]``, or of a model that sees pictures ``[N, 3]``, alike as text has them."""
+    """``[N]``, or of a model that sees images ``[N, 3]``, alike as text has them."""
     return positions[:, None].expand(-1, 3) if engine.model.vision else positions
 
 
@@ -310,7 +310,7 @@ def _compare(layer: int, heard: np.ndarray, may: np.ndarray, must: np.ndarray, c
     words = [f"{pads} tokens see padding"] if pads else []
     for i, column in zip(*np.nonzero(heard & ~may)):
         j = columns[column]
-        kind = _kind_of_leak(int(i), int(j), *place, np.asarray(case.image_block))
+        kind = _classify_leak(int(i), int(j), *place, np.asarray(case.image_block))
         leaks[kind] = leaks.get(kind, 0) + 1
         words.append(f"sequence {place[0][i]} at {place[1][i]} sees sequence {place[0][j]} at {place[1][j]}")
     lost = np.argwhere(must & ~heard)
@@ -321,7 +321,7 @@ def _compare(layer: int, heard: np.ndarray, may: np.ndarray, must: np.ndarray, c
     return Influence(layer, leaks, len(lost), words[0] if words else "")
 
 
-def _kind_of_leak(i: int, j: int, sequence: np.ndarray, position: np.ndarray, image: np.ndarray) -> str:
+def _classify_leak(i: int, j: int, sequence: np.ndarray, position: np.ndarray, image: np.ndarray) -> str:
     if sequence[i] != sequence[j]:
         return "a neighbour in the pack"
     if position[j] <= position[i]:

@@ -9,13 +9,13 @@ from vllm.engine.arg_utils import EngineArgs
 
 from engines.batch.samples import Completion, Prompt, Sampling
 from engines.config import VllmConfig
-from engines.images.plan import waves
+from engines.images.plan import cut_waves
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
 from engines.weight_sync import WeightBucket
 
 
-def _tied_alike(config):
+def _tie_alike(config):
     """A model's settings in which its language model is tied where the whole is.
 
     transformers saves that once, for the whole; vLLM 0.32 asks the language model's own settings, and would leave an
@@ -47,13 +47,13 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
             disable_log_stats=True,
-            # Prompts come as ids and leave as ids; text is the controller's business. vLLM's processors of pictures
+            # Prompts come as ids and leave as ids; text is the controller's business. vLLM's processors of images
             # will not start without a tokenizer all the same.
             skip_tokenizer_init=model.vision is None,
         )
         if model.vision:
-            # Pictures are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
-            settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}, "hf_overrides": _tied_alike}
+            # Images are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
+            settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}, "hf_overrides": _tie_alike}
             # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
             settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
         if config.kv_cache_mb:
@@ -68,11 +68,11 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """As ``RolloutEngine``; no more prompts at a time than there is memory for their decoded pictures.
+        """As ``RolloutEngine``; no more prompts at a time than there is memory for their decoded images.
 
         Raises:
-            ValueError: a picture cannot be read.
-            RuntimeError: vLLM made other tokens of the pictures than the trainer does.
+            ValueError: an image cannot be read.
+            RuntimeError: vLLM made other tokens of the images than the trainer does.
         """
         # What was asked before may not decide which tokens share a forward pass: a resumed run was not asked the same.
         self._empty_caches()
@@ -91,18 +91,18 @@ class VllmEngine:
         )
         completions, vision = [], self.model.vision
         costs = [sum(image.nbytes(vision) for image in prompt.images) for prompt in prompts]
-        for wave in waves(costs, self.config.image_memory_mb * 2**20):
+        for wave in cut_waves(costs, self.config.image_memory_mb * 2**20):
             requests = [self._request(prompt) for prompt in prompts[wave]]
             outputs = self.llm.generate(requests, params, use_tqdm=False)
             for prompt, output in zip(prompts[wave], outputs, strict=True):
                 if tuple(output.prompt_token_ids) != tuple(prompt.token_ids):
-                    place = prompt.images[0].place if prompt.images else "a prompt without pictures"
+                    place = prompt.images[0].place if prompt.images else "a prompt without images"
                     raise RuntimeError(
                         f"rollout: {place}: vLLM made {len(output.prompt_token_ids)} tokens of the prompt, the trainer "
                         f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
                     )
                 completions.append([self._completion(sample) for sample in output.outputs])
-            del requests, outputs  # their pictures, before the next are decoded
+            del requests, outputs  # their images, before the next are decoded
         return completions
 
     def _request(self, prompt: Prompt) -> dict:
@@ -128,7 +128,7 @@ class VllmEngine:
         return Completion(tokens, logprobs, sample.finish_reason == "stop", self.version)
 
     def _empty_caches(self) -> None:
-        """Keys and values of prompts, and features of pictures."""
+        """Keys and values of prompts, and features of images."""
         if self.model.vision:
             self.llm.llm_engine.reset_encoder_cache()
         if not self.llm.reset_prefix_cache():
@@ -151,9 +151,9 @@ class VllmEngine:
         if not last:
             return
         names, self._names = self._names, set()
-        if names != self.model.all_hf_names():
+        if names != self.model.list_hf_names():
             missing, extra = (
-                sorted(x)[:5] for x in (self.model.all_hf_names() - names, names - self.model.all_hf_names())
+                sorted(x)[:5] for x in (self.model.list_hf_names() - names, names - self.model.list_hf_names())
             )
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         self.llm.collective_rpc("end_sync")

@@ -23,7 +23,7 @@ def dense_mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.ndarra
         image = spec.images_at(members[:, None], key)[:, None, None, :]  # [rows, 1, 1, k]
     if rule.prefix:
         prefix = np.asarray(spec.prefixes)[members, None, None, None]
-    # What changes nothing here is left out, so that sequences without pictures take the kernel's own causal rule.
+    # What changes nothing here is left out, so that sequences without images take the kernel's own causal rule.
     rule = replace(
         rule,
         window=None if rule.window is None or rule.window >= keys else rule.window,

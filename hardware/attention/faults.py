@@ -25,7 +25,7 @@ def attention_faults(
     without_mask: Iterable[Patch],
     rule_calls: Iterable[Place] = (),
 ) -> dict[str, list[Patch]]:
-    """The patches that plant each fault into a platform. A fault without a place has none: see ``faults_of``.
+    """The patches that plant each fault into a platform. A fault without a place has none: see ``collect_faults``.
 
     Args:
         packs: functions ``(spec, ...)`` that plan a pack over one rank, from its lengths.
@@ -52,7 +52,7 @@ def attention_faults(
     }
 
 
-def faults_of(platform: Platform) -> dict[str, list[Patch]]:
+def collect_faults(platform: Platform) -> dict[str, list[Patch]]:
     """``Platform.faults`` of a platform, complete.
 
     Raises:

@@ -9,7 +9,7 @@ from recipes.common.addition import make_model, make_tokenizer
 from recipes.common.sizes import fit_to_node
 from recipes.common.squares import make_data
 from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
-from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, make_tiny_vlm
 
 _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
 _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -62,7 +62,7 @@ def recipe_config(default: Recipe, description: str) -> Recipe:
     """A recipe's settings from the command line, and with ``--smoke`` their small likeness."""
     config = parse_config(default, description)
     if config.smoke:
-        return small(config) if isinstance(config, RecipeConfig) else small_supervised(config)
+        return small(config) if isinstance(config, RecipeConfig) else shrink_supervised(config)
     return config
 
 
@@ -73,11 +73,11 @@ def small(config: RecipeConfig) -> RecipeConfig:
     """
     algorithm = replace(config.algorithm, mini_batches=min(2, config.algorithm.mini_batches))
     if algorithm.reference:
-        algorithm = replace(algorithm, reference=_tiny_model(config, "reference", seed=config.seed + 1))
+        algorithm = replace(algorithm, reference=_make_tiny_model(config, "reference", seed=config.seed + 1))
     rollout = VllmConfig(max_new_tokens=16, max_model_len=256, max_num_seqs=32, kv_cache_mb=64)
     return replace(
         config,
-        **_small_parts(config),
+        **_shrink_parts(config),
         rollout=replace(rollout, temperature=config.rollout.temperature),
         algorithm=algorithm,
         critic=replace(config.critic, model="", warmup_steps=min(1, config.critic.warmup_steps)),
@@ -88,12 +88,12 @@ def small(config: RecipeConfig) -> RecipeConfig:
     )
 
 
-def small_supervised(config: SftRecipeConfig) -> SftRecipeConfig:
+def shrink_supervised(config: SftRecipeConfig) -> SftRecipeConfig:
     """As ``small``, of supervised training."""
-    return replace(config, **_small_parts(config), rows_per_step=8, max_answer_tokens=64)
+    return replace(config, **_shrink_parts(config), rows_per_step=8, max_answer_tokens=64)
 
 
-def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
+def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
     """The settings that small recipes of both kinds share."""
     fields = dict(prompt_field="question", answer_field="answer", max_prompt_tokens=192)
     train = heldout = _QUESTIONS
@@ -103,7 +103,7 @@ def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
         fields |= dict(prompt_field="prompt", image_field="images")
     sizes = dict(ranks=2, tp=1, pp=1, cp=1, dtype="float32", recompute="none", micro_batch_tokens=4096)
     return dict(
-        model=_tiny_model(config, "model", config.seed),
+        model=_make_tiny_model(config, "model", config.seed),
         run_dir=str(_folder(config) / "run"),
         data=replace(config.data, train=train, heldout=heldout, **fields),
         actor=replace(config.actor, **sizes),
@@ -114,11 +114,11 @@ def _small_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
     )
 
 
-def _tiny_model(config: RecipeConfig | SftRecipeConfig, name: str, seed: int) -> str:
+def _make_tiny_model(config: RecipeConfig | SftRecipeConfig, name: str, seed: int) -> str:
     folder = _folder(config) / name
     if not isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
         return str(make_model(folder, seed, chat_template=_CHAT))
-    return tiny_vlm(folder, config.smoke_model, make_tokenizer(_CHAT, IMAGE_TOKENS), 128, seed=seed)
+    return make_tiny_vlm(folder, config.smoke_model, make_tokenizer(_CHAT, IMAGE_TOKENS), 128, seed=seed)
 
 
 def _folder(config: RecipeConfig | SftRecipeConfig) -> Path:

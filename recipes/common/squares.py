@@ -1,4 +1,4 @@
-"""A toy of pictures: squares of one colour on a dark ground, to be named and counted by a tiny Qwen2.5-VL."""
+"""A toy of images: squares of one colour on a dark ground, to be named and counted by a tiny Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from recipes.common.addition import SPECIAL
-from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLOURS = {"red": (235, 90, 90), "green": (90, 220, 90), "blue": (100, 130, 250), "yellow": (240, 225, 90)}
 SIDE, CELL, MOST = 56, 14, 4
 WORDS = ("?", *COLOURS, *map(str, range(1, MOST + 1)))
-PICTURES = {"train": 4096, "heldout": 512}
+IMAGE_COUNTS = {"train": 4096, "heldout": 512}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -40,29 +40,29 @@ def make_model(folder: Path, seed: int) -> Path:
     language = plain | dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=128)
     vision = plain | dict(hidden_size=128, intermediate_size=192, num_heads=4)
     sizes = dict(language=language, vision=vision, pixels=(SIDE**2, SIDE**2), apart=0.0)
-    return Path(tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, seed=seed, **sizes))
+    return Path(make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, seed=seed, **sizes))
 
 
 def draw(generator: np.random.Generator) -> tuple[Image.Image, str]:
-    """A picture and what is right about it, such as ``red 3``."""
+    """Draw an image and say what is right about it, such as ``red 3``."""
     colour, count = generator.choice(list(COLOURS)), int(generator.integers(1, MOST + 1))
-    picture = Image.new("RGB", (SIDE, SIDE), tuple(generator.integers(0, 60, 3).tolist()))
-    pen, across = ImageDraw.Draw(picture), SIDE // CELL
+    image = Image.new("RGB", (SIDE, SIDE), tuple(generator.integers(0, 60, 3).tolist()))
+    pen, across = ImageDraw.Draw(image), SIDE // CELL
     for place in generator.choice(across**2, count, replace=False):
         x, y = (int(v) * CELL + int(generator.integers(0, 4)) for v in (place % across, place // across))
         pen.rectangle((x, y, x + 8, y + 8), fill=COLOURS[colour])
-    return picture, f"{colour} {count}"
+    return image, f"{colour} {count}"
 
 
-def make_data(folder: Path, pictures: dict[str, int] = PICTURES) -> Path:
-    """Write pictures and train.jsonl and heldout.jsonl, which name them; so many of each."""
-    (folder / "pictures").mkdir(parents=True, exist_ok=True)
-    for seed, (name, count) in enumerate(pictures.items()):
+def make_data(folder: Path, counts: dict[str, int] = IMAGE_COUNTS) -> Path:
+    """Write images and train.jsonl and heldout.jsonl, which name them; so many of each."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for seed, (name, count) in enumerate(counts.items()):
         generator, rows = np.random.default_rng(seed), []
         for number in range(count):
-            picture, answer = draw(generator)
-            path = f"pictures/{name}_{number:04d}.png"
-            picture.save(folder / path)
+            image, answer = draw(generator)
+            path = f"images/{name}_{number:04d}.png"
+            image.save(folder / path)
             rows.append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

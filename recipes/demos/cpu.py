@@ -34,9 +34,9 @@ from rlworker import (
     parse_config,
     rewards,
 )
-from rlworker.cluster.ray import ray_for
+from rlworker.cluster.ray import running_ray
 from rlworker.data.examples import Example, read_examples, to_batch
-from rlworker.data.images import pictures_of
+from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.report import tell_report
@@ -95,7 +95,7 @@ DEFAULT = DemoConfig(
 )
 
 
-def shuffled(advantage: advantages.AdvantageFn) -> advantages.AdvantageFn:
+def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.AdvantageFn:
     """The same on the batch's own rewards in random order: the same numbers, without what they were given for."""
 
     def of_shuffled(batch: TrainBatch):
@@ -105,7 +105,9 @@ def shuffled(advantage: advantages.AdvantageFn) -> advantages.AdvantageFn:
     return of_shuffled
 
 
-def warm_up_batches(examples: list[Example], model: ModelSpec, config: DemoConfig, rows: int) -> Iterator[TrainBatch]:
+def draw_warm_up_batches(
+    examples: list[Example], model: ModelSpec, config: DemoConfig, rows: int
+) -> Iterator[TrainBatch]:
     """Questions with their answers, drawn anew for each step."""
     draw = np.random.default_rng([config.seed, 1])
     for _ in range(config.warm_up_steps):
@@ -115,10 +117,10 @@ def warm_up_batches(examples: list[Example], model: ModelSpec, config: DemoConfi
 def warm_up(config: DemoConfig, toy: Toy, output: str) -> None:
     """Supervised training of the model into ``output``, on the same ranks and layout as the run."""
     tokenizer, model = load_tokenizer(config.model), ModelSpec.from_folder(config.model)
-    pictures = pictures_of(model, config.run_dir, config.image_memory_mb)
+    image_reader = build_image_reader(model, config.run_dir, config.image_memory_mb)
     answers = SftConfig(model=config.model, data=config.data, max_answer_tokens=config.rollout.max_new_tokens)
-    examples, _ = read_examples(config.data.train, tokenizer, answers, model, pictures)
-    batches = warm_up_batches(examples, model, config, toy.rows)
+    examples, _ = read_examples(config.data.train, tokenizer, answers, model, image_reader)
+    batches = draw_warm_up_batches(examples, model, config, toy.rows)
     actor = replace(config.actor, optimizer=replace(config.actor.optimizer, **toy.warm_up))
     options = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)
     losses = train_supervised(model, actor, batches, output, **options)
@@ -146,7 +148,7 @@ def summarise(config: DemoConfig, wall_seconds: float, warm_up_seconds: float) -
     } | {name: getattr(actor, name) for name in ("layout", "tp", "pp", "cp", "dp")}
 
 
-def warm_model(config: DemoConfig) -> Path:
+def find_warm_model(config: DemoConfig) -> Path:
     """Where the warmed-up model is, which GRPO starts from."""
     return Path(config.run_dir) / f"model_warm_seed{config.seed}"
 
@@ -163,7 +165,7 @@ def prepare(config: DemoConfig, toy: Toy) -> tuple[DemoConfig, RunFolder]:
     config = replace(config, data=replace(config.data, **files))
     check_trackers(config.trackers)
     run = RunFolder(config.run_dir)
-    run.claim(replace(config, model=str(warm_model(config))))
+    run.claim(replace(config, model=str(find_warm_model(config))))
     toy.make_data(folder / "data")
     model = toy.make_model(folder / f"model_init_seed{config.seed}", config.seed)
     config = replace(config, model=str(model))
@@ -175,11 +177,11 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     """Run the demo in ``config``, which ``prepare`` returned with its folder, and sum it up."""
     began = time.perf_counter()
     folder = Path(config.run_dir)
-    warm = warm_model(config)
-    advantage = advantages.configured_advantage(config.critic)
+    warm = find_warm_model(config)
+    advantage = advantages.configure_advantage(config.critic)
     if config.shuffle_rewards:
-        advantage = shuffled(advantage)
-    with ray_for(config.actors, config.platform):  # once for both parts
+        advantage = shuffle_advantage(advantage)
+    with running_ray(config.num_workers, config.platform):  # once for both parts
         tell_start("Ray is up")
         if not warm.exists():
             warm_up(config, toy, str(warm))

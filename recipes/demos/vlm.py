@@ -1,7 +1,7 @@
 """A vision-language model learns to name and count squares on a laptop CPU: Ray, Megatron-core, vLLM, nothing stubbed.
 
-A tiny Qwen2.5-VL and its pictures are made on the spot, warmed up on answers until it is right in about half of them,
-then trained by GRPO from the reward alone, vision tower included. Held-out pictures are never trained on.
+A tiny Qwen2.5-VL and its images are made on the spot, warmed up on answers until it is right in about half of them,
+then trained by GRPO from the reward alone, vision tower included. Held-out images are never trained on.
 """
 
 from recipes.common import squares

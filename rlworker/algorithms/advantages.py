@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from rlworker.algorithms.discounting import Chosen, discounted_sums, following, last_places
-from rlworker.algorithms.losses import KlEstimate, kl_direct
+from rlworker.algorithms.discounting import Selection, find_last_places, find_next, sum_discounted
+from rlworker.algorithms.losses import KlEstimate, kl_k1
 from rlworker.config.sections import CriticConfig
 from rlworker.errors import RunError
 
@@ -55,22 +55,22 @@ def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     Returns:
         ``[N]`` float32.
     """
-    centred, count = _centred(batch)
-    variance = _group_sums(centred**2, batch.group) / (count - 1).clamp_min(1)
-    return batch.per_token(centred / (variance.sqrt() + eps)[batch.group])
+    centred, count = _centre(batch)
+    variance = _sum_groups(centred**2, batch.group) / (count - 1).clamp_min(1)
+    return batch.repeat_per_token(centred / (variance.sqrt() + eps)[batch.group])
 
 
 @group_relative
 def dr_grpo(batch: TrainBatch) -> Tensor:
     """``reward - mean of the group``, not divided by its deviation (Dr. GRPO, arXiv:2503.20783)."""
-    return batch.per_token(_centred(batch)[0])
+    return batch.repeat_per_token(_centre(batch)[0])
 
 
 @group_relative
 def rloo(batch: TrainBatch) -> Tensor:
     """``reward - mean of the others of the group`` (RLOO, arXiv:2402.14740); zero in a group of one."""
-    centred, count = _centred(batch)
-    return batch.per_token(centred * (count / (count - 1).clamp_min(1))[batch.group])
+    centred, count = _centre(batch)
+    return batch.repeat_per_token(centred * (count / (count - 1).clamp_min(1))[batch.group])
 
 
 def reinforce_plus_plus(batch: TrainBatch) -> Tensor:
@@ -93,7 +93,7 @@ def remax(batch: TrainBatch) -> Tensor:
     Args:
         batch: with ``greedy_rewards`` ``[B]``, which a run has with ``--algorithm.greedy-baseline``.
     """
-    return batch.per_token(_rewards(batch) - _column(batch, "greedy_rewards", "--algorithm.greedy-baseline"))
+    return batch.repeat_per_token(_rewards(batch) - _column(batch, "greedy_rewards", "--algorithm.greedy-baseline"))
 
 
 def distill(batch: TrainBatch) -> Tensor:
@@ -106,7 +106,7 @@ def distill(batch: TrainBatch) -> Tensor:
     return _column(batch, "ref_logprobs", "--algorithm.reference") - _policy_logprobs(batch)
 
 
-def configured_advantage(critic: CriticConfig) -> AdvantageFn:
+def configure_advantage(critic: CriticConfig) -> AdvantageFn:
     """What a run without an advantage of its own takes: ``grpo``, or ``gae`` where a critic is trained."""
     return partial(gae, gamma=critic.gamma, lam=critic.lam) if critic.train else grpo
 
@@ -126,25 +126,25 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
     Returns:
         ``[N]`` advantages and ``[N]`` returns, ``A + value`` before normalising; zero where the mask is.
     """
-    counting = Chosen.of(batch.mask, batch.lengths)
-    values = counting.take(_column(batch, "values", "--critic.train"))
-    deltas = following(values, counting.lengths).mul_(gamma).sub_(values)
-    raw = discounted_sums(_add_rewards(deltas, batch, counting), counting.lengths, gamma * lam)
+    counting = Selection.from_mask(batch.mask, batch.lengths)
+    values = counting.gather(_column(batch, "values", "--critic.train"))
+    deltas = find_next(values, counting.lengths).mul_(gamma).sub_(values)
+    raw = sum_discounted(_add_rewards(deltas, batch, counting), counting.lengths, gamma * lam)
     returns = raw + values
-    return counting.put(_normalise_(raw)), counting.put(returns)
+    return counting.scatter(_normalise_(raw)), counting.scatter(returns)
 
 
 def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
     """``[N]``: the discounted sum of the rewards from each counting token to the end of its sequence."""
-    counting = Chosen.of(batch.mask, batch.lengths)
+    counting = Selection.from_mask(batch.mask, batch.lengths)
     rewards = _add_rewards(torch.zeros(int(counting.lengths.sum())), batch, counting)
-    return counting.put(discounted_sums(rewards, counting.lengths, gamma))
+    return counting.scatter(sum_discounted(rewards, counting.lengths, gamma))
 
 
 # -- what a reward is made of
 
 
-def with_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_direct) -> TrainBatch:
+def with_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1) -> TrainBatch:
     """The batch with a penalty of ``-coef * KL`` to the reference at each counting token (arXiv:2203.02155, equation 2,
     taken token by token)."""
     penalties = -coef * estimate(_policy_logprobs(batch), batch.ref_logprobs) * batch.mask
@@ -170,11 +170,11 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 # -- parts
 
 
-def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Chosen) -> Tensor:
+def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Selection) -> Tensor:
     """Add the reward of each counting token: its penalty, and at the last of a sequence the sequence's reward."""
     if batch.penalties is not None:
-        numbers += counting.take(batch.penalties)
-    numbers[last_places(counting.lengths)] += batch.rewards[counting.lengths > 0].float()
+        numbers += counting.gather(batch.penalties)
+    numbers[find_last_places(counting.lengths)] += batch.rewards[counting.lengths > 0].float()
     return numbers
 
 
@@ -195,15 +195,15 @@ def _policy_logprobs(batch: TrainBatch) -> Tensor:
     return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
 
 
-def _group_sums(values: Tensor, group: Tensor) -> Tensor:
+def _sum_groups(values: Tensor, group: Tensor) -> Tensor:
     return torch.zeros(int(group.max()) + 1).index_add_(0, group, values)
 
 
-def _centred(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+def _centre(batch: TrainBatch) -> tuple[Tensor, Tensor]:
     """``[B]`` rewards less the mean of their group, and the size of each group."""
     rewards = _rewards(batch)
-    count = _group_sums(torch.ones_like(rewards), batch.group)
-    mean = _group_sums(rewards, batch.group) / count.clamp_min(1)
+    count = _sum_groups(torch.ones_like(rewards), batch.group)
+    mean = _sum_groups(rewards, batch.group) / count.clamp_min(1)
     return rewards - mean[batch.group], count
 
 

@@ -12,8 +12,8 @@ _LONG_RUN = 16
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Some places of a flat stream of sequences, and how to take and put them.
+class Selection:
+    """Some places of a flat stream of sequences: how to gather them, and to scatter them back.
 
     Attributes:
         total: N. lengths: ``[B]``, chosen places of each sequence.
@@ -27,7 +27,7 @@ class Chosen:
     index: Tensor | None
 
     @classmethod
-    def of(cls, mask: Tensor, lengths: tuple[int, ...]) -> "Chosen":
+    def from_mask(cls, mask: Tensor, lengths: tuple[int, ...]) -> "Selection":
         """The true places of ``mask [N]``."""
         sizes = torch.tensor(lengths)
         if mask.all():
@@ -42,13 +42,13 @@ class Chosen:
         runs = tuple(b - a for a, b in zip(bounds, bounds[1:]))
         return cls(len(mask), chosen, runs, None)
 
-    def take(self, column: Tensor) -> Tensor:
+    def gather(self, column: Tensor) -> Tensor:
         """``[N] -> [n]``; a view where all are chosen."""
         if self.index is not None:
             return column[self.index]
         return column if self.runs == (0, self.total) else torch.cat(column.split(self.runs)[1::2])
 
-    def put(self, numbers: Tensor) -> Tensor:
+    def scatter(self, numbers: Tensor) -> Tensor:
         """``[n] -> [N]``, zero elsewhere; the same tensor where all are chosen."""
         if self.runs == (0, self.total):
             return numbers
@@ -59,7 +59,7 @@ class Chosen:
         return flat
 
 
-def discounted_sums(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
+def sum_discounted(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
     """``y_n = x_n + decay * y_{n+1}`` within each sequence of a flat stream: ``[N] -> [N]``.
 
     Each sequence is cut into blocks, which a triangular matrix sums up at once; what follows a block is the sum at the
@@ -78,20 +78,20 @@ def discounted_sums(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
     apart = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)  # [from, to]
     sums = rows.view(-1, _BLOCK) @ torch.where(apart >= 0, powers[apart.clamp_min(0)], 0.0).to(x.dtype)
     if (blocks > 1).any():
-        starts = discounted_sums(sums[:, 0].contiguous(), blocks, decay**_BLOCK)
-        sums.addr_(following(starts, blocks), powers.flip(0)[:-1].to(x.dtype))
+        starts = sum_discounted(sums[:, 0].contiguous(), blocks, decay**_BLOCK)
+        sums.addr_(find_next(starts, blocks), powers.flip(0)[:-1].to(x.dtype))
     flat = sums.view(-1)
     return flat if aligned else torch.cat(flat.split(sizes)[::2])
 
 
-def following(numbers: Tensor, lengths: Tensor) -> Tensor:
+def find_next(numbers: Tensor, lengths: Tensor) -> Tensor:
     """The number after each within its sequence, zero after the last."""
     after = torch.empty_like(numbers)
     after[:-1] = numbers[1:]
-    after[last_places(lengths)] = 0.0
+    after[find_last_places(lengths)] = 0.0
     return after
 
 
-def last_places(lengths: Tensor) -> Tensor:
+def find_last_places(lengths: Tensor) -> Tensor:
     """Place of the last number of each sequence that has any."""
     return (lengths.cumsum(0) - 1)[lengths > 0]

@@ -60,7 +60,7 @@ def gspo(
 
     To be used with ``sequence_mean``.
     """
-    ratio = batch.per_token(_sequence_means(logprobs - old, batch).exp())
+    ratio = batch.repeat_per_token(_average_sequences(logprobs - old, batch).exp())
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages), ratio != clipped
 
@@ -88,7 +88,7 @@ def gmpo(
     log_ratio, advantages = logprobs - old, batch.advantages
     clipped = log_ratio.clamp(-clip_low, clip_high)
     pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
-    ratio = batch.per_token(_sequence_means(pessimistic, batch).exp())
+    ratio = batch.repeat_per_token(_average_sequences(pessimistic, batch).exp())
     return -ratio * advantages, log_ratio != clipped
 
 
@@ -105,17 +105,17 @@ def sapo(
 # -- estimates of KL(policy || reference): Schulman, "Approximating KL Divergence" (2020)
 
 
-def kl_direct(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k1: ``logprob - ref``, without bias and of either sign. For rewards: in a loss its mean gradient is zero."""
     return logprobs - ref_logprobs
 
 
-def kl_square(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k2: ``(logprob - ref)^2 / 2``, whose gradient in a loss is that of the KL divergence."""
     return (logprobs - ref_logprobs).square() / 2
 
 
-def kl_low_variance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k3: ``exp(d) - 1 - d`` with ``d = ref - logprob``, never negative, as in GRPO (arXiv:2402.03300, equation 4).
 
     It is at most 10, and without a gradient beyond, as in verl: one token far from the reference would be infinite.
@@ -150,7 +150,7 @@ def token_mean(batch: TrainBatch) -> tuple[Tensor, float]:
 def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
     """Every sequence counts alike, its loss being its tokens' mean (GRPO, arXiv:2402.03300, equation 3)."""
     lengths = batch.sum_per_sequence(batch.mask.float())
-    return batch.mask / batch.per_token(lengths.clamp_min(1)), max(float((lengths > 0).sum()), 1.0)
+    return batch.mask / batch.repeat_per_token(lengths.clamp_min(1)), max(float((lengths > 0).sum()), 1.0)
 
 
 def constant_length(batch: TrainBatch, *, tokens: int) -> tuple[Tensor, float]:
@@ -168,7 +168,7 @@ def policy_loss(
     *,
     surrogate: Surrogate = ppo,
     kl_coef: float = 0.0,
-    kl: KlEstimate = kl_low_variance,
+    kl: KlEstimate = kl_k3,
     entropy_coef: float = 0.0,
     correction: Correction | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -196,11 +196,11 @@ def policy_loss(
         metrics["kl"] = (penalty * mask).sum().detach()
     if entropy_coef:
         loss = loss - entropy_coef * outputs.entropy
-    total = _weighted_sum(loss, batch)
+    total = _sum_weighted(loss, batch)
     return total, metrics | {"loss": (loss * mask).sum().detach()}
 
 
-def configured_loss(algorithm: AlgorithmConfig) -> LossFn:
+def configure_loss(algorithm: AlgorithmConfig) -> LossFn:
     """PPO's clipped loss with the coefficients of the settings."""
     clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual=algorithm.dual_clip)
     kl_coef = algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0
@@ -218,22 +218,22 @@ def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -
         near = torch.clamp(values, batch.values - clip, batch.values + clip)
         metrics["value_clip_fraction"] = ((near != values) & mask).sum()
         loss = torch.maximum(loss, (near - returns).square())
-    return _weighted_sum(loss / 2, batch), metrics
+    return _sum_weighted(loss / 2, batch), metrics
 
 
 def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross-entropy of the targets that count."""
-    total = -_weighted_sum(outputs.logprobs, batch)
+    total = -_sum_weighted(outputs.logprobs, batch)
     return total, {"loss": total.detach()}
 
 
 # -- parts
 
 
-def _weighted_sum(loss: Tensor, batch: TrainBatch) -> Tensor:
+def _sum_weighted(loss: Tensor, batch: TrainBatch) -> Tensor:
     return (loss * (batch.mask if batch.weights is None else batch.weights)).sum()
 
 
-def _sequence_means(x: Tensor, batch: TrainBatch) -> Tensor:
+def _average_sequences(x: Tensor, batch: TrainBatch) -> Tensor:
     """``[N] -> [B]``: the mean over each sequence's counting tokens, zero where there are none."""
     return batch.sum_per_sequence(x * batch.mask) / batch.sum_per_sequence(batch.mask.float()).clamp_min(1)

@@ -1,4 +1,4 @@
-"""What a check runs on: sequences of awkward lengths, and pictures for a model that sees them."""
+"""What a check runs on: sequences of awkward lengths, and images for a model that sees them."""
 
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -9,7 +9,7 @@ import torch
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image, Prompt
-from engines.images.columns import image_columns
+from engines.images.columns import make_image_columns
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from engines.probes.case import ProbeCase
@@ -18,8 +18,8 @@ from engines.validation import read_object
 _LENGTHS = (9, 1, 14, 0, 6, 9, 21)
 _IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 6: ((0, 2),)}
 """Sequence -> where its images are; two lie side by side."""
-_PICTURES = (0, 1, 2, 0, 1)
-"""How many pictures a row has, by turns."""
+_IMAGE_COUNTS = (0, 1, 2, 0, 1)
+"""How many images a row has, by turns."""
 _PREFIXES = (3, 1, 5, 0, 2, 0, 4)
 _ALL_COLUMNS, _FEW_COLUMNS = 200, 12
 """In a stream of at most so many tokens each one's influence is looked for; in a longer one, that of so many."""
@@ -32,7 +32,7 @@ class Case:
     Attributes:
         probe: what masks are probed with. batch: what numbers are compared on.
         denominator: of the loss. prompts: what the rollout engine continues.
-        others: for each picture another of its size.
+        others: for each image another of its size.
     """
 
     probe: ProbeCase
@@ -53,7 +53,7 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     """Sequences for a model: longer than its windows, within its positions; as many for each data-parallel replica.
 
     Args:
-        folder: for pictures.
+        folder: for images.
 
     Raises:
         ValueError: the model has too few positions.
@@ -72,45 +72,45 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     images, others, columns = [()] * len(ids), {}, {}
     if model.vision:
         processor = ImageProcessor(model.folder, model.vision)
-        pairs = [_pictures(processor, Path(folder), row) for row in range(len(lengths))] * replicas
+        pairs = [_make_images(processor, Path(folder), row) for row in range(len(lengths))] * replicas
         others = dict(chain(*pairs))
         images = [tuple(image for image, _ in own) for own in pairs]
-        ids = [_with_pictures(s, n, own, model) for s, n, own in zip(ids, prompts, images, strict=True)]
+        ids = [_insert_images(s, n, own, model) for s, n, own in zip(ids, prompts, images, strict=True)]
         prompts = [len(s) - was + n for s, n, was in zip(ids, prompts, (n + 1 for n in lengths * replicas))]
         kept = [Prompt(tuple(s[: n + 1]), own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]
         kept = kept[: len(lengths)]
-        columns = image_columns(ids, images, model.vision)
+        columns = make_image_columns(ids, images, model.vision)
     batch = TrainBatch.from_ids(ids, prompts, **columns)
     batch = replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
-    return Case(_probe_case(lengths), batch, float(batch.mask.sum()), kept, others)
+    return Case(_make_probe_case(lengths), batch, float(batch.mask.sum()), kept, others)
 
 
-def _pictures(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:
+def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:
     """None, one, two or none again for a row, each of another size, and for each another of its size."""
-    from PIL import Image as Pictures
+    from PIL import Image as PILImage
 
     cell, found = processor.vision.patch * processor.vision.merge, []
-    for number in range(_PICTURES[row % len(_PICTURES)]):
+    for number in range(_IMAGE_COUNTS[row % len(_IMAGE_COUNTS)]):
         pair = []
         for which in range(2):
             generator = np.random.default_rng([row, number, which])
             sides = ((1 + row % 3) * cell, (2 + number) * cell, 3)
             path = folder / f"{row}-{number}-{which}.png"
-            Pictures.fromarray(generator.integers(0, 256, sides, dtype=np.uint8)).save(path)
-            pair.append(processor.open(path, f"check: picture {number} of sequence {row}"))
+            PILImage.fromarray(generator.integers(0, 256, sides, dtype=np.uint8)).save(path)
+            pair.append(processor.open(path, f"check: image {number} of sequence {row}"))
         found.append(tuple(pair))
     return found
 
 
-def _with_pictures(ids: list[int], prompt: int, images: tuple[Image, ...], model: ModelSpec) -> list[int]:
-    """Pictures at the end of a prompt, with their tokens around and between them."""
+def _insert_images(ids: list[int], prompt: int, images: tuple[Image, ...], model: ModelSpec) -> list[int]:
+    """Put images at the end of a prompt, with their tokens around and between them."""
     vision, shown = model.vision, []
     for image in images:
         shown += [vision.start_token, *[vision.image_token] * image.tokens(vision.merge), vision.end_token]
     return ids[:prompt] + shown + ids[prompt:]
 
 
-def _probe_case(lengths: tuple[int, ...]) -> ProbeCase:
+def _make_probe_case(lengths: tuple[int, ...]) -> ProbeCase:
     blocks = []
     for i, n in enumerate(lengths):
         own = [-1] * n

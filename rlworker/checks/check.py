@@ -18,11 +18,11 @@ from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.context import Bench, Finding, bench, limits_of_platform
+from rlworker.checks.context import Bench, Finding, bench, list_platform_limits
 from rlworker.checks.huggingface import probe_loss
 from rlworker.cluster.train_group import BUCKET_BYTES
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import logprob_difference, to_batch
+from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 
 KINDS = ("bshd", "thd")
 RULES = (CAUSAL, Rule(window=3), Rule(chunk=4), Rule(images=True), Rule(prefix=True), Rule(causal=False))
@@ -35,7 +35,7 @@ _JUMP = 5.0
 def run_check(config: CheckConfig) -> list[Finding]:
     """Start the engines, run every check once, end them."""
     with bench(config) as engines:
-        return [*check_all(engines, version=1), *limits_of_platform(get_platform(config.platform))]
+        return [*check_all(engines, version=1), *list_platform_limits(get_platform(config.platform))]
 
 
 def check_all(bench: Bench, version: int, only: str = "") -> list[Finding]:
@@ -51,7 +51,7 @@ def check_all(bench: Bench, version: int, only: str = "") -> list[Finding]:
     for name, check in (
         ("attention", check_attention),
         ("tokens", check_tokens),
-        ("pictures", check_pictures),
+        ("images", check_images),
         ("layouts", check_layouts),
         ("gradients", check_gradients),
         ("rollout", check_rollout),
@@ -98,16 +98,16 @@ def check_tokens(bench: Bench) -> list[Finding]:
     return found
 
 
-def check_pictures(bench: Bench) -> list[Finding]:
-    """Who influences whom from pixels on: another picture moves what comes from its first token on, in its own sequence
-    and nowhere else; and within the tower nothing of the pictures beside it."""
+def check_images(bench: Bench) -> list[Finding]:
+    """Who influences whom from pixels on: another image moves what comes from its first token on, in its own sequence
+    and nowhere else; and within the tower nothing of the images beside it."""
     found, batch, others = [], bench.case.batch, bench.case.others
     if not others:
         return []
     starts = np.cumsum([0, *batch.lengths])
     for kind in KINDS:
         before, leaks, missing = bench.outputs(kind), 0, 0
-        for image, other in others.items():  # wherever it is: as many pictures are then seen, split in the same way
+        for image, other in others.items():  # wherever it is: as many images are then seen, split in the same way
             images = tuple(tuple(other if one == image else one for one in own) for own in batch.images)
             after = bench.outputs(kind, replace(batch, images=images))
             heard = (before.entropy != after.entropy) | (before.logprobs != after.logprobs)
@@ -117,13 +117,13 @@ def check_pictures(bench: Bench) -> list[Finding]:
                     blocks = batch.image_block[starts[row] : starts[row + 1]]
                     sees[starts[row] + int((blocks == own.index(image)).nonzero()[0]) : starts[row + 1]] = True
             leaks, missing = leaks + int((heard & ~sees).sum()), missing + int((sees & ~heard).sum())
-        words = f"{leaks} tokens see a picture that they must not, {missing} do not see their own"
+        words = f"{leaks} tokens see an image that they must not, {missing} do not see their own"
         passed = not leaks and not missing
-        found.append(bench.finding("pictures", f"{kind}, whole model", passed, "no leak" if passed else words))
+        found.append(bench.finding("images", f"{kind}, whole model", passed, "no leak" if passed else words))
     images = list(others)
     seen = sum(bench.on_ranks("probe_tower", images, [others[image] for image in images]))
-    text = f"{seen} pictures see another in the tower" if seen else "no leak"
-    return [*found, bench.finding("pictures", "tower", not seen, text)]
+    text = f"{seen} images see another in the tower" if seen else "no leak"
+    return [*found, bench.finding("images", "tower", not seen, text)]
 
 
 def _in_words(influences: list) -> str:
@@ -148,13 +148,13 @@ def check_layouts(bench: Bench) -> list[Finding]:
         apart = _largest(outputs[kind], TokenOutputs(bench.reference.logprobs, bench.reference.entropy))
         text = f"{apart:.1e}, limit {limit:.0e}"
         if not apart <= limit:
-            text += f"; {first_difference(bench, kind)}"
+            text += f"; {find_first_difference(bench, kind)}"
         found.append(bench.finding("layouts", f"{kind} against HuggingFace", apart <= limit, text))
     apart = _largest(outputs["bshd"], outputs["thd"])
     return [*found, bench.finding("layouts", "bshd against thd", apart <= limit, f"{apart:.1e}, limit {limit:.0e}")]
 
 
-def first_difference(bench: Bench, kind: str) -> str:
+def find_first_difference(bench: Bench, kind: str) -> str:
     """The first layer whose output is not HuggingFace's, in words."""
     states = {
         n: hidden for part in bench.on_ranks("hidden_states", kind, bench.case.batch) for n, hidden in part.items()
@@ -172,12 +172,12 @@ def check_gradients(bench: Bench) -> list[Finding]:
     """Gradients of a loss that differs at every token, against HuggingFace; each tensor by its own norm."""
     found, limit = [], bench.limits["gradients"]
     for kind in KINDS if bench.reference else ():
-        results = bench.on_ranks("gradients_of", kind, bench.case.batch, probe_loss, bench.case.denominator)
+        results = bench.on_ranks("compute_gradients", kind, bench.case.batch, probe_loss, bench.case.denominator)
         gradients = next(part for part in results if part)
         apart = {
             name: float((gradients[name] - want).norm() / want.norm().clamp(min=1e-12))
             for name, want in bench.reference.gradients.items()
-            if bench.model.part_of(name) not in bench.config.actor.freeze
+            if bench.model.find_part(name) not in bench.config.actor.freeze
         }
         worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
         text = f"{apart[worst]:.1e} of the norm at most, in {worst}, limit {limit:.0e}"
@@ -213,12 +213,12 @@ def check_weight_sync(bench: Bench, version: int) -> list[Finding]:
 
 def send_weights(bench: Bench, version: int) -> None:
     """The actor's weights to every rollout engine."""
-    bench.actor.call("sync_weights", bench.rollouts.actors, version, BUCKET_BYTES)
+    bench.actor.call("sync_weights", bench.rollouts.workers, version, BUCKET_BYTES)
 
 
 def _compare_rollouts(bench: Bench, check: str, where: str) -> list[Finding]:
     """Each rollout engine's logprobs of its own samples against the trainer's."""
-    config, engines = bench.config.rollout, len(bench.rollouts.actors)
+    config, engines = bench.config.rollout, len(bench.rollouts.workers)
     # Enough for every replica to have a share, and the same for every engine.
     rows = [Row("", p.token_ids, "", {}, p.images) for p in bench.case.prompts] * (engines * bench.actor.dp_size)
     sampling = Sampling(2, config.temperature, config.max_new_tokens, stream=(1,), stop_token_ids=())
@@ -226,15 +226,13 @@ def _compare_rollouts(bench: Bench, check: str, where: str) -> list[Finding]:
     logprobs = bench.actor.forward(batch).logprobs
     found, start, limits = [], 0, (bench.limits["rollout mean"], bench.limits["rollout max"])
     for number, part in enumerate(batch.split(engines)):
-        difference = logprob_difference(part, logprobs[start : start + part.num_tokens])
+        difference = compare_logprobs(part, logprobs[start : start + part.num_tokens])
         start += part.num_tokens
         mean, largest = difference["logprob_diff_mean"], difference["logprob_diff_max"]
         text = f"mean {mean:.1e}, max {largest:.1e}, limits {limits[0]:.0e} and {limits[1]:.0e}"
         if "logprob_diff_pictures_max" in difference:
-            text += (
-                "; after pictures mean {logprob_diff_pictures_mean:.1e}, max {logprob_diff_pictures_max:.1e}".format(
-                    **difference
-                )
+            text += "; after images mean {logprob_diff_pictures_mean:.1e}, max {logprob_diff_pictures_max:.1e}".format(
+                **difference
             )
         passed = mean <= limits[0] and largest <= limits[1]
         found.append(bench.finding(check, where if engines == 1 else f"{where}, engine {number}", passed, text))

@@ -14,8 +14,8 @@ from hardware.platform import Platform, describe
 from hardware.platforms import get_platform
 from rlworker.checks.case import Case, make_case
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.huggingface import Reference, huggingface_reference, probe_loss
-from rlworker.cluster.ray import naming_failures, ray_for
+from rlworker.checks.huggingface import Reference, compute_reference, probe_loss
+from rlworker.cluster.ray import naming_failures, running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.workers import Role
@@ -70,14 +70,14 @@ class Bench:
 
     def outputs(self, kind: str, batch: TrainBatch | None = None) -> TokenOutputs:
         """Outputs of the whole batch, or of one like it, which every replica computes."""
-        outputs = self.on_ranks("outputs_of", kind, batch or self.case.batch)
+        outputs = self.on_ranks("compute_outputs", kind, batch or self.case.batch)
         return next(part for part, place in zip(outputs, self.actor.places, strict=True) if place["is_leader"])
 
     def finding(self, check: str, where: str, passed: bool, text: str) -> Finding:
         return Finding(check, where, "ok" if passed else "FAILED", text, get_platform(self.config.platform).evidence)
 
 
-def limits_of_platform(platform: Platform) -> list[Finding]:
+def list_platform_limits(platform: Platform) -> list[Finding]:
     """What its evidence says nothing about, as the last line of the report."""
     covered = Finding("platform", platform.name, "ok", describe(platform), platform.evidence)
     return [covered] if platform.not_covered else []
@@ -93,23 +93,23 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
     model = config.check_model()
     temperature = config.rollout.temperature
     with ExitStack() as running:
-        pictures = running.enter_context(TemporaryDirectory(prefix="rlworker-check-"))
-        case = make_case(model, config.actor.dp, pictures)
+        images = running.enter_context(TemporaryDirectory(prefix="rlworker-check-"))
+        case = make_case(model, config.actor.dp, images)
         longest = max(len(prompt.token_ids) for prompt in case.prompts) + config.rollout.max_new_tokens
         if longest > config.rollout.max_model_len:
             raise ValueError(
-                f"check: prompts with pictures and their answers take up to {longest} tokens; raise "
+                f"check: prompts with images and their answers take up to {longest} tokens; raise "
                 f"--rollout.max-model-len from {config.rollout.max_model_len}"
             )
         if rollouts is None:
-            running.enter_context(ray_for(config.actor.ranks + config.rollout.engines, config.platform))
+            running.enter_context(running_ray(config.actor.ranks + config.rollout.engines, config.platform))
             rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
             rollouts.start(model, config.rollout)
         role = Role("actor", model, config.actor, temperature)
         actor = running.enter_context(StartingGroup("actor", config.platform, (role,), seed=0))
         reference = None
         if config.huggingface:
-            reference = huggingface_reference(model, case.batch, probe_loss, case.denominator, temperature)
-        with naming_failures("check: start", actor.workers() | rollouts.workers()):
+            reference = compute_reference(model, case.batch, probe_loss, case.denominator, temperature)
+        with naming_failures("check: start", actor.name_workers() | rollouts.name_workers()):
             engines = Bench(config, model, actor.ready()["actor"], rollouts.ready(), case, reference)
         yield engines

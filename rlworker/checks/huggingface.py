@@ -53,19 +53,19 @@ class ForwardPass:
     loss: Tensor
 
 
-def huggingface_reference(
+def compute_reference(
     spec: ModelSpec, batch: TrainBatch, loss: LossFn, denominator: float, temperature: float
 ) -> Reference:
     """Compute the reference of a batch for a model, read from its HuggingFace folder."""
     model = load_huggingface(spec)
     states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
-    found = forward_pass(model, spec, batch, loss, temperature=temperature)
+    found = run_forward(model, spec, batch, loss, temperature=temperature)
     (found.loss / denominator).backward()
     return Reference(
         found.outputs.logprobs.detach(),
         found.outputs.entropy.detach(),
         {number: torch.cat(hidden) for number, hidden in states.items()},
-        gradients_by_name(model, spec),
+        name_gradients(model, spec),
     )
 
 
@@ -77,7 +77,7 @@ def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "Pr
     return model_class.from_pretrained(spec.folder, dtype=dtype, attn_implementation="eager")
 
 
-def forward_pass(
+def run_forward(
     model: "PreTrainedModel",
     spec: ModelSpec,
     batch: TrainBatch,
@@ -89,17 +89,17 @@ def forward_pass(
     """Run a language model, and a loss on it, on one sequence after another.
 
     Args:
-        spec: the model's. arguments: None gives each sequence its pictures, where the model sees them.
+        spec: the model's. arguments: None gives each sequence its images, where the model sees them.
     """
     logits, outputs, total = [], [], torch.zeros(())
-    for one, scores in logits_by_sequence(model, batch, arguments or picture_arguments(spec)):
+    for one, scores in iterate_logits(model, batch, arguments or make_image_arguments(spec)):
         logits.append(scores)
-        outputs.append(token_outputs(scores, one.targets, spec.banned_tokens, temperature))
+        outputs.append(score_tokens(scores, one.targets, spec.banned_tokens, temperature))
         total = total + loss(outputs[-1], one)[0]
     return ForwardPass(torch.cat(logits), join_outputs(outputs), total)
 
 
-def logits_by_sequence(
+def iterate_logits(
     model: "PreTrainedModel", batch: TrainBatch, arguments: Arguments = lambda one: {}
 ) -> Iterator[tuple[TrainBatch, Tensor]]:
     """Run a model on one sequence after another, so that there is nothing to pad, to pack or to split.
@@ -113,7 +113,7 @@ def logits_by_sequence(
             yield one, model(one.inputs[None], **arguments(one)).logits[0]
 
 
-def token_outputs(
+def score_tokens(
     logits: Tensor, targets: Tensor, banned: tuple[int, ...] = (), temperature: float = 1.0
 ) -> TokenOutputs:
     """Score targets ``[n]`` by ``softmax(logits / temperature)`` over the tokens that are not banned.
@@ -135,13 +135,13 @@ def probe_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[s
     return terms.sum(), {"loss": terms.sum().detach()}
 
 
-def gradients_by_name(model: "PreTrainedModel", spec: ModelSpec) -> dict[str, Tensor]:
+def name_gradients(model: "PreTrainedModel", spec: ModelSpec) -> dict[str, Tensor]:
     """Name what the last backward pass left as the weights are named in the folder; nothing is copied."""
-    return {spec.name_in_folder(name): parameter.grad for name, parameter in model.named_parameters()}
+    return {spec.find_folder_name(name): parameter.grad for name, parameter in model.named_parameters()}
 
 
-def picture_arguments(spec: ModelSpec) -> Arguments:
-    """Make what gives each sequence its pictures; of a model without a vision tower, nothing."""
+def make_image_arguments(spec: ModelSpec) -> Arguments:
+    """Make what gives each sequence its images; of a model without a vision tower, nothing."""
     if not spec.vision:
         return lambda one: {}
     processor = ImageProcessor(spec.folder, spec.vision)

@@ -13,7 +13,7 @@ from types import ModuleType
 import psutil
 
 from engines.config import MegatronConfig
-from engines.megatron.memory import RankMemory, bytes_of, padding_share, parameters_of, rank_memory
+from engines.megatron.memory import RankMemory, compute_rank_memory, estimate_padding, get_itemsize, list_parameters
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import slot_unit
 from hardware.platforms import get_platform
@@ -57,7 +57,7 @@ class Need:
 class Plan:
     """Attributes:
     batch: what a step is made of, label and value. needs: the largest rank of each stage, and of RL a rollout engine.
-    padding: share of the trainer's slots without a token. sees: the model sees pictures.
+    padding: share of the trainer's slots without a token. sees: the model sees images.
     """
 
     batch: dict[str, str]
@@ -77,7 +77,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
     Raises:
         ValueError: there is no such recipe, or the settings do not fit each other or the models.
     """
-    default = _default_of(recipe)
+    default = _import_default(recipe)
     config = parse_config(default, args=settings, prog=f"rlworker plan {recipe}")
     if not config.model:
         raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, of which config.json is read")
@@ -86,11 +86,11 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
         models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
         config.actor.check_model(models[role])
     plan = make_plan(config, models)
-    text, fits = _verdict(config, models, plan, memory_gb)
-    return f"{in_words(plan)}\n{text}", fits
+    text, fits = _judge(config, models, plan, memory_gb)
+    return f"{describe_plan(plan)}\n{text}", fits
 
 
-def _default_of(recipe: str) -> Config:
+def _import_default(recipe: str) -> Config:
     """The settings of a recipe, whose module is imported."""
     path = Path(recipe)
     is_file = path.suffix == ".py"
@@ -98,7 +98,7 @@ def _default_of(recipe: str) -> Config:
     if not (path.is_file() if is_file else all(part.isidentifier() for part in recipe.split("."))):
         raise ValueError(f"plan: {recipe!r} is {'no file' if is_file else 'no name of a module'}; {advice}")
     try:
-        module = _module_at(path) if is_file else importlib.import_module(recipe)
+        module = _import_file(path) if is_file else importlib.import_module(recipe)
     except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
         lacks = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
         if not is_file and f"{recipe}.".startswith(lacks):
@@ -119,7 +119,7 @@ def _default_of(recipe: str) -> Config:
     return default
 
 
-def _module_at(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     """The module in a file, imported as ``python FILE`` would find what lies beside it, under a name of its own."""
     spec = importlib.util.spec_from_file_location(f"recipe at {path}", path)
     module = importlib.util.module_from_spec(spec)
@@ -129,7 +129,7 @@ def _module_at(path: Path) -> ModuleType:
     return module
 
 
-def _verdict(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: float) -> tuple[str, bool]:
+def _judge(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: float) -> tuple[str, bool]:
     if not memory_gb:
         held = _PROCESS["ray"]
         for need in plan.needs:
@@ -141,7 +141,7 @@ def _verdict(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb
     text = "; ".join(f"{need.name} need {need.total / _GB:.1f} GB" for need in large)
     text = f"Does not fit into {memory_gb:g} GB: {text}"
     if not all(need.is_rollout for need in large):
-        settings = nearest(config, models, memory_gb)
+        settings = find_nearest(config, models, memory_gb)
         text += f". The trainers fit with {settings}" if settings else ". No trainer sizes that were tried fit"
     return text, False
 
@@ -152,15 +152,15 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     Args:
         models: of each role of ``config.models``, from ``config.json`` alone.
     """
-    batch = (_rl_batch if isinstance(config, RunConfig) else _supervised_batch)(config) | _cut(config)
+    batch = (_describe_rl_batch if isinstance(config, RunConfig) else _describe_supervised_batch)(config) | _cut(config)
     needs = list(_trainers(config, models))
     if isinstance(config, RunConfig):
         needs.append(_rollout(config, models["actor"]))
     sees = models["actor"].vision is not None
-    return Plan(batch, needs, padding_share(config.actor, config.longest), sees)
+    return Plan(batch, needs, estimate_padding(config.actor, config.longest), sees)
 
 
-def _rl_batch(config: RunConfig) -> dict[str, str]:
+def _describe_rl_batch(config: RunConfig) -> dict[str, str]:
     minis, steps, longest = config.algorithm.mini_batches, config.steps, config.longest
     prompts, count, samples = config.prompts_per_step, config.samples_per_prompt, config.samples_per_step
     return {
@@ -172,7 +172,7 @@ def _rl_batch(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _supervised_batch(config: SftConfig) -> dict[str, str]:
+def _describe_supervised_batch(config: SftConfig) -> dict[str, str]:
     rows, longest = config.rows_per_step, config.longest
     return {
         "a step": f"{rows} samples, one optimizer step",
@@ -200,27 +200,29 @@ def _trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
     shared = [role for role in models if role not in separate]
     for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(separate))):
         for stage in range(config.actor.pp):
-            held = {role: largest_rank(models[role], config, stage, role != "reference") for role in roles}
+            held = {role: find_largest_rank(models[role], config, stage, role != "reference") for role in roles}
             where = f"{name} ranks, stage {stage}" if config.actor.pp > 1 else f"{name} ranks"
             yield Need(where, config.actor.ranks // config.actor.pp, held)
 
 
 def _rollout(config: RunConfig, model: ModelSpec) -> Need:
     platform = get_platform(config.platform)
-    weights = sum(parameter.numbers for parameter in parameters_of(model, MegatronConfig(), 0))
-    weights = weights * bytes_of(config.rollout.dtype) // int(config.rollout.vllm.get("tensor_parallel_size", 1))
+    weights = sum(parameter.numbers for parameter in list_parameters(model, MegatronConfig(), 0))
+    weights = weights * get_itemsize(config.rollout.dtype) // int(config.rollout.vllm.get("tensor_parallel_size", 1))
     cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
     return Need("rollout engines", config.rollout.engines, {"rollout": RankMemory(weights, 0, 0, cache)})
 
 
-def largest_rank(model: ModelSpec, config: Config, stage: int, trainable: bool) -> RankMemory:
+def find_largest_rank(model: ModelSpec, config: Config, stage: int, trainable: bool) -> RankMemory:
     """Of the ranks that hold the same parameters, the one with the most optimizer state."""
-    actor, slots = config.actor, micro_batch_slots(config)
+    actor, slots = config.actor, count_micro_batch_slots(config)
     ranks = range(actor.dp * actor.cp if trainable else 1)
-    return max((rank_memory(model, actor, stage, rank, slots, trainable) for rank in ranks), key=lambda m: m.total)
+    return max(
+        (compute_rank_memory(model, actor, stage, rank, slots, trainable) for rank in ranks), key=lambda m: m.total
+    )
 
 
-def micro_batch_slots(config: Config) -> int:
+def count_micro_batch_slots(config: Config) -> int:
     """Slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at most."""
     actor, row = config.actor, _row(config)
     most = max(row, min(actor.micro_batch_tokens, _share(config) * row))
@@ -244,7 +246,7 @@ def over(plan: Plan, memory_gb: float) -> list[Need]:
     return [need for need in plan.needs if need.total > memory_gb * _GB]
 
 
-def nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float) -> str:
+def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float) -> str:
     """Settings under which the trainers fit, as few changes from the given ones as will do; empty where none of those
     tried does."""
     actor = config.actor
@@ -275,7 +277,7 @@ def _changes(before: MegatronConfig, after: MegatronConfig) -> list[str]:
     return [f"--actor.{name.replace('_', '-')} {value}" for name, value in pairs]
 
 
-def in_words(plan: Plan) -> str:
+def describe_plan(plan: Plan) -> str:
     """The plan as a text."""
     width = max(len(label) for label in plan.batch)
     lines = [f"{label.ljust(width)}  {value}" for label, value in plan.batch.items()]
@@ -295,5 +297,5 @@ def in_words(plan: Plan) -> str:
         "Parameters, gradients and optimizer are exact; activations are an estimate; a rollout engine's are its cache."
     )
     if plan.sees:
-        lines.append("The vision tower is counted as if every token of a micro-batch were a picture's.")
+        lines.append("The vision tower is counted as if every token of a micro-batch were an image's.")
     return "\n".join(lines)

@@ -5,17 +5,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from engines.probes.faults import FAULTS, Fault
-from hardware.attention.faults import faults_of
+from hardware.attention.faults import collect_faults
 from hardware.platforms import get_platform
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.context import Bench, Finding, bench, limits_of_platform
-from rlworker.checks.tiny_models import tiny_model
-from rlworker.cluster.ray import ray_for
+from rlworker.checks.context import Bench, Finding, bench, list_platform_limits
+from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 
 
-def self_test(config: CheckConfig, folder: str, tell: Callable[[str], None]) -> list[Finding]:
+def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None]) -> list[Finding]:
     """Run every check without a fault; then with each fault of ``engines.probes.faults`` the one that must find it.
 
     Args:
@@ -31,15 +31,15 @@ def self_test(config: CheckConfig, folder: str, tell: Callable[[str], None]) -> 
     """
     found: list[Finding] = []
     platform = get_platform(config.platform)
-    faults_of(platform)
-    with ray_for(2 + config.rollout.engines, config.platform):
+    collect_faults(platform)
+    with running_ray(2 + config.rollout.engines, config.platform):
         for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
-            of_kind = replace(config, model=tiny_model(f"{folder}/{kind}", kind))
-            found += _of_model(of_kind, kind, tell)
-    return [*found, *limits_of_platform(platform)]
+            of_kind = replace(config, model=make_tiny_model(f"{folder}/{kind}", kind))
+            found += _test_model(of_kind, kind, tell)
+    return [*found, *list_platform_limits(platform)]
 
 
-def _of_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> list[Finding]:
+def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> list[Finding]:
     """The faults that show on one kind of model, through rollout engines of its own."""
     found: list[Finding] = []
     faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
@@ -56,13 +56,13 @@ def _of_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> li
                 for name, fault in faults.items():
                     if fault.cp == cp:
                         version += 3
-                        found.append(_with_fault(engines, name, fault, version))
+                        found.append(_test_fault(engines, name, fault, version))
                         tell(f"{found[-1].outcome:6s} {name}: {found[-1].text}")
                 version += 3
     return found
 
 
-def _with_fault(engines: Bench, name: str, fault: Fault, version: int) -> Finding:
+def _test_fault(engines: Bench, name: str, fault: Fault, version: int) -> Finding:
     """Plant a fault, make the check that must find it, take the fault out again."""
     group = engines.actor if fault.where == "actor" else engines.rollouts
     group.call("run", "engines.probes.faults:plant", name)

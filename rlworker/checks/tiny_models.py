@@ -14,7 +14,7 @@ Tiny = Literal["qwen2", TinyVlm]
 """HF model_type of a tiny model."""
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-"""What Qwen's processors call the tokens of pictures: start, image, end, video."""
+"""What Qwen's processors call the tokens of images: start, image, end, video."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LANGUAGE: dict[str, Any] = dict(
@@ -35,14 +35,14 @@ LARGE_WEIGHTS = {"initializer_range": 0.08}
 """A setting of either tower that makes attention sharp, four times what transformers takes by itself."""
 
 
-def tiny_model(folder: str | Path, kind: Tiny) -> str:
+def make_tiny_model(folder: str | Path, kind: Tiny) -> str:
     """Save a model whose weights are large enough that a wrong one would show."""
     if kind == "qwen2":
-        return tiny_text(folder, kind, 131)
-    return tiny_vlm(folder, kind, bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
+        return make_tiny_text(folder, kind, 131)
+    return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
 
 
-def tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True, **settings: Any) -> str:
+def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True, **settings: Any) -> str:
     """Save a language model alone, without a tokenizer. Its weights are large enough that a wrong one would show.
 
     Args:
@@ -56,8 +56,8 @@ def tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True,
     return save_apart(AutoModelForCausalLM.from_config(config), folder)
 
 
-def bare_tokenizer(first: int = 0) -> Any:
-    """A tokenizer of an end token, 0, and the tokens of pictures, from ``first + 1`` on; it has no words."""
+def make_bare_tokenizer(first: int = 0) -> Any:
+    """A tokenizer of an end token, 0, and the tokens of images, from ``first + 1`` on; it has no words."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -67,7 +67,7 @@ def bare_tokenizer(first: int = 0) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
 
 
-def tiny_vlm(
+def make_tiny_vlm(
     folder: str | Path,
     family: str,
     tokenizer: Any,
@@ -83,7 +83,7 @@ def tiny_vlm(
     """Save a vision-language model with its tokenizer, which has ``IMAGE_TOKENS``, and its image processor.
 
     Args:
-        language, vision: settings of both towers that differ. pixels: fewest and most of a picture.
+        language, vision: settings of both towers that differ. pixels: fewest and most of an image.
         apart: how far biases and norms, which are born alike, are moved from there: a swapped pair would go unseen.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText

@@ -20,18 +20,18 @@ _HELD_BACK = threading.Event()
 
 
 @contextmanager
-def ray_for(actors: int, platform: str) -> Iterator[None]:
-    """Ray with room for ``actors`` of a platform: one of this program, the cluster of RAY_ADDRESS, or a new one.
+def running_ray(workers: int, platform: str) -> Iterator[None]:
+    """Run Ray with room for some workers of a platform: this program's, the cluster of RAY_ADDRESS, or a new one.
 
-    A new one belongs to this program alone. A small machine may hold more actors than it has cores: they take turns.
+    A new one belongs to this program alone. A small machine may hold more workers than it has cores: they take turns.
     What was started (or joined) here is left at the end.
 
     Raises:
-        RunError: Ray does not start, or has too few CPUs or devices for the actors, which would wait for them for ever.
+        RunError: Ray does not start, or has too few CPUs or devices for the workers, which would wait for ever.
     """
     mine = not ray.is_initialized()
     if mine:
-        # Ray would otherwise warn at every start about devices that actors without one can see.
+        # Ray would otherwise warn at every start about devices that processes without one can see.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         quiet = dict(logging_level="ERROR", log_to_driver=False)
         try:
@@ -39,7 +39,7 @@ def ray_for(actors: int, platform: str) -> Iterator[None]:
                 if os.environ.get("RAY_ADDRESS"):
                     ray.init(**quiet)
                 else:
-                    cpus = max(actors, os.cpu_count() or 1)
+                    cpus = max(workers, os.cpu_count() or 1)
                     new = dict(num_cpus=cpus, include_dashboard=False, object_store_memory=2**30)
                     ray.init(address="local", **new, **quiet)
         except Exception as error:  # Ray's own are of the plainest kind
@@ -50,10 +50,10 @@ def ray_for(actors: int, platform: str) -> Iterator[None]:
     try:
         options, have = get_platform(platform).ray_options, ray.cluster_resources()
         for name, each in {"CPU": options["num_cpus"], **options.get("resources", {})}.items():
-            if have.get(name, 0) < actors * each:
+            if have.get(name, 0) < workers * each:
                 raise RunError(
-                    f"ray: the run's actors need {actors * each} {name}s and Ray has {have.get(name, 0):.0f}; start it "
-                    "with more"
+                    f"ray: the run's workers need {workers * each} {name}s and Ray has {have.get(name, 0):.0f}; start "
+                    "it with more"
                 )
         yield
     finally:
@@ -92,7 +92,7 @@ os.register_at_fork(after_in_child=_release_child)
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pausing_collection() -> Iterator[None]:
     """No garbage collection while something heavy is imported and built.
 
     A million objects come with torch, Megatron or vLLM and none of them goes, so that looking through them takes a
@@ -120,14 +120,14 @@ def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle], ad
     try:
         yield
     except RayError as error:
-        dead = _dead(workers)
+        dead = _find_dead(workers)
         died = f"{', '.join(dead)} died (killed, out of memory or crashed; Ray's logs say more)"
         raise WorkerFailure(f"{where}: {died if dead else error}{advice}") from error
 
 
-def _dead(workers: Mapping[str, ray.actor.ActorHandle]) -> list[str]:
+def _find_dead(workers: Mapping[str, ray.actor.ActorHandle]) -> list[str]:
     """Names of the workers whose process has ended."""
-    asked = {actor.__ray_ready__.remote(): name for name, actor in workers.items()}
+    asked = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
     if not asked:
         return []
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)

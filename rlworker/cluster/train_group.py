@@ -1,4 +1,4 @@
-"""Ray actors that hold training engines, called together."""
+"""Workers that hold training engines, called together."""
 
 import os
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import ray
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import Outputs
-from engines.images.plan import same_images
+from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn, StepResult
 from hardware.platform import Platform
 from hardware.platforms import get_platform
-from rlworker.cluster.actors import end_workers, start_workers
+from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
 
 BUCKET_BYTES = 256 * 2**20
@@ -27,17 +27,17 @@ class WorkerGroup:
     """All ranks of one engine.
 
     Args:
-        role: which of the engines of these actors.
-        actors: one handle per rank. places: each rank's ``dp_rank`` and ``is_leader``.
+        role: which of the engines in these workers.
+        workers: one handle per rank. places: each rank's ``dp_rank`` and ``is_leader``.
     """
 
-    def __init__(self, role: Role, platform: Platform, actors: list, places: list[dict]):
-        self.role, self.name, self.platform, self.actors, self.places = role, role.name, platform, actors, places
+    def __init__(self, role: Role, platform: Platform, workers: list, places: list[dict]):
+        self.role, self.name, self.platform, self.workers, self.places = role, role.name, platform, workers, places
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
 
     def call(self, method: str, *args: Any) -> list:
         """``method(*args)`` on every rank; the results in rank order."""
-        return ray.get([getattr(actor, method).remote(self.name, *args) for actor in self.actors])
+        return ray.get([getattr(worker, method).remote(self.name, *args) for worker in self.workers])
 
     def forward(self, batch: TrainBatch) -> Outputs:
         """The engine's outputs of a batch, ``[N]``."""
@@ -64,8 +64,8 @@ class WorkerGroup:
         shards = [ray.put(shard) for shard in shards]
         args = [ray.put(argument) for argument in args]
         calls = [
-            getattr(actor, method).remote(self.name, shards[place["dp_rank"]], *args)
-            for actor, place in zip(self.actors, self.places, strict=True)
+            getattr(worker, method).remote(self.name, shards[place["dp_rank"]], *args)
+            for worker, place in zip(self.workers, self.places, strict=True)
         ]
         results = ray.get(calls)
         leaders = {p["dp_rank"]: r for p, r in zip(self.places, results, strict=True) if p["is_leader"]}
@@ -73,7 +73,9 @@ class WorkerGroup:
 
     def _plan(self, batch: TrainBatch) -> Schedule:
         role, most = self.role, self.platform.max_pack_sequences
-        return plan_schedule(batch.lengths, role.config, role.model.hidden, self.dp_size, most, same_images(batch))
+        return plan_schedule(
+            batch.lengths, role.config, role.model.hidden, self.dp_size, most, number_image_sets(batch)
+        )
 
 
 def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:
@@ -98,29 +100,29 @@ class StartingGroup:
 
     def __init__(self, name: str, platform: str, roles: tuple[Role, ...], seed: int):
         self.name, self.roles, self.platform = name, roles, get_platform(platform)
-        self.actors = start_workers(TrainWorker, platform, [(name, rank) for rank in range(roles[0].config.ranks)])
+        self.workers = start_workers(TrainWorker, platform, [(name, rank) for rank in range(roles[0].config.ranks)])
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.
         at_once = max(1, (os.cpu_count() or 1) - 1)
         prepared = [None] * at_once
-        for rank, worker in enumerate(self.actors):
+        for rank, worker in enumerate(self.workers):
             prepared[rank % at_once] = worker.prepare.remote(prepared[rank % at_once])
         # The first rank's address is passed on as a reference, so that nobody waits for it here.
-        address = self.actors[0].address.remote()
-        self._places = [worker.start.remote(address, roles, seed) for worker in self.actors]
+        address = self.workers[0].address.remote()
+        self._places = [worker.start.remote(address, roles, seed) for worker in self.workers]
 
     def ready(self) -> dict[str, WorkerGroup]:
         """The engines by the names of their roles."""
         places = ray.get(self._places)
-        return {role.name: WorkerGroup(role, self.platform, self.actors, places) for role in self.roles}
+        return {role.name: WorkerGroup(role, self.platform, self.workers, places) for role in self.roles}
 
-    def workers(self) -> dict[str, ray.actor.ActorHandle]:
+    def name_workers(self) -> dict[str, ray.actor.ActorHandle]:
         """Every rank by the name that a message gives it."""
-        return {f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)}
+        return {f"{self.name} rank {rank}": worker for rank, worker in enumerate(self.workers)}
 
     def __enter__(self) -> "StartingGroup":
         return self
 
     def __exit__(self, kind, *_) -> None:
-        actors, self.actors = self.actors, []
-        end_workers(actors, keep=kind is None)
+        workers, self.workers = self.workers, []
+        end_workers(workers, keep=kind is None)

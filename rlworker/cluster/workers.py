@@ -1,4 +1,4 @@
-"""The Ray actors: one process per trainer rank, one per rollout engine.
+"""The workers, processes of Ray: one per trainer rank, one per rollout engine.
 
 Each sets its platform's environment before torch is imported and imports its engine afterwards, so this module itself
 imports neither.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.cluster.ray import no_collection
+from rlworker.cluster.ray import pausing_collection
 
 if TYPE_CHECKING:
     from engines.interfaces import RolloutEngine, TrainEngine
@@ -58,7 +58,7 @@ class TrainWorker:
         """Import what the engine needs, once. ``after`` is another rank's ``prepare``, which Ray waits for."""
         if self.device is not None:
             return
-        with no_collection():
+        with pausing_collection():
             self.device = self.platform.init_process(self.rank)
             import engines.megatron.engine  # noqa: F401
 
@@ -81,7 +81,7 @@ class TrainWorker:
 
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
-        with no_collection():
+        with pausing_collection():
             init_distributed(self.platform, roles[0].config, self.rank, address, seed)
             for role in roles:
                 engine = MegatronEngine(
@@ -120,7 +120,7 @@ class TrainWorker:
         return self.engines[role].train_step(shard, loss_fn, denominator)
 
     def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
-        """Send the weights to every rollout actor, bucket by bucket. Collective; the first leader sends."""
+        """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
         import ray
 
         from engines.weight_sync import pack_buckets
@@ -160,13 +160,13 @@ class RolloutWorker:
         import warnings
 
         warnings.filterwarnings("ignore")
-        with no_collection():
+        with pausing_collection():
             import engines.vllm.engine  # noqa: F401
 
     def start(self, model: ModelSpec, config: VllmConfig) -> None:
         from engines.vllm.engine import VllmEngine
 
-        with no_collection():
+        with pausing_collection():
             gc.freeze()  # vLLM collects five times of its own while it starts
             cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
             self.engine: RolloutEngine = VllmEngine(model, replace(config, kv_cache_mb=cache_mb))

@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
-from engines.validation import bounds_of, option, spell_bounds
+from engines.validation import collect_bounds, option, spell_bounds
 from hardware.platforms import PLATFORMS
-from rlworker.config.keys import renamed_keys, settings_by_key
+from rlworker.config.keys import flatten_config, map_renamed_keys
 from rlworker.config.run import TrainingConfig
 
 Config = TypeVar("Config")
@@ -38,7 +38,7 @@ def parse_config(
     parse = partial(tyro.cli, description=description, prog=prog)
     if asked := {"-h", "--help"} & {*args}:
         _show_help(parse, default, args[args.index(asked.pop()) + 1 :])
-    if renamed := _renamed_options(args, settings_by_key(default)):
+    if renamed := _find_renamed_options(args, flatten_config(default)):
         sys.exit("error: " + "; ".join(f"there is no option {given}, take {here}" for given, here in renamed.items()))
     return parse(type(default), default=default, args=args)
 
@@ -56,14 +56,14 @@ def _move_to_platform(default: TrainingConfig, args: Sequence[str]) -> TrainingC
     return default.on_platform(name) if is_another else default
 
 
-def _renamed_options(args: Sequence[str], known: Collection[str]) -> dict[str, str]:
+def _find_renamed_options(args: Sequence[str], known: Collection[str]) -> dict[str, str]:
     """Find the options among the arguments that have another name here: ``{"--keep-best": "--checkpoint.keep-best"}``.
 
     Args:
         known: the keys that there are.
     """
     spelled = {}
-    for keys in renamed_keys(known).items():
+    for keys in map_renamed_keys(known).items():
         parts = [key.rpartition(".") for key in keys]
         for no in ("", "no_"):  # a switch is turned off by an option of its own
             given, here = (option(section or "config", no + name) for section, _, name in parts)
@@ -82,7 +82,7 @@ def _show_help(parse: partial, default: Any, following: Sequence[str]) -> None:
         sys.exit(f"error: --help {section}: there is no such section; take one of {', '.join(sections)}")
     hidden = {f.name for f in fields(default)} - {section} if section else sections.keys()
     with suppress(SystemExit):
-        parse(_in_help(default, hidden), args=["--help"])
+        parse(_make_help_class(default, hidden), args=["--help"])
     if not section:
         print("sections, whose options --help SECTION shows, such as --help actor:")
         for name, value in sections.items():
@@ -90,7 +90,7 @@ def _show_help(parse: partial, default: Any, following: Sequence[str]) -> None:
     sys.exit(0)
 
 
-def _in_help(default: Any, hidden: Collection[str] = ()) -> type:
+def _make_help_class(default: Any, hidden: Collection[str] = ()) -> type:
     """Make a likeness of a config's class, from which help is drawn: defaults as given, with their bounds."""
     kinds, shown = get_type_hints(type(default), include_extras=True), []
     for name, kind in ((f.name, kinds[f.name]) for f in fields(default)):
@@ -98,8 +98,8 @@ def _in_help(default: Any, hidden: Collection[str] = ()) -> type:
         if name in hidden:
             kind = tyro.conf.Suppress[kind]
         elif is_dataclass(make()):
-            kind = make = _in_help(make())
-        elif bounds := bounds_of(kind):
+            kind = make = _make_help_class(make())
+        elif bounds := collect_bounds(kind):
             text = f"(default: {{}}; {spell_bounds(bounds)})"
             kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=text.format)]
         shown.append((name, kind, field(default_factory=make)))

@@ -28,7 +28,7 @@ _RENAMED = {
 """Key in an older run folder or command line -> the key that has its value here."""
 
 
-def settings_by_key(config: Any) -> dict[str, Any]:
+def flatten_config(config: Any) -> dict[str, Any]:
     """Spell a config as dotted key -> value: ``{"steps": 100, "actor.tp": 1, "actor.optimizer.lr": 1e-6, ...}``."""
     return flatten(asdict(config))
 
@@ -42,7 +42,7 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def renamed_keys(known: Collection[str]) -> dict[str, str]:
+def map_renamed_keys(known: Collection[str]) -> dict[str, str]:
     """Map each key of an older run folder or command line to the one of the ``known`` keys that it means.
 
     A key that is known itself, such as a recipe's own, means what it says.

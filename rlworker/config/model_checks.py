@@ -20,7 +20,7 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
         ValueError: they cannot.
     """
     model = ModelSpec.from_folder(folder)
-    check_trained(model, actor, platform_name)
+    check_trainable(model, actor, platform_name)
     rollout.check_model(model)
     platform = get_platform(platform_name)
     if model.head_dim not in platform.rollout_head_dims:
@@ -32,7 +32,7 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
     return model
 
 
-def check_trained(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
+def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
     """Raise ValueError where a training engine cannot hold the model, or its folder does not hold its weights."""
     config.check_model(model)
     check_rules(model, config, get_platform(platform_name))
@@ -42,12 +42,12 @@ def check_trained(model: ModelSpec, config: MegatronConfig, platform_name: str) 
 
 
 def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:
-    """Raise ValueError where a model is given other tokens or pixels for a picture than the actor, or none."""
+    """Raise ValueError where a model is given other tokens or pixels for an image than the actor, or none."""
     if model.vision is None and actor.vision is None:
         return
     if model.vision is None or actor.vision is None:
         who = "this model" if model.vision is None else "the actor"
-        raise ValueError(f"model: {who} cannot see pictures and the other can; take two of a kind")
+        raise ValueError(f"model: {who} cannot see images and the other can; take two of a kind")
     tokens = (model.banned_tokens, model.vision.image_token), (actor.banned_tokens, actor.vision.image_token)
     cut = [(spec.vision.patch, spec.vision.merge, spec.vision.temporal_patch) for spec in (model, actor)]
     if tokens[0] != tokens[1] or cut[0] != cut[1]:
@@ -67,7 +67,7 @@ def _check_processor(folder: str) -> None:
     """Raise ValueError where a folder says nothing of its image processor."""
     if not any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         raise ValueError(
-            f"model: {folder!r} has no preprocessor_config.json, which says how pictures are cut; save it there"
+            f"model: {folder!r} has no preprocessor_config.json, which says how images are cut; save it there"
         )
 
 

@@ -10,7 +10,7 @@ from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.attention.rules import slot_unit
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName
-from rlworker.config.model_checks import check_engines, check_sees_alike, check_trained
+from rlworker.config.model_checks import check_engines, check_sees_alike, check_trainable
 from rlworker.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -39,7 +39,7 @@ def check_slots(actor: MegatronConfig, longest: int) -> None:
         )
 
 
-def decaying_over(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
+def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
     """The settings with a decay over the whole run where no other length was asked for."""
     optimizer = engine.optimizer
     whole = max(optimizer_steps, optimizer.lr_warmup_steps + 1)
@@ -131,7 +131,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def image_memory_mb(self) -> int:
-        """What the largest picture may take, decoded, in every process that decodes it."""
+        """What the largest image may take, decoded, in every process that decodes it."""
         return min(self.actor.image_memory_mb, self.rollout.image_memory_mb)
 
     @property
@@ -152,7 +152,7 @@ class RunConfig(TrainingConfig):
     def actor_of_run(self) -> MegatronConfig:
         """The actor's settings with a decay over the whole run where no other length was asked for."""
         steps = self.steps - (self.critic.warmup_steps if self.critic.train else 0)
-        return decaying_over(self.actor, steps * self.algorithm.mini_batches)
+        return set_decay(self.actor, steps * self.algorithm.mini_batches)
 
     @property
     def critic_of_run(self) -> MegatronConfig:
@@ -160,7 +160,7 @@ class RunConfig(TrainingConfig):
         lr, optimizer = self.critic.lr, self.actor.optimizer
         share = optimizer.min_lr / optimizer.lr if optimizer.lr else 0.0
         critic = replace(self.actor, optimizer=replace(optimizer, lr=lr, min_lr=lr * share))
-        return decaying_over(critic, self.steps * self.algorithm.mini_batches)
+        return set_decay(critic, self.steps * self.algorithm.mini_batches)
 
     @property
     def models(self) -> dict[str, str]:
@@ -173,8 +173,8 @@ class RunConfig(TrainingConfig):
         return folders
 
     @property
-    def actors(self) -> int:
-        """Ray actors that the run needs at once."""
+    def num_workers(self) -> int:
+        """Worker processes that the run needs at once."""
         return self.rollout.engines + self.actor.ranks * (1 + len(set(self.placement.separate)))
 
     @property
@@ -201,7 +201,7 @@ class RunConfig(TrainingConfig):
             option = {"critic": "--critic.model", "reference": "--algorithm.reference"}[role]
             try:
                 spec = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
-                check_trained(spec, self.actor, self.platform)
+                check_trainable(spec, self.actor, self.platform)
                 check_sees_alike(spec, specs["actor"])
             except ValueError as error:
                 raise ValueError(f"{role} ({option}): {error}") from None

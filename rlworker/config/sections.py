@@ -23,7 +23,7 @@ class DataConfig:
     answer_field: str = "answer"
     """Field of a row that holds the answer: text, given to the reward function or learned."""
     image_field: str = "images"
-    """Field of a row that holds its pictures, for a vision-language model: a list of paths (from the rows' folder) or
+    """Field of a row that holds its images, for a vision-language model: a list of paths (from the rows' folder) or
     of {"bytes": ...}; the prompt has <image> where each belongs."""
     instruction: str = ""
     """A text prompt becomes a user's message that ends with this, by the chat template; empty leaves it as it is. Rows
@@ -64,7 +64,7 @@ class AlgorithmConfig:
     greedy_baseline: bool = False
     """Reward a greedy completion of every prompt as well, for ReMax."""
     dynamic_sampling: Annotated[int, Ge(0)] = 0
-    """Most further rollouts of a step, whose prompts take the place of those with rewards all alike (DAPO)."""
+    """Most further rollouts of a step, whose prompts take the place of zero-variance groups (DAPO)."""
 
     def __post_init__(self):
         check_types("algorithm", self)
@@ -83,7 +83,7 @@ class CriticConfig:
     model: str = ""
     """HuggingFace folder to start from, of a language model or a critic; without one the actor's. A new head is 0."""
     lr: Annotated[float, Ge(0), FINITE] = 1e-5
-    """Peak learning rate; its schedule has the shape of the actor's."""
+    """Peak learning rate; its lr scheduler has the shape of the actor's."""
     clip: Annotated[float, Ge(0), FINITE] = 0.0
     """A value counts as having moved no further than this since the rollout, where that makes its loss larger; 0 does
     not clip."""

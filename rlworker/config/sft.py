@@ -7,8 +7,8 @@ from annotated_types import Ge
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
-from rlworker.config.model_checks import check_trained
-from rlworker.config.run import TrainingConfig, check_slots, decaying_over
+from rlworker.config.model_checks import check_trainable
+from rlworker.config.run import TrainingConfig, check_slots, set_decay
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SftConfig(TrainingConfig):
     @property
     def actor_of_run(self) -> MegatronConfig:
         """The engine's settings with a decay over the whole run where no other length was asked for."""
-        return decaying_over(self.actor, self.steps)
+        return set_decay(self.actor, self.steps)
 
     @property
     def models(self) -> dict[str, str]:
@@ -50,8 +50,8 @@ class SftConfig(TrainingConfig):
         return {"actor": self.model}
 
     @property
-    def actors(self) -> int:
-        """Ray actors that the run needs at once."""
+    def num_workers(self) -> int:
+        """Worker processes that the run needs at once."""
         return self.actor.ranks
 
     def check_models(self) -> dict[str, ModelSpec]:
@@ -61,7 +61,7 @@ class SftConfig(TrainingConfig):
             ValueError: it cannot be held, or has fewer positions than the longest row takes.
         """
         model = ModelSpec.from_folder(self.model)
-        check_trained(model, self.actor, self.platform)
+        check_trainable(model, self.actor, self.platform)
         if self.longest > model.max_positions:
             raise ValueError(
                 f"config: max_prompt_tokens + max_answer_tokens = {self.longest} is above the model's "

@@ -1,1 +1,1 @@
-"""Rows to learn from: where they are, what they hold, their pictures."""
+"""Rows to learn from: where they are, what they hold, their images."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
-from engines.images.columns import image_columns
+from engines.images.columns import make_image_columns
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from rlworker.config.sft import SftConfig
-from rlworker.data.images import MARKER, Pictures
+from rlworker.data.images import MARKER, ImageReader
 from rlworker.data.rows import check_vocabulary, read_rows
 
 
@@ -23,23 +23,23 @@ class Example:
 
 
 def read_examples(
-    path: str, tokenizer, config: SftConfig, model: ModelSpec, pictures: Pictures | None = None
+    path: str, tokenizer, config: SftConfig, model: ModelSpec, image_reader: ImageReader | None = None
 ) -> tuple[list[Example], int]:
     """The rows at ``path`` as examples, and how many were skipped because they are too long.
 
     Raises:
-        ValueError: as ``read_rows``; an answer is too long or has the token of a picture, or a token is not in the
+        ValueError: as ``read_rows``; an answer is too long or has an image token, or a token is not in the
             model's vocabulary.
     """
-    read = read_rows(path, tokenizer, config.data, pictures)
+    read = read_rows(path, tokenizer, config.data, image_reader)
     answers = tokenizer([row.answer for row in read.rows], add_special_tokens=False)["input_ids"]
     texts, examples, most = [], [], config.max_answer_tokens
     for row, answer in zip(read.rows, answers, strict=True):
-        if MARKER in row.answer and pictures:
-            raise ValueError(f"data: {path}: the answer {row.answer[:80]!r} has {MARKER}: only prompts have pictures")
+        if MARKER in row.answer and image_reader:
+            raise ValueError(f"data: {path}: the answer {row.answer[:80]!r} has {MARKER}: only prompts have images")
         if banned := set(answer) & set(model.banned_tokens):
             raise ValueError(
-                f"data: {path}: the answer {row.answer[:80]!r} has tokens {sorted(banned)}, which stand for pictures; "
+                f"data: {path}: the answer {row.answer[:80]!r} has tokens {sorted(banned)}, which stand for images; "
                 "leave them out"
             )
         if len(answer) < most:
@@ -60,5 +60,5 @@ def read_examples(
 def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:
     """The examples' tokens; the answers' are those that count."""
     ids = [example.ids for example in examples]
-    columns = image_columns(ids, [example.images for example in examples], vision) if vision else {}
+    columns = make_image_columns(ids, [example.images for example in examples], vision) if vision else {}
     return TrainBatch.from_ids(ids, [example.prompt_length for example in examples], **columns)

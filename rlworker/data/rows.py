@@ -11,8 +11,8 @@ from jinja2 import TemplateError
 
 from engines.batch.samples import Image
 from rlworker.config.sections import DataConfig
-from rlworker.data.images import MARKER, Pictures, refuse_other_fields
-from rlworker.data.sources import folder_of, rows_at
+from rlworker.data.images import MARKER, ImageReader, refuse_other_fields
+from rlworker.data.sources import find_base_folder, iterate_rows
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -23,10 +23,10 @@ class Row:
 
     Attributes:
         prompt: the text that the model sees, chat template applied.
-        prompt_ids: its token ids, those of its pictures and those that the tokenizer opens a text with included.
+        prompt_ids: its token ids, those of its images and those that the tokenizer opens a text with included.
         answer: what a reward function compares with.
         source: the whole row in plain Python values, for reward functions that need more.
-        images: its pictures in order.
+        images: its images in order.
     """
 
     prompt: str
@@ -96,11 +96,11 @@ def check_rows(path: str, data: DataConfig) -> None:
     Raises:
         ValueError: there are no such rows, or a broken one, by place, row and field.
     """
-    for _ in _checked(path, data):
+    for _ in _iterate_checked(path, data):
         pass
 
 
-def read_rows(path: str, tokenizer, data: DataConfig, pictures: Pictures | None = None) -> Rows:
+def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader | None = None) -> Rows:
     """Read the rows at ``path``, which ``DataConfig.train`` describes, and tokenise their prompts.
 
     Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text stays as it is
@@ -108,37 +108,37 @@ def read_rows(path: str, tokenizer, data: DataConfig, pictures: Pictures | None 
     with.
 
     Args:
-        pictures: of a vision-language model.
+        image_reader: of a vision-language model; without one a row with images is refused.
 
     Raises:
         ValueError: there are no such rows, or a broken one, by place, row and field; a prompt is too long, or all are
-            where such are skipped; a picture cannot be read, or there is another number of them than places for them.
+            where such are skipped; an image cannot be read, or there is another number of them than places for them.
     """
     places, sources, texts, images = [], [], [], []
-    for where, source in _checked(path, data):
+    for where, source in _iterate_checked(path, data):
         own: tuple[Image, ...] = ()
-        if pictures:
-            own = pictures.of_row(source, where, data, folder_of(path))
+        if image_reader:
+            own = image_reader.read_row(source, where, data, find_base_folder(path))
             if own:  # what a row holds as bytes is on disk now, and need not be held by every process that sees the row
                 source = source | {data.image_field: [image.path for image in own]}
-        elif source.get(data.image_field) or _has_pictures(source[data.prompt_field]):
+        elif source.get(data.image_field) or _has_images(source[data.prompt_field]):
             raise ValueError(
-                f'{where}: field "{data.image_field}" or the prompt has pictures, which this model cannot see; take a '
+                f'{where}: field "{data.image_field}" or the prompt has images, which this model cannot see; take a '
                 "vision-language model, or name another field with --data.image-field"
             )
-        text = _text_of(source[data.prompt_field], tokenizer, where, data)
+        text = _render_prompt(source[data.prompt_field], tokenizer, where, data)
         places.append(where)
         sources.append(source)
-        texts.append(pictures.text_of(text, tokenizer) if pictures else text)
+        texts.append(image_reader.replace_markers(text, tokenizer) if image_reader else text)
         images.append(own)
-    if pictures and not any(images):
+    if image_reader and not any(images):
         refuse_other_fields(sources[0], places[0], data)
     is_plain = [isinstance(source[data.prompt_field], str) and not data.instruction for source in sources]
-    encoded = _tokenised(texts, is_plain, tokenizer)
+    encoded = _tokenise(texts, is_plain, tokenizer)
     rows, limit = [], data.max_prompt_tokens
     for where, source, text, ids, own in zip(places, sources, texts, encoded, images, strict=True):
-        if pictures:
-            ids = pictures.expanded(ids, own, where, data)
+        if image_reader:
+            ids = image_reader.expand_ids(ids, own, where, data)
         if len(ids) > limit and data.skip_long_prompts:
             continue
         if not 0 < len(ids) <= limit:
@@ -155,21 +155,21 @@ def read_rows(path: str, tokenizer, data: DataConfig, pictures: Pictures | None 
     return Rows(rows, skipped=len(encoded) - len(rows))
 
 
-def _tokenised(texts: list[str], is_plain: list[bool], tokenizer) -> list[list[int]]:
+def _tokenise(texts: list[str], is_plain: list[bool], tokenizer) -> list[list[int]]:
     """The ids of each text. A plain one comes after the special tokens that the tokenizer opens a text with, unless it
     has them written out; a chat template has written its own."""
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     if True not in is_plain:
         return encoded
     first = is_plain.index(True)
-    opening = _opening(texts[first], encoded[first], tokenizer)
+    opening = _find_opening(texts[first], encoded[first], tokenizer)
     return [
         ids if not plain or ids[: len(opening)] == opening else opening + ids
         for ids, plain in zip(encoded, is_plain, strict=True)
     ]
 
 
-def _opening(text: str, ids: list[int], tokenizer) -> list[int]:
+def _find_opening(text: str, ids: list[int], tokenizer) -> list[int]:
     """The special tokens that the tokenizer puts before any text, such as Llama's BOS, found on one of ``ids`` without
     them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
     whole = tokenizer(text)["input_ids"]
@@ -182,9 +182,9 @@ def _opening(text: str, ids: list[int], tokenizer) -> list[int]:
     )
 
 
-def _checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
+def _iterate_checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
     """Each row after where it stands, its fields checked. Rows of a table count from 0, lines of a file from 1."""
-    rows = rows_at(path, data)
+    rows = iterate_rows(path, data)
     empty = True
     for where, source in rows:
         _check_fields(where, source, data)
@@ -212,7 +212,7 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
         )
     if is_chat and any(set(part) - {"type", "text"} for m in prompt for part in _parts(m["content"])):
         raise ValueError(
-            f"{prompt_place} has a part with more than its type and text; a picture is named in the field "
+            f"{prompt_place} has a part with more than its type and text; an image is named in the field "
             f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone'
         )
     if is_chat and data.instruction:
@@ -234,13 +234,13 @@ def _parts(content: Any) -> list[dict]:
     return content if isinstance(content, list) else []
 
 
-def _has_pictures(prompt: Any) -> bool:
+def _has_images(prompt: Any) -> bool:
     """Some part of a message is one."""
     return any(part.get("type") == "image" for m in _parts(prompt) for part in _parts(m["content"]))
 
 
 def _plain(content: Any) -> str | None:
-    """A message's content as text, parts that are pictures as markers; None where it is neither text nor parts."""
+    """A message's content as text, parts that are images as markers; None where it is neither text nor parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -256,7 +256,7 @@ def _check_encodable(place: str, text: str) -> None:
         raise ValueError(f"{place} is no valid Unicode text: {error}; remove that character") from None
 
 
-def _text_of(prompt: str | list[dict], tokenizer, where: str, data: DataConfig) -> str:
+def _render_prompt(prompt: str | list[dict], tokenizer, where: str, data: DataConfig) -> str:
     if isinstance(prompt, str) and not data.instruction:
         return prompt
     if isinstance(prompt, str):
@@ -278,7 +278,7 @@ def _apply_template(messages: list[dict], tokenizer, where: str, data: DataConfi
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
 
 
-def rows_of_step(rows: list[Row], count: int, step: int, seed: int) -> list[Row]:
+def pick_rows(rows: list[Row], count: int, step: int, seed: int) -> list[Row]:
     """The ``count`` rows that step ``step`` (from 0) takes.
 
     Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but

@@ -10,13 +10,13 @@ from pathlib import Path
 from rlworker.config.sections import DataConfig
 
 _BATCH = 100
-"""Rows of a table that become Python values at once; they may hold pictures."""
+"""Rows of a table that become Python values at once; they may hold images."""
 
 _Table = tuple[list[str], Iterator[dict]]
 """Names of a table's columns, and its rows."""
 
 
-def folder_of(path: str) -> Path:
+def find_base_folder(path: str) -> Path:
     """Where paths within the rows at ``path`` start from: their file's folder, their own, or where the program runs."""
     if path.startswith("hf:"):
         return Path()
@@ -25,7 +25,7 @@ def folder_of(path: str) -> Path:
     return Path(path) if Path(path).is_dir() else Path(path.rpartition(":")[0])
 
 
-def rows_at(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
+def iterate_rows(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
     """Each row at ``path``, which ``DataConfig.train`` describes, after where it stands. Rows of a table count from 0,
     lines of a file from 1.
 
@@ -35,13 +35,13 @@ def rows_at(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
     if not path:
         raise ValueError("data: no rows were given; set --data.train, such as --data.train train.jsonl")
     if path.startswith("hf:"):
-        yield from _numbered(path, _hub_rows(path), data)
+        yield from _number_rows(path, _read_hub(path), data)
     elif path.endswith(".parquet") and Path(path).is_file():
-        yield from _numbered(path, _parquet_rows(path), data)
+        yield from _number_rows(path, _read_parquet(path), data)
     elif Path(path).is_file():
         yield from _lines(path)
     else:
-        yield from _numbered(path, _saved_rows(path), data)
+        yield from _number_rows(path, _read_saved(path), data)
 
 
 def _lines(path: str) -> Iterator[tuple[str, dict]]:
@@ -64,7 +64,7 @@ def _lines(path: str) -> Iterator[tuple[str, dict]]:
             yield where, row
 
 
-def _numbered(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[str, dict]]:
+def _number_rows(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[str, dict]]:
     """Each row of a table, after where it stands; the columns must be there."""
     columns, rows = table
     for option, name in (("prompt-field", data.prompt_field), ("answer-field", data.answer_field)):
@@ -76,7 +76,7 @@ def _numbered(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[str,
         yield f"data: {path}, row {number} (from 0)", row
 
 
-def _parquet_rows(path: str) -> _Table:
+def _read_parquet(path: str) -> _Table:
     """Of a parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -99,7 +99,7 @@ def _parquet_rows(path: str) -> _Table:
     return file.schema_arrow.names, rows()
 
 
-def _saved_rows(path: str) -> _Table:
+def _read_saved(path: str) -> _Table:
     """Of ``FOLDER`` or ``FOLDER:SPLIT``, as ``save_to_disk`` of a Dataset or a DatasetDict wrote it."""
     folder, split = (path, "") if Path(path).is_dir() else path.rpartition(":")[::2]
     if not Path(folder).is_dir() or not folder:
@@ -119,10 +119,10 @@ def _saved_rows(path: str) -> _Table:
         raise ValueError(f"data: {path}: {folder} has no splits; give the folder alone")
     from datasets import load_from_disk
 
-    return _dataset_rows(path, partial(load_from_disk, str(Path(folder, split))), "a folder of datasets.save_to_disk")
+    return _read_dataset(path, partial(load_from_disk, str(Path(folder, split))), "a folder of datasets.save_to_disk")
 
 
-def _hub_rows(path: str) -> _Table:
+def _read_hub(path: str) -> _Table:
     """Of ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME/CONFIG:SPLIT``."""
     form = "hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT"
     name, _, split = path.removeprefix("hf:").partition(":")
@@ -131,10 +131,10 @@ def _hub_rows(path: str) -> _Table:
         raise ValueError(f"data: {path}: expected {form}, such as hf:openai/gsm8k/main:train")
     from datasets import load_dataset
 
-    return _dataset_rows(path, partial(load_dataset, f"{owner}/{rest[0]}", *rest[1:], split=split), form)
+    return _read_dataset(path, partial(load_dataset, f"{owner}/{rest[0]}", *rest[1:], split=split), form)
 
 
-def _dataset_rows(path: str, load: Callable, expected: str) -> _Table:
+def _read_dataset(path: str, load: Callable, expected: str) -> _Table:
     """Of the Dataset that ``load`` loads: plain Python values, images and sounds as their bytes."""
     from datasets import Features
 
@@ -142,12 +142,12 @@ def _dataset_rows(path: str, load: Callable, expected: str) -> _Table:
         dataset = load()
     except Exception as error:  # each kind of file and each way to the hub fails with errors of its own
         raise ValueError(f"data: {path}: cannot be loaded as {expected}: {type(error).__name__}: {error}") from error
-    features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=_undecoded))
+    features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=_skip_decoding))
     batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # whatever form its owner set
     return dataset.column_names, (features.decode_example(row) for batch in batches for row in batch.to_pylist())
 
 
-def _undecoded(feature: dict) -> dict:
+def _skip_decoding(feature: dict) -> dict:
     """A feature's description with its decoder off; that of Json stays on, for it gives plain values."""
     if isinstance(kind := feature.get("_type"), str) and "feature" not in feature:  # neither a struct nor a list
         return feature | {"decode": kind == "Json"}  # a kind without a decoder drops the key

@@ -25,7 +25,7 @@ from rlworker.config.sections import RewardConfig
 from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, call_bounds, failures_file
+from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, find_call_bounds, name_failures_file
 
 REWARD_LOG = "rewards.log"
 """File of a run folder that has what the reward function prints and logs."""
@@ -89,7 +89,7 @@ class Scores:
         return text
 
 
-def pickled(reward: RewardFn | BatchRewardFn) -> bytes:
+def pickle_reward(reward: RewardFn | BatchRewardFn) -> bytes:
     """The reward function as bytes.
 
     Raises:
@@ -119,19 +119,19 @@ class RewardPool:
 
     def __init__(self, reward: RewardFn | BatchRewardFn, config: RewardConfig, output: Path | None = None):
         self.config, self.batch = config, getattr(reward, "batch", False)
-        self._arguments = pickled(reward), self.batch, config.time_limit_s, output
+        self._arguments = pickle_reward(reward), self.batch, config.time_limit_s, output
         if output:
             output.parent.mkdir(parents=True, exist_ok=True)
         # Progress goes through files, so the workers run where the controller does.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._worker = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=here)
+        self._remote_class = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=here)
         self._folder = tempfile.TemporaryDirectory(prefix="rlworker_rewards_")
         self._sent = self._failed_starts = 0
-        self.actors = [self._worker.remote(*self._arguments) for _ in range(config.workers)]
+        self.workers = [self._remote_class.remote(*self._arguments) for _ in range(config.workers)]
 
-    def workers(self) -> dict[str, ray.actor.ActorHandle]:
+    def name_workers(self) -> dict[str, ray.actor.ActorHandle]:
         """Every worker by the name that a message gives it."""
-        return {f"reward worker {i}": actor for i, actor in enumerate(self.actors)}
+        return {f"reward worker {i}": worker for i, worker in enumerate(self.workers)}
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -141,8 +141,8 @@ class RewardPool:
 
     def stop(self) -> None:
         """End the processes."""
-        for actor in self.actors:
-            ray.kill(actor)
+        for worker in self.workers:
+            ray.kill(worker)
         self._folder.cleanup()
 
     def score(self, texts: Sequence[str], rows: Sequence[Row]) -> Scores:
@@ -155,12 +155,12 @@ class RewardPool:
         """
         places: dict[int, int] = {}
         index = [places.setdefault(id(row), len(places)) for row in rows]
-        bounds = call_bounds(index, self.batch)
+        bounds = find_call_bounds(index, self.batch)
         outcomes: list[Outcome] = [0.0] * len(texts)
         waiting, running = deque(self._parts(bounds)), {}
         while waiting or running:
             busy = {part.slot for part in running.values()}
-            for slot in set(range(len(self.actors))) - busy:
+            for slot in set(range(len(self.workers))) - busy:
                 if waiting:
                     part = self._send(slot, *waiting.popleft(), texts, index, rows)
                     running[part.reference] = part
@@ -174,7 +174,7 @@ class RewardPool:
 
     def _parts(self, bounds: list[int]) -> list[tuple[int, int]]:
         """Start and end of what a worker gets at a time; several each, so that none waits long for a slow one."""
-        calls, count = len(bounds) - 1, 1 if len(self.actors) == 1 else 4 * len(self.actors)
+        calls, count = len(bounds) - 1, 1 if len(self.workers) == 1 else 4 * len(self.workers)
         cuts = [bounds[calls * i // count] for i in range(count + 1)]
         return [(a, b) for a, b in pairwise(cuts) if b > a]
 
@@ -187,7 +187,7 @@ class RewardPool:
         chosen = dict(zip(index[start:end], rows[start:end], strict=True))
         # Pickled here, because Ray's own way with a list of small objects takes three times as long.
         job = ray.cloudpickle.dumps((texts[start:end], index[start:end], chosen))
-        return _Part(slot, start, end, path, numbers, self.actors[slot].score.remote(job, path))
+        return _Part(slot, start, end, path, numbers, self.workers[slot].score.remote(job, path))
 
     def _finish(self, part: "_Part", stalled: bool, bounds: list[int], outcomes) -> list[tuple[int, int]]:
         """Take what a worker wrote. One that died or got no further is replaced.
@@ -198,13 +198,13 @@ class RewardPool:
         lost = "It got no further." if stalled else _loss(part.reference)
         if lost:
             self._end(part)
-        at = part.start + part.take(outcomes)
+        at = part.start + part.collect(outcomes)
         self._failed_starts = 0 if part.has_begun else self._failed_starts + 1
         if not lost:
             return []
         if self._failed_starts == _STARTS:
             raise RunError(f"reward: its process does not start, {_STARTS} times in a row. {lost}")
-        self.actors[part.slot] = self._worker.remote(*self._arguments)
+        self.workers[part.slot] = self._remote_class.remote(*self._arguments)
         left = at
         # The call it was at is to blame, unless it never came to one, or came to another after it had seemed to hang.
         if part.has_begun and at < part.end and not (stalled and at > part.start + part.progress):
@@ -215,7 +215,7 @@ class RewardPool:
 
     def _end(self, part: "_Part") -> None:
         """End a worker and wait until it can write no more."""
-        ray.kill(self.actors[part.slot])
+        ray.kill(self.workers[part.slot])
         ray.wait([part.reference], timeout=_END_S)
 
     def _scores(self, outcomes: list[Outcome], texts: Sequence[str], rows: Sequence[Row]) -> Scores:
@@ -261,16 +261,16 @@ class _Part:
             self.progress, self.changed = progress, now
         return now - self.changed > (limit_s if self.has_begun else _START_S)
 
-    def take(self, outcomes: list[Outcome]) -> int:
+    def collect(self, outcomes: list[Outcome]) -> int:
         """Copy what was scored to its place among all ``outcomes``, and remove the files. Returns how many."""
         scored = max(0, int(self.numbers[0]))
         outcomes[self.start : self.start + scored] = self.numbers[1 : 1 + scored].tolist()
         if self.has_begun:
-            for line in Path(failures_file(self.path)).read_text("utf-8").split("\n")[:-1]:
+            for line in Path(name_failures_file(self.path)).read_text("utf-8").split("\n")[:-1]:
                 place, kind, message = json.loads(line)
                 if place < scored:  # a process that died may have written a part of a call's
                     outcomes[self.start + place] = (kind, message)
-            os.remove(failures_file(self.path))
+            os.remove(name_failures_file(self.path))
         os.remove(self.path)
         return scored
 

@@ -44,7 +44,7 @@ class _Interrupt(BaseException):
 class RewardWorker:
     """The process that calls the reward function.
 
-    Ray runs an actor's methods in the main thread, which is where Python handles signals.
+    Ray runs a worker's methods in the main thread, which is where Python handles signals.
 
     Args:
         output: the file at whose end what the function prints and logs goes; None leaves it to Ray.
@@ -67,7 +67,7 @@ class RewardWorker:
         """
         texts, index, rows = cloudpickle.loads(job)
         numbers, scored = memoryview(np.memmap(path, np.float64, "r+")), 0
-        with open(failures_file(path), "w", encoding="utf-8") as failures:
+        with open(name_failures_file(path), "w", encoding="utf-8") as failures:
             numbers[0] = 0.0
             for count, text, row in self._calls(texts, index, rows):
                 for place, outcome in enumerate(self._call(text, row, count), scored):
@@ -83,7 +83,7 @@ class RewardWorker:
         """Number of texts and arguments of each call."""
         if not self.batch:
             return zip(repeat(1), texts, map(rows.__getitem__, index))
-        bounds = list(pairwise(call_bounds(index, batch=True)))
+        bounds = list(pairwise(find_call_bounds(index, batch=True)))
         return ((b - a, texts[a:b], [rows[i] for i in index[a:b]]) for a, b in bounds)
 
     def _call(self, text: str | list[str], row: Row | list[Row], count: int) -> list[Outcome]:
@@ -122,12 +122,12 @@ class RewardWorker:
             raise _Interrupt
 
 
-def failures_file(path: str) -> str:
+def name_failures_file(path: str) -> str:
     """Where the failures are that belong to the numbers at ``path``."""
     return f"{path}.failures"
 
 
-def call_bounds(index: list[int], batch: bool) -> list[int]:
+def find_call_bounds(index: list[int], batch: bool) -> list[int]:
     """Where calls begin among the texts of rows ``index [N]``, and ``N``: at every text, or where the row changes."""
     starts = [i for i, row in enumerate(index) if i == 0 or row != index[i - 1]] if batch else range(len(index))
     return [*starts, len(index)]

@@ -8,7 +8,7 @@ SAMPLES_KEPT = 8
 """Samples kept of a step that is evaluated."""
 
 
-def of_groups(groups: list[Group]) -> dict[str, float]:
+def summarise_groups(groups: list[Group]) -> dict[str, float]:
     """What was sampled and rewarded, of every group that a step has drawn."""
     samples = [sample for group in groups for sample in group.completions]
     rewards = torch.tensor([group.rewards for group in groups])
@@ -16,14 +16,14 @@ def of_groups(groups: list[Group]) -> dict[str, float]:
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "groups": len(groups),
-        "zero_variance_groups": sum(group.is_alike for group in groups),
+        "zero_variance_groups": sum(group.has_zero_variance for group in groups),
         "completion_tokens": sum(len(sample.token_ids) for sample in samples) / len(samples),
         "truncated": sum(not sample.finished for sample in samples) / len(samples),
         "samples": len(samples),
     }
 
 
-def some_samples(groups: list[Group]) -> list[dict]:
+def pick_samples(groups: list[Group]) -> list[dict]:
     """The first completion of the first prompts."""
     return [
         {"prompt": group.row.prompt, "completion": group.texts[0], "answer": group.row.answer}

@@ -6,10 +6,10 @@ from dataclasses import replace
 from engines.batch.samples import Completion, Sampling
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
-from rlworker.data.rows import Row, rows_of_step
+from rlworker.data.rows import Row, pick_rows
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool, Scores
-from rlworker.rollouts.metrics import of_groups
+from rlworker.rollouts.metrics import summarise_groups
 from rlworker.rollouts.to_batch import Group
 from rlworker.tracking.log import StepClock
 
@@ -42,14 +42,14 @@ class Sampler:
     def sample(self, clock: StepClock, version: int) -> tuple[list[Group], dict[str, float]]:
         """The groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
 
-        With dynamic sampling, groups whose rewards are all alike are dropped, and those of further prompts take their
+        With dynamic sampling, zero-variance groups are dropped, and those of further prompts take their
         place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left.
         """
         config, further = self.config, self.config.algorithm.dynamic_sampling
-        kept, alike, failures = [], [], {}
+        kept, zero_variance, failures = [], [], {}
         for _ in range(1 + further):
             with self.phase(clock, "rollout"):
-                rows = rows_of_step(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
+                rows = pick_rows(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
                 completions = self.rollouts.generate(rows, self.sampling(config.samples_per_prompt))
                 _check_versions(completions, version)
             self.rollouts_done += 1
@@ -58,10 +58,10 @@ class Sampler:
             for name, count in scores.counts("reward").items():
                 failures[name] = failures.get(name, 0) + count
             for group in groups:
-                (alike if further and group.is_alike else kept).append(group)
+                (zero_variance if further and group.has_zero_variance else kept).append(group)
             if len(kept) >= config.prompts_per_step:
                 break
-        return kept[: config.prompts_per_step], of_groups(kept + alike) | failures
+        return kept[: config.prompts_per_step], summarise_groups(kept + zero_variance) | failures
 
     def greedy(self, rows: list[Row]) -> Scores:
         """Rewards of the most likely completion of each row."""

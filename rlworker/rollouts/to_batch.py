@@ -8,7 +8,7 @@ import torch
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completion
-from engines.images.columns import image_columns
+from engines.images.columns import make_image_columns
 from engines.models.vision_spec import VisionSpec
 from rlworker.data.rows import Row
 
@@ -23,7 +23,7 @@ class Group:
     rewards: list[float]
 
     @property
-    def is_alike(self) -> bool:
+    def has_zero_variance(self) -> bool:
         """Every one of several completions has the same reward, so that none is better than the others."""
         return len(self.rewards) > 1 and len(set(self.rewards)) == 1
 
@@ -37,10 +37,10 @@ def to_batch(
     """Prompts ``[P]``, completions ``[P][G]``, rewards ``[P * G]`` -> a batch of ``P * G`` sequences, by group.
 
     Args:
-        vision: of a model that sees pictures.
+        vision: of a model that sees images.
 
     Raises:
-        ValueError: a sequence has other image tokens than its row's pictures.
+        ValueError: a sequence has other image tokens than its row's images.
     """
     pairs = [(row, sample) for row, group in zip(rows, completions, strict=True) for sample in group]
     prompt_lengths = [len(row.prompt_ids) for row, _ in pairs]
@@ -48,7 +48,7 @@ def to_batch(
     group = np.repeat(np.arange(len(rows)), [len(g) for g in completions])
     columns = {}
     if vision:
-        columns = image_columns(sequences, [row.images for row, _ in pairs], vision)
+        columns = make_image_columns(sequences, [row.images for row, _ in pairs], vision)
     batch = TrainBatch.from_ids(
         sequences,
         prompt_lengths,
@@ -63,18 +63,18 @@ def to_batch(
     return replace(batch, rollout_logprobs=logprobs)
 
 
-def batch_of(groups: Sequence[Group], vision: VisionSpec | None = None) -> TrainBatch:
+def batch_groups(groups: Sequence[Group], vision: VisionSpec | None = None) -> TrainBatch:
     """The completions of some groups, with their rewards."""
     rewards = [reward for group in groups for reward in group.rewards]
     return to_batch([group.row for group in groups], [group.completions for group in groups], rewards, vision)
 
 
-def logprob_difference(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:
+def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:
     """|rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some sequences have
-    pictures, over theirs alone as well."""
+    images, over theirs alone as well."""
     difference = (batch.rollout_logprobs - logprobs)[batch.mask].abs()
     found = {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
     if batch.images and any(batch.images):
-        own = difference[batch.per_token(torch.tensor([bool(images) for images in batch.images]))[batch.mask]]
+        own = difference[batch.repeat_per_token(torch.tensor([bool(images) for images in batch.images]))[batch.mask]]
         found |= {"logprob_diff_pictures_mean": float(own.mean()), "logprob_diff_pictures_max": float(own.max())}
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rlworker.tracking.terminal import LOGGER, seconds_since_start
+from rlworker.tracking.terminal import LOGGER, read_process_age
 from rlworker.tracking.trackers import Trackers
 
 RL_LINE = (
@@ -18,7 +18,7 @@ RL_LINE = (
     ("entropy", "entropy", "6.3f"),
     ("clip", "clip_fraction", "5.3f"),
     ("gnorm", "grad_norm", "6.3f"),
-    ("alike", "zero_variance_groups", "4.0f"),
+    ("zerovar", "zero_variance_groups", "4.0f"),
     ("len", "completion_tokens", "5.1f"),
     ("tok/s", "tokens_per_second", "6.0f"),
     ("s", "time_step", "5.2f"),
@@ -77,7 +77,7 @@ class RunLog:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record step ``step`` (steps done so far), with the seconds since this process started (``time_wall``)."""
-        metrics = metrics | {"time_wall": seconds_since_start()}
+        metrics = metrics | {"time_wall": read_process_age()}
         self._metrics.write(json.dumps({"step": step} | metrics) + "\n")
         self._metrics.flush()
         self._trackers.step(step, metrics)

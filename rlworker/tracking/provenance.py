@@ -70,18 +70,18 @@ def clean_command(arguments: list[str], module: str) -> str:
     Args:
         arguments: as in ``sys.argv``. module: the one that ``python -m`` runs, or nothing where it runs a file.
     """
-    program = ["-m", module.removesuffix(".__main__")] if module else [_without_folders(arguments[0])]
+    program = ["-m", module.removesuffix(".__main__")] if module else [_strip_folders(arguments[0])]
     options, skip = [], False
     for argument in arguments[1:]:
         name, is_joined, value = argument.partition("=")
         is_output = name.replace("_", "-") in _OUTPUTS
         if not skip and not is_output:
-            options.append(f"{name}={_without_folders(value)}" if is_joined else _without_folders(argument))
+            options.append(f"{name}={_strip_folders(value)}" if is_joined else _strip_folders(argument))
         skip = is_output and not is_joined
     return shlex.join(["python", *program, *options])
 
 
-def _without_folders(text: str) -> str:
+def _strip_folders(text: str) -> str:
     """A path within the project from its root on; of any other absolute path the name alone."""
     path = Path(text)
     if not path.is_absolute():

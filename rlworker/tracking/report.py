@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader
 
-from engines.images.processor import DECODING_ERRORS, in_colours
+from engines.images.processor import DECODING_ERRORS, convert_to_rgb
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker.tracking.log import read_metrics
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a run can do without plotly
     from plotly.graph_objects import Figure
 
 _THUMBNAIL = 160
-"""Pixels of a shown picture's longer side."""
+"""Pixels of a shown image's longer side."""
 _PHASES = (
     "time_rollout",
     "time_reward",
@@ -51,7 +51,7 @@ _CURVES = (
 
 def tell_report(folder: Path) -> str:
     """Draw the report and say where it is, or what to install to have one: a run does not fail without plotly."""
-    return _missing_package(folder) or f"report: {write_report(folder)}"
+    return _find_missing_package(folder) or f"report: {write_report(folder)}"
 
 
 def write_report(folder: Path) -> Path:
@@ -62,7 +62,7 @@ def write_report(folder: Path) -> Path:
     """
     if not (folder / "metrics.jsonl").is_file() or not (folder / "config.json").is_file():
         raise ValueError(f"report: {str(folder)!r} is not a run folder (it needs config.json and metrics.jsonl)")
-    if missing := _missing_package(folder):
+    if missing := _find_missing_package(folder):
         raise ValueError(missing)
     from plotly.offline import get_plotlyjs
 
@@ -70,7 +70,7 @@ def write_report(folder: Path) -> Path:
     lines = read_metrics(folder)
     steps = [line for line in lines if "time_step" in line]
     plots = [_curves(title, lines, names, scale) for title, names, scale in _CURVES]
-    plots.append(_time_split(steps))
+    plots.append(_draw_time_split(steps))
     summary = folder / "summary.json"
     page = Environment(loader=PackageLoader("rlworker.tracking", "."), autoescape=True).get_template("report.html.j2")
     html = page.render(
@@ -78,8 +78,8 @@ def write_report(folder: Path) -> Path:
         summary={"platform": describe(get_platform(stored["platform"]))}
         | (json.loads(summary.read_text()) if summary.is_file() else _summary(lines)),
         plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
-        phases=_phase_table(steps),
-        start=_start_table(lines),
+        phases=_tabulate_phases(steps),
+        start=_tabulate_start(lines),
         samples=_samples(folder),
         config=json.dumps(stored, indent=2),
         plotlyjs=get_plotlyjs(),
@@ -89,7 +89,7 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def _missing_package(folder: Path) -> str:
+def _find_missing_package(folder: Path) -> str:
     if find_spec("plotly"):
         return ""
     return f"report: plotly, which draws it, is not installed; pip install plotly, then: rlworker report {folder}"
@@ -120,7 +120,7 @@ def _curves(title: str, lines: list[dict], names: dict[str, str], scale: str) ->
     return _layout(figure, title, showlegend=len(figure.data) > 1)
 
 
-def _time_split(steps: list[dict]) -> Figure | None:
+def _draw_time_split(steps: list[dict]) -> Figure | None:
     from plotly.graph_objects import Figure
 
     if not steps:
@@ -138,7 +138,7 @@ def _time_split(steps: list[dict]) -> Figure | None:
     return _layout(figure, "Seconds of a step by phase")
 
 
-def _phase_table(steps: list[dict]) -> list[tuple[str, float, float]]:
+def _tabulate_phases(steps: list[dict]) -> list[tuple[str, float, float]]:
     """Phase, mean seconds and share of the step; the first step, which warms up, is left out where there are others."""
     steady = steps[1:] or steps
     if not steady:
@@ -149,7 +149,7 @@ def _phase_table(steps: list[dict]) -> list[tuple[str, float, float]]:
     return [(name, seconds / len(steady), seconds / total) for name, seconds in rows]
 
 
-def _start_table(lines: list[dict]) -> list[tuple[str, float]]:
+def _tabulate_start(lines: list[dict]) -> list[tuple[str, float]]:
     """What a run's start consists of, in seconds; empty for a run whose first lines are not there."""
     if len(lines) < 2 or "time_start_trainers" not in lines[0]:
         return []
@@ -183,17 +183,17 @@ def _samples(folder: Path) -> list[tuple[int, list[dict]]]:
 
 
 def _shown(sample: dict) -> dict:
-    """A sample with its pictures as small ones that the page can hold; one that is gone leaves its path."""
-    from PIL import Image  # which runs without pictures have no use for
+    """A sample with its images as small ones that the page can hold; one that is gone leaves its path."""
+    from PIL import Image as PILImage  # which runs without images have no use for
 
-    pictures = []
+    thumbnails = []
     for path in sample.get("images", ()):
         try:
-            with Image.open(path) as picture:
-                small, data = in_colours(picture), io.BytesIO()
+            with PILImage.open(path) as image:
+                small, data = convert_to_rgb(image), io.BytesIO()
                 small.thumbnail((_THUMBNAIL, _THUMBNAIL))
                 small.save(data, "PNG")
-            pictures.append((path, f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
+            thumbnails.append((path, f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
         except DECODING_ERRORS:
-            pictures.append((path, ""))
-    return sample | {"pictures": pictures}
+            thumbnails.append((path, ""))
+    return sample | {"thumbnails": thumbnails}

@@ -12,7 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import IO
 
-from rlworker.config.keys import flatten, renamed_keys, settings_by_key
+from rlworker.config.keys import flatten, flatten_config, map_renamed_keys
 from rlworker.config.run import TrainingConfig
 from rlworker.tracking.provenance import collect_provenance
 
@@ -83,8 +83,8 @@ class RunFolder:
                 "put back the one that the run wrote"
             ) from None
         # A setting that did not exist yet when the run was started had what is now its default.
-        default, now = settings_by_key(type(config)()), settings_by_key(config)
-        here = renamed_keys(now)
+        default, now = flatten_config(type(config)()), flatten_config(config)
+        here = map_renamed_keys(now)
         before = default | {here.get(key, key): value for key, value in flatten(stored).items()}
         before, now = (json.loads(json.dumps(settings)) for settings in (before, now))
         differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
@@ -142,7 +142,7 @@ class RunFolder:
         state = json.loads((newest / _COMPLETE).read_text()) | {"folder": str(newest)} if newest else None
         metrics = self.path / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
-        kept = [line for line in lines if state and _step_of(line) <= state["step"]]
+        kept = [line for line in lines if state and _read_step(line) <= state["step"]]
         cut = len(lines) - len(kept)
         if state:
             text = f"run: goes on from step {state['step']} ({newest.relative_to(self.path)})"
@@ -150,7 +150,7 @@ class RunFolder:
         else:
             text = f"run: begins again at step 0, since {self.path} has no checkpoint"
             if cut:  # hours of them, perhaps
-                aside = _next_free(self.path / "metrics.before.jsonl")
+                aside = _find_free(self.path / "metrics.before.jsonl")
                 os.replace(metrics, aside)
                 text += f"; the metrics so far are kept as {aside.name}"
         _write(metrics, "".join(line + "\n" for line in kept))
@@ -242,13 +242,13 @@ def lock(path: Path, where: str) -> IO:
     return file
 
 
-def _next_free(path: Path) -> Path:
+def _find_free(path: Path) -> Path:
     """The path, or where it is taken the first of ``NAME.1.END``, ``NAME.2.END``, ... that is free."""
     others = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
     return next(name for name in chain([path], others) if not name.exists())
 
 
-def _step_of(line: str) -> float:
+def _read_step(line: str) -> float:
     """Step of a metrics line; a line cut short by a kill counts as later than any checkpoint."""
     try:
         return json.loads(line)["step"]

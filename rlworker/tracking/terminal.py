@@ -33,10 +33,10 @@ if LOGGER.level == logging.NOTSET:
 
 def tell_start(text: str) -> None:
     """Say that a part of the start is done, and at which second of this program; it may take minutes in all."""
-    LOGGER.info("start %7.1f s  %s", seconds_since_start(), text)
+    LOGGER.info("start %7.1f s  %s", read_process_age(), text)
 
 
-def seconds_since_start() -> float:
+def read_process_age() -> float:
     """Return the age of this process in seconds.
 
     psutil's answer is up to a second too long: it adds the time of boot, of which the kernel tells whole seconds.

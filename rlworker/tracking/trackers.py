@@ -48,7 +48,7 @@ class TrackedRun:
     first_step: int
     config: dict
 
-    def kept_id(self, tracker: str) -> str:
+    def keep_id(self, tracker: str) -> str:
         """Return the id by which a tracker knows this run; it is kept, so that a resumed run goes on with it."""
         file = self.folder / tracker / "run_id"
         file.parent.mkdir(exist_ok=True)
@@ -91,7 +91,7 @@ def _wandb(run: TrackedRun) -> Tracker:
         name=os.environ.get("WANDB_NAME", run.folder.name),
         mode=os.environ.get("WANDB_MODE", "offline"),
         dir=run.folder,
-        id=run.kept_id("wandb"),
+        id=run.keep_id("wandb"),
         resume="allow",
         config=run.config,
         settings=wandb.Settings(quiet=True, finish_timeout=_FINISH_S, finish_timeout_raises=True),

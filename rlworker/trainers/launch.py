@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from rlworker.cluster.ray import no_collection, ray_for
+from rlworker.cluster.ray import pausing_collection, running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
@@ -40,7 +40,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
             with ThreadPoolExecutor(1, initializer=leave_signals) as beside:
                 building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
-                running.enter_context(ray_for(config.actors, config.platform))
+                running.enter_context(running_ray(config.num_workers, config.platform))
                 tell_start("Ray is up")
                 rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
                 trainer = building.result()
@@ -62,7 +62,7 @@ def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
         try:
             folder = check_run(config)
             running.callback(folder.release)
-            with no_collection():
+            with pausing_collection():
                 from rlworker.trainers.sft import SftTrainer
 
                 trainer = SftTrainer(config, folder=folder, stop=stop, **parts)
@@ -90,7 +90,7 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
 
 
 def _build_trainer(config: RunConfig, reward: RewardFn | BatchRewardFn, parts: dict):
-    with no_collection():
+    with pausing_collection():
         from rlworker.trainers.rl import Trainer
 
         return Trainer(config, reward, **parts)

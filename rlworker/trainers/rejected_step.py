@@ -11,7 +11,7 @@ from engines.batch.shard import Outputs
 from rlworker.errors import RunError
 
 
-def offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[int, list[str]]:
+def find_offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[int, list[str]]:
     """Which sequences hold a number that is not finite, and where.
 
     Args:
@@ -33,7 +33,7 @@ def offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[int, l
 
 def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], tokenizer) -> int:
     """Write the offending rows to ``path``, a JSON line each. Returns how many they are."""
-    rows = offending_rows(batch, outputs)
+    rows = find_offending_rows(batch, outputs)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for row, columns in rows.items():

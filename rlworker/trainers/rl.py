@@ -9,20 +9,20 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs
 from engines.interfaces import LossFn
-from rlworker.algorithms.advantages import AdvantageFn, check_group_size, configured_advantage, with_kl_penalty
-from rlworker.algorithms.losses import Aggregation, configured_loss, token_mean, value_loss
+from rlworker.algorithms.advantages import AdvantageFn, check_group_size, configure_advantage, with_kl_penalty
+from rlworker.algorithms.losses import Aggregation, configure_loss, token_mean, value_loss
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
-from rlworker.data.images import pictures_of
+from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, load_tokenizer, read_rows
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.rewards.pool import REWARD_LOG, RewardPool, pickled
-from rlworker.rollouts.metrics import some_samples
+from rlworker.rewards.pool import REWARD_LOG, RewardPool, pickle_reward
+from rlworker.rollouts.metrics import pick_samples
 from rlworker.rollouts.sampler import CANARY, Sampler
-from rlworker.rollouts.to_batch import Group, batch_of, logprob_difference, to_batch
+from rlworker.rollouts.to_batch import Group, batch_groups, compare_logprobs, to_batch
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
@@ -69,11 +69,11 @@ class Trainer(Run):
     ):
         super().__init__(config, folder, stop, trackers)
         self.reward, self.aggregation = reward, aggregation
-        pickled(reward)  # one that cannot be sent to the processes that call it is refused here
+        pickle_reward(reward)  # one that cannot be sent to the processes that call it is refused here
         self.models = config.check_models()
         self.tokenizer = load_tokenizer(config.model)
-        pictures = pictures_of(self.models["actor"], config.run_dir, config.image_memory_mb)
-        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, pictures=pictures)
+        image_reader = build_image_reader(self.models["actor"], config.run_dir, config.image_memory_mb)
+        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
         self.rows, self.heldout = train.rows, heldout.rows
@@ -83,9 +83,9 @@ class Trainer(Run):
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
         critic, algorithm = config.critic, config.algorithm
-        self.advantage = advantage or configured_advantage(critic)
+        self.advantage = advantage or configure_advantage(critic)
         check_group_size(self.advantage, config.samples_per_prompt)
-        self.loss = loss or configured_loss(config.algorithm)
+        self.loss = loss or configure_loss(config.algorithm)
         self.value_loss = partial(value_loss, clip=critic.clip)
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.version = self.empty_steps = 0
@@ -105,13 +105,13 @@ class Trainer(Run):
                 groups |= starting.ready()
             self.actor = groups["actor"]
             self.reference, self.critic = groups.get("reference"), groups.get("critic")
-        tell_start(f"trainer ranks are up: {sum(len(starting.actors) for starting in trainers)}")
+        tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
         output = self.folder.path / REWARD_LOG
         # while vLLM alone is still starting
         self.rewards = self.start_processes(RewardPool(self.reward, config.reward, output))
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.ready()
-        tell_start(f"rollout engines are up: {len(self.rollouts.actors)}")
+        tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
 
@@ -136,9 +136,9 @@ class Trainer(Run):
         clock, version = StepClock(), self.version
         groups, metrics = self.sampler.sample(clock, self.version)
         if not groups:
-            return self._empty_step(metrics, clock), []
+            return self._count_empty_step(metrics, clock), []
         self.empty_steps = 0
-        batch = batch_of(groups, self.models["actor"].vision)
+        batch = batch_groups(groups, self.models["actor"].vision)
         if self.config.algorithm.greedy_baseline:
             batch = self._with_greedy_rewards(batch, groups, clock)
         with self._phase(clock, "logprobs"):
@@ -155,10 +155,10 @@ class Trainer(Run):
         with self._phase(clock, "canary"):
             self.check_canary()
         self.steps_done += 1
-        metrics |= step_metrics.of_batch(batch)
-        return step_metrics.of_step(metrics, version, clock.total()), some_samples(groups)
+        metrics |= step_metrics.measure_batch(batch)
+        return step_metrics.complete_step(metrics, version, clock.total()), pick_samples(groups)
 
-    def _empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
+    def _count_empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
         """A step whose groups were all dropped, so that there is nothing to learn from: its metrics."""
         self.empty_steps += 1
         if self.empty_steps == MOST_EMPTY_STEPS:
@@ -170,7 +170,7 @@ class Trainer(Run):
             )
         self._warn("no group has two different rewards: the next step learns nothing")
         self.steps_done += 1
-        return step_metrics.of_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
+        return step_metrics.complete_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of greedy completions of the held-out rows; empty without such rows."""
@@ -225,7 +225,7 @@ class Trainer(Run):
         parts, logprobs = [], batch.old_logprobs
         where = f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
-            self._check_difference(where, logprob_difference(batch, logprobs))
+            self._check_difference(where, compare_logprobs(batch, logprobs))
         for mini in batch.split(min(self.config.algorithm.mini_batches, len(batch))):
             parts.append({})
             if self.critic:
@@ -236,8 +236,8 @@ class Trainer(Run):
             parts[-1] |= metrics
             if logprobs is None:
                 logprobs = outputs.logprobs
-                self._check_difference(where, logprob_difference(batch, logprobs))
-        return step_metrics.over_mini_batches(parts) | logprob_difference(batch, logprobs)
+                self._check_difference(where, compare_logprobs(batch, logprobs))
+        return step_metrics.average_mini_batches(parts) | compare_logprobs(batch, logprobs)
 
     def _update_group(
         self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, aggregation: Aggregation, prefix: str = ""
@@ -265,21 +265,21 @@ class Trainer(Run):
     def sync_weights(self) -> None:
         """Send the actor's weights to every rollout engine, as the next version."""
         self.version += 1
-        self.actor.call("sync_weights", self.rollouts.actors, self.version, BUCKET_BYTES)
+        self.actor.call("sync_weights", self.rollouts.workers, self.version, BUCKET_BYTES)
         if (versions := self.rollouts.call("version")) != [self.version] * len(versions):
             raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
 
     def check_canary(self) -> None:
         """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
-        # With a picture where there is one: the vision tower's weights have to show too.
+        # With an image where there is one: the vision tower's weights have to show too.
         row = next((row for row in self.rows if row.images), self.rows[0])
-        rows = [row] * (len(self.rollouts.actors) * self.actor.dp_size)
+        rows = [row] * (len(self.rollouts.workers) * self.actor.dp_size)
         sampling = replace(
             self.sampler.sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
         )
         batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
         logprobs = self.actor.forward(batch).logprobs
-        self._check_difference(f"after sync {self.version}", logprob_difference(batch, logprobs))
+        self._check_difference(f"after sync {self.version}", compare_logprobs(batch, logprobs))
 
     # -- checkpoints
 

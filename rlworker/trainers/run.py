@@ -17,7 +17,7 @@ from engines.interfaces import LossFn
 from hardware.attention.capabilities import override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from rlworker.cluster.ray import naming_failures, ray_for
+from rlworker.cluster.ray import naming_failures, running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup, save_groups
 from rlworker.config.run import TrainingConfig
@@ -29,7 +29,7 @@ from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
 from rlworker.trainers.rejected_step import refuse_step
-from rlworker.trainers.step_metrics import optimizer_step
+from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
 Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool)
@@ -128,7 +128,7 @@ class Run:
         self.folder.claim(config)
         self.running.callback(self.folder.release)
         os.environ.update(get_platform(config.platform).driver_env())
-        self.running.enter_context(ray_for(config.actors, config.platform))
+        self.running.enter_context(running_ray(config.num_workers, config.platform))
         self.start_engines(clock)
         self.begin()
         self.start_seconds = clock.seconds
@@ -138,9 +138,9 @@ class Run:
         self.processes.append(processes)
         return self.running.enter_context(processes)
 
-    def workers(self) -> dict[str, ActorHandle]:
+    def name_workers(self) -> dict[str, ActorHandle]:
         """Return every process of the run by the name that a message gives it."""
-        return {name: actor for processes in self.processes for name, actor in processes.workers().items()}
+        return {name: worker for processes in self.processes for name, worker in processes.name_workers().items()}
 
     def take_step(
         self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, denominator: float, prefix: str = ""
@@ -150,7 +150,7 @@ class Run:
         Raises:
             RunError: the gradient is not finite, so that the engine took no step.
         """
-        metrics, outputs = optimizer_step(group, batch, loss, denominator, prefix)
+        metrics, outputs = take_optimizer_step(group, batch, loss, denominator, prefix)
         if math.isnan(metrics[f"{prefix}grad_norm"]):
             refuse_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
         return metrics, outputs
@@ -261,5 +261,5 @@ class Run:
         step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
         where = f"step {step}, phase {name}" if self.log else f"phase {name}"
         advice = ". What was saved is whole: go on from it with --resume" if self.log else ""
-        with clock.phase(name), naming_failures(where, self.workers(), advice):
+        with clock.phase(name), naming_failures(where, self.name_workers(), advice):
             yield

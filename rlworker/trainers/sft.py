@@ -8,20 +8,20 @@ from engines.batch.batch import TrainBatch
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.algorithms.losses import sft_loss
-from rlworker.cluster.ray import naming_failures, ray_for
+from rlworker.cluster.ray import naming_failures, running_ray
 from rlworker.cluster.train_group import SHARD_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.workers import Role
-from rlworker.config.model_checks import check_trained
+from rlworker.config.model_checks import check_trainable
 from rlworker.config.sft import SftConfig
 from rlworker.data.examples import read_examples, to_batch
-from rlworker.data.images import pictures_of
-from rlworker.data.rows import load_tokenizer, rows_of_step
+from rlworker.data.images import build_image_reader
+from rlworker.data.rows import load_tokenizer, pick_rows
 from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import tell_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers.run import Run
-from rlworker.trainers.step_metrics import optimizer_step
+from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
 
@@ -49,8 +49,10 @@ class SftTrainer(Run):
         super().__init__(config, folder, stop, trackers)
         self.model = config.check_models()["actor"]
         self.tokenizer = load_tokenizer(config.model)
-        pictures = pictures_of(self.model, config.run_dir, config.actor.image_memory_mb)
-        read = partial(read_examples, tokenizer=self.tokenizer, config=config, model=self.model, pictures=pictures)
+        image_reader = build_image_reader(self.model, config.run_dir, config.actor.image_memory_mb)
+        read = partial(
+            read_examples, tokenizer=self.tokenizer, config=config, model=self.model, image_reader=image_reader
+        )
         self.train, skipped = read(config.data.train)
         self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
@@ -63,12 +65,12 @@ class SftTrainer(Run):
         starting = self.start_processes(StartingGroup("actor", config.platform, roles, config.seed))
         with self._phase(clock, "start_trainers"):
             self.group = starting.ready()["actor"]
-        tell_start(f"trainer ranks are up: {len(self.group.actors)}")
+        tell_start(f"trainer ranks are up: {len(self.group.workers)}")
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one optimizer step: its metrics; nothing is sampled."""
         clock, config = StepClock(), self.config
-        rows = rows_of_step(self.train, config.rows_per_step, self.steps_done, config.seed)
+        rows = pick_rows(self.train, config.rows_per_step, self.steps_done, config.seed)
         batch = to_batch(rows, self.model.vision)
         with self._phase(clock, "update"):
             metrics, _ = self.take_step(self.group, batch, sft_loss, float(batch.mask.sum()))
@@ -116,14 +118,14 @@ def train_supervised(
     """
     if Path(output).exists():
         raise ValueError(f"sft: output folder {output!r} exists already; choose another or move it away")
-    check_trained(model, config, platform)
+    check_trainable(model, config, platform)
     losses = []
     roles = (Role("actor", model, config),)
-    with ray_for(config.ranks, platform), StartingGroup("actor", platform, roles, seed) as starting:
-        with naming_failures("phase start_trainers", starting.workers()):
+    with running_ray(config.ranks, platform), StartingGroup("actor", platform, roles, seed) as starting:
+        with naming_failures("phase start_trainers", starting.name_workers()):
             group = starting.ready()["actor"]
         for batch in batches:
-            losses.append(optimizer_step(group, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
+            losses.append(take_optimizer_step(group, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
             if len(losses) >= 10 and sum(losses[-10:]) / 10 < stop_below:
                 break
         group.call("save_hf", output, SHARD_BYTES)

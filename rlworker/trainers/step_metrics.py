@@ -8,15 +8,15 @@ from engines.interfaces import LossFn, StepResult
 from rlworker.cluster.train_group import WorkerGroup
 
 
-def optimizer_step(
+def take_optimizer_step(
     group: WorkerGroup, batch: TrainBatch, loss: LossFn, denominator: float, prefix: str = ""
 ) -> tuple[dict[str, float], Outputs]:
     """Take one optimizer step on ``sum(loss) / denominator``: its metrics, and the outputs ``[N]`` from before it."""
     results, outputs = group.train_step(batch, loss, denominator)
-    return of_update(results, float(batch.mask.sum()), prefix), outputs
+    return average_update(results, float(batch.mask.sum()), prefix), outputs
 
 
-def of_update(results: list[StepResult], tokens: float, prefix: str = "") -> dict[str, float]:
+def average_update(results: list[StepResult], tokens: float, prefix: str = "") -> dict[str, float]:
     """Means over the tokens of an optimizer step, from each replica's sums."""
     metrics = {f"{prefix}grad_norm": results[0].grad_norm, f"{prefix}lr": results[0].lr}
     for name in results[0].metrics:
@@ -25,23 +25,23 @@ def of_update(results: list[StepResult], tokens: float, prefix: str = "") -> dic
     return metrics
 
 
-def over_mini_batches(parts: list[dict[str, float]]) -> dict[str, float]:
+def average_mini_batches(parts: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps of one rollout."""
     means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
     return means | {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
 
 
-def of_step(metrics: dict[str, float], version: int, times: dict[str, float]) -> dict[str, float]:
+def complete_step(metrics: dict[str, float], version: int, times: dict[str, float]) -> dict[str, float]:
     """A step's metrics, with the version of the weights that sampled it, and the seconds that everything took.
 
     Args:
-        metrics: ``of_groups`` of the step, and whatever else it has.
+        metrics: ``summarise_groups`` of the step, and whatever else it has.
     """
     tokens = metrics["completion_tokens"] * metrics["samples"]
     return metrics | {"version": version, "tokens_per_second": tokens / times["time_step"]} | times
 
 
-def of_batch(batch: TrainBatch) -> dict[str, float]:
+def measure_batch(batch: TrainBatch) -> dict[str, float]:
     """What a step learned from, where it has penalties or a critic's values."""
     metrics = {}
     if batch.penalties is not None:

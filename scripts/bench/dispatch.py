@@ -17,7 +17,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
 from hardware.platforms import DEFAULT_PLATFORM, get_platform
-from rlworker.cluster.ray import ray_for
+from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.workers import Role
 
@@ -46,7 +46,7 @@ def round_trip(group: WorkerGroup, batch: TrainBatch) -> dict[str, torch.Tensor]
     """The columns, sent balanced over the actors and put back in order."""
     schedule = plan_schedule(batch.lengths, group.role.config, group.role.model.hidden, ACTORS)
     back = [shard.batch for shard in group.call_sharded("forward", schedule.shards(batch))]
-    return {name: schedule.in_order(torch.cat([getattr(part, name) for part in back])) for name in batch.columns()}
+    return {name: schedule.restore_order(torch.cat([getattr(part, name) for part in back])) for name in batch.columns()}
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     os.environ.update(platform.driver_env())
     batch = make_batch()
     size = sum(column.nbytes for column in batch.columns().values()) / 1e6
-    with ray_for(ACTORS, DEFAULT_PLATFORM):
+    with running_ray(ACTORS, DEFAULT_PLATFORM):
         actors = [ray.remote(Echo).options(num_cpus=1).remote() for _ in range(ACTORS)]
         role = Role("actor", SimpleNamespace(hidden=4096), MegatronConfig(ranks=ACTORS))
         group = WorkerGroup(role, platform, actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])

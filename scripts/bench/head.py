@@ -30,7 +30,7 @@ def one(kind: str, dtype: str) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from engines.megatron.logprobs import token_outputs
+    from engines.megatron.logprobs import score_tokens
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -44,7 +44,7 @@ def one(kind: str, dtype: str) -> dict[str, float]:
             log_p = (hidden @ weight.T).float().log_softmax(-1)
             return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
         settings = dict(temperature=1.0, vocab=VOCAB, keep_logits=kind == "logits kept", group=dist.group.WORLD)
-        out = token_outputs(hidden, weight, target, **settings)
+        out = score_tokens(hidden, weight, target, **settings)
         return out.logprobs, out.entropy
 
     Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is forgotten

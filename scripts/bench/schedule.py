@@ -9,7 +9,7 @@ distribution; beside it, in the same run, sorting the lengths alone, and dealing
 import numpy as np
 from timing import median_ms, options, write_figures
 
-from engines.batch.balance import balanced, sequence_costs
+from engines.batch.balance import balance_costs, estimate_costs
 
 OPTIONS = options(__doc__).parse_args()
 SEQUENCES, REPLICAS, ROUNDS = (640, 64, 1) if OPTIONS.tiny else (102_400, 1_024, 9)
@@ -21,12 +21,12 @@ def main() -> None:
     for sigma in (0.5, 1.0, 1.5):
         drawn = np.random.default_rng(0).lognormal(np.log(512), sigma, SEQUENCES)
         lengths = drawn.clip(1, 32_768).astype(np.int64)
-        costs = sequence_costs(lengths, HIDDEN)
-        owner = balanced(costs, REPLICAS)
+        costs = estimate_costs(lengths, HIDDEN)
+        owner = balance_costs(costs, REPLICAS)
         assert (np.bincount(owner) == SEQUENCES // REPLICAS).all()
         loads, dealt = np.bincount(owner, weights=costs), costs.reshape(-1, REPLICAS).sum(axis=0)
         ours, sort = median_ms(
-            lambda costs=costs: balanced(costs, REPLICAS),
+            lambda costs=costs: balance_costs(costs, REPLICAS),
             lambda costs=costs: np.argsort(-costs, kind="stable").tolist(),
             rounds=ROUNDS,
         )

@@ -83,8 +83,8 @@ def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[st
     )
     measured = []
     with Trainer(config, reward) as trainer:
-        workers = trainer.workers()
-        pids = {name: ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for name, actor in workers.items()}
+        workers = trainer.name_workers()
+        pids = {name: ray.get(worker.__ray_call__.remote(lambda _: os.getpid())) for name, worker in workers.items()}
         roles = {"driver": [os.getpid()]}
         for name, pid in pids.items():
             roles.setdefault("rollout" if name.startswith("rollout") else "trainers", []).append(pid)

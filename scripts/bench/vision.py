@@ -2,8 +2,8 @@
 
     python scripts/bench/vision.py [--tiny] [--json FILE]
 
-An update over 8 prompts x 8 samples, one rank, one thread: pictures that all samples of a prompt have in common, and
-for comparison as many sequences of the same lengths whose pictures all differ, so that each is decoded and seen by
+An update over 8 prompts x 8 samples, one rank, one thread: images that all samples of a prompt have in common, and
+for comparison as many sequences of the same lengths whose images all differ, so that each is decoded and seen by
 itself. Both in the same run, medians.
 """
 
@@ -14,19 +14,19 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image as Pictures
+from PIL import Image as PILImage
 from timing import median_ms, options, write_figures
 
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
-from engines.images.columns import image_columns
-from engines.images.plan import same_images
+from engines.images.columns import make_image_columns
+from engines.images.plan import number_image_sets
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from recipes.common.squares import make_tokenizer
-from rlworker.checks.tiny_models import tiny_vlm
+from rlworker.checks.tiny_models import make_tiny_vlm
 
 OPTIONS = options(__doc__).parse_args()
 PROMPTS, SAMPLES, ROUNDS = (2, 2, 1) if OPTIONS.tiny else (8, 8, 7)
@@ -34,26 +34,26 @@ SIDES = (56,) if OPTIONS.tiny else (56, 112, 224)
 
 
 def make_model(folder: Path) -> ModelSpec:
-    """The toy of recipes.common.squares, for pictures of any of the sizes."""
+    """The toy of recipes.common.squares, for images of any of the sizes."""
     language = dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=256)
     vision = dict(hidden_size=128, intermediate_size=192, num_heads=4)
     pixels = (min(SIDES) ** 2, max(SIDES) ** 2)
-    made = tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, language=language, vision=vision, pixels=pixels)
+    made = make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, language=language, vision=vision, pixels=pixels)
     return ModelSpec.from_folder(made)
 
 
-def make_batch(model: ModelSpec, folder: Path, side: int, pictures: int) -> TrainBatch:
-    """Every sequence has one of so many pictures, and three tokens after it that count."""
+def make_batch(model: ModelSpec, folder: Path, side: int, image_count: int) -> TrainBatch:
+    """Every sequence has one of so many images, and three tokens after it that count."""
     processor, vision, images = ImageProcessor(model.folder, model.vision), model.vision, []
-    for number in range(pictures):
+    for number in range(image_count):
         path = folder / f"{side}-{number}.png"
         pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
-        Pictures.fromarray(pixels).save(path)
-        images.append(processor.open(path, f"picture {number}"))
-    shown = [images[i * pictures // (PROMPTS * SAMPLES)] for i in range(PROMPTS * SAMPLES)]
+        PILImage.fromarray(pixels).save(path)
+        images.append(processor.open(path, f"image {number}"))
+    shown = [images[i * image_count // (PROMPTS * SAMPLES)] for i in range(PROMPTS * SAMPLES)]
     prompt = [vision.start_token, *[vision.image_token] * shown[0].tokens(vision.merge), vision.end_token]
     sequences = [[*prompt, 9, 10, 11] for _ in shown]
-    columns = image_columns(sequences, [(image,) for image in shown], vision)
+    columns = make_image_columns(sequences, [(image,) for image in shown], vision)
     return TrainBatch.from_ids(sequences, [len(prompt)] * len(shown), **columns)
 
 
@@ -74,7 +74,7 @@ def main() -> None:
 
         def update(batch: TrainBatch) -> None:
             lengths, hidden = batch.lengths, model.hidden
-            schedule = plan_schedule(lengths, config, hidden, 1, platform.max_pack_sequences, same_images(batch))
+            schedule = plan_schedule(lengths, config, hidden, 1, platform.max_pack_sequences, number_image_sets(batch))
             loss = lambda outputs, part: (-(outputs.logprobs * part.mask).sum(), {})  # noqa: E731
             engine.train_step(schedule.shards(batch)[0], loss, float(batch.mask.sum()))
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
-from engines.validation import FINITE, LARGEST, bounds_of, check_types, is_within, spell_bounds
+from engines.validation import FINITE, LARGEST, check_types, collect_bounds, is_within, spell_bounds
 
 INF = float("inf")
 
@@ -28,7 +28,7 @@ INF = float("inf")
     ],
 )
 def test_bounds_hold_and_are_said_in_words(kind, words, inside, outside):
-    bounds = bounds_of(kind)
+    bounds = collect_bounds(kind)
     assert spell_bounds(bounds) == words
     assert all(is_within(bounds, value) for value in inside)
     assert not any(is_within(bounds, value) for value in outside)
@@ -36,7 +36,7 @@ def test_bounds_hold_and_are_said_in_words(kind, words, inside, outside):
 
 @pytest.mark.parametrize("kind", [int, float | None, str, Annotated[int, "a note"], tuple[int, ...]])
 def test_other_annotations_set_no_bounds(kind):
-    assert bounds_of(kind) == {}
+    assert collect_bounds(kind) == {}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from support.new_platform import LINE, NAME, added_platform, write_platform
 
-from hardware.attention.faults import ATTENTION_FAULTS, faults_of
+from hardware.attention.faults import ATTENTION_FAULTS, collect_faults
 from hardware.platform import Node, Platform
 from hardware.platforms import DEFAULT_PLATFORM, PLATFORMS, PlatformName, get_platform
 
@@ -25,7 +25,7 @@ def test_every_platform_has_what_the_door_asks_for(name):
     assert not (lacking := {member for member in MEMBERS if not hasattr(platform, member)}), lacking
     assert platform.name == name and platform.stand_in in PLATFORMS
     assert platform.node is None or isinstance(platform.node, Node)
-    assert set(faults_of(platform)) == set(ATTENTION_FAULTS)
+    assert set(collect_faults(platform)) == set(ATTENTION_FAULTS)
 
 
 def test_settings_know_the_names_of_the_list():
@@ -55,16 +55,18 @@ def test_a_fault_without_a_place_is_refused_before_anything_starts(monkeypatch, 
         raise AssertionError("Ray is started")
 
     monkeypatch.setattr(self_test, "get_platform", lambda name: Lacking())
-    monkeypatch.setattr(self_test, "ray_for", nothing_may_start)
+    monkeypatch.setattr(self_test, "running_ray", nothing_may_start)
     with pytest.raises(ValueError, match=said):
-        self_test.self_test(CheckConfig(), str(tmp_path), print)
+        self_test.run_self_test(CheckConfig(), str(tmp_path), print)
 
 
 def test_a_new_platform_is_there_for_as_long_as_it_is_added(tmp_path):
     with added_platform(write_platform(tmp_path)):
         platform = get_platform(NAME)
         assert (platform.name, type(platform).__module__) == (NAME, f"hardware.{NAME}.platform")
-        owners = {getattr(owner, "__name__", "") for patches in faults_of(platform).values() for owner, *_ in patches}
+        owners = {
+            getattr(owner, "__name__", "") for patches in collect_faults(platform).values() for owner, *_ in patches
+        }
         assert owners == {f"hardware.{NAME}.attention_plan", "torch.nn.functional"}
     with pytest.raises(ValueError, match=f"'{NAME}' is not available"):
         get_platform(NAME)

@@ -53,7 +53,7 @@ SMOKES = [
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
 ]
 ALWAYS = {("dapo_math", ()), ("grpo_geo3k", ())}
-"""Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with pictures
+"""Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with images
 and a KL penalty. Tests of the trainers have what else differs in the others."""
 
 
@@ -174,7 +174,7 @@ def test_dapo_holds_length_against_right_and_wrong_alike():
     batch = TrainBatch.from_ids([[5] * (n + 1) for n in tokens], [1] * 3)
     batch = replace(batch, rewards=torch.tensor(right), group=torch.zeros(3, dtype=torch.long))
     config = replace(dapo_math.DEFAULT, rollout=replace(dapo_math.DEFAULT.rollout, max_new_tokens=20))
-    found = dapo_math.overlong(config)(batch).split(tokens)
+    found = dapo_math.penalize_overlong(config)(batch).split(tokens)
     rewards = torch.tensor([1.0, 0.5, -2.0])
     want = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     assert [float(part[0]) for part in found] == pytest.approx(want.tolist())

@@ -29,7 +29,7 @@ def influence(attend, b, s):
     return found
 
 
-def image_blocks(lengths):
+def find_image_blocks(lengths):
     """An image of two tokens near the start of every sequence that has the room, and one at the end of long ones."""
     blocks = []
     for n in lengths:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completion, Prompt
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, logits_by_sequence, picture_arguments, token_outputs
+from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments, score_tokens
 from rlworker.data.rows import Row
 from rlworker.rollouts.to_batch import to_batch
 
@@ -26,22 +26,22 @@ def logprobs_of(model, batch: TrainBatch, temperature: float = 1.0, spec: ModelS
     """Compute the logprob of every target, ``[N]`` float32.
 
     Args:
-        spec: of a model that sees pictures.
+        spec: of a model that sees images.
     """
     if spec is None:
-        runs, banned = logits_by_sequence(model, batch), ()
+        runs, banned = iterate_logits(model, batch), ()
     else:
-        runs, banned = logits_by_sequence(model, batch, picture_arguments(spec)), spec.banned_tokens
-    return torch.cat([token_outputs(logits, one.targets, banned, temperature).logprobs for one, logits in runs])
+        runs, banned = iterate_logits(model, batch, make_image_arguments(spec)), spec.banned_tokens
+    return torch.cat([score_tokens(logits, one.targets, banned, temperature).logprobs for one, logits in runs])
 
 
-def batch_of(
+def make_batch(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], spec: ModelSpec | None = None
 ) -> TrainBatch:
     """Lay sampled completions ``[P][count]`` behind their prompts; ``mask`` has the sampled tokens.
 
     Args:
-        spec: of a model that sees pictures.
+        spec: of a model that sees images.
     """
     rows = [Row("", prompt.token_ids, "", {}, prompt.images) for prompt in prompts]
     samples = sum(map(len, completions))
@@ -56,5 +56,5 @@ def differences(
     spec: ModelSpec | None = None,
 ) -> Tensor:
     """Compare the logprobs that tokens were sampled with: ``|rollout - HuggingFace|`` of each sampled token."""
-    batch = batch_of(prompts, completions, spec)
+    batch = make_batch(prompts, completions, spec)
     return (batch.rollout_logprobs - logprobs_of(model, batch, temperature, spec))[batch.mask].abs()

@@ -6,7 +6,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlworker.checks.tiny_models import LARGE_WEIGHTS, bare_tokenizer, tiny_text, tiny_vlm
+from rlworker.checks.tiny_models import LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
 
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
 _LLAMA3_ROPE = {
@@ -31,7 +31,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_language_model(folder: Path, name: str, tied: bool) -> str:
     """Save one of ``LANGUAGE_MODELS``."""
     family, settings = LANGUAGE_MODELS[name]
-    return tiny_text(folder, family, VOCAB, tied=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings)
+    return make_tiny_text(folder, family, VOCAB, tied=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings)
 
 
 def make_critic(folder: Path, language_model: str) -> str:
@@ -49,4 +49,6 @@ def make_critic(folder: Path, language_model: str) -> str:
 
 def make_vlm(folder: Path, family: str, tied: bool = False) -> str:
     """Save a vision-language model of one of ``IMAGE_FAMILIES``, its image tokens from 90 on."""
-    return tiny_vlm(folder, family, bare_tokenizer(89), VOCAB, tied=tied, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
+    return make_tiny_vlm(
+        folder, family, make_bare_tokenizer(89), VOCAB, tied=tied, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS
+    )

@@ -43,7 +43,7 @@ def added_platform(folder: Path) -> Iterator[None]:
             del sys.modules[name]
 
 
-def on_added(folder: Path, function: Callable, rank: int, world: int, *args: Any):
+def run_on_added(folder: Path, function: Callable, rank: int, world: int, *args: Any):
     """``function(rank, world, *args)`` in a rank's process, where the platform is added for as long as it runs."""
     with added_platform(folder):
         result = function(rank, world, *args)

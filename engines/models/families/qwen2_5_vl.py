@@ -8,7 +8,7 @@ from engines.models.family import Tower
 from engines.models.vision_spec import VisionSpec
 
 
-def tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
+def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
     """Shape of each of the tower's weights. MLPs have a gate; norms and patches have no bias."""
     width, ffn, merged = vision.width, vision.ffn, vision.width * vision.merge**2
     block = {"norm1.weight": (width,), "norm2.weight": (width,)}
@@ -37,6 +37,6 @@ FAMILY = replace(
         needed=(*TOWER_KEYS, "window_size", "fullatt_block_indexes"),
         activation="silu",
         gated=True,
-        weights=tower_weights,
+        weights=list_tower_weights,
     ),
 )

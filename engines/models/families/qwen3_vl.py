@@ -8,7 +8,7 @@ from engines.models.family import Tower
 from engines.models.vision_spec import VisionSpec
 
 
-def tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
+def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
     """Shape of each of the tower's weights. There is a merger for each level; MLPs have no gate."""
     width, ffn, merged = vision.width, vision.ffn, vision.width * vision.merge**2
     block = {f"{norm}.{part}": (width,) for norm in ("norm1", "norm2") for part in ("weight", "bias")}
@@ -40,6 +40,6 @@ FAMILY = replace(
         needed=(*TOWER_KEYS, "num_position_embeddings", "deepstack_visual_indexes"),
         activation="gelu_pytorch_tanh",
         gated=False,
-        weights=tower_weights,
+        weights=list_tower_weights,
     ),
 )

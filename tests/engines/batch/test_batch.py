@@ -21,7 +21,7 @@ def test_the_one_shift():
 
 
 def test_per_token_repeats_over_empty_sequences_too():
-    assert make().per_token(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 1, 3, 3, 3]
+    assert make().repeat_per_token(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 1, 3, 3, 3]
 
 
 def test_a_column_of_the_wrong_length_is_refused():
@@ -51,13 +51,13 @@ def test_every_cut_puts_together_what_it_cut():
         assert torch.equal(torch.cat([getattr(p, name) for p in parts]), column), name
 
 
-def test_sequences_are_taken_with_all_that_is_theirs():
+def test_sequences_are_gathered_with_all_that_is_theirs():
     batch = make(rewards=torch.tensor([0.5, 1.0, 1.5]), advantages=torch.arange(5.0))
-    taken = batch.take(np.array([2, 1, 0]))
-    assert taken.lengths == (3, 0, 2) and taken.inputs.tolist() == [1, 2, 3, 7, 8]
-    assert taken.targets.tolist() == [2, 3, 5, 8, 9] and taken.mask.tolist() == [False, True, True, True, True]
-    assert taken.advantages.tolist() == [2, 3, 4, 0, 1] and taken.rewards.tolist() == [1.5, 1.0, 0.5]
-    assert batch.take(np.arange(3)) is batch
+    gathered = batch.gather(np.array([2, 1, 0]))
+    assert gathered.lengths == (3, 0, 2) and gathered.inputs.tolist() == [1, 2, 3, 7, 8]
+    assert gathered.targets.tolist() == [2, 3, 5, 8, 9] and gathered.mask.tolist() == [False, True, True, True, True]
+    assert gathered.advantages.tolist() == [2, 3, 4, 0, 1] and gathered.rewards.tolist() == [1.5, 1.0, 0.5]
+    assert batch.gather(np.arange(3)) is batch
 
 
 def test_too_few_sequences_to_split_is_refused():

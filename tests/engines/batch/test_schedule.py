@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import free_address
 
-from engines.batch.balance import balanced, sequence_costs
+from engines.batch.balance import balance_costs, estimate_costs
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
 from engines.batch.shard import TokenOutputs
@@ -22,16 +22,16 @@ LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any)
 
 def test_the_dearest_goes_to_whoever_has_least():
     """By hand: 9 | 7 | 5, then 5 to the 5 (10), 4 to the 7 (11), 1 to the 9 (10)."""
-    assert balanced(np.array([4, 9, 5, 1, 7, 5]), 3).tolist() == [1, 0, 2, 0, 1, 2]
-    assert balanced(np.array([9, 1, 1, 1]), 2).tolist() == [0, 1, 1, 0], "two each, though the first has enough"
-    assert balanced(np.array([9, 1, 1, 1]), 2, counts_matter=False).tolist() == [0, 1, 1, 1]
+    assert balance_costs(np.array([4, 9, 5, 1, 7, 5]), 3).tolist() == [1, 0, 2, 0, 1, 2]
+    assert balance_costs(np.array([9, 1, 1, 1]), 2).tolist() == [0, 1, 1, 0], "two each, though the first has enough"
+    assert balance_costs(np.array([9, 1, 1, 1]), 2, counts_matter=False).tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
 def test_log_normal_lengths_balance_over_a_thousand_replicas(sigma):
     lengths = np.random.default_rng(0).lognormal(np.log(512), sigma, 102_400).clip(1, 32_768).astype(np.int64)
-    costs = sequence_costs(lengths, hidden=4096)
-    owner = balanced(costs, 1024)
+    costs = estimate_costs(lengths, hidden=4096)
+    owner = balance_costs(costs, 1024)
     loads = np.bincount(owner, weights=costs)
     assert (np.bincount(owner) == 100).all() and loads.max() <= 1.01 * loads.mean()
 
@@ -40,7 +40,7 @@ def test_cost_counts_the_work_of_a_layer():
     """Against multiplications counted one by one: 12 hidden^2 weights a token, two products with each token seen."""
     hidden = 64
     counted = [sum(12 * hidden**2 + 2 * hidden * seen for seen in range(1, n + 1)) / hidden for n in (100, 1000)]
-    ours = sequence_costs(np.array([100, 1000]), hidden)
+    ours = estimate_costs(np.array([100, 1000]), hidden)
     assert ours[1] / ours[0] == pytest.approx(counted[1] / counted[0], rel=0.01)
 
 
@@ -48,7 +48,7 @@ def held_rows(replica) -> list:
     return [rows for rows in replica if len(rows)]
 
 
-def test_sequences_that_share_their_pictures_stay_together():
+def test_sequences_that_share_their_images_stay_together():
     """24 prompts of eight samples over two replicas: each in one micro-batch. One that is large is not, nor are few."""
     prompts = np.repeat(np.arange(24), 8)
     lengths = np.random.default_rng(0).integers(5, 20, 192)
@@ -56,7 +56,7 @@ def test_sequences_that_share_their_pictures_stay_together():
 
     def micro_batches(count: int = 192) -> list:
         schedule = plan_schedule(lengths[:count], config, 64, 2, together=prompts[:count])
-        loads = [sequence_costs(lengths[np.concatenate(rows)], 64).sum() for rows in schedule.rows]
+        loads = [estimate_costs(lengths[np.concatenate(rows)], 64).sum() for rows in schedule.rows]
         assert max(loads) <= 1.1 * min(loads)
         parts = [rows for replica in schedule.rows for rows in held_rows(replica)]
         assert sorted(np.concatenate(parts)) == list(range(count)) and all(lengths[p].sum() <= 320 for p in parts)

@@ -29,7 +29,7 @@ def huggingface(make_hf_model):
     return of
 
 
-def outputs_of(rank: int, world: int, address: str, folder: str, settings: dict) -> tuple:
+def compute_outputs(rank: int, world: int, address: str, folder: str, settings: dict) -> tuple:
     engine = build_engine(rank, world, address, folder, BF16 | settings)
     assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
     schedule, shard = plan(engine, make_batch())
@@ -40,7 +40,7 @@ def outputs_of(rank: int, world: int, address: str, folder: str, settings: dict)
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
 def test_it_is_as_exact_as_huggingface_in_bfloat16(one_rank, make_hf_model, huggingface, family, layout):
     ((schedule, _, outputs),) = one_rank.run(
-        outputs_of, free_address(), make_hf_model(family, False), {"layout": layout}
+        compute_outputs, free_address(), make_hf_model(family, False), {"layout": layout}
     )
     want, limit = huggingface(family)
     assert 0 < float((schedule.restore([outputs]).logprobs - want).abs().mean()) <= 1.5 * limit
@@ -48,7 +48,7 @@ def test_it_is_as_exact_as_huggingface_in_bfloat16(one_rank, make_hf_model, hugg
 
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=["TP2", "PP2", "CP2"])
 def test_it_is_as_exact_over_two_ranks(two_ranks, make_hf_model, huggingface, settings):
-    ranks = two_ranks.run(outputs_of, free_address(), make_hf_model("qwen2", False), settings)
+    ranks = two_ranks.run(compute_outputs, free_address(), make_hf_model("qwen2", False), settings)
     (schedule, outputs), *_ = [(schedule, outputs) for schedule, _, outputs in ranks if outputs]
     want, limit = huggingface("qwen2")
     assert 0 < float((schedule.restore([outputs]).logprobs - want).abs().mean()) <= 1.5 * limit
@@ -59,7 +59,7 @@ def watched_steps(rank: int, world: int, address: str, folder: str, dtype: str) 
     optimizer = OptimizerConfig(lr=LR, weight_decay=DECAY, adam_eps=1e-5, clip_grad=0.0)
     engine = build_engine(rank, world, address, folder, {"dtype": dtype, "optimizer": optimizer})
     from engines.megatron.weights import export_weights
-    from engines.probes.megatron import whole_gradients
+    from engines.probes.megatron import gather_gradients
 
     def weights() -> dict:
         return {name: tensor.clone() for name, tensor in engine.export_weights()}
@@ -69,7 +69,7 @@ def watched_steps(rank: int, world: int, address: str, folder: str, dtype: str) 
     _, shard = plan(engine, batch)
 
     def watched_step():
-        found["gradients"].append({name: g.clone() for name, g in whole_gradients(engine).items()})
+        found["gradients"].append({name: g.clone() for name, g in gather_gradients(engine).items()})
         return optimizer_step()
 
     engine.optimizer.step = watched_step

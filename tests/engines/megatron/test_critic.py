@@ -11,7 +11,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.shard import ValueOutputs
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import gradients_by_name, load_huggingface, logits_by_sequence
+from rlworker.checks.huggingface import iterate_logits, load_huggingface, name_gradients
 
 VALUES, GRADIENTS = 1e-5, 1e-6
 
@@ -33,13 +33,13 @@ def critic_case(rank: int, world: int, address: str, folder: str, settings: dict
     model = ModelSpec.from_folder(folder, head="value")
     engine = build_engine(rank, world, address, model, settings)
     from engines.models.hf_folder import save_hf_folder
-    from engines.probes.megatron import whole_gradients
+    from engines.probes.megatron import gather_gradients
 
     batch = make_value_batch()
     schedule, shard = plan(engine, batch)
     values = engine.forward(shard)
     engine.backward(shard, squared, float(batch.mask.sum()))
-    gradients = whole_gradients(engine)
+    gradients = gather_gradients(engine)
     if target:
         save_hf_folder(engine.export_weights(), model, target, 10**9)
     return {
@@ -53,17 +53,17 @@ def critic_case(rank: int, world: int, address: str, folder: str, settings: dict
 def hf_case(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     spec, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
     model, parts, loss = load_huggingface(spec), [], torch.zeros(())
-    for one, scores in logits_by_sequence(model, batch):
+    for one, scores in iterate_logits(model, batch):
         parts.append(scores[:, 0])
         loss = loss + squared(ValueOutputs(parts[-1]), one)[0]
     (loss / batch.mask.sum()).backward()
-    return torch.cat(parts).detach(), gradients_by_name(model, spec)
+    return torch.cat(parts).detach(), name_gradients(model, spec)
 
 
 def check(ranks: list[dict], folder: str, measured) -> None:
     want_values, want_gradients = hf_case(folder)
     leaders = sorted((r for r in ranks if r["values"] is not None), key=lambda r: r["dp_rank"])
-    found = leaders[0]["schedule"].in_order(torch.cat([r["values"] for r in leaders]))
+    found = leaders[0]["schedule"].restore_order(torch.cat([r["values"] for r in leaders]))
     values = float((found - want_values).abs().max())
     gradients = leaders[0]["gradients"]
     assert set(gradients) == set(want_gradients)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from support.cover import matrix
 from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, settings_of
-from support.new_platform import NAME, on_added, write_platform
+from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import LENGTHS, make_batch, run_case
 from support.ranks.pool import free_address
 
 from engines.batch.shard import TokenOutputs
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import forward_pass, gradients_by_name, load_huggingface, probe_loss
+from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
 """Largest absolute differences; for invariance the largest ``|difference| / |gradient|`` (2-norms) of a tensor."""
@@ -36,13 +36,13 @@ def hf_steps(spec: ModelSpec) -> dict:
     model, batch, result = load_huggingface(spec), make_batch(), {"norms": []}
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
     for step in range(STEPS):
-        found = forward_pass(model, spec, batch, probe_loss)
+        found = run_forward(model, spec, batch, probe_loss)
         optimizer.zero_grad()
         (found.loss / batch.mask.sum()).backward()
         if step == 0:
             result["logits"] = found.logits.detach()
             result["outputs"] = TokenOutputs(found.outputs.logprobs.detach(), found.outputs.entropy.detach())
-            result["gradients"] = {name: g.clone() for name, g in gradients_by_name(model, spec).items()}
+            result["gradients"] = {name: g.clone() for name, g in name_gradients(model, spec).items()}
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
     result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -84,7 +84,7 @@ def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) ->
     """Every number of a run against the reference, and its gradients against the unsplit run's, within the limits."""
     leaders = sorted((r for r in ranks if r["is_leader"]), key=lambda r: r["dp_rank"])
     schedule = leaders[0]["schedule"]
-    logits = schedule.in_order(torch.cat([r["logits"] for r in leaders]))
+    logits = schedule.restore_order(torch.cat([r["logits"] for r in leaders]))
     outputs = schedule.restore([r["outputs"] for r in leaders])
     exported = next(r for r in ranks if r["weights"])
     differences = {
@@ -100,7 +100,7 @@ def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) ->
     assert not over, f"{label}: {over}"
     assert set(exported["weights"]) == set(want["weights"])
     assert ranks[0]["grad_norms"] == pytest.approx(want["norms"], rel=1e-5)
-    step_logprobs = schedule.in_order(torch.cat([r["step_logprobs"] for r in leaders]))
+    step_logprobs = schedule.restore_order(torch.cat([r["step_logprobs"] for r in leaders]))
     assert torch.equal(step_logprobs, outputs.logprobs), "the update's own logprobs are those of the forward pass"
 
 
@@ -139,7 +139,7 @@ def test_scaled_rotary(compare):
 
 def test_a_new_platform_of_a_folder_and_a_line(compare, tmp_path):
     """It is the CPU's under another name, and as near to HuggingFace."""
-    compare("CP2", "qwen2", True, {}, NAME, partial(on_added, write_platform(tmp_path), run_case))
+    compare("CP2", "qwen2", True, {}, NAME, partial(run_on_added, write_platform(tmp_path), run_case))
 
 
 def test_lengths_are_awkward():

@@ -33,7 +33,7 @@ def outputs_and_gradient(rank, world, address, temperature, entropy_weight, keep
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
     mine = rows.chunk(world)[rank].clone().requires_grad_()
     settings = {"temperature": temperature, "vocab": VOCAB, "keep_logits": keep, "group": group}
-    out = logprobs.token_outputs(hidden, mine, target, **settings)
+    out = logprobs.score_tokens(hidden, mine, target, **settings)
     loss = (out.logprobs * weight).sum() + entropy_weight * (out.entropy * weight**2).sum()
     first = torch.autograd.grad(loss, (hidden, mine), retain_graph=True)
     d_hidden, d_mine = torch.autograd.grad(loss, (hidden, mine))

@@ -18,7 +18,7 @@ from engines.probes.case import ProbeCase
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
-from rlworker.checks.huggingface import forward_pass, gradients_by_name, load_huggingface, probe_loss
+from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
 
 MASK_SIZES = tuple(size for size in (*SIZES, "CP4") if "DP" not in size)
 """Replicas of data parallelism have whole sequences each: a mask is the same in all."""
@@ -58,9 +58,9 @@ def reference(make_hf_model):
     spec = ModelSpec.from_folder(make_hf_model("qwen2", True))
     for name, rule in RULES.items():
         model = load_huggingface(spec)
-        run = forward_pass(model, spec, batch, probe_loss, arguments=partial(mask_argument, rule))
+        run = run_forward(model, spec, batch, probe_loss, arguments=partial(mask_argument, rule))
         (run.loss / batch.mask.sum()).backward()
-        found[name] = run.logits.detach(), gradients_by_name(model, spec)
+        found[name] = run.logits.detach(), name_gradients(model, spec)
     return found
 
 
@@ -80,7 +80,7 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
     """For each layout and rule of ``places``: what the probes found on this rank, and the leader's logits and
     gradients. Where not ``probed``, the logits alone."""
     engine = build_engine(rank, world, address, folder, settings, platform)
-    from engines.probes.megatron import gradients_of, probe_attention, probe_tokens
+    from engines.probes.megatron import compute_gradients, probe_attention, probe_tokens
 
     batch, results = batch_with_images(), {}
     for kind, name in places:
@@ -89,10 +89,10 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
         engine.config = dataclasses.replace(engine.config, layout=kind)
         if probed:
             leaks = [*probe_attention(engine, kind, rule, PROBED), *probe_tokens(engine, kind, (rule,), PROBED)]
-            gradients = gradients_of(engine, kind, batch, probe_loss, float(batch.mask.sum()))
+            gradients = compute_gradients(engine, kind, batch, probe_loss, float(batch.mask.sum()))
         schedule, shard = plan(engine, batch)
         logits = logits_of(engine, shard)
-        results[kind, name] = leaks, None if logits is None else schedule.in_order(logits), gradients
+        results[kind, name] = leaks, None if logits is None else schedule.restore_order(logits), gradients
     return results
 
 

@@ -10,7 +10,7 @@ from support.ranks.pool import free_address
 
 from engines.config import OptimizerConfig
 from rlworker.checks.huggingface import probe_loss
-from rlworker.checks.tiny_models import tiny_text
+from rlworker.checks.tiny_models import make_tiny_text
 
 
 def poisoned_step(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
@@ -49,7 +49,7 @@ def resumed_step(rank: int, world: int, address: str, folder: str, out: str) -> 
 
 def test_moments_behind_a_padded_bucket_are_resumed(two_ranks, tmp_path):
     """The tied embedding has a bucket of its own, after one that ends between two multiples of 128."""
-    folder = tiny_text(tmp_path / "model", "qwen2", VOCAB, num_hidden_layers=2, num_key_value_heads=1)
+    folder = make_tiny_text(tmp_path / "model", "qwen2", VOCAB, num_hidden_layers=2, num_key_value_heads=1)
     (tmp_path / "out").mkdir()
     for straight, resumed in two_ranks.run(resumed_step, free_address(), folder, str(tmp_path / "out")):
         assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())

@@ -7,7 +7,7 @@ import torch
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import free_address
-from support.ranks.vlm_cases import make_pictures, part_of_hf, rename, vlm_batch
+from support.ranks.vlm_cases import make_images, part_of_hf, rename, vlm_batch
 
 from engines.config import MegatronConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
@@ -69,7 +69,7 @@ def step_once(rank: int, world: int, address: str, folder: str, paths, settings:
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", "projector"), ("language",), ("projector", "language")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family, frozen):
-    folder, paths = make_vlm(tmp_path / "model", family), make_pictures(tmp_path)
+    folder, paths = make_vlm(tmp_path / "model", family), make_images(tmp_path)
     (found,) = one_rank.run(step_once, free_address(), folder, paths, {"freeze": frozen})
     learning = 0
     for name, tensor in found["before"].items():
@@ -85,7 +85,7 @@ def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_and_gone_on_from(two_ranks, tmp_path, family, settings):
-    folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_pictures(tmp_path)
+    folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_images(tmp_path)
     (tmp_path / "out").mkdir()
     args = folder, paths, settings, str(tmp_path / "out")
     found = next(rank for rank in two_ranks.run(run_steps, free_address(), *args) if rank["before"])
@@ -137,7 +137,7 @@ def kept_by_the_tower(rank: int, world: int, address: str, folder: str, paths, r
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recomputed_tower_keeps_the_inputs_of_its_blocks_alone(one_rank, tmp_path, family):
-    folder, paths = make_vlm(tmp_path / "model", family), make_pictures(tmp_path)
+    folder, paths = make_vlm(tmp_path / "model", family), make_images(tmp_path)
     (whole,), (few,) = (
         one_rank.run(kept_by_the_tower, free_address(), folder, paths, recompute) for recompute in ("none", "full")
     )
@@ -163,7 +163,7 @@ def go_on_otherwise(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gone_on_from_at_another_size(two_ranks, tmp_path, family):
-    folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_pictures(tmp_path)
+    folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_images(tmp_path)
     (tmp_path / "out").mkdir()
     found = []
     for settings, save in (({"tp": 2}, True), ({"pp": 2}, False), ({"cp": 2}, False)):

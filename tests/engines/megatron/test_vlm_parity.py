@@ -6,17 +6,17 @@ from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, settings_of
 from support.models import make_vlm
 from support.ranks.pool import free_address
-from support.ranks.vlm_cases import ROWS, make_pictures, part_of_hf, run_vlm_case, vlm_batch
+from support.ranks.vlm_cases import ROWS, make_images, part_of_hf, run_vlm_case, vlm_batch
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import forward_pass, gradients_by_name, load_huggingface, probe_loss
+from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6}
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    return make_pictures(tmp_path_factory.mktemp("pictures"))
+def images(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
@@ -25,25 +25,25 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(folders, pictures):
+def reference(folders, images):
     """``reference(family)``: logits, logprobs, and gradients by the names in the folder."""
     made = {}
 
     def run(family: str) -> dict:
         if family not in made:
-            made[family] = hf_results(folders[family], pictures)
+            made[family] = hf_results(folders[family], images)
         return made[family]
 
     return run
 
 
 @pytest.fixture
-def compare(pool_of, folders, pictures, reference, measured):
-    """``compare(size, family, settings)``: run one case, check its numbers, and say how many pictures a rank decoded at
+def compare(pool_of, folders, images, reference, measured):
+    """``compare(size, family, settings)``: run one case, check its numbers, and say how many images a rank decoded at
     once at most."""
 
     def run(size: str, family: str, settings: dict) -> int:
-        args = folders[family], pictures, settings_of(size) | settings
+        args = folders[family], images, settings_of(size) | settings
         ranks = pool_of(size).run(run_vlm_case, free_address(), *args)
         check(ranks, reference(family), measured, f"{size} {family} {settings}", settings.get("freeze", ()))
         return max(max(rank["decoded"], default=0) for rank in ranks)
@@ -51,21 +51,21 @@ def compare(pool_of, folders, pictures, reference, measured):
     return run
 
 
-def hf_results(folder: str, pictures, rows=ROWS) -> dict:
+def hf_results(folder: str, images, rows=ROWS) -> dict:
     spec = ModelSpec.from_folder(folder)
-    model, batch = load_huggingface(spec), vlm_batch(spec, pictures, rows)
-    found = forward_pass(model, spec, batch, probe_loss)
+    model, batch = load_huggingface(spec), vlm_batch(spec, images, rows)
+    found = run_forward(model, spec, batch, probe_loss)
     (found.loss / batch.mask.sum()).backward()
     return {
         "logits": found.logits.detach(),
         "logprobs": found.outputs.logprobs.detach(),
-        "gradients": gradients_by_name(model, spec),
+        "gradients": name_gradients(model, spec),
         "mask": batch.mask,
     }
 
 
 MICRO = {"whole": {}, "split": {"micro_batch_tokens": 45}}
-"""As few micro-batches as the sizes allow; or several, with pictures and without."""
+"""As few micro-batches as the sizes allow; or several, with images and without."""
 PARTS = ("vision", "projector", "language")
 
 
@@ -89,20 +89,20 @@ def can_learn(case: dict) -> bool:
 def test_parity(compare, size, family, layout, recompute, micro, vision, projector, language):
     frozen = tuple(state.split()[0] for state in (vision, projector, language) if "frozen" in state)
     at_once = compare(size, family, MICRO[micro] | {"layout": layout, "recompute": recompute, "freeze": frozen})
-    # Sharing the pictures of a small micro-batch, four ranks have one each; others have more, and memory for them.
+    # Sharing the images of a small micro-batch, four ranks have one each; others have more, and memory for them.
     assert at_once > 1 or (size, micro) == ("TP2-CP2", "split")
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
-def test_parity_where_some_ranks_see_no_picture(four_ranks, folders, pictures, measured, family):
-    """One picture over four ranks, in two of three sequences."""
+def test_parity_where_some_ranks_see_no_image(four_ranks, folders, images, measured, family):
+    """One image over four ranks, in two of three sequences."""
     rows = ((2,), (), (2,))
-    ranks = four_ranks.run(run_vlm_case, free_address(), folders[family], pictures, {"tp": 2, "cp": 2}, "cpu", rows)
-    check(ranks, hf_results(folders[family], pictures, rows), measured, f"{family} TP2-CP2 one picture")
+    ranks = four_ranks.run(run_vlm_case, free_address(), folders[family], images, {"tp": 2, "cp": 2}, "cpu", rows)
+    check(ranks, hf_results(folders[family], images, rows), measured, f"{family} TP2-CP2 one image")
 
 
 OTHERS = {
-    "CP2, one picture at a time": ("CP2", {"budget": 1}),
+    "CP2, one image at a time": ("CP2", {"budget": 1}),
     "TP2 with slots": ("TP2", {"slots": 160, "recompute": "core"}),
 }
 
@@ -110,7 +110,7 @@ OTHERS = {
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.large), "qwen3_vl"])
 def test_parity_otherwise(compare, family, case):
-    """Where there is memory for one picture, one is decoded at once; packs of a fixed size."""
+    """Where there is memory for one image, one is decoded at once; packs of a fixed size."""
     size, settings = OTHERS[case]
     assert (compare(size, family, settings) == 1) == ("budget" in settings)
 
@@ -118,7 +118,7 @@ def test_parity_otherwise(compare, family, case):
 def check(ranks: list[dict], want: dict, measured, label: str, frozen: tuple[str, ...] = ()) -> None:
     schedule = ranks[0]["schedule"]
     leaders = sorted((rank for rank in ranks if rank["is_leader"]), key=lambda rank: rank["dp_rank"])
-    logits = schedule.in_order(torch.cat([rank["logits"] for rank in leaders]))
+    logits = schedule.restore_order(torch.cat([rank["logits"] for rank in leaders]))
     outputs = schedule.restore([rank["outputs"] for rank in leaders])
     mask = want["mask"]
     found = {

@@ -51,7 +51,7 @@ def copy_model(folder: str, target: Path, model_type: str) -> str:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_model, tmp_path, tied):
-    from engines.megatron.memory import parameters_of, rank_memory
+    from engines.megatron.memory import compute_rank_memory, list_parameters
 
     folder, ours = make_hf_model("llama", tied), families.list_families()
     copied = copy_model(folder, tmp_path / "model", "llama_again")
@@ -62,13 +62,17 @@ def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_m
             assert (want.model_type, got.model_type) == ("llama", "llama_again")
             assert got.architecture == want.architecture and got.rules == want.rules
             assert got.weights == want.weights and list(got.weights) == list(want.weights) and len(got.weights) > 24
-            names = want.all_hf_names() | want.optional_hf_names()
-            assert got.all_hf_names() | got.optional_hf_names() == names
-            assert {name: got.hf_shape(name) for name in names} == {name: want.hf_shape(name) for name in names}
+            names = want.list_hf_names() | want.list_optional_hf_names()
+            assert got.list_hf_names() | got.list_optional_hf_names() == names
+            assert {name: got.find_hf_shape(name) for name in names} == {
+                name: want.find_hf_shape(name) for name in names
+            }
             for config in (MegatronConfig(**size) for size in SIZES):
                 for stage in range(config.pp):
-                    assert parameters_of(got, config, stage) == parameters_of(want, config, stage)
-                    assert rank_memory(got, config, stage, 0, 64) == rank_memory(want, config, stage, 0, 64)
+                    assert list_parameters(got, config, stage) == list_parameters(want, config, stage)
+                    assert compute_rank_memory(got, config, stage, 0, 64) == compute_rank_memory(
+                        want, config, stage, 0, 64
+                    )
     with pytest.raises(ValueError, match="model_type 'llama_again', expected one of"):
         ModelSpec.from_folder(copied)
 
@@ -115,7 +119,7 @@ def test_a_parameter_that_no_family_states_is_named(make_hf_model):
     with pytest.raises(
         ValueError, match=r"llama states no parameter .*linear_qkv\.bias.* engines/models/families/llama"
     ):
-        model.weight_of("decoder.layers.0.self_attention.linear_qkv.bias")
+        model.find_weight("decoder.layers.0.self_attention.linear_qkv.bias")
 
 
 def test_shapes_on_ranks_by_hand(make_hf_model):
@@ -131,6 +135,6 @@ def test_shapes_on_ranks_by_hand(make_hf_model):
         "mlp.linear_fc1.weight": (96, 128),
         "mlp.linear_fc2.weight": (128, 48),
     }
-    assert {name: weight.shape_on(2) for name, weight in layer.items()} == by_hand and list(layer) == list(by_hand)
-    assert weights["output_layer.weight"].shape_on(2) == (50, 128)
-    assert weights["output_layer.weight"].shape_on(1) == (99, 128)
+    assert {name: weight.cut_shape(2) for name, weight in layer.items()} == by_hand and list(layer) == list(by_hand)
+    assert weights["output_layer.weight"].cut_shape(2) == (50, 128)
+    assert weights["output_layer.weight"].cut_shape(1) == (99, 128)

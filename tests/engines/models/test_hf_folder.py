@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_models import tiny_model
+from rlworker.checks.tiny_models import make_tiny_model
 
 EMBEDDING = "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
@@ -216,8 +216,8 @@ def test_a_tied_head_in_another_type_and_file_is_compared_by_its_values(make_hf_
     ("family", "embedding"),
     [("qwen2_5_vl", "model.embed_tokens.weight"), ("qwen3_vl", "model.language_model.embed_tokens.weight")],
 )
-def test_a_tied_head_of_a_model_that_sees_pictures_must_be_its_embedding(tmp_path, family, embedding):
-    tiny_model(tmp_path, family)
+def test_a_tied_head_of_a_model_that_sees_images_must_be_its_embedding(tmp_path, family, embedding):
+    make_tiny_model(tmp_path, family)
     head = load_file(tmp_path / "model.safetensors")[embedding].clone()
     change(tmp_path, **{"lm_head.weight": head})
     check(tmp_path)
@@ -247,7 +247,7 @@ def test_a_saved_model_is_of_the_type_of_its_weights(make_hf_model, tmp_path, ke
 def test_the_widest_type_is_named_in_every_part_that_names_one(tmp_path):
     from transformers import AutoModelForImageTextToText
 
-    tiny_model(tmp_path / "base", "qwen3_vl")
+    make_tiny_model(tmp_path / "base", "qwen3_vl")
     path = tmp_path / "base" / "config.json"
     config = json.loads(path.read_text()) | {"dtype": "float16"}
     config["text_config"] |= {"dtype": "float16"}
@@ -255,7 +255,7 @@ def test_the_widest_type_is_named_in_every_part_that_names_one(tmp_path):
     path.write_text(json.dumps(config))
     spec = ModelSpec.from_folder(tmp_path / "base")
     weights = load_file(tmp_path / "base" / "model.safetensors")
-    weights = {n: t.bfloat16() if spec.part_of(n) == "language" else t.float() for n, t in weights.items()}
+    weights = {n: t.bfloat16() if spec.find_part(n) == "language" else t.float() for n, t in weights.items()}
     for wanted in ("float32", "bfloat16"):
         target = tmp_path / wanted
         save_hf_folder(iter(weights.items()), spec, str(target), 10**9)

@@ -21,7 +21,7 @@ def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
         spec = ModelSpec.from_folder(make_hf_model(family, tied))
         with safe_open(f"{spec.folder}/model.safetensors", "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        assert {name: spec.hf_shape(name) for name in spec.all_hf_names()} == shapes
+        assert {name: spec.find_hf_shape(name) for name in spec.list_hf_names()} == shapes
 
 
 def test_rules_follow_layer_types(make_hf_model):

@@ -22,7 +22,7 @@ def test_a_folder_from_before_text_config(tmp_path):
     assert (spec.rope["rope_type"], spec.rope["rope_theta"]) == ("default", 1e6)
     assert [spec.vision.axes.count(axis) for axis in range(3)] == [16, 24, 24]
     assert spec.banned_tokens == (151652, 151653, 151655, 151656)
-    shapes = spec.vision.weight_shapes()
+    shapes = spec.vision.list_weight_shapes()
     assert len(shapes) == 1 + 32 * 12 + 5 and shapes["merger.mlp.0.weight"] == (5120, 5120)
     numbers = sum(_size(shape) for shape in shapes.values())
     assert numbers == 676_550_144, "of the tower of Qwen2.5-VL-7B"
@@ -42,8 +42,8 @@ def test_names_and_shapes_are_those_of_the_saved_model(tmp_path, family):
     spec = ModelSpec.from_folder(make_vlm(tmp_path, family))
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert {name: spec.hf_shape(name) for name in spec.all_hf_names()} == shapes
-    assert {name: spec.part_of(name) for name in shapes} == {name: part_of_hf(name) for name in shapes}
+    assert {name: spec.find_hf_shape(name) for name in spec.list_hf_names()} == shapes
+    assert {name: spec.find_part(name) for name in shapes} == {name: part_of_hf(name) for name in shapes}
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)

@@ -1,21 +1,21 @@
-"""vLLM in its own Ray actor: logprobs against HuggingFace before and after weights are replaced in place."""
+"""vLLM in its own Ray process: logprobs against HuggingFace before and after weights are replaced in place."""
 
 import os
 from dataclasses import replace
 
 import pytest
 import torch
-from support.actors import ask, send
 from support.huggingface import differences, load_folder, logprobs_of
 from support.models import VOCAB
+from support.rollout_workers import ask, send
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Prompt, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
-from rlworker.checks.huggingface import logits_by_sequence
-from rlworker.checks.tiny_models import tiny_text
+from rlworker.checks.huggingface import iterate_logits
+from rlworker.checks.tiny_models import make_tiny_text
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=64, kv_cache_mb=64)
@@ -34,8 +34,8 @@ def rollout(request, cluster, make_hf_model):
 
     folder = make_hf_model("qwen2", request.param)
     with Rollouts("cpu", 1) as rollouts:
-        (actor,) = rollouts.start(ModelSpec.from_folder(folder), CONFIG).ready().actors
-        yield actor, folder, request.param
+        (worker,) = rollouts.start(ModelSpec.from_folder(folder), CONFIG).ready().workers
+        yield worker, folder, request.param
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def patched(cluster):
 
     from rlworker.cluster.workers import RolloutWorker
 
-    actor = ray.remote(RolloutWorker).options(num_cpus=0).remote("cpu", 0)  # beside those that are kept
-    yield actor
-    ray.kill(actor)
+    worker = ray.remote(RolloutWorker).options(num_cpus=0).remote("cpu", 0)  # beside those that are kept
+    yield worker
+    ray.kill(worker)
 
 
 def worst(model, completions, temperature=1.0, prompts=PROMPTS) -> float:
@@ -70,10 +70,10 @@ def changed(folder):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_sampling_distribution(rollout, temperature):
-    actor, folder, tied = rollout
+    worker, folder, tied = rollout
     model = load_folder(folder)
-    version = send(actor, weights_of(model, tied))
-    completions = ask(actor.generate, PROMPTS, sampling(temperature=temperature))
+    version = send(worker, weights_of(model, tied))
+    completions = ask(worker.generate, PROMPTS, sampling(temperature=temperature))
     assert worst(model, completions, temperature) <= 1e-5
     samples = [sample for group in completions for sample in group]
     assert all(sample.version == version for sample in samples)
@@ -85,29 +85,29 @@ def test_logprobs_are_those_of_the_sampling_distribution(rollout, temperature):
 
 
 def test_a_seed_repeats(rollout):
-    actor, *_ = rollout
-    first, again, other = (ask(actor.generate, PROMPTS, sampling(seed=seed)) for seed in (1, 1, 2))
+    worker, *_ = rollout
+    first, again, other = (ask(worker.generate, PROMPTS, sampling(seed=seed)) for seed in (1, 1, 2))
     assert first == again and first != other
 
 
 def test_greedy_is_the_argmax(rollout):
-    actor, folder, tied = rollout
+    worker, folder, tied = rollout
     model = load_folder(folder)
-    send(actor, weights_of(model, tied))
+    send(worker, weights_of(model, tied))
     prompt = PROMPTS[0]
-    ((sample,),) = ask(actor.generate, [prompt], sampling(count=1, temperature=0.0))
+    ((sample,),) = ask(worker.generate, [prompt], sampling(count=1, temperature=0.0))
     batch = TrainBatch.from_ids([[*prompt.token_ids, *sample.token_ids]], [len(prompt.token_ids)])
-    ((one, logits),) = logits_by_sequence(model, batch)
+    ((one, logits),) = iterate_logits(model, batch)
     assert logits[one.mask].argmax(-1).tolist() == sample.token_ids
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**30, 20_000], ids=["one-bucket", "many"])
 def test_new_weights_arrive_whole(rollout, bucket_bytes):
     """The output layer of a tied model included, which a plain reload on a CPU leaves behind."""
-    actor, folder, tied = rollout
+    worker, folder, tied = rollout
     model = changed(folder)
-    version = send(actor, weights_of(model, tied), bucket_bytes)
-    completions = ask(actor.generate, PROMPTS, sampling(seed=4))
+    version = send(worker, weights_of(model, tied), bucket_bytes)
+    completions = ask(worker.generate, PROMPTS, sampling(seed=4))
     assert worst(model, completions) <= 1e-5
     assert {sample.version for group in completions for sample in group} == {version}
     old = load_folder(folder)
@@ -115,33 +115,33 @@ def test_new_weights_arrive_whole(rollout, bucket_bytes):
 
 
 def test_a_cached_prompt_is_computed_anew_after_a_sync(rollout):
-    actor, folder, tied = rollout
+    worker, folder, tied = rollout
     prompt = [Prompt(tuple(3 + i % 90 for i in range(230)))]  # longer than a cache block of 128 tokens
     old, new = load_folder(folder), changed(folder)
     for model in (old, new):
-        send(actor, weights_of(model, tied))
-        first, again = (ask(actor.generate, prompt, sampling(count=2)) for _ in range(2))
+        send(worker, weights_of(model, tied))
+        first, again = (ask(worker.generate, prompt, sampling(count=2)) for _ in range(2))
         assert worst(model, first, prompts=prompt) <= 1e-5
         assert first == again, "bit for bit: a call does not depend on what the one before it left in the cache"
 
 
 def test_a_dropped_tensor_and_an_unknown_one_are_refused(rollout):
-    actor, folder, tied = rollout
+    worker, folder, tied = rollout
     weights = weights_of(load_folder(folder), tied)
     with pytest.raises(ValueError, match=r"version \d+ came without .*" + weights[-1][0]):
-        send(actor, weights[:-1])
-    version = send(actor, weights)
+        send(worker, weights[:-1])
+    version = send(worker, weights)
     (bucket, last), *_ = pack_buckets(iter(weights), 2**30)
     with pytest.raises(ValueError, match=f"version {version} was sent to an engine that has version {version}"):
-        ask(actor.load_weights, bucket, version, last)
-    assert worst(load_folder(folder), ask(actor.generate, PROMPTS, sampling())) <= 1e-5
+        ask(worker.load_weights, bucket, version, last)
+    assert worst(load_folder(folder), ask(worker.generate, PROMPTS, sampling())) <= 1e-5
 
 
 @pytest.mark.large
 def test_the_tied_head_workaround_is_still_needed(patched, make_hf_model):
     """With the workaround taken out, logprobs after a sync are wrong: when this fails, vLLM has mended it."""
-    actor, folder, tied = patched, make_hf_model("qwen2", True), True
-    ask(actor.start, ModelSpec.from_folder(folder), CONFIG)
+    worker, folder, tied = patched, make_hf_model("qwen2", True), True
+    ask(worker.start, ModelSpec.from_folder(folder), CONFIG)
 
     def patch(worker, remove: bool):
         import engines.vllm.worker as extension
@@ -152,13 +152,13 @@ def test_the_tied_head_workaround_is_still_needed(patched, make_hf_model):
             extension._repack_tied_heads = extension._kept
 
     model = changed(folder)
-    ask(actor.__ray_call__, patch, True)
-    send(actor, weights_of(load_folder(folder), tied))
-    send(actor, weights_of(model, tied))
-    stale = worst(model, ask(actor.generate, PROMPTS, sampling()))
-    ask(actor.__ray_call__, patch, False)
-    send(actor, weights_of(model, tied))
-    assert stale > 1e-2 and worst(model, ask(actor.generate, PROMPTS, sampling())) <= 1e-5
+    ask(worker.__ray_call__, patch, True)
+    send(worker, weights_of(load_folder(folder), tied))
+    send(worker, weights_of(model, tied))
+    stale = worst(model, ask(worker.generate, PROMPTS, sampling()))
+    ask(worker.__ray_call__, patch, False)
+    send(worker, weights_of(model, tied))
+    assert stale > 1e-2 and worst(model, ask(worker.generate, PROMPTS, sampling())) <= 1e-5
 
 
 TEXT = [5, 9, 30, 7, 61, 12]
@@ -169,7 +169,7 @@ def mixture(tmp_path):
     """A tiny mixture-of-experts model in vLLM, driven through the worker extension: no trainer has a table for it."""
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
     shape = dict(num_hidden_layers=2, head_dim=32, initializer_range=0.1)
-    return tiny_text(tmp_path, "qwen3_moe", VOCAB, tied=False, **shape, **experts)
+    return make_tiny_text(tmp_path, "qwen3_moe", VOCAB, tied=False, **shape, **experts)
 
 
 def replace_experts(worker, folder: str, with_workaround: bool) -> list[float]:
@@ -229,14 +229,14 @@ def test_an_engine_that_was_handed_on_samples_what_a_new_one_does(patched, make_
     folders = make_hf_model("qwen2", True), make_hf_model("llama", False)
     first, other = (ModelSpec.from_folder(folder) for folder in folders)
     with Rollouts("cpu", 1) as rollouts:
-        (before,) = rollouts.start(other, replace(CONFIG, max_model_len=64, max_num_seqs=8)).ready().actors
+        (before,) = rollouts.start(other, replace(CONFIG, max_model_len=64, max_num_seqs=8)).ready().workers
         send(before, weights_of(changed(other.folder), False))
         ask(before.generate, PROMPTS, sampling(seed=9))
     ask(patched.start, first, CONFIG)
     with Rollouts("cpu", 1) as rollouts:
-        (kept,) = rollouts.start(first, CONFIG).ready().actors
+        (kept,) = rollouts.start(first, CONFIG).ready().workers
         assert kept == before, "the process was handed on"
         assert ask(kept.version) == 0
         for seed in (1, 2):
-            got, want = (ask(actor.generate, PROMPTS, sampling(seed=seed)) for actor in (kept, patched))
+            got, want = (ask(worker.generate, PROMPTS, sampling(seed=seed)) for worker in (kept, patched))
             assert got == want, "tokens and logprobs, bit for bit"

@@ -1,19 +1,19 @@
-"""vLLM with pictures: logprobs against HuggingFace before and after new weights, and what stays out of its answers."""
+"""vLLM with images: logprobs against HuggingFace before and after new weights, and what stays out of its answers."""
 
 import dataclasses
 
 import pytest
 import torch
-from support import actors
-from support.actors import ask
-from support.huggingface import batch_of, differences
-from support.ranks.vlm_cases import make_pictures, prompts_of, rename
+from support import rollout_workers
+from support.huggingface import differences, make_batch
+from support.ranks.vlm_cases import make_images, prompts_of, rename
+from support.rollout_workers import ask
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, logits_by_sequence, picture_arguments
-from rlworker.checks.tiny_models import tiny_model
+from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments
+from rlworker.checks.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
@@ -24,11 +24,11 @@ def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
     from rlworker.cluster.rollout_group import Rollouts
 
-    folder = tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+    folder = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = ModelSpec.from_folder(folder)
     with Rollouts("cpu", 1) as rollouts:
-        (actor,) = rollouts.start(model, CONFIG).ready().actors
-        yield actor, model, prompts_of(model, make_pictures(tmp_path_factory.mktemp("pictures")))
+        (worker,) = rollouts.start(model, CONFIG).ready().workers
+        yield worker, model, prompts_of(model, make_images(tmp_path_factory.mktemp("images")))
 
 
 def sampling(count=3, temperature=1.0):
@@ -36,27 +36,27 @@ def sampling(count=3, temperature=1.0):
 
 
 def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict[str, torch.Tensor]:
-    """|vLLM - HuggingFace| of every sampled token, after pictures and after text alone apart."""
+    """|vLLM - HuggingFace| of every sampled token, after images and after text alone apart."""
     found = {}
-    for kind, has_pictures in (("pictures", True), ("text", False)):
-        pairs = [pair for pair in zip(prompts, completions, strict=True) if bool(pair[0].images) == has_pictures]
+    for kind, has_images in (("images", True), ("text", False)):
+        pairs = [pair for pair in zip(prompts, completions, strict=True) if bool(pair[0].images) == has_images]
         chosen, groups = zip(*pairs)
         found[kind] = differences(hf, chosen, groups, temperature, model)
     return found
 
 
-def send(actor, hf, model: ModelSpec) -> None:
-    names = {rename(name): name for name in model.all_hf_names()}
-    actors.send(actor, [(names[rename(n)], p.detach()) for n, p in hf.named_parameters()], 100_000)
+def send(worker, hf, model: ModelSpec) -> None:
+    names = {rename(name): name for name in model.list_hf_names()}
+    rollout_workers.send(worker, [(names[rename(n)], p.detach()) for n, p in hf.named_parameters()], 100_000)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
-    actor, model, prompts = rollout
+    worker, model, prompts = rollout
     hf = load_huggingface(model)
-    send(actor, hf, model)
+    send(worker, hf, model)
     for label in ("before", "after"):
-        completions = ask(actor.generate, prompts, sampling(temperature=temperature))
+        completions = ask(worker.generate, prompts, sampling(temperature=temperature))
         found = by_kind(model, hf, prompts, completions, temperature)
         measured({f"{kind} {label}": float(values.max()) for kind, values in found.items()})
         for values in found.values():
@@ -68,34 +68,34 @@ def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
                     parameter.mul_(1.1).add_(0.02 * torch.randn_like(parameter))
             stale = by_kind(model, hf, prompts, completions, temperature)
             assert min(values.max() for values in stale.values()) > 0.05, "the test can tell old weights from new"
-            send(actor, hf, model)
+            send(worker, hf, model)
 
 
-def test_new_features_of_pictures_that_were_seen(rollout):
-    """Only the tower is changed, and the same pictures are asked for again."""
-    actor, model, prompts = rollout
+def test_new_features_of_images_that_were_seen(rollout):
+    """Only the tower is changed, and the same images are asked for again."""
+    worker, model, prompts = rollout
     hf = load_huggingface(model)
-    send(actor, hf, model)
-    before = ask(actor.generate, prompts, sampling())
+    send(worker, hf, model)
+    before = ask(worker.generate, prompts, sampling())
     with torch.no_grad():
         for parameter in hf.model.visual.parameters():
             parameter.mul_(1.3)
-    send(actor, hf, model)
-    after = ask(actor.generate, prompts, sampling())
-    assert by_kind(model, hf, prompts, after)["pictures"].max() <= 1e-3
-    assert by_kind(model, hf, prompts, before)["pictures"].max() > 1e-2
+    send(worker, hf, model)
+    after = ask(worker.generate, prompts, sampling())
+    assert by_kind(model, hf, prompts, after)["images"].max() <= 1e-3
+    assert by_kind(model, hf, prompts, before)["images"].max() > 1e-2
 
 
-def test_tokens_of_pictures_are_never_sampled(rollout):
+def test_image_tokens_are_never_sampled(rollout):
     """Of more than a thousand tokens, of which dozens would have been."""
-    actor, model, prompts = rollout
+    worker, model, prompts = rollout
     hf = load_huggingface(model)
-    send(actor, hf, model)
+    send(worker, hf, model)
     text = [prompt for prompt in prompts if not prompt.images]
-    completions = ask(actor.generate, text, sampling(count=128, temperature=2.0))
-    batch, banned = batch_of(text, completions, model), list(model.banned_tokens)
+    completions = ask(worker.generate, text, sampling(count=128, temperature=2.0))
+    batch, banned = make_batch(text, completions, model), list(model.banned_tokens)
     with torch.no_grad():
-        runs = logits_by_sequence(hf, batch, picture_arguments(model))
+        runs = iterate_logits(hf, batch, make_image_arguments(model))
         expected = sum(float((logits[one.mask] / 2).softmax(-1)[:, banned].sum()) for one, logits in runs)
     drawn = batch.targets[batch.mask].tolist()
     assert len(drawn) > 1000 and expected > 20
@@ -103,18 +103,18 @@ def test_tokens_of_pictures_are_never_sampled(rollout):
 
 
 def test_prompts_wait_for_memory_and_answer_all_the_same(rollout):
-    actor, _, prompts = rollout
+    worker, _, prompts = rollout
     greedy = dataclasses.replace(sampling(count=1), temperature=0.0)
-    first = ask(actor.generate, prompts, greedy)
-    ask(actor.__ray_call__, _with_memory, 0.05)
-    waited = ask(actor.generate, prompts, greedy)
-    waves = ask(actor.__ray_call__, _with_memory, 1024)
+    first = ask(worker.generate, prompts, greedy)
+    ask(worker.__ray_call__, _with_memory, 0.05)
+    waited = ask(worker.generate, prompts, greedy)
+    waves = ask(worker.__ray_call__, _with_memory, 1024)
     assert waves > 2
     assert [[s.token_ids for s in group] for group in first] == [[s.token_ids for s in group] for group in waited]
 
 
 def _with_memory(worker, megabytes: float) -> int:
-    """Give the engine so much for pictures. Returns how many calls vLLM has had since this was called last."""
+    """Give the engine so much for images. Returns how many calls vLLM has had since this was called last."""
     engine = worker.engine
     calls = getattr(engine, "calls", [])
     object.__setattr__(engine.config, "image_memory_mb", megabytes)
@@ -126,8 +126,8 @@ def _with_memory(worker, megabytes: float) -> int:
     return count
 
 
-def test_another_count_of_tokens_names_the_picture(rollout):
-    actor, model, prompts = rollout
+def test_another_count_of_tokens_names_the_image(rollout):
+    worker, model, prompts = rollout
     prompt = next(p for p in prompts if len(p.images) == 1)
     image = prompt.images[0]
     wider = dataclasses.replace(image, grid=(1, image.grid[1], image.grid[2] + 2))
@@ -135,12 +135,12 @@ def test_another_count_of_tokens_names_the_picture(rollout):
     place = ids.index(model.vision.start_token) + 1
     ids[place:place] = [model.vision.image_token] * wider.tokens(model.vision.merge)
     with pytest.raises(RuntimeError, match=r"row 1, image 0: vLLM made .* tokens of the prompt, the trainer"):
-        ask(actor.generate, [dataclasses.replace(prompt, token_ids=tuple(ids), images=(wider,))], sampling())
+        ask(worker.generate, [dataclasses.replace(prompt, token_ids=tuple(ids), images=(wider,))], sampling())
 
 
-def test_a_picture_that_changed_is_named(rollout):
-    actor, _, prompts = rollout
+def test_an_image_that_changed_is_named(rollout):
+    worker, _, prompts = rollout
     prompt = next(p for p in prompts if len(p.images) == 1)
     other = dataclasses.replace(prompt.images[0], digest="0" * 64)
     with pytest.raises(ValueError, match=r"row 1, image 0: .*was changed since the run started"):
-        ask(actor.generate, [dataclasses.replace(prompt, images=(other,))], sampling())
+        ask(worker.generate, [dataclasses.replace(prompt, images=(other,))], sampling())

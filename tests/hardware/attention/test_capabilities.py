@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv, image_blocks
+from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv, find_image_blocks
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
@@ -58,7 +58,7 @@ EMULATED = {
 
 
 def spec_of(kind: str, rule: Rule) -> MaskSpec:
-    return Layout.build(LENGTHS, kind, multiple=4).mask_spec((rule,), image_blocks(LENGTHS), (2, 1, 0, 5))
+    return Layout.build(LENGTHS, kind, multiple=4).mask_spec((rule,), find_image_blocks(LENGTHS), (2, 1, 0, 5))
 
 
 def test_the_table_is_complete():
@@ -262,7 +262,7 @@ def test_the_emulated_operator_honours_what_the_table_says(place):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_flipped_cell_is_refused_by_the_platform(monkeypatch, rule, kind, cp):
     place = ("torch_sdpa", kind, cp > 1, rule)
-    spec = Layout.build(LENGTHS, kind, cp=cp).mask_spec((RULE_OF[rule],), image_blocks(LENGTHS), (2, 1, 0, 5))
+    spec = Layout.build(LENGTHS, kind, cp=cp).mask_spec((RULE_OF[rule],), find_image_blocks(LENGTHS), (2, 1, 0, 5))
     rotary = tuple(torch.zeros(*spec.places(0)[0].shape, DIM) for _ in range(2))
     CpuPlatform().attention_inputs(spec, rotary)
     refused = dataclasses.replace(TABLE[place], honoured=False, text="it was flipped", nearest="another")

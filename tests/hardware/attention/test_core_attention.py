@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cover import matrix
-from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, image_blocks
+from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
 from support.factors import LAYOUTS, PLATFORMS
-from support.new_platform import NAME, on_added, write_platform
+from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
@@ -56,7 +56,7 @@ def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, 
     outputs, references = torch.zeros(tokens, HEADS * DIM), torch.zeros(tokens, HEADS * DIM)
     for r, layout in enumerate(layouts):
         prefixes = tuple(min(2 + i, n) for i, n in enumerate(lengths))
-        spec = layout.mask_spec(rules, image_blocks(lengths), prefixes)
+        spec = layout.mask_spec(rules, find_image_blocks(lengths), prefixes)
         no_turn = torch.ones(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
         if mode is None:
             inputs = platform.attention_inputs(spec, no_turn)
@@ -99,7 +99,7 @@ def test_attention_is_what_the_oracle_allows(one_rank, platform, cp, rule, lengt
 
 
 def test_a_new_platform_of_a_folder_and_a_line_attends_as_the_oracle_allows(one_rank, tmp_path):
-    attend = partial(on_added, write_platform(tmp_path), attend_all_ranks)
+    attend = partial(run_on_added, write_platform(tmp_path), attend_all_ranks)
     for kind, cp, rule in itertools.product(LAYOUTS, (1, 2, 4), RULES):
         differences = one_rank.run(attend, NAME, LENGTHS[0], kind, cp, (rule,), 1, 0)[0]
         assert max(differences) <= 5e-6, (kind, cp, rule, differences)
@@ -137,7 +137,7 @@ def test_a_planted_fault_is_a_fault_on_every_platform(one_rank, tmp_path, platfo
     runs = [partial(attend_with_fault, fault), attend_all_ranks]
     if platform == NAME:
         folder = write_platform(tmp_path)
-        runs = [partial(on_added, folder, run) for run in runs]
+        runs = [partial(run_on_added, folder, run) for run in runs]
     wrong, right = (one_rank.run(run, *case)[0] for run in runs)
     assert min(wrong) > 1e-2 and max(right) <= 5e-6, (wrong, right)
 
@@ -150,7 +150,7 @@ def test_an_npu_refuses_what_it_does_not_compute(kind, cp, rule):
     """Whatever the sequences: those of every case above."""
     for lengths in LENGTHS:
         layout = Layout.build(lengths, kind, cp=cp)
-        spec = layout.mask_spec((rule,), image_blocks(lengths), tuple(min(2, n) for n in lengths))
+        spec = layout.mask_spec((rule,), find_image_blocks(lengths), tuple(min(2, n) for n in lengths))
         said = f"no backend honours the rule {re.escape(str(rule))} in {kind} with cp={cp}"
         with pytest.raises(ValueError, match=said):
             get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2)
@@ -184,7 +184,7 @@ def test_the_rest_of_a_pack_does_not_cost_its_square(cp):
 def test_an_override_that_no_call_can_follow_is_refused(rule, cp):
     layout = Layout.build((5, 9), "thd", cp=cp)
     override = (f"npu_mode1/thd/{'cp' if cp > 1 else 'no-cp'}/{rule.parts[0]}",)
-    spec = layout.mask_spec((rule,), image_blocks((5, 9)))
+    spec = layout.mask_spec((rule,), find_image_blocks((5, 9)))
     with pytest.raises(ValueError, match="leave out the override"):
         get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2, override)
 

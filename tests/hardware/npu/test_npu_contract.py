@@ -252,7 +252,7 @@ SEEN = {
     "6": matrix("xxxx.", "xxxx.", "xxxxx"),
     "no mask": matrix("xxx", "xxx"),
 }
-"""Who then sees whom, as the documentation's pictures have it."""
+"""Who then sees whom, as the documentation's figures have it."""
 
 
 @pytest.mark.parametrize(

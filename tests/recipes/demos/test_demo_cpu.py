@@ -91,11 +91,11 @@ def config_from(kind: type, stored: dict):
 
 
 def test_the_control_hands_out_the_same_rewards_in_another_order():
-    from recipes.demos.cpu import shuffled
+    from recipes.demos.cpu import shuffle_advantage
 
     rewards = torch.arange(64.0)
     batch = TrainBatch.from_ids([[1, 2]] * 64, [1] * 64, rewards=rewards, group=torch.arange(64) // 8, versions=rewards)
-    control = shuffled(grpo)(batch)
+    control = shuffle_advantage(grpo)(batch)
     assert not torch.equal(control, grpo(batch))
     assert control.view(8, 8).sum(1).abs().max() < 1e-5, "each group still has a mean of zero"
 

@@ -16,8 +16,8 @@ from rlworker.algorithms.advantages import (
     with_kl_penalty,
     with_overlong_penalty,
 )
-from rlworker.algorithms.discounting import Chosen, discounted_sums
-from rlworker.algorithms.losses import kl_square
+from rlworker.algorithms.discounting import Selection, sum_discounted
+from rlworker.algorithms.losses import kl_k2
 from rlworker.config.run import CriticConfig
 from rlworker.errors import RunError
 
@@ -95,10 +95,10 @@ def test_gae_by_hand():
 
 def test_a_run_with_a_critic_takes_gae_at_its_settings():
     batch = ragged_batch(turns=False)
-    found = advantages.configured_advantage(CriticConfig(train=True, gamma=0.5, lam=0.9))(batch)
+    found = advantages.configure_advantage(CriticConfig(train=True, gamma=0.5, lam=0.9))(batch)
     for got, wanted, swapped in zip(found, gae(batch, gamma=0.5, lam=0.9), gae(batch, gamma=0.9, lam=0.5)):
         assert torch.equal(got, wanted) and not torch.allclose(got, swapped)
-    assert advantages.configured_advantage(CriticConfig()) is advantages.grpo
+    assert advantages.configure_advantage(CriticConfig()) is advantages.grpo
 
 
 def ragged_batch(turns: bool) -> TrainBatch:
@@ -124,7 +124,7 @@ def ragged_batch(turns: bool) -> TrainBatch:
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (1.0, 1.0), (0.9, 0.0)])
 def test_gae_is_the_loop_over_time(gamma, lam, turns):
     batch = ragged_batch(turns)
-    assert (Chosen.of(batch.mask, batch.lengths).index is None) == turns
+    assert (Selection.from_mask(batch.mask, batch.lengths).index is None) == turns
     want_advantage, want_returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
     start = 0
     for i, length in enumerate(batch.lengths):
@@ -152,7 +152,7 @@ def test_blocked_sums_are_the_loop(decay):
         for n in reversed(range(start, start + length)):
             running = want[n] = float(x[n]) + decay * running
         start += length
-    got = discounted_sums(x, torch.tensor(lengths), decay)
+    got = sum_discounted(x, torch.tensor(lengths), decay)
     assert float((got - want).abs().max()) <= 1e-9
 
 
@@ -160,7 +160,7 @@ def test_a_sequence_that_is_not_finite_stays_alone():
     lengths = torch.tensor([100, 100, 100])
     x = torch.ones(300)
     x[150] = float("nan")
-    got = discounted_sums(x, lengths, 0.9)
+    got = sum_discounted(x, lengths, 0.9)
     assert got[:100].isfinite().all() and got[200:].isfinite().all() and got[100].isnan()
 
 
@@ -169,7 +169,7 @@ def test_kl_in_the_reward_by_hand():
     logprobs = {"rollout_logprobs": torch.tensor([-1.0, -2.0]), "ref_logprobs": torch.tensor([-1.5, -1.0])}
     batch = TrainBatch(lengths=batch.lengths, **batch.columns() | logprobs)
     assert with_kl_penalty(batch, 0.1).penalties.tolist() == pytest.approx([-0.05, 0.1])
-    assert with_kl_penalty(batch, 0.1, kl_square).penalties.tolist() == pytest.approx([-0.0125, -0.05])
+    assert with_kl_penalty(batch, 0.1, kl_k2).penalties.tolist() == pytest.approx([-0.0125, -0.05])
     # The whole reward of the sequence is 1 - 0.05 + 0.1.
     two = groups_of([1.0, 1.0])
     columns = two.columns() | {"penalties": torch.tensor([-0.05, 0.1, 0.0, 0.0])}

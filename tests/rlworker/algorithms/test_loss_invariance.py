@@ -19,7 +19,7 @@ LIMIT = 1e-5
 _ENTROPY = partial(policy_loss, entropy_coef=0.05)
 POLICY = {
     "ppo, k2": (
-        partial(_ENTROPY, surrogate=partial(losses.ppo, dual=3.0), kl_coef=0.1, kl=losses.kl_square),
+        partial(_ENTROPY, surrogate=partial(losses.ppo, dual=3.0), kl_coef=0.1, kl=losses.kl_k2),
         token_mean,
     ),
     "gspo": (partial(_ENTROPY, surrogate=partial(losses.gspo, clip_low=0.1, clip_high=0.1)), sequence_mean),
@@ -45,11 +45,11 @@ CUTS = {
     "PP2-split": ("PP2", {"micro_batch_tokens": 24}),
     "CP2": ("CP2", {}),
     "TP2-CP2-split": ("TP2-CP2", {"micro_batch_tokens": 32}),
-    "DP2-PP2-filler": ("DP2-PP2", {"micro_batch_tokens": 1}),
-    "DP2-CP2-filler": ("DP2-CP2", {"micro_batch_tokens": 1}),
+    "DP2-PP2-dummy": ("DP2-PP2", {"micro_batch_tokens": 1}),
+    "DP2-CP2-dummy": ("DP2-CP2", {"micro_batch_tokens": 1}),
 }
 """Parallel size and settings. In the last two each of the seven sequences is a micro-batch, so that a replica has a
-filler."""
+dummy."""
 
 
 def full_batch(logprobs: torch.Tensor | None = None) -> TrainBatch:
@@ -60,18 +60,20 @@ def full_batch(logprobs: torch.Tensor | None = None) -> TrainBatch:
     start = torch.zeros(batch.num_tokens) if logprobs is None else logprobs
     columns = dict(old_logprobs=start + 0.4 * noise[0], ref_logprobs=start + 0.4 * noise[1])
     columns |= dict(rollout_logprobs=start + 0.4 * noise[2], values=0.3 * noise[3], returns=noise[4])
-    columns["advantages"] = batch.per_token(torch.randn(len(batch), generator=generator))  # gmpo takes one a sequence
+    columns["advantages"] = batch.repeat_per_token(
+        torch.randn(len(batch), generator=generator)
+    )  # gmpo takes one a sequence
     return replace(batch, **columns)
 
 
-def gradients_of(
+def compute_gradients(
     rank: int, world: int, address: str, folder: str, settings: dict, head: str, cases: dict, logprobs=None
 ) -> dict:
     """Gradients and metric sums of each loss, and the logprobs that ratios are made against."""
     from engines.models.spec import ModelSpec
 
     engine = build_engine(rank, world, address, ModelSpec.from_folder(folder, head=head), settings)
-    from engines.probes.megatron import whole_gradients
+    from engines.probes.megatron import gather_gradients
 
     if head == "language" and logprobs is None:
         schedule, shard = plan(engine, full_batch())
@@ -81,7 +83,7 @@ def gradients_of(
         weights, denominator = aggregation(batch)
         _, shard = plan(engine, replace(batch, weights=weights))
         metrics, _ = engine.backward(shard, loss, denominator)
-        gradients = whole_gradients(engine)
+        gradients = gather_gradients(engine)
         sums = {key: sum(float(part[key]) for part in metrics) for key in (metrics[0] if metrics else ())}
         found[name] = (gradients, {key: value for key, value in sums.items() if not key.endswith("_max")})
     return {"leader": engine.is_leader, "found": found, "logprobs": logprobs}
@@ -94,7 +96,7 @@ def whole(one_rank, folders):
 
     def run(head: str, cases: dict) -> dict:
         if head not in made:
-            (made[head],) = one_rank.run(gradients_of, free_address(), folders[head], WHOLE, head, cases)
+            (made[head],) = one_rank.run(compute_gradients, free_address(), folders[head], WHOLE, head, cases)
         return made[head]
 
     return run
@@ -110,7 +112,7 @@ def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, measured, c
     (size, settings), cases = CUTS[cut], HEADS[head]
     want = whole(head, cases)
     args = (folders[head], settings_of(size) | settings | {"layout": layout}, head, cases, want["logprobs"])
-    ranks = pool_of(size).run(gradients_of, free_address(), *args)
+    ranks = pool_of(size).run(compute_gradients, free_address(), *args)
     leaders = [rank["found"] for rank in ranks if rank["leader"]]
     for name, (gradients, sums) in want["found"].items():
         apart = {

@@ -9,26 +9,26 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs
 from rlworker.algorithms import losses
-from rlworker.algorithms.losses import configured_loss, kl_low_variance, policy_loss, ppo, sft_loss, value_loss
+from rlworker.algorithms.losses import configure_loss, kl_k3, policy_loss, ppo, sft_loss, value_loss
 from rlworker.config.sections import AlgorithmConfig
 
 
-def batch_of(mask, **columns) -> TrainBatch:
+def make_batch(mask, **columns) -> TrainBatch:
     n = len(mask)
     zeros = torch.zeros(n, dtype=torch.long)
     tensors = {name: torch.tensor(value) for name, value in columns.items()}
     return TrainBatch((n,), zeros, zeros, zeros, torch.tensor(mask), **tensors)
 
 
-def outputs_of(logprobs) -> TokenOutputs:
+def make_outputs(logprobs) -> TokenOutputs:
     return TokenOutputs(torch.tensor(logprobs, requires_grad=True), torch.full((len(logprobs),), 0.5))
 
 
 def test_clipped_surrogate_by_hand():
     """Ratios 1.5, 0.5, 1.5, 0.5 against a clip of 0.2: the gain is the smaller of clipped and not."""
     ratios, advantages = [1.5, 0.5, 1.5, 0.5, 9.0], [1.0, 1.0, -1.0, -1.0, 5.0]
-    batch = batch_of([True] * 4 + [False], old_logprobs=[-1.0] * 5, advantages=advantages)
-    outputs = outputs_of([-1.0 + math.log(r) for r in ratios])
+    batch = make_batch([True] * 4 + [False], old_logprobs=[-1.0] * 5, advantages=advantages)
+    outputs = make_outputs([-1.0 + math.log(r) for r in ratios])
     loss, metrics = policy_loss(outputs, batch)
     assert loss.item() == pytest.approx(-(1.2 + 0.5 - 1.5 - 0.8))
     assert metrics["clip_fraction"] == 4 and metrics["ratio_max"].item() == pytest.approx(1.5)
@@ -39,15 +39,15 @@ def test_clipped_surrogate_by_hand():
 
 
 def test_asymmetric_clip():
-    batch = batch_of([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0])
+    batch = make_batch([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0])
     surrogate = partial(ppo, clip_low=0.1, clip_high=0.3)
-    loss, _ = policy_loss(outputs_of([math.log(1.5), math.log(0.5)]), batch, surrogate=surrogate)
+    loss, _ = policy_loss(make_outputs([math.log(1.5), math.log(0.5)]), batch, surrogate=surrogate)
     assert loss.item() == pytest.approx(-1.3 + 0.9)
 
 
 def test_without_old_logprobs_the_gradient_is_reinforce():
-    batch = batch_of([True, True, False], advantages=[2.0, -3.0, 7.0])
-    outputs = outputs_of([-1.0, -2.0, -3.0])
+    batch = make_batch([True, True, False], advantages=[2.0, -3.0, 7.0])
+    outputs = make_outputs([-1.0, -2.0, -3.0])
     loss, metrics = policy_loss(outputs, batch)
     loss.backward()
     assert outputs.logprobs.grad.tolist() == [-2.0, 3.0, 0.0]
@@ -56,21 +56,21 @@ def test_without_old_logprobs_the_gradient_is_reinforce():
 
 def test_kl_by_hand():
     d = math.log(2.0)
-    assert kl_low_variance(torch.tensor([-1.0]), torch.tensor([-1.0 + d])).item() == pytest.approx(2 - 1 - d)
-    batch = batch_of([True, False], advantages=[0.0, 0.0], ref_logprobs=[-1.0 + d, 0.0])
-    loss, metrics = policy_loss(outputs_of([-1.0, -1.0]), batch, kl_coef=0.3)
+    assert kl_k3(torch.tensor([-1.0]), torch.tensor([-1.0 + d])).item() == pytest.approx(2 - 1 - d)
+    batch = make_batch([True, False], advantages=[0.0, 0.0], ref_logprobs=[-1.0 + d, 0.0])
+    loss, metrics = policy_loss(make_outputs([-1.0, -1.0]), batch, kl_coef=0.3)
     assert loss.item() == pytest.approx(0.3 * (1 - d)) and metrics["kl"].item() == pytest.approx(1 - d)
 
 
 def test_sft_counts_the_mask_only():
-    loss, metrics = sft_loss(outputs_of([-1.0, -2.0, -4.0]), batch_of([True, False, True]))
+    loss, metrics = sft_loss(make_outputs([-1.0, -2.0, -4.0]), make_batch([True, False, True]))
     assert loss.item() == 5.0 and metrics["loss"].item() == 5.0
 
 
 def test_dual_clip_by_hand():
     """A ratio of 9 at A = -1 costs 9; held to 3 times the advantage, 3 and no gradient. A > 0 is as ever."""
-    batch = batch_of([True] * 3, old_logprobs=[0.0] * 3, advantages=[-1.0, -1.0, 1.0])
-    outputs = outputs_of([math.log(9.0), math.log(2.0), math.log(9.0)])
+    batch = make_batch([True] * 3, old_logprobs=[0.0] * 3, advantages=[-1.0, -1.0, 1.0])
+    outputs = make_outputs([math.log(9.0), math.log(2.0), math.log(9.0)])
     loss, _ = policy_loss(outputs, batch, surrogate=partial(ppo, dual=3.0))
     assert loss.item() == pytest.approx(3.0 + 2.0 - 1.2)
     loss.backward()
@@ -87,21 +87,21 @@ def two_sequences(**columns) -> TrainBatch:
 def test_gspo_by_hand():
     """Log ratios 0.2 and 0.4 have mean 0.3: the sequence's ratio, clipped at 1.1. The second's is exp(-0.5)."""
     batch = two_sequences(old_logprobs=[0.0] * 4, advantages=[1.0, 1.0, 2.0, 2.0])
-    outputs = outputs_of([0.2, 0.4, 7.0, -0.5])
+    outputs = make_outputs([0.2, 0.4, 7.0, -0.5])
     loss, metrics = policy_loss(outputs, batch, surrogate=partial(losses.gspo, clip_low=0.1, clip_high=0.1))
     assert loss.item() == pytest.approx(-(2 * 1.1 + 2 * math.exp(-0.5)))
     assert metrics["clip_fraction"] == 3
     loss.backward()
     assert outputs.logprobs.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, -2 * math.exp(-0.5)])
-    outputs = outputs_of([0.02, 0.04, 0.0, 0.0])  # within the clip each token has half of both tokens' gradient
+    outputs = make_outputs([0.02, 0.04, 0.0, 0.0])  # within the clip each token has half of both tokens' gradient
     policy_loss(outputs, batch, surrogate=partial(losses.gspo, clip_low=0.1, clip_high=0.1))[0].backward()
     assert outputs.logprobs.grad.tolist() == pytest.approx([-math.exp(0.03)] * 2 + [0.0, -2.0])
 
 
 def test_cispo_by_hand():
     """A ratio of 9 is clipped to 5 and keeps its gradient, 5 * A; one of 1/4 is not clipped from below."""
-    batch = batch_of([True, True, False], old_logprobs=[-3.0] * 3, advantages=[2.0, -1.0, 4.0])
-    outputs = outputs_of([-3.0 + math.log(9.0), -3.0 - math.log(4.0), -1.0])
+    batch = make_batch([True, True, False], old_logprobs=[-3.0] * 3, advantages=[2.0, -1.0, 4.0])
+    outputs = make_outputs([-3.0 + math.log(9.0), -3.0 - math.log(4.0), -1.0])
     loss, metrics = policy_loss(outputs, batch, surrogate=losses.cispo)
     want = -5 * 2 * (-3 + math.log(9)) + 0.25 * (-3 - math.log(4))
     assert loss.item() == pytest.approx(want) and metrics["clip_fraction"] == 1
@@ -112,7 +112,7 @@ def test_cispo_by_hand():
 def test_gmpo_by_hand():
     """Log ratios 0.6 (held to 0.4, as A > 0) and -0.6 (not held, as A > 0): their mean is -0.1."""
     batch = two_sequences(old_logprobs=[0.0] * 4, advantages=[1.0, 1.0, -1.0, -1.0])
-    outputs = outputs_of([0.6, -0.6, 0.0, -0.6])
+    outputs = make_outputs([0.6, -0.6, 0.0, -0.6])
     loss, _ = policy_loss(outputs, batch, surrogate=losses.gmpo)
     # In the second A < 0, so that -0.6 is held to -0.4.
     assert loss.item() == pytest.approx(-2 * math.exp(-0.1) + math.exp(-0.4))
@@ -122,13 +122,13 @@ def test_gmpo_by_hand():
 
 def test_sapo_by_hand():
     """At a ratio of 1 the gate is 2 / tau and its slope 1: the gradient is REINFORCE's. At 3 it has closed some way."""
-    batch = batch_of([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0])
-    outputs = outputs_of([0.0, 0.0])
+    batch = make_batch([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0])
+    outputs = make_outputs([0.0, 0.0])
     loss, _ = policy_loss(outputs, batch, surrogate=losses.sapo)
     assert loss.item() == pytest.approx(-2.0 + 2 / 1.05, rel=1e-5)
     loss.backward()
     assert outputs.logprobs.grad.tolist() == pytest.approx([-1.0, 1.0])
-    outputs = outputs_of([math.log(3.0), math.log(3.0)])
+    outputs = make_outputs([math.log(3.0), math.log(3.0)])
     policy_loss(outputs, batch, surrogate=losses.sapo)[0].backward()
     gates = [1 / (1 + math.exp(-tau * 2)) for tau in (1.0, 1.05)]
     slopes = [3 * 4 * gate * (1 - gate) for gate in gates]
@@ -137,16 +137,16 @@ def test_sapo_by_hand():
 
 def test_kl_estimates_by_hand():
     logprobs, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
-    assert losses.kl_direct(logprobs, ref).item() == 0.5
-    assert losses.kl_square(logprobs, ref).item() == 0.125
-    assert kl_low_variance(logprobs, ref).item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+    assert losses.kl_k1(logprobs, ref).item() == 0.5
+    assert losses.kl_k2(logprobs, ref).item() == 0.125
+    assert kl_k3(logprobs, ref).item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
 
 
 def test_the_low_variance_estimate_is_bounded():
     """At log ratios (reference over policy) of 99, 20, 2, -2, -10.5 and -99."""
     ratios = [99.0, 20.0, 2.0, -2.0, -10.5, -99.0]
     logprobs = torch.tensor([-r for r in ratios], requires_grad=True)
-    kl = kl_low_variance(logprobs, torch.zeros(6))
+    kl = kl_k3(logprobs, torch.zeros(6))
     want = [10.0, 10.0, math.exp(2) - 3, math.exp(-2) + 1, math.exp(-10.5) + 9.5, 10.0]
     assert kl.tolist() == pytest.approx(want, rel=1e-6)
     kl.sum().backward()
@@ -160,16 +160,16 @@ def test_corrections_by_hand():
     assert losses.truncated_importance(old, rollout).tolist() == pytest.approx([2.0, 1.0, 0.25])
     assert losses.masked_importance(old, rollout, most=3.0).tolist() == [0.0, 1.0, 0.0]
     columns = {"old_logprobs": old.tolist(), "rollout_logprobs": [0.0] * 3, "advantages": [1.0] * 3}
-    outputs = outputs_of(old.tolist())
-    loss, metrics = policy_loss(outputs, batch_of([True] * 3, **columns), correction=losses.truncated_importance)
+    outputs = make_outputs(old.tolist())
+    loss, metrics = policy_loss(outputs, make_batch([True] * 3, **columns), correction=losses.truncated_importance)
     loss.backward()
     assert outputs.logprobs.grad.tolist() == pytest.approx([-2.0, -1.0, -0.25])
     assert metrics["correction"].item() == pytest.approx(3.25)
 
 
 def test_entropy_is_taken_from_the_loss():
-    batch = batch_of([True, False], advantages=[0.0, 0.0])
-    assert policy_loss(outputs_of([-1.0, -1.0]), batch, entropy_coef=0.1)[0].item() == pytest.approx(-0.05)
+    batch = make_batch([True, False], advantages=[0.0, 0.0])
+    assert policy_loss(make_outputs([-1.0, -1.0]), batch, entropy_coef=0.1)[0].item() == pytest.approx(-0.05)
 
 
 def test_aggregations_by_hand():
@@ -186,7 +186,7 @@ def test_aggregations_by_hand():
 
 def test_weights_are_what_a_loss_sums_with():
     columns = {"advantages": [1.0] * 4, "weights": [0.5, 0.5, 0.0, 1.0]}
-    outputs = outputs_of([-1.0] * 4)
+    outputs = make_outputs([-1.0] * 4)
     loss, _ = policy_loss(outputs, two_sequences(**columns))
     loss.backward()
     assert outputs.logprobs.grad.tolist() == [-0.5, -0.5, 0.0, -1.0]
@@ -195,7 +195,7 @@ def test_weights_are_what_a_loss_sums_with():
 def test_value_loss_by_hand():
     """Value 2 after 1, return 3: half of 1. Held within 0.5 it is 1.5, half of 2.25, without a gradient."""
     columns = {"values": [1.0, 1.0, 0.0], "returns": [3.0, 0.0, 9.0]}
-    batch = batch_of([True, True, False], **columns)
+    batch = make_batch([True, True, False], **columns)
     values = torch.tensor([2.0, 2.0, 2.0], requires_grad=True)
     loss, metrics = value_loss(ValueOutputs(values), batch)
     assert loss.item() == pytest.approx(0.5 + 2.0) and metrics["value_loss"].item() == pytest.approx(2.5)
@@ -210,21 +210,21 @@ def test_value_loss_by_hand():
 
 
 def test_the_settings_become_a_loss():
-    batch = batch_of([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0], ref_logprobs=[0.0, 0.0])
-    outputs = outputs_of([math.log(1.5), math.log(9.0)])
+    batch = make_batch([True, True], old_logprobs=[0.0, 0.0], advantages=[1.0, -1.0], ref_logprobs=[0.0, 0.0])
+    outputs = make_outputs([math.log(1.5), math.log(9.0)])
     settings = AlgorithmConfig(clip_high=0.3, dual_clip=4.0, entropy_coef=0.1, kl_coef=0.5)
-    kl = sum(kl_low_variance(outputs.logprobs.detach(), torch.zeros(2)).tolist())
-    assert configured_loss(settings)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1 + 0.5 * kl)
+    kl = sum(kl_k3(outputs.logprobs.detach(), torch.zeros(2)).tolist())
+    assert configure_loss(settings)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1 + 0.5 * kl)
     in_reward = AlgorithmConfig(clip_high=0.3, dual_clip=4.0, entropy_coef=0.1, kl_coef=0.5, kl_in="reward")
-    assert configured_loss(in_reward)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1)
+    assert configure_loss(in_reward)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1)
 
 
 LOSSES = {
     "ppo": partial(policy_loss, surrogate=partial(ppo, dual=3.0), kl_coef=0.1, entropy_coef=0.1),
     "gspo": partial(policy_loss, surrogate=losses.gspo, correction=losses.truncated_importance),
     "cispo": partial(policy_loss, surrogate=losses.cispo, correction=losses.masked_importance),
-    "gmpo": partial(policy_loss, surrogate=losses.gmpo, kl_coef=0.1, kl=losses.kl_square),
-    "sapo": partial(policy_loss, surrogate=losses.sapo, kl_coef=0.1, kl=losses.kl_direct),
+    "gmpo": partial(policy_loss, surrogate=losses.gmpo, kl_coef=0.1, kl=losses.kl_k2),
+    "sapo": partial(policy_loss, surrogate=losses.sapo, kl_coef=0.1, kl=losses.kl_k1),
     "value": partial(value_loss, clip=0.1),
 }
 

@@ -17,7 +17,7 @@ from engines.probes.faults import FAULTS
 from rlworker import cli
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.tiny_models import tiny_model
+from rlworker.checks.tiny_models import make_tiny_model
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.large)])
@@ -43,13 +43,13 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
         pytest.param("qwen3_vl", MegatronConfig(ranks=2), marks=pytest.mark.large),
     ],
 )
-def test_a_model_that_sees_pictures_passes(cluster, tmp_path, tiny, sizes):
+def test_a_model_that_sees_images_passes(cluster, tmp_path, tiny, sizes):
     from rlworker.checks.check import run_check
 
-    found = run_check(CheckConfig(model=tiny_model(tmp_path, tiny), actor=sizes))
+    found = run_check(CheckConfig(model=make_tiny_model(tmp_path, tiny), actor=sizes))
     assert {finding.outcome for finding in found if finding.check != "attention"} == {"ok"}, found
-    pictures = [finding.where for finding in found if finding.check == "pictures"]
-    assert pictures == ["bshd, whole model", "thd, whole model", "tower"]
+    images = [finding.where for finding in found if finding.check == "images"]
+    assert images == ["bshd, whole model", "thd, whole model", "tower"]
 
 
 @pytest.mark.timeout(820)
@@ -110,7 +110,7 @@ def test_the_case_is_longer_than_the_window_and_within_the_positions(make_hf_mod
     assert all(part.num_tokens for part in case.batch.split(3)), "every replica has its share"
     assert max(case.batch.lengths) >= 4 + 6 and {0, 1} < set(case.batch.lengths)
     assert case.probe.columns == tuple(range(sum(case.probe.lengths)))
-    config = json.loads(Path(tiny_model(tmp_path, "qwen2"), "config.json").read_text())
+    config = json.loads(Path(make_tiny_model(tmp_path, "qwen2"), "config.json").read_text())
     config |= {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     case = make_case(ModelSpec.from_folder(tmp_path), 1, str(tmp_path)).probe
@@ -135,7 +135,7 @@ def test_a_model_that_an_engine_cannot_hold_is_refused_before_anything_starts(ma
 
 def test_a_tied_head_that_is_not_the_embedding_is_refused_before_anything_starts(tmp_path, nothing_starts):
     """HuggingFace would keep both apart and have a gradient for each."""
-    weights = load_file(Path(tiny_model(tmp_path, "qwen2"), "model.safetensors"))
+    weights = load_file(Path(make_tiny_model(tmp_path, "qwen2"), "model.safetensors"))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     done = run_program(cli.main, "check", tmp_path)

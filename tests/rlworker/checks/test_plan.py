@@ -8,9 +8,9 @@ import pytest
 from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.megatron.memory import padding_share
+from engines.megatron.memory import estimate_padding
 from engines.models.spec import ModelSpec
-from rlworker.checks.plan import in_words, make_plan, nearest, over, plan_recipe
+from rlworker.checks.plan import describe_plan, find_nearest, make_plan, over, plan_recipe
 from rlworker.cli import main
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PlacementConfig
@@ -68,7 +68,7 @@ def test_a_known_model_by_hand(folder):
 
 
 def test_batches_in_one_vocabulary(folder):
-    text = in_words(make_plan(config_of(folder), {"actor": ModelSpec.from_folder(folder)}))
+    text = describe_plan(make_plan(config_of(folder), {"actor": ModelSpec.from_folder(folder)}))
     for words in (
         "64 prompts x 8 samples = 512 samples",
         "512 + 1536 = 2048 tokens at most",
@@ -107,20 +107,20 @@ def test_engines_that_share_a_process_add_up_but_for_activations(folder):
 def test_what_does_not_fit_is_refused_with_the_nearest_that_does(folder):
     config, models = config_of(folder, actor=MegatronConfig(dtype="bfloat16")), {"actor": ModelSpec.from_folder(folder)}
     assert over(make_plan(config, models), 80.0)
-    words = nearest(config, models, 80.0).split()
+    words = find_nearest(config, models, 80.0).split()
     pairs = {name.removeprefix("--actor.").replace("-", "_"): value for name, value in zip(words[::2], words[1::2])}
     changes = {name: value if name == "recompute" else int(value) for name, value in pairs.items()}
     fitting = replace(config, actor=replace(config.actor, **changes))
     assert changes and not over(make_plan(fitting, models), 80.0)
-    assert nearest(config, models, 1.0) == ""
+    assert find_nearest(config, models, 1.0) == ""
 
 
 def test_padding_by_hand():
     """Lengths of 1 to 99, 50 on average: thd under tp 2 and cp 2 pads by 3.5 to a multiple of 8; bshd to 104."""
     sizes = dict(ranks=4, tp=2, cp=2)
-    assert padding_share(MegatronConfig(**sizes), 99) == pytest.approx(3.5 / 53.5)
-    assert padding_share(MegatronConfig(**sizes, layout="bshd"), 99) == pytest.approx(54 / 104)
-    assert padding_share(MegatronConfig(), 99) == 0
+    assert estimate_padding(MegatronConfig(**sizes), 99) == pytest.approx(3.5 / 53.5)
+    assert estimate_padding(MegatronConfig(**sizes, layout="bshd"), 99) == pytest.approx(54 / 104)
+    assert estimate_padding(MegatronConfig(), 99) == 0
 
 
 def test_the_command(folder):

@@ -1,7 +1,7 @@
 """The reference that engines are compared with, against a second oracle that shares no line with it.
 
 Transformers' own forward with labels shifts, picks and normalises by itself, for one target at a time. Its own
-processors for sampling divide by the temperature and suppress tokens, its own image processor reads the pictures, and
+processors for sampling divide by the temperature and suppress tokens, its own image processor reads the images, and
 torch's ``Categorical`` has the entropy. The weighted loss is added up here, one target after another.
 """
 
@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from support.factors import IMAGE_FAMILIES
 from support.models import make_vlm
 from support.ranks.engines_cases import make_batch
-from support.ranks.vlm_cases import make_pictures, vlm_batch
+from support.ranks.vlm_cases import make_images, vlm_batch
 
 from engines.batch.batch import TrainBatch
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import huggingface_reference, load_huggingface, probe_loss
+from rlworker.checks.huggingface import compute_reference, load_huggingface, probe_loss
 
 TEMPERATURE = 0.7
 ROWS = ((), (0,), (1, 3))
-"""Pictures of each sequence."""
+"""Images of each sequence."""
 
 
 def sampling_model(spec: ModelSpec):
@@ -39,7 +39,7 @@ def sampling_model(spec: ModelSpec):
 
 
 def shown(spec: ModelSpec, ids: list[int], paths: list[str]) -> dict:
-    """What transformers is given of a sequence's pictures."""
+    """What transformers is given of a sequence's images."""
     if not spec.vision:
         return {}
     from PIL import Image
@@ -48,8 +48,8 @@ def shown(spec: ModelSpec, ids: list[int], paths: list[str]) -> dict:
     kinds = {"mm_token_type_ids": torch.tensor([[int(token == spec.vision.image_token) for token in ids]])}
     if not paths:
         return kinds
-    pictures = [Image.open(path).convert("RGB") for path in paths]
-    return kinds | dict(AutoImageProcessor.from_pretrained(spec.folder)(images=pictures, return_tensors="pt"))
+    images = [Image.open(path).convert("RGB") for path in paths]
+    return kinds | dict(AutoImageProcessor.from_pretrained(spec.folder)(images=images, return_tensors="pt"))
 
 
 def by_labels(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> dict:
@@ -76,7 +76,7 @@ def by_labels(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> dic
 
 def check(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> None:
     denominator = float(batch.mask.sum())
-    found = huggingface_reference(spec, batch, probe_loss, denominator, TEMPERATURE)
+    found = compute_reference(spec, batch, probe_loss, denominator, TEMPERATURE)
     want = by_labels(spec, batch, paths)
     assert float((found.logprobs - want["logprobs"]).abs().max()) <= 1e-5
     asked = want["entropy"] != 0
@@ -92,14 +92,14 @@ def check(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> None:
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("llama", False), ("qwen3", True)])
 def test_language_model(make_hf_model, family, tied):
-    batch = make_batch().take(np.array([1, 2, 4, 6]))
+    batch = make_batch().gather(np.array([1, 2, 4, 6]))
     assert batch.lengths == (1, 4, 0, 5) and not batch.mask.all()
     check(ModelSpec.from_folder(make_hf_model(family, tied)), batch, [[]] * len(batch))
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
-def test_model_that_sees_pictures(tmp_path, family):
-    spec, paths = ModelSpec.from_folder(make_vlm(tmp_path / "model", family)), make_pictures(tmp_path)
+def test_model_that_sees_images(tmp_path, family):
+    spec, paths = ModelSpec.from_folder(make_vlm(tmp_path / "model", family)), make_images(tmp_path)
     batch = vlm_batch(spec, paths, ROWS)
     assert set(batch.targets.tolist()) & set(spec.banned_tokens)
     check(spec, batch, [[paths[number] for number in row] for row in ROWS])

@@ -26,14 +26,14 @@ class Worker:
 def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
     import ray
 
-    from rlworker.cluster.ray import ray_for
+    from rlworker.cluster.ray import running_ray
 
     def init(**_):
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(RunError, match=r"ray: it did not start \(The current node timed out"), ray_for(1, "cpu"):
+    with pytest.raises(RunError, match=r"ray: it did not start \(The current node timed out"), running_ray(1, "cpu"):
         pass
 
 
@@ -56,22 +56,22 @@ def test_who_failed_is_named_among_workers_that_hang(cluster, by_value):
 def test_whoever_found_ray_there_leaves_it_there(cluster):
     import ray
 
-    from rlworker.cluster.ray import ray_for
+    from rlworker.cluster.ray import running_ray
 
-    with ray_for(1, "cpu"):
+    with running_ray(1, "cpu"):
         pass
-    with pytest.raises(RuntimeError, match="need 2 NPUs and Ray has 0"), ray_for(2, "npu"):
+    with pytest.raises(RuntimeError, match="need 2 NPUs and Ray has 0"), running_ray(2, "npu"):
         pass
-    with pytest.raises(RuntimeError, match="need 40 CPUs"), ray_for(40, "cpu"):
+    with pytest.raises(RuntimeError, match="need 40 CPUs"), running_ray(40, "cpu"):
         pass
     assert ray.is_initialized()
 
 
-@pytest.mark.parametrize("actors", [1, 1000])
-def test_a_ray_of_ones_own_has_room_for_the_actors_and_ends_with_them(monkeypatch, actors):
+@pytest.mark.parametrize("workers", [1, 1000])
+def test_a_ray_of_ones_own_has_room_for_the_workers_and_ends_with_them(monkeypatch, workers):
     import ray
 
-    from rlworker.cluster.ray import ray_for
+    from rlworker.cluster.ray import running_ray
 
     started, ended = [], []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -79,11 +79,11 @@ def test_a_ray_of_ones_own_has_room_for_the_actors_and_ends_with_them(monkeypatc
     monkeypatch.setattr(ray, "init", lambda **settings: started.append(settings))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": started[0]["num_cpus"]})
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
-    with pytest.raises(KeyError), ray_for(actors, "cpu"):
+    with pytest.raises(KeyError), running_ray(workers, "cpu"):
         assert not ended
         raise KeyError
     (settings,) = started
-    assert (settings["address"], settings["num_cpus"]) == ("local", max(actors, os.cpu_count())) and ended == [True]
+    assert (settings["address"], settings["num_cpus"]) == ("local", max(workers, os.cpu_count())) and ended == [True]
 
 
 @pytest.mark.large
@@ -91,8 +91,8 @@ def test_ray_that_was_started_for_a_run_ends_with_it():
     """As above, by a Ray of its own in a process of its own."""
     program = (
         "import os, ray\n"
-        "from rlworker.cluster.ray import ray_for\n"
-        "with ray_for(3, 'cpu'):\n"
+        "from rlworker.cluster.ray import running_ray\n"
+        "with running_ray(3, 'cpu'):\n"
         "    assert ray.cluster_resources()['CPU'] == max(3, os.cpu_count())\n"
         "assert not ray.is_initialized()\n"
     )
@@ -100,9 +100,9 @@ def test_ray_that_was_started_for_a_run_ends_with_it():
 
 
 def test_collection_goes_on_afterwards():
-    from rlworker.cluster.ray import no_collection
+    from rlworker.cluster.ray import pausing_collection
 
-    with pytest.raises(ImportError), no_collection():
+    with pytest.raises(ImportError), pausing_collection():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled() and gc.get_freeze_count() > 0

@@ -297,7 +297,7 @@ def nothing_starts():
     import rlworker.trainers.launch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rlworker.trainers.launch, "ray_for", start)
+        patch.setattr(rlworker.trainers.launch, "running_ray", start)
         patch.setattr(rlworker.trainers.launch, "_build_trainer", start)
         patch.setattr(ray, "init", start)
         yield

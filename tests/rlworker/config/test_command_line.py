@@ -11,7 +11,7 @@ from support.program import run_program, run_recipe
 from engines.config import MegatronConfig, OptimizerConfig
 from rlworker.cli import main
 from rlworker.config.command_line import parse_config
-from rlworker.config.keys import renamed_keys, settings_by_key
+from rlworker.config.keys import flatten_config, map_renamed_keys
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 
@@ -41,7 +41,7 @@ def test_an_option_changes_its_key_alone():
     default = RunConfig(actor=MegatronConfig(ranks=2, optimizer=OptimizerConfig(lr=0.5, adam_eps=0.1)))
     said, config = parse(default, "--actor.optimizer.lr-scheduler", "linear", "--checkpoint.no-keep-best")
     assert said == ""
-    changed = settings_by_key(default).items() ^ settings_by_key(config).items()
+    changed = flatten_config(default).items() ^ flatten_config(config).items()
     assert changed == {
         ("actor.optimizer.lr_scheduler", "constant"),
         ("actor.optimizer.lr_scheduler", "linear"),
@@ -78,7 +78,7 @@ def test_help_of_a_section_shows_its_subsections_with_defaults_and_bounds():
 
 
 def test_every_section_has_its_help():
-    keys = settings_by_key(RunConfig())
+    keys = flatten_config(RunConfig())
     for section in {key.split(".")[0] for key in keys if "." in key}:
         said, _ = parse(RunConfig(), "--help", section)
         assert options(said) >= {f"--{key.replace('_', '-')}" for key in keys if key.startswith(f"{section}.")}
@@ -130,11 +130,11 @@ def test_a_key_of_a_recipes_own_means_what_it_says():
     assert (said, config.save_every, config.multiple, config.checkpoint.save_every) == ("", 7, 5, 0)
     said, _ = parse(OwnConfig(), "--multiple", "1")
     assert "config: multiple must be at least 2, got 1; change --multiple" in said
-    assert "save_every" not in renamed_keys(settings_by_key(OwnConfig()))
-    assert "separate" not in renamed_keys(settings_by_key(SftConfig())), "there is nothing that it could mean"
+    assert "save_every" not in map_renamed_keys(flatten_config(OwnConfig()))
+    assert "separate" not in map_renamed_keys(flatten_config(SftConfig())), "there is nothing that it could mean"
 
 
 def test_what_keys_are_renamed_to_is_there():
-    known = settings_by_key(RunConfig())
-    renamed = renamed_keys(known)
+    known = flatten_config(RunConfig())
+    renamed = map_renamed_keys(known)
     assert len(renamed) == 19 and set(renamed.values()) <= known.keys() and not renamed.keys() & known.keys()

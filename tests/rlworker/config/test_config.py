@@ -18,11 +18,11 @@ from engines.config import (
     OptimizerConfig,
     VllmConfig,
 )
-from engines.validation import installed_fields
+from engines.validation import read_installed_fields
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, override_warnings
 from hardware.platforms import get_platform
-from rlworker.config.keys import settings_by_key
+from rlworker.config.keys import flatten_config
 from rlworker.config.model_checks import check_engines
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (
@@ -58,10 +58,10 @@ def test_logprob_limits_follow_the_type():
     assert RunConfig(limits=LimitsConfig(logprob_diff_mean=1e-3)).logprob_limits == (1e-3, 5e-3)
 
 
-def test_a_separate_reference_takes_as_many_actors_as_the_policy():
+def test_a_separate_reference_takes_as_many_workers_as_the_policy():
     config = RunConfig(actor=MegatronConfig(ranks=2), algorithm=AlgorithmConfig(kl_coef=0.1))
-    assert config.actors == 3 and RunConfig().actors == 2
-    assert dataclasses.replace(config, placement=PlacementConfig(("reference",))).actors == 5
+    assert config.num_workers == 3 and RunConfig().num_workers == 2
+    assert dataclasses.replace(config, placement=PlacementConfig(("reference",))).num_workers == 5
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_another_model_is_checked_by_its_own_name(make_hf_model, tmp_path):
 
 def test_there_are_few_keys():
     """At most 20 in a section, in none too, and 130 in all."""
-    sections = Counter(key.rpartition(".")[0] for key in settings_by_key(RunConfig()))
+    sections = Counter(key.rpartition(".")[0] for key in flatten_config(RunConfig()))
     assert sections.keys() >= {"", "actor", "actor.optimizer", "placement", "limits", "checkpoint"}
     assert max(sections.values()) <= 20 and sections.total() <= 130
 
@@ -233,14 +233,14 @@ def test_the_names_are_what_vllm_and_megatron_call_them(one_rank):
 
         return [field.name for field in dataclasses.fields(TransformerConfig)]
 
-    fields, names = installed_fields("megatron", *MEGATRON_SOURCES), one_rank.run(names_of_megatron)[0]
+    fields, names = read_installed_fields("megatron", *MEGATRON_SOURCES), one_rank.run(names_of_megatron)[0]
     assert fields.keys() == {name for name in names if not name.startswith("_")}
     assert fields["num_layers"] is int and fields["num_query_groups"] == int | None
     assert fields.keys() >= MEGATRON_OWN | MEGATRON_REFUSED
-    vllm = installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
+    vllm = read_installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
     assert vllm.keys() >= VLLM_OWN | VLLM_REFUSED and vllm["block_size"] == int | None
-    assert installed_fields("nowhere", ("engine/arg_utils.py", "EngineArgs")) is None
-    assert installed_fields("vllm", ("engine/arg_utils.py", "NoSuchClass")) is None
+    assert read_installed_fields("nowhere", ("engine/arg_utils.py", "EngineArgs")) is None
+    assert read_installed_fields("vllm", ("engine/arg_utils.py", "NoSuchClass")) is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from recipes.common.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config.sections import DataConfig
-from rlworker.data.rows import check_rows, check_vocabulary, read_rows, rows_of_step
+from rlworker.data.rows import check_rows, check_vocabulary, pick_rows, read_rows
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -93,13 +93,13 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, form):
 
 
 def test_a_data_set_gives_plain_values(tmp_path, tokenizer):
-    """Whatever form its owner chose to read it in, and undecoded where a column holds pictures."""
+    """Whatever form its owner chose to read it in, and undecoded where a column holds images."""
     from datasets import Array2D, Dataset, Features, Image, Json, List, Value
 
-    picture = {"bytes": b"no picture at all", "path": None}
+    image = {"bytes": b"no image at all", "path": None}
     columns = {"prompt": Value("string"), "answer": Value("string"), "grid": Array2D((2, 2), "float32")}
     columns |= {"tools": List(Json()), "image": Image(), "more": List(Image())}
-    row = ROW | {"grid": [[1.0, 2.0], [3.0, 4.0]], "tools": [{"a": 1}, {"b": "x"}], "image": picture, "more": [picture]}
+    row = ROW | {"grid": [[1.0, 2.0], [3.0, 4.0]], "tools": [{"a": 1}, {"b": "x"}], "image": image, "more": [image]}
     dataset = Dataset.from_list([row], features=Features(columns))
     dataset.set_format("numpy", columns=["prompt"])
     dataset.save_to_disk(tmp_path / "saved")
@@ -311,11 +311,11 @@ def test_fields_must_have_names():
 
 def test_steps_walk_whole_epochs_in_new_orders():
     rows = list(range(10))
-    seen = [row for step in range(5) for row in rows_of_step(rows, 4, step, seed=1)]
+    seen = [row for step in range(5) for row in pick_rows(rows, 4, step, seed=1)]
     first, second = seen[:10], seen[10:]
     assert sorted(first) == sorted(second) == rows and first != second
-    assert rows_of_step(rows, 4, 2, seed=1) == seen[8:12], "a step may straddle two epochs and needs no state"
-    assert rows_of_step(rows, 4, 0, seed=2) != seen[:4]
+    assert pick_rows(rows, 4, 2, seed=1) == seen[8:12], "a step may straddle two epochs and needs no state"
+    assert pick_rows(rows, 4, 0, seed=2) != seen[:4]
 
 
 def test_heldout_additions_are_apart_and_without_pattern(tmp_path):

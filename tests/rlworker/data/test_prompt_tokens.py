@@ -9,10 +9,10 @@ from tokenizers.processors import TemplateProcessing
 
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
-from rlworker.data.images import pictures_of
+from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer, read_rows
 
 DATA = DataConfig(max_prompt_tokens=20)
@@ -78,12 +78,14 @@ def test_an_answer_is_not_opened(tmp_path, make_hf_model):
     assert example.ids == (1, *tokenizer.convert_tokens_to_ids(list("1+1=2")), 2), "one end, which is learned"
 
 
-def test_a_prompt_with_a_picture_is_opened(tmp_path):
-    folder = tiny_vlm(tmp_path / "model", "qwen2_5_vl", framed(make_tokenizer(None, IMAGE_TOKENS), "<bos> $A"), 128)
+def test_a_prompt_with_an_image_is_opened(tmp_path):
+    folder = make_tiny_vlm(
+        tmp_path / "model", "qwen2_5_vl", framed(make_tokenizer(None, IMAGE_TOKENS), "<bos> $A"), 128
+    )
     Image.new("RGB", (84, 56)).save(tmp_path / "a.png")
     path = write(tmp_path, {"prompt": "<image>x", "images": ["a.png"], "answer": "y"})
     model, tokenizer = ModelSpec.from_folder(folder), load_tokenizer(folder)
-    (row,) = read_rows(path, tokenizer, DATA, pictures_of(model, str(tmp_path / "run"), 64)).rows
+    (row,) = read_rows(path, tokenizer, DATA, build_image_reader(model, str(tmp_path / "run"), 64)).rows
     vision = model.vision
     x = tokenizer.convert_tokens_to_ids("x")
     assert row.prompt_ids == (1, vision.start_token, *[vision.image_token] * 6, vision.end_token, x)

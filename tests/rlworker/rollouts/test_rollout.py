@@ -3,7 +3,7 @@ import torch
 
 from engines.batch.samples import Completion
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import logprob_difference, to_batch
+from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 
 
 def test_columns_stand_at_their_tokens():
@@ -20,6 +20,6 @@ def test_columns_stand_at_their_tokens():
     assert batch.rollout_logprobs.tolist() == pytest.approx([0, -0.5, -0.6, 0, -0.7, -0.8, -0.9, -1.0])
     assert batch.group.tolist() == [0, 0, 1, 1] and batch.versions.tolist() == [4, 4, 3, 3]
     trainer = batch.rollout_logprobs + torch.tensor([9.0, 0.1, 0, 9.0, 0, 0, -0.3, 0])
-    difference = logprob_difference(batch, trainer)
+    difference = compare_logprobs(batch, trainer)
     assert difference["logprob_diff_max"] == pytest.approx(0.3)
     assert difference["logprob_diff_mean"] == pytest.approx(0.4 / 6)

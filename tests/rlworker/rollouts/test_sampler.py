@@ -56,7 +56,7 @@ def test_groups_without_a_difference_are_dropped_and_others_drawn(rows, further,
     groups, metrics = sampler(rows, further).sample(StepClock(), 0)
     assert (len(groups), metrics["groups"], metrics["zero_variance_groups"]) == (kept, drawn, alike)
     assert metrics["samples"] == 3 * drawn
-    assert not further or not any(group.is_alike for group in groups)
+    assert not further or not any(group.has_zero_variance for group in groups)
 
 
 def test_every_use_of_every_rollout_on_every_engine_has_numbers_of_its_own():

@@ -9,7 +9,7 @@ import pytest
 
 from rlworker.tracking import log as metrics
 from rlworker.tracking.log import RunLog
-from rlworker.tracking.terminal import seconds_since_start, tell_start
+from rlworker.tracking.terminal import read_process_age, tell_start
 from rlworker.tracking.trackers import TrackedRun, Trackers
 
 
@@ -82,7 +82,7 @@ def test_each_line_is_there_at_once_without_a_terminal(tmp_path):
 
 
 def test_seconds_of_the_start_are_of_this_program(capsys):
-    before = seconds_since_start()
+    before = read_process_age()
     tell_start("rows are read: 2")
     said = re.fullmatch(r"start +(\d+\.\d) s  rows are read: 2\n", capsys.readouterr().out)
-    assert before - 0.1 <= float(said[1]) <= seconds_since_start() + 0.1
+    assert before - 0.1 <= float(said[1]) <= read_process_age() + 0.1

@@ -19,8 +19,8 @@ from engines.batch.shard import TokenOutputs, ValueOutputs
 from engines.interfaces import StepResult
 from rlworker.algorithms.advantages import gae, grpo
 from rlworker.algorithms.losses import (
-    configured_loss,
-    kl_low_variance,
+    configure_loss,
+    kl_k3,
     policy_loss,
     token_mean,
     truncated_importance,
@@ -67,7 +67,7 @@ class Group:
 class Rollouts:
     """One rollout engine that answers every prompt with the same two tokens."""
 
-    actors = (None,)
+    workers = (None,)
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -126,7 +126,7 @@ def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, *
     trainer.models = {"actor": SimpleNamespace(vision=VISION)}
     trainer.rows = trainer.heldout = rows_with_an_image()
     trainer.advantage, trainer.aggregation = advantage, token_mean
-    trainer.loss = loss or configured_loss(config.algorithm)
+    trainer.loss = loss or configure_loss(config.algorithm)
     trainer.value_loss = partial(value_loss, clip=config.critic.clip)
     trainer.kl_in_reward = config.algorithm.kl_coef if config.algorithm.kl_in == "reward" else 0.0
     trainer.version = trainer.empty_steps = 0
@@ -151,7 +151,7 @@ def supervised_fields(folder: Path) -> set[str]:
 @pytest.fixture
 def fields(tmp_path) -> set[str]:
     """Every field that runs of all kinds write."""
-    correcting = partial(policy_loss, kl_coef=0.1, kl=kl_low_variance, correction=truncated_importance)
+    correcting = partial(policy_loss, kl_coef=0.1, kl=kl_k3, correction=truncated_importance)
     algorithm = AlgorithmConfig(kl_coef=0.1, mini_batches=2, greedy_baseline=True)
     in_reward = replace(algorithm, kl_in="reward")
     critic = CriticConfig(train=True, clip=0.5, warmup_steps=1)

@@ -4,7 +4,7 @@ import torch
 
 from engines.batch.batch import TrainBatch
 from recipes.common.addition import make_tokenizer
-from rlworker.trainers.rejected_step import offending_rows, save_refused
+from rlworker.trainers.rejected_step import find_offending_rows, save_refused
 
 
 def make_batch(**columns) -> TrainBatch:
@@ -15,12 +15,12 @@ def test_the_rows_with_broken_numbers_are_found():
     advantages = torch.tensor([0.0, 1.0, float("inf"), 0.0, 0.0, 0.0])
     rewards = torch.tensor([float("nan"), 0.0, 1.0, 1.0])
     logprobs = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, float("nan")])
-    found = offending_rows(make_batch(advantages=advantages, rewards=rewards), {"logprobs": logprobs})
+    found = find_offending_rows(make_batch(advantages=advantages, rewards=rewards), {"logprobs": logprobs})
     assert found == {0: ["rewards"], 2: ["advantages"], 3: ["now_logprobs"]}
 
 
 def test_all_rows_where_every_number_is_finite():
-    assert offending_rows(make_batch(), {"values": torch.zeros(6)}) == {0: [], 1: [], 2: [], 3: []}
+    assert find_offending_rows(make_batch(), {"values": torch.zeros(6)}) == {0: [], 1: [], 2: [], 3: []}
 
 
 def test_rows_are_written_as_json_that_any_reader_takes(tmp_path):

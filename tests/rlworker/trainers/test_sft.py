@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.common.smoke import SftRecipeConfig, small_supervised
+from recipes.common.smoke import SftRecipeConfig, shrink_supervised
 from rlworker.config.sections import CheckpointConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
@@ -21,7 +21,7 @@ def make_config(folder: Path) -> SftRecipeConfig:
     """Two ranks, sixteen questions, eight a step."""
     from recipes.sft_text import DEFAULT
 
-    config = small_supervised(replace(DEFAULT, run_dir=str(folder / "sft")))
+    config = shrink_supervised(replace(DEFAULT, run_dir=str(folder / "sft")))
     optimizer = replace(config.actor.optimizer, lr=1e-2, lr_warmup_steps=0, lr_scheduler="constant")
     actor = replace(config.actor, optimizer=optimizer)
     return replace(config, actor=actor, steps=3, checkpoint=CheckpointConfig(save_every=1), eval_every=1)

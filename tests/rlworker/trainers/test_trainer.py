@@ -24,7 +24,7 @@ from rlworker.config.sections import (
     LimitsConfig,
     PlacementConfig,
 )
-from rlworker.data.rows import rows_of_step
+from rlworker.data.rows import pick_rows
 from rlworker.rewards.functions import exact_match
 from rlworker.tracking.log import read_metrics
 
@@ -95,7 +95,9 @@ def finished(make_hf_model, data, tmp_path_factory):
             trainer.step()
         faults["unsent"] = str(error.value)
         del trainer.sync_weights, trainer.check_canary
-        trainer.advantage = lambda batch: torch.where(batch.per_token(batch.group) == 3, float("nan"), grpo(batch))
+        trainer.advantage = lambda batch: torch.where(
+            batch.repeat_per_token(batch.group) == 3, float("nan"), grpo(batch)
+        )
         with pytest.raises(RuntimeError) as error:
             trainer.step()
         faults["nan"] = str(error.value)
@@ -138,7 +140,7 @@ def sync_with(trainer, fault: str) -> str:
     """Sync in buckets of 100 kB, of which the rollout engine makes something wrong. Returns what was said."""
     import ray
 
-    (engine,) = trainer.rollouts.actors
+    (engine,) = trainer.rollouts.workers
     ray.get(engine.__ray_call__.remote(plant, fault, trainer.models["actor"]))
     group = trainer.actor
     trainer.actor = SimpleNamespace(
@@ -285,7 +287,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         checkpoint=CheckpointConfig(save_every=2),
     )
     with trainer_of(config, digits_reward) as trainer:
-        trainers = [name for name in trainer.workers() if "rank" in name]
+        trainers = [name for name in trainer.name_workers() if "rank" in name]
         assert trainers == ["actor rank 0", "actor rank 1", "reference rank 0", "reference rank 1"]
         trainer.fit()
     lines = agreement(tmp_path / "run", measured)
@@ -325,7 +327,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
     with trainer_of(config, fragile) as trainer:
         trainer.fit()
         answers = [row.answer for row in trainer.heldout]
-        taken = rows_of_step(trainer.rows, 8, 0, config.seed)
+        taken = pick_rows(trainer.rows, 8, 0, config.seed)
     assert "WARNING after 0 steps: " in capsys.readouterr().out
     said = (tmp_path / "run" / "rewards.log").read_text()
     assert all(f"fragile was asked {answer}\n" in said for answer in answers), "also those whose process died"
@@ -383,7 +385,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
     assert {c.version for group in drawn_anew for c in group} == {1}, "every engine has the newest weights"
     (batch,) = seen
     assert 2 <= drawn <= 3, "half of the groups are alike, so that one rollout cannot do"
-    odd = {row.prompt_ids for index in range(drawn) for row in rows_of_step(rows, 8, index, 0) if int(row.answer) % 2}
+    odd = {row.prompt_ids for index in range(drawn) for row in pick_rows(rows, 8, index, 0) if int(row.answer) % 2}
     prompts = {tuple(batch.select(i, i + 1).inputs[:6].tolist()) for i in range(0, len(batch), 4)}
     assert prompts <= odd and len(prompts) >= min(8, len(odd)) - 1, "groups without a difference are dropped"
     assert len(batch.greedy_rewards) == len(batch) and torch.equal(

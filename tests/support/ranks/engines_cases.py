@@ -101,7 +101,7 @@ def logits_of(engine, shard):
         layout = engine.layout(micro.lengths)
 
         def keep(hidden):
-            logits = engine.whole_states(hidden).transpose(0, 1) @ engine.module.module.output_weight.T
+            logits = engine.gather_states(hidden).transpose(0, 1) @ engine.module.module.output_weight.T
             whole = gather_from_tensor_model_parallel_region(logits)
             parts.append(layout.unpack(whole, mpu.get_context_parallel_group())[:, : engine.model.vocab])
             return logits.sum(), torch.tensor(0), {}
@@ -131,7 +131,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict, p
 
     optimizer = OptimizerConfig(lr=5e-4, adam_eps=1e-5, clip_grad=0.5)
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": optimizer}, platform)
-    from engines.probes.megatron import whole_gradients
+    from engines.probes.megatron import gather_gradients
     from rlworker.checks.huggingface import probe_loss
 
     batch = make_batch()
@@ -142,7 +142,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict, p
     gradients, optimizer_step = [], engine.optimizer.step
 
     def watched_step():
-        gradients.append(whole_gradients(engine) if not gradients else None)
+        gradients.append(gather_gradients(engine) if not gradients else None)
         return optimizer_step()
 
     engine.optimizer.step = watched_step  # gradients are clipped in place by the step, so they are read before it

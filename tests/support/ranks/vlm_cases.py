@@ -1,4 +1,4 @@
-"""Pictures and batches of vision-language models, and what the ranks of their tests run."""
+"""Images and batches of vision-language models, and what the ranks of their tests run."""
 
 from pathlib import Path
 
@@ -46,19 +46,19 @@ QWEN2_5_VL_7B = {
     },
 }
 """What config.json of Qwen2.5-VL-7B says: older than ``text_config``, its language model's keys among the others."""
-PICTURES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
-"""Width and height of each picture: one of a single token, one of several attention windows, one that is resized to
+IMAGE_SIZES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
+"""Width and height of each image: one of a single token, one of several attention windows, one that is resized to
 whole patches, and one that is made smaller because it is over the limit."""
 ROWS = ((), (0,), (1, 2, 3), (), (0,), (4, 5))
-"""Pictures of each sequence: none, one and three; one picture is in two sequences."""
+"""Images of each sequence: none, one and three; one image is in two sequences."""
 
 
-def make_pictures(folder) -> list[str]:
+def make_images(folder) -> list[str]:
     import numpy as np
     from PIL import Image
 
     generator, paths = np.random.default_rng(0), []
-    for number, (width, height) in enumerate(PICTURES):
+    for number, (width, height) in enumerate(IMAGE_SIZES):
         pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
         paths.append(str(Path(folder, f"{number}.{'jpg' if number == 4 else 'png'}")))
         Image.fromarray(pixels).save(paths[-1])
@@ -66,7 +66,7 @@ def make_pictures(folder) -> list[str]:
 
 
 def prompts_of(model, paths, rows=ROWS, seed: int = 1):
-    """Random text around the pictures of each row."""
+    """Random text around the images of each row."""
     import torch
 
     from engines.batch.samples import Prompt
@@ -91,12 +91,12 @@ def vlm_batch(model, paths, rows=ROWS, seed: int = 1):
     import torch
 
     from engines.batch.batch import TrainBatch
-    from engines.images.columns import image_columns
+    from engines.images.columns import make_image_columns
 
     prompts, generator = prompts_of(model, paths, rows, seed), torch.Generator().manual_seed(seed)
     text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
     sequences = [[*prompt.token_ids, *text(3 + row % 3)] for row, prompt in enumerate(prompts)]
-    columns = image_columns(sequences, [prompt.images for prompt in prompts], model.vision)
+    columns = make_image_columns(sequences, [prompt.images for prompt in prompts], model.vision)
     batch = TrainBatch.from_ids(sequences, [len(prompt.token_ids) for prompt in prompts], **columns)
     return dataclasses.replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
 
@@ -122,7 +122,7 @@ def run_vlm_case(
     )
     if budget and engine.vision:
         engine.vision.budget = budget
-    from engines.probes.megatron import whole_gradients
+    from engines.probes.megatron import gather_gradients
     from rlworker.checks.huggingface import probe_loss
 
     batch, decoded = vlm_batch(engine.model, paths, rows), []
@@ -140,5 +140,5 @@ def run_vlm_case(
         "decoded": decoded,
         "logits": logits,
         "outputs": outputs,
-        "gradients": whole_gradients(engine),
+        "gradients": gather_gradients(engine),
     }

@@ -1,4 +1,4 @@
-"""Rows with pictures: what becomes of them, and every way in which one can be broken."""
+"""Rows with images: what becomes of them, and every way in which one can be broken."""
 
 import base64
 import io
@@ -19,13 +19,13 @@ from engines.config import MegatronConfig
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.tiny_models import IMAGE_TOKENS, tiny_vlm
-from rlworker.config.model_checks import check_sees_alike, check_trained
+from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
+from rlworker.config.model_checks import check_sees_alike, check_trainable
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
-from rlworker.data.images import pictures_of
+from rlworker.data.images import build_image_reader
 from rlworker.data.rows import check_rows, load_tokenizer, read_rows
-from rlworker.rollouts.to_batch import logprob_difference, to_batch
+from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 from rlworker.tracking.log import read_metrics
 from rlworker.trainers.rejected_step import save_refused
 
@@ -36,31 +36,31 @@ CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vlm")
-    return ModelSpec.from_folder(tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(CHAT, IMAGE_TOKENS), 128))
+    return ModelSpec.from_folder(make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(CHAT, IMAGE_TOKENS), 128))
 
 
 @pytest.fixture
 def read(model, tmp_path):
     """``read(*rows)`` of a JSONL file beside ``a.png`` (84 x 56) and ``b.png`` (28 x 28)."""
-    save_pictures(tmp_path)
+    save_images(tmp_path)
 
     def of(*rows, data=DATA, limit_mb=64):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         check_rows(str(path), data)
         tokenizer = load_tokenizer(model.folder)
-        return read_rows(str(path), tokenizer, data, pictures_of(model, str(tmp_path / "run"), limit_mb)).rows
+        return read_rows(str(path), tokenizer, data, build_image_reader(model, str(tmp_path / "run"), limit_mb)).rows
 
     return of
 
 
-def save_pictures(folder) -> None:
+def save_images(folder) -> None:
     for seed, (name, sides) in enumerate({"a": (56, 84, 3), "b": (28, 28, 3)}.items()):
         pixels = np.random.default_rng(seed).integers(0, 256, sides, dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{name}.png")
 
 
-def test_pictures_take_their_places(read, model, tmp_path):
+def test_images_take_their_places(read, model, tmp_path):
     vision = model.vision
     text = {"prompt": "<image>x<image>", "images": ["a.png", str(tmp_path / "b.png")], "answer": "y"}
     parts = [{"type": "image"}, {"type": "text", "text": "x"}, {"type": "image"}]
@@ -70,17 +70,17 @@ def test_pictures_take_their_places(read, model, tmp_path):
     start, image, end = vision.start_token, vision.image_token, vision.end_token
     assert plain.prompt_ids == (start, *[image] * 6, end, x, start, image, end)
     assert [i.grid for i in plain.images] == [(1, 4, 6), (1, 2, 2)] and not none.images
-    assert [(i.size, i.place[-9:]) for i in plain.images] == [((84, 56), "picture 0"), ((28, 28), "picture 1")]
+    assert [(i.size, i.place[-7:]) for i in plain.images] == [((84, 56), "image 0"), ((28, 28), "image 1")]
     assert spoken.prompt_ids[2:-3] == plain.prompt_ids and [i.digest for i in spoken.images] == [
         i.digest for i in plain.images
     ]
 
 
-def test_pictures_as_bytes_are_kept_once_by_what_they_are(read, model, tmp_path):
+def test_images_as_bytes_are_kept_once_by_what_they_are(read, model, tmp_path):
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
 
-    save_pictures(tmp_path)
+    save_images(tmp_path)
     features = Features({"prompt": Value("string"), "answer": Value("string"), "images": [ImageFeature()]})
     rows = [
         {"prompt": "<image>", "answer": "y", "images": [str(tmp_path / name)]} for name in ("a.png", "a.png", "b.png")
@@ -88,25 +88,25 @@ def test_pictures_as_bytes_are_kept_once_by_what_they_are(read, model, tmp_path)
     data = Dataset.from_list(rows, features=features).map(lambda row: row)
     data.cast_column("images", [ImageFeature(decode=False)]).save_to_disk(tmp_path / "saved")
     (tmp_path / "a.png").rename(tmp_path / "moved.png")
-    pictures = pictures_of(model, str(tmp_path / "run"), 64)
-    found = read_rows(str(tmp_path / "saved"), load_tokenizer(model.folder), DATA, pictures).rows
+    reader = build_image_reader(model, str(tmp_path / "run"), 64)
+    found = read_rows(str(tmp_path / "saved"), load_tokenizer(model.folder), DATA, reader).rows
     kept = sorted((tmp_path / "run" / "images").iterdir())
     assert [row.source["images"] for row in found] == [[row.images[0].path] for row in found], "no bytes are held"
     assert len(kept) == 2 and {row.images[0].path for row in found} == set(map(str, kept))
     (plain,) = read({"prompt": "<image>", "images": ["b.png"], "answer": "y"})
     assert found[2].images[0].digest == plain.images[0].digest
-    assert len(pictures.processor.patches(found[0].images)) == 24
+    assert len(reader.processor.patches(found[0].images)) == 24
 
 
 def test_bytes_in_a_row_are_written_beside_the_run(model, tmp_path):
-    save_pictures(tmp_path)
-    pictures = pictures_of(model, str(tmp_path / "run"), 64)
+    save_images(tmp_path)
+    reader = build_image_reader(model, str(tmp_path / "run"), 64)
     source = {"images": [{"bytes": (tmp_path / "a.png").read_bytes(), "path": None}] * 2}
-    first, again = pictures.of_row(source, "row 0", DATA, tmp_path)
+    first, again = reader.read_row(source, "row 0", DATA, tmp_path)
     assert first.path == again.path and first.path.startswith(str(tmp_path / "run" / "images"))
     assert len(list((tmp_path / "run" / "images").iterdir())) == 1
-    with pytest.raises(ValueError, match='row 0: field "images", picture 0: its bytes cannot be read as a picture'):
-        pictures.of_row({"images": [{"bytes": b"no picture"}]}, "row 0", DATA, tmp_path)
+    with pytest.raises(ValueError, match='row 0: field "images", image 0: its bytes cannot be read as an image'):
+        reader.read_row({"images": [{"bytes": b"no image"}]}, "row 0", DATA, tmp_path)
     assert len(list((tmp_path / "run" / "images").iterdir())) == 1
 
 
@@ -115,31 +115,31 @@ def test_bytes_in_a_row_are_written_beside_the_run(model, tmp_path):
     [
         (
             {"images": ["none.png"]},
-            r'rows.jsonl, line 2: field "images", picture 0: .*none.png.* cannot be read: No such',
+            r'rows.jsonl, line 2: field "images", image 0: .*none.png.* cannot be read: No such',
         ),
-        ({"images": ["rows.jsonl"]}, r"line 2: .*picture 0: .*rows.jsonl.* cannot be read as a picture"),
-        ({"images": ["half.png"]}, r"line 2: .*picture 0: .*half.png.* cannot be decoded: .*; replace it"),
-        ({"images": ["half.jpg"]}, r"line 2: .*picture 0: .*half.jpg.* cannot be decoded: .*; replace it"),
-        ({"images": ["deep.png"]}, r"line 2: .*picture 0: .*deep.png.* has more than 8 bits of grey \(I;16\)"),
-        ({"images": [7]}, r'line 2: .*picture 0 must be a path or \{"bytes": ..., "path": ...\}, got int'),
-        ({"images": []}, r'line 2: the prompt has places for 1 pictures, the row has 0 in its field "images"; write'),
-        ({"images": ["a.png", "b.png"]}, r"line 2: the prompt has places for 1 pictures, the row has 2"),
-        ({"prompt": "<image><|image_pad|>"}, r"line 2: the prompt has places for 2 pictures, the row has 1"),
+        ({"images": ["rows.jsonl"]}, r"line 2: .*image 0: .*rows.jsonl.* cannot be read as an image"),
+        ({"images": ["half.png"]}, r"line 2: .*image 0: .*half.png.* cannot be decoded: .*; replace it"),
+        ({"images": ["half.jpg"]}, r"line 2: .*image 0: .*half.jpg.* cannot be decoded: .*; replace it"),
+        ({"images": ["deep.png"]}, r"line 2: .*image 0: .*deep.png.* has more than 8 bits of grey \(I;16\)"),
+        ({"images": [7]}, r'line 2: .*image 0 must be a path or \{"bytes": ..., "path": ...\}, got int'),
+        ({"images": []}, r'line 2: the prompt has places for 1 images, the row has 0 in its field "images"; write'),
+        ({"images": ["a.png", "b.png"]}, r"line 2: the prompt has places for 1 images, the row has 2"),
+        ({"prompt": "<image><|image_pad|>"}, r"line 2: the prompt has places for 2 images, the row has 1"),
         ({"prompt": "<image><|video_pad|>"}, r"line 2: the prompt has the token of a video"),
         ({"images": ["thin.png"]}, r"line 2: .*thin.png.* is 1000 x 2 pixels: absolute aspect ratio"),
         (
             {"images": ["wide.png"]},
-            r"line 2: .*wide.png.*, 1400 x 1120 pixels, and the row's pictures before it take 7.* decoded, expected at "
+            r"line 2: .*wide.png.*, 1400 x 1120 pixels, and the row's images before it take 7.* decoded, expected at "
             "most 4",
         ),
         (
             {"prompt": "<image>" * 20, "images": ["a.png"] * 20},
-            r"line 2: .*picture 1[0-9]: .* pictures before it take 4",
+            r"line 2: .*image 1[0-9]: .* images before it take 4",
         ),
     ],
 )
-def test_a_broken_picture_is_named(read, tmp_path, change, message):
-    save_pictures(tmp_path)
+def test_a_broken_image_is_named(read, tmp_path, change, message):
+    save_images(tmp_path)
     (tmp_path / "half.png").write_bytes((tmp_path / "a.png").read_bytes()[:3000])
     Image.new("RGB", (1000, 2)).save(tmp_path / "thin.png")
     Image.new("RGB", (1400, 1120)).save(tmp_path / "wide.png")
@@ -151,22 +151,22 @@ def test_a_broken_picture_is_named(read, tmp_path, change, message):
         read(row, row | change, limit_mb=4)
 
 
-def test_a_model_without_vision_refuses_pictures(tmp_path):
+def test_a_model_without_vision_refuses_images(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "<image>", "images": ["a.png"], "answer": "y"}))
     with pytest.raises(
-        ValueError, match='line 1: field "images" or the prompt has pictures, which this model cannot see'
+        ValueError, match='line 1: field "images" or the prompt has images, which this model cannot see'
     ):
         read_rows(str(path), make_tokenizer(), DATA)
 
 
-def test_an_answer_may_not_have_the_tokens_of_pictures(model, tmp_path):
+def test_an_answer_may_not_have_image_tokens(model, tmp_path):
     from rlworker.data.examples import read_examples
 
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "x", "answer": "<|image_pad|>"}))
     config = SftConfig(model=model.folder, data=replace(DATA, train=str(path)), max_answer_tokens=8)
-    with pytest.raises(ValueError, match=r"the answer '<\|image_pad\|>' has tokens \[\d+\], which stand for pictures"):
+    with pytest.raises(ValueError, match=r"the answer '<\|image_pad\|>' has tokens \[\d+\], which stand for images"):
         read_examples(str(path), load_tokenizer(model.folder), config, model)
 
 
@@ -176,20 +176,20 @@ def test_another_kind_of_vision_language_model_is_refused_by_name(tmp_path):
         ModelSpec.from_folder(tmp_path)
 
 
-def test_jpeg_and_grey_pictures_are_seen_as_colours(read, model, tmp_path):
-    save_pictures(tmp_path)
-    with Image.open(tmp_path / "a.png") as picture:
-        picture.convert("L").save(tmp_path / "grey.png")
+def test_jpeg_and_grey_images_are_seen_in_colour(read, model, tmp_path):
+    save_images(tmp_path)
+    with Image.open(tmp_path / "a.png") as image:
+        image.convert("L").save(tmp_path / "grey.png")
         data = io.BytesIO()
-        picture.save(data, "JPEG")
+        image.save(data, "JPEG")
     (tmp_path / "a.jpg").write_bytes(data.getvalue())
     rows = read(*({"prompt": "<image>", "images": [name], "answer": "y"} for name in ("grey.png", "a.jpg")))
     for row in rows:
-        patches = pictures_of(model, str(tmp_path), 64).processor.patches(row.images)
+        patches = build_image_reader(model, str(tmp_path), 64).processor.patches(row.images)
         assert patches.shape == (24, 3 * 2 * 14 * 14)
 
 
-def test_pictures_are_seen_as_a_viewer_shows_them(read, tmp_path):
+def test_images_are_seen_as_a_viewer_shows_them(read, tmp_path):
     """Black lines on a transparent ground, and a camera that lay on its side; two kinds of transparency."""
     from rlworker.tracking.report import _shown
 
@@ -206,7 +206,7 @@ def test_pictures_are_seen_as_a_viewer_shows_them(read, tmp_path):
     for row in rows[:2]:
         pixels = np.asarray(decode(row.images[0]))
         assert pixels[:, :28].max() == 0 and pixels[:, 28:].min() == 255
-    shown = _shown({"images": [rows[0].images[0].path]})["pictures"][0][1]
+    shown = _shown({"images": [rows[0].images[0].path]})["thumbnails"][0][1]
     in_report = np.asarray(Image.open(io.BytesIO(base64.b64decode(shown.partition(",")[2]))))
     assert np.array_equal(in_report, np.asarray(decode(rows[0].images[0]))), "the report shows what the model sees"
     (image,) = rows[2].images
@@ -215,25 +215,23 @@ def test_pictures_are_seen_as_a_viewer_shows_them(read, tmp_path):
     assert pixels.shape == (84, 56, 3) and pixels[:, 30:, 0].min() > 200 and pixels[:, :26].max() < 50
 
 
-def test_pictures_under_another_name_are_not_passed_over(read):
+def test_images_under_another_name_are_not_passed_over(read):
     seen, text = {"prompt": "<image>", "images": ["a.png"], "answer": "y"}, {"prompt": "x", "answer": "y"}
-    for field in ({"image": "a.png"}, {"picture": ["a.png"]}):
-        with pytest.raises(
-            ValueError, match=r'line 1: field "\w+" seems to have pictures, .*name the field with --data'
-        ):
+    for field in ({"image": "a.png"}, {"photo": ["a.png"]}):
+        with pytest.raises(ValueError, match=r'line 1: field "\w+" seems to have images, .*name the field with --data'):
             read(text | field)
         assert len(read(text | field, seen)) == 2, "where rows have theirs it may be anything"
 
 
-def test_rows_of_one_picture_have_it_read_once(model, tmp_path, monkeypatch):
-    save_pictures(tmp_path)
-    pictures, read = pictures_of(model, str(tmp_path / "run"), 64), []
+def test_rows_of_one_image_have_it_read_once(model, tmp_path, monkeypatch):
+    save_images(tmp_path)
+    reader, read = build_image_reader(model, str(tmp_path / "run"), 64), []
     monkeypatch.setattr(
-        pictures.processor, "open", lambda *args, of=pictures.processor.open: (read.append(1), of(*args))[1]
+        reader.processor, "open", lambda *args, of=reader.processor.open: (read.append(1), of(*args))[1]
     )
-    first, second = (pictures.of_row({"images": ["a.png"]}, f"row {i}", DATA, tmp_path)[0] for i in range(2))
+    first, second = (reader.read_row({"images": ["a.png"]}, f"row {i}", DATA, tmp_path)[0] for i in range(2))
     assert len(read) == 1 and first.digest == second.digest
-    assert (first.place, second.place) == ('row 0: field "images", picture 0', 'row 1: field "images", picture 0')
+    assert (first.place, second.place) == ('row 0: field "images", image 0', 'row 1: field "images", image 0')
 
 
 def test_models_of_one_run_see_alike(model, make_hf_model, tmp_path):
@@ -242,9 +240,9 @@ def test_models_of_one_run_see_alike(model, make_hf_model, tmp_path):
     check_sees_alike(model, model)
     text = ModelSpec.from_folder(make_hf_model("qwen2", True))
     check_sees_alike(text, text)
-    with pytest.raises(ValueError, match="model: this model cannot see pictures and the other can"):
+    with pytest.raises(ValueError, match="model: this model cannot see images and the other can"):
         check_sees_alike(text, model)
-    with pytest.raises(ValueError, match="model: the actor cannot see pictures and the other can"):
+    with pytest.raises(ValueError, match="model: the actor cannot see images and the other can"):
         check_sees_alike(model, text)
     with pytest.raises(ValueError, match=r"has image tokens .*, the actor .*; take two that agree"):
         check_sees_alike(replace(model, vision=replace(model.vision, start_token=3)), model)
@@ -260,8 +258,8 @@ def test_models_of_one_run_see_alike(model, make_hf_model, tmp_path):
 def test_a_folder_without_an_image_processor_is_refused_before_anything_starts(model, tmp_path):
     shutil.copytree(model.folder, tmp_path / "other")
     (tmp_path / "other" / "preprocessor_config.json").unlink()
-    with pytest.raises(ValueError, match=r"has no preprocessor_config.json, which says how pictures are cut"):
-        check_trained(ModelSpec.from_folder(tmp_path / "other"), MegatronConfig(), "cpu")
+    with pytest.raises(ValueError, match=r"has no preprocessor_config.json, which says how images are cut"):
+        check_trainable(ModelSpec.from_folder(tmp_path / "other"), MegatronConfig(), "cpu")
 
 
 def test_a_tokenizer_of_another_model_is_refused(model, tmp_path):
@@ -270,7 +268,7 @@ def test_a_tokenizer_of_another_model_is_refused(model, tmp_path):
     with pytest.raises(
         ValueError, match=r"model: the tokenizer calls tokens \[\d+, \d+, \d+\], which config.json gives"
     ):
-        read_rows(str(path), make_tokenizer(), DATA, pictures_of(model, str(tmp_path), 64))
+        read_rows(str(path), make_tokenizer(), DATA, build_image_reader(model, str(tmp_path), 64))
 
 
 @pytest.mark.parametrize(
@@ -286,32 +284,32 @@ def test_what_the_engine_would_not_show_is_refused(read, row, message):
         read({"prompt": "<image>", "images": ["a.png"], "answer": "y"} | row)
 
 
-def test_a_refused_step_names_the_pictures(read, model, tmp_path):
+def test_a_refused_step_names_the_images(read, model, tmp_path):
     (row,) = read({"prompt": "<image>?", "images": ["a.png"], "answer": "y"})
     answer = Completion([5, 6], [-1.0, float("nan")], True, 1)
     batch = to_batch([row], [[answer]], [1.0], model.vision)
     assert save_refused(tmp_path / "step.jsonl", batch, {}, load_tokenizer(model.folder)) == 1
     (image,) = json.loads((tmp_path / "step.jsonl").read_text())["images"]
-    assert image["grid"] == [1, 4, 6] and image["place"].endswith('line 1: field "images", picture 0')
+    assert image["grid"] == [1, 4, 6] and image["place"].endswith('line 1: field "images", image 0')
 
 
-def test_logprob_differences_after_pictures_are_told_apart(read, model):
+def test_logprob_differences_after_images_are_told_apart(read, model):
     seen, text = read({"prompt": "<image>?", "images": ["a.png"], "answer": "y"}, {"prompt": "x", "answer": "y"})
     samples = [[Completion([5, 6], [-1.0, -1.0], True, 1)], [Completion([7], [-1.0], True, 1)]]
     batch = to_batch([seen, text], samples, [1.0, 0.0], model.vision)
     logprobs = torch.full((batch.num_tokens,), -1.0)
     logprobs[batch.mask] = torch.tensor([-1.5, -1.0, -3.0])
-    found = logprob_difference(batch, logprobs)
+    found = compare_logprobs(batch, logprobs)
     assert (found["logprob_diff_mean"], found["logprob_diff_max"]) == (pytest.approx(2.5 / 3), 2.0)
     assert (found["logprob_diff_pictures_mean"], found["logprob_diff_pictures_max"]) == (0.25, 0.5)
-    alone = logprob_difference(to_batch([text], samples[1:], [0.0], model.vision), torch.zeros(1))
+    alone = compare_logprobs(to_batch([text], samples[1:], [0.0], model.vision), torch.zeros(1))
     assert set(alone) == {"logprob_diff_mean", "logprob_diff_max"}
 
 
 @pytest.mark.large
-def test_a_picture_that_breaks_off_ends_the_run_by_its_name(model, tmp_path):
+def test_an_image_that_breaks_off_ends_the_run_by_its_name(model, tmp_path):
     """Its start and its end are whole; its pixels are asked for by vLLM in the first step."""
-    save_pictures(tmp_path)
+    save_images(tmp_path)
     whole = (tmp_path / "a.png").read_bytes()
     (tmp_path / "half.png").write_bytes(whole[:3000] + whole[-12:])
     rows = [{"prompt": "<image>?", "images": [name], "answer": "y"} for name in ("b.png", "half.png")]
@@ -325,5 +323,5 @@ def test_a_picture_that_breaks_off_ends_the_run_by_its_name(model, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: step 1, phase rollout: " in done.stderr
-    assert re.search(r'line 2: field "images", picture 0: .*half.png.* cannot be decoded', done.stderr)
+    assert re.search(r'line 2: field "images", image 0: .*half.png.* cannot be decoded', done.stderr)
     assert (tmp_path / "run" / "report.html").is_file() and len(read_metrics(tmp_path / "run")) == 1

@@ -30,7 +30,7 @@ def used(*how: str, keep: bool = True) -> list[int]:
     """Start workers, ask each for its process, end them."""
     import ray
 
-    from rlworker.cluster.actors import end_workers, start_workers
+    from rlworker.cluster.worker_pool import end_workers, start_workers
 
     workers = start_workers(Worker, "cpu", [(each,) for each in how])
     pids = ray.get([worker.pid.remote() for worker in workers])
@@ -41,8 +41,8 @@ def used(*how: str, keep: bool = True) -> list[int]:
 @pytest.fixture
 def keeping(cluster, monkeypatch):
     options = SimpleNamespace(ray_options={"num_cpus": 0})  # beside the workers that the other tests keep
-    monkeypatch.setattr("rlworker.cluster.actors.get_platform", lambda name: options)
-    from rlworker.cluster.actors import keeping_workers
+    monkeypatch.setattr("rlworker.cluster.worker_pool.get_platform", lambda name: options)
+    from rlworker.cluster.worker_pool import keeping_workers
 
     with keeping_workers():
         yield
@@ -62,14 +62,14 @@ def test_after_a_failure_none_is_kept(keeping):
 
 
 def test_one_that_does_not_close_is_ended(keeping, monkeypatch):
-    monkeypatch.setattr("rlworker.cluster.actors._CLOSE_S", 1.0)
+    monkeypatch.setattr("rlworker.cluster.worker_pool._CLOSE_S", 1.0)
     raising, hanging, well = used("raises", "hangs", "well")
     again = used("raises", "hangs", "well")
     assert again[2] == well and again[0] != raising and again[1] != hanging
 
 
 def test_those_without_a_run_give_way_where_there_is_no_room_for_others(keeping, monkeypatch):
-    monkeypatch.setattr("rlworker.cluster.actors._resources", lambda platform: {"place": 1})
+    monkeypatch.setattr("rlworker.cluster.worker_pool._list_resources", lambda platform: {"place": 1})
     monkeypatch.setattr("ray.cluster_resources", lambda: {"place": 3.0})
     first = used("well", "well")
     assert used("other", "well")[1] in first, "there is a third place"
@@ -80,7 +80,7 @@ def test_those_without_a_run_give_way_where_there_is_no_room_for_others(keeping,
 
 
 def test_outside_and_after_it_none_is_kept(keeping):
-    from rlworker.cluster.actors import keeping_workers
+    from rlworker.cluster.worker_pool import keeping_workers
 
     with keeping_workers():
         (kept,) = used("well")

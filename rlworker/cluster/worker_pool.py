@@ -1,0 +1,120 @@
+"""The workers of a run, processes of Ray: new ones, or ones that an earlier run of this program has left."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from hardware.platforms import get_platform
+
+_CLOSE_S = 30.0
+"""How long a worker may take to give up its engines; one that takes longer is ended."""
+
+
+@dataclass
+class _Pool:
+    """Workers of the runs inside ``keeping_workers``: what each was started as, and which of them have no run."""
+
+    started: dict[ActorHandle, tuple] = field(default_factory=dict)
+    idle: dict[tuple, list[ActorHandle]] = field(default_factory=dict)
+
+
+_pool: _Pool | None = None
+
+
+@contextmanager
+def keeping_workers() -> Iterator[None]:
+    """Hand worker processes on from run to run of this program, until the end of this context.
+
+    A worker imports for longer than anything else that a start takes. Around several runs this saves it: a sweep over
+    settings, a notebook, a test suite. Runs may have other models and other sizes; what they compute is the same.
+
+        with running_ray(3, "cpu"), keeping_workers():
+            for lr in (1e-4, 3e-4):
+                with Trainer(config_of(lr), reward) as trainer:
+                    trainer.fit()
+
+    Only workers of a run that ended well are kept, and only those which give up their engines within half a minute.
+    Ray must be up before and stay up until after: its end would end them.
+    """
+    global _pool
+    before, _pool = _pool, _Pool()
+    try:
+        yield
+    finally:
+        pool, _pool = _pool, before
+        for worker in (worker for workers in pool.idle.values() for worker in workers):
+            ray.kill(worker)
+
+
+def start_workers(kind: type, platform: str, arguments: Sequence[tuple]) -> list[ActorHandle]:
+    """Start workers of class ``kind``, one for each tuple of arguments that follow the platform's name.
+
+    One that was kept is taken where it was started by the same arguments, so that its name in messages stays right.
+    """
+    remote_class = ray.remote(kind).options(**get_platform(platform).ray_options)
+    keys = [(kind, platform, *further) for further in arguments]
+    if not _pool:
+        return [remote_class.remote(*key[1:]) for key in keys]
+    workers = [_pool.idle[key].pop() if _pool.idle.get(key) else None for key in keys]
+    _pool.started |= {worker: key for worker, key in zip(workers, keys, strict=True) if worker}
+    _make_room(platform, workers.count(None))
+    for place, key in enumerate(keys):
+        if workers[place] is None:
+            workers[place] = remote_class.remote(*key[1:])
+            _pool.started[workers[place]] = key
+    return workers
+
+
+def _make_room(platform: str, count: int) -> None:
+    """End the kept workers that have no run where Ray could not place ``count`` new ones beside them: those would wait
+    for ever."""
+    idle = [(key, worker) for key, workers in _pool.idle.items() for worker in workers]
+    needed = Counter()
+    for name in [platform] * count + [key[1] for key in _pool.started.values()] + [key[1] for key, _ in idle]:
+        needed.update(_list_resources(name))
+    have = ray.cluster_resources()
+    if any(need > have.get(resource, 0) for resource, need in needed.items()):
+        _pool.idle.clear()
+        for _, worker in idle:
+            ray.kill(worker)
+
+
+def _list_resources(platform: str) -> dict[str, float]:
+    """What Ray sets aside for a worker."""
+    options = get_platform(platform).ray_options
+    return {"CPU": options["num_cpus"], **options.get("resources", {})}
+
+
+def end_workers(workers: Sequence[ActorHandle], keep: bool) -> None:
+    """End workers, or keep them for a later run where ``keeping_workers`` asks for that.
+
+    Args:
+        keep: whether their run ended well; after a failure a worker may hang in a collective, or hold half an update.
+    """
+    closed = _close([worker for worker in workers if keep and _pool and worker in _pool.started])
+    for worker in workers:
+        key = _pool.started.pop(worker, None) if _pool else None
+        if worker in closed:
+            _pool.idle.setdefault(key, []).append(worker)
+        else:
+            ray.kill(worker)
+
+
+def _close(workers: Sequence[ActorHandle]) -> set[ActorHandle]:
+    """Those of the workers that gave up their engines in time."""
+    closing = {worker.close.remote(): worker for worker in workers}
+    done, _ = ray.wait(list(closing), num_returns=len(closing), timeout=_CLOSE_S) if closing else ([], [])
+    return {closing[reference] for reference in done if _is_fine(reference)}
+
+
+def _is_fine(reference: Any) -> bool:
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayError:
+        return False
+    return True
