@@ -61,7 +61,7 @@ def penalize_overlong(config: RecipeConfig) -> advantages.AdvantageFn:
     longest = config.rollout.max_new_tokens
 
     def advantage(batch: TrainBatch):
-        return advantages.grpo(advantages.with_overlong_penalty(batch, longest, buffer=max(1, longest // 5)))
+        return advantages.grpo(advantages.add_overlong_penalty(batch, longest, buffer=max(1, longest // 5)))
 
     return advantage
 

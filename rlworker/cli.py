@@ -78,7 +78,7 @@ def _print_table(found: list) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     commands = {"check": check, "plan": plan, "report": report}
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     try:

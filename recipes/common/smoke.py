@@ -23,8 +23,8 @@ class RecipeConfig(RunConfig):
     """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
     sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
 
-    def on_platform(self, name: PlatformName) -> Self:
-        return fit_to_node(super().on_platform(name), get_platform(name).node)
+    def move_to_platform(self, name: PlatformName) -> Self:
+        return fit_to_node(super().move_to_platform(name), get_platform(name).node)
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class SftRecipeConfig(SftConfig):
     """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
     sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
 
-    def on_platform(self, name: PlatformName) -> Self:
-        return fit_to_node(super().on_platform(name), get_platform(name).node)
+    def move_to_platform(self, name: PlatformName) -> Self:
+        return fit_to_node(super().move_to_platform(name), get_platform(name).node)
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What is learned: advantages and losses, as functions of a batch."""
+"""Advantages and losses: what a policy learns from, as plain functions of a batch."""

@@ -44,7 +44,7 @@ def check_group_size(advantage: AdvantageFn, samples_per_prompt: int) -> None:
 
 @group_relative
 def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
-    """Group-relative advantage (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+    """Compute the group-relative advantage (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
     ``(reward - mean of the prompt's group) / (standard deviation of the group + eps)``, the same for every token of a
     completion. The deviation is the sample's (n - 1); a group of one has none and gets an advantage of zero.
@@ -62,52 +62,54 @@ def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
 
 @group_relative
 def dr_grpo(batch: TrainBatch) -> Tensor:
-    """``reward - mean of the group``, not divided by its deviation (Dr. GRPO, arXiv:2503.20783)."""
+    """Compute ``reward - mean of the group``, not divided by its deviation (Dr. GRPO, arXiv:2503.20783)."""
     return batch.repeat_per_token(_centre(batch)[0])
 
 
 @group_relative
 def rloo(batch: TrainBatch) -> Tensor:
-    """``reward - mean of the others of the group`` (RLOO, arXiv:2402.14740); zero in a group of one."""
+    """Compute ``reward - mean of the others of the group`` (RLOO, arXiv:2402.14740); zero in a group of one."""
     centred, count = _centre(batch)
     return batch.repeat_per_token(centred * (count / (count - 1).clamp_min(1))[batch.group])
 
 
 def reinforce_plus_plus(batch: TrainBatch) -> Tensor:
-    """Rewards to come, normalised over the counting tokens of the batch (REINFORCE++, arXiv:2501.03262).
+    """Compute rewards to come, normalised over the counting tokens of the batch (REINFORCE++, arXiv:2501.03262).
 
-    The KL penalty of that paper is part of the reward: see ``with_kl_penalty``.
+    The KL penalty of that paper is part of the reward: see ``add_kl_penalty``.
     """
     return whiten(returns_to_go(batch), batch.mask)
 
 
 @group_relative
 def reinforce_plus_plus_baseline(batch: TrainBatch) -> Tensor:
-    """``reward - mean of the group``, normalised over the counting tokens of the batch (the same paper)."""
+    """Compute ``reward - mean of the group``, normalised over the counting tokens of the batch (the same paper)."""
     return whiten(dr_grpo(batch), batch.mask)
 
 
 def remax(batch: TrainBatch) -> Tensor:
-    """``reward - reward of the greedy completion`` of the same prompt (ReMax, arXiv:2310.10505).
+    """Compute ``reward - reward of the greedy completion`` of the same prompt (ReMax, arXiv:2310.10505).
 
     Args:
         batch: with ``greedy_rewards`` ``[B]``, which a run has with ``--algorithm.greedy-baseline``.
     """
-    return batch.repeat_per_token(_rewards(batch) - _column(batch, "greedy_rewards", "--algorithm.greedy-baseline"))
+    return batch.repeat_per_token(
+        _sum_rewards(batch) - _require_column(batch, "greedy_rewards", "--algorithm.greedy-baseline")
+    )
 
 
 def distill(batch: TrainBatch) -> Tensor:
-    """``teacher logprob - policy logprob`` of each sampled token: its gradient is that of the reverse KL, one token
-    ahead (MiniLLM, arXiv:2306.08543; on samples of the student as in GKD, arXiv:2306.13649).
+    """Compute ``teacher logprob - policy logprob`` of each sampled token: its gradient is that of the reverse KL, one
+    token ahead (MiniLLM, arXiv:2306.08543; on samples of the student as in GKD, arXiv:2306.13649).
 
     Args:
         batch: with ``ref_logprobs``, those of the teacher, which ``--algorithm.reference`` names.
     """
-    return _column(batch, "ref_logprobs", "--algorithm.reference") - _policy_logprobs(batch)
+    return _require_column(batch, "ref_logprobs", "--algorithm.reference") - _get_policy_logprobs(batch)
 
 
 def configure_advantage(critic: CriticConfig) -> AdvantageFn:
-    """What a run without an advantage of its own takes: ``grpo``, or ``gae`` where a critic is trained."""
+    """Choose the advantage of a run that passes none: ``grpo``, or ``gae`` where a critic is trained."""
     return partial(gae, gamma=critic.gamma, lam=critic.lam) if critic.train else grpo
 
 
@@ -115,7 +117,7 @@ def configure_advantage(critic: CriticConfig) -> AdvantageFn:
 
 
 def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv:1506.02438, equation 16), normalised over the counting tokens.
+    """Compute generalised advantage estimation (arXiv:1506.02438, equation 16), normalised over the counting tokens.
 
     ``delta_t = reward_t + gamma * value_{t+1} - value_t`` and ``A_t = sum of (gamma * lam)^k * delta_{t+k}``, where
     t + 1 is the next token that counts: what an environment wrote in between is skipped. Nothing comes after the last.
@@ -127,7 +129,7 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
         ``[N]`` advantages and ``[N]`` returns, ``A + value`` before normalising; zero where the mask is.
     """
     counting = Selection.from_mask(batch.mask, batch.lengths)
-    values = counting.gather(_column(batch, "values", "--critic.train"))
+    values = counting.gather(_require_column(batch, "values", "--critic.train"))
     deltas = find_next(values, counting.lengths).mul_(gamma).sub_(values)
     raw = sum_discounted(_add_rewards(deltas, batch, counting), counting.lengths, gamma * lam)
     returns = raw + values
@@ -135,7 +137,7 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
 
 
 def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
-    """``[N]``: the discounted sum of the rewards from each counting token to the end of its sequence."""
+    """Compute ``[N]``, the discounted sum of the rewards from each counting token to the end of its sequence."""
     counting = Selection.from_mask(batch.mask, batch.lengths)
     rewards = _add_rewards(torch.zeros(int(counting.lengths.sum())), batch, counting)
     return counting.scatter(sum_discounted(rewards, counting.lengths, gamma))
@@ -144,15 +146,15 @@ def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
 # -- what a reward is made of
 
 
-def with_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1) -> TrainBatch:
-    """The batch with a penalty of ``-coef * KL`` to the reference at each counting token (arXiv:2203.02155, equation 2,
-    taken token by token)."""
-    penalties = -coef * estimate(_policy_logprobs(batch), batch.ref_logprobs) * batch.mask
+def add_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1) -> TrainBatch:
+    """Return the batch with a penalty of ``-coef * KL`` to the reference at each counting token (arXiv:2203.02155,
+    equation 2, taken token by token)."""
+    penalties = -coef * estimate(_get_policy_logprobs(batch), batch.ref_logprobs) * batch.mask
     return replace(batch, penalties=penalties)
 
 
-def with_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> TrainBatch:
-    """The batch with lower rewards for completions that end within ``buffer`` tokens of the limit.
+def add_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> TrainBatch:
+    """Return the batch with lower rewards for completions that end within ``buffer`` tokens of the limit.
 
     From 0 at ``max_tokens - buffer`` tokens down to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476, equation 13).
     """
@@ -161,7 +163,7 @@ def with_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> Tr
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``[N]`` with mean 0 and deviation 1 over the mask, and zero elsewhere."""
+    """Bring values ``[N]`` to mean 0 and deviation 1 over the mask, and zero elsewhere."""
     out = torch.zeros_like(values)
     out[mask] = _normalise_(values[mask])
     return out
@@ -178,20 +180,20 @@ def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Selection) -> Ten
     return numbers
 
 
-def _column(batch: TrainBatch, name: str, option: str) -> Tensor:
+def _require_column(batch: TrainBatch, name: str, option: str) -> Tensor:
     if (column := getattr(batch, name)) is None:
         raise RunError(f"advantage: the batch has no {name}; set {option}")
     return column
 
 
-def _rewards(batch: TrainBatch) -> Tensor:
-    """``[B]``: the whole reward of each sequence."""
+def _sum_rewards(batch: TrainBatch) -> Tensor:
+    """Compute ``[B]``, the whole reward of each sequence."""
     rewards = batch.rewards.float()
     return rewards if batch.penalties is None else rewards + batch.sum_per_sequence(batch.penalties)
 
 
-def _policy_logprobs(batch: TrainBatch) -> Tensor:
-    """Logprobs under the policy that sampled: the trainer's own where it has made them."""
+def _get_policy_logprobs(batch: TrainBatch) -> Tensor:
+    """Return logprobs under the policy that sampled: the trainer's own where it has made them."""
     return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
 
 
@@ -200,15 +202,15 @@ def _sum_groups(values: Tensor, group: Tensor) -> Tensor:
 
 
 def _centre(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """``[B]`` rewards less the mean of their group, and the size of each group."""
-    rewards = _rewards(batch)
+    """Compute ``[B]``, rewards less the mean of their group, and the size of each group."""
+    rewards = _sum_rewards(batch)
     count = _sum_groups(torch.ones_like(rewards), batch.group)
     mean = _sum_groups(rewards, batch.group) / count.clamp_min(1)
     return rewards - mean[batch.group], count
 
 
 def _normalise_(values: Tensor) -> Tensor:
-    """To mean 0 and deviation 1, in place; numbers that are all alike become 0."""
+    """Bring values ``[n]`` to mean 0 and deviation 1, in place; numbers that are all alike become 0."""
     if len(values):
         deviation, mean = torch.std_mean(values, correction=0)
         values.sub_(mean).div_(deviation + 1e-8)

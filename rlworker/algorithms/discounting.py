@@ -28,7 +28,7 @@ class Selection:
 
     @classmethod
     def from_mask(cls, mask: Tensor, lengths: tuple[int, ...]) -> "Selection":
-        """The true places of ``mask [N]``."""
+        """Select the true places of ``mask [N]``."""
         sizes = torch.tensor(lengths)
         if mask.all():
             return cls(len(mask), sizes, (0, len(mask)), None)
@@ -43,13 +43,13 @@ class Selection:
         return cls(len(mask), chosen, runs, None)
 
     def gather(self, column: Tensor) -> Tensor:
-        """``[N] -> [n]``; a view where all are chosen."""
+        """Gather the selected places, ``[N] -> [n]``; a view where all are chosen."""
         if self.index is not None:
             return column[self.index]
         return column if self.runs == (0, self.total) else torch.cat(column.split(self.runs)[1::2])
 
     def scatter(self, numbers: Tensor) -> Tensor:
-        """``[n] -> [N]``, zero elsewhere; the same tensor where all are chosen."""
+        """Scatter to the selected places, ``[n] -> [N]``, zero elsewhere; the same tensor where all are chosen."""
         if self.runs == (0, self.total):
             return numbers
         flat = numbers.new_zeros(self.total)
@@ -60,7 +60,7 @@ class Selection:
 
 
 def sum_discounted(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
-    """``y_n = x_n + decay * y_{n+1}`` within each sequence of a flat stream: ``[N] -> [N]``.
+    """Compute ``y_n = x_n + decay * y_{n+1}`` within each sequence of a flat stream: ``[N] -> [N]``.
 
     Each sequence is cut into blocks, which a triangular matrix sums up at once; what follows a block is the sum at the
     start of the next one, which is this very problem over fewer numbers.
@@ -85,7 +85,7 @@ def sum_discounted(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
 
 
 def find_next(numbers: Tensor, lengths: Tensor) -> Tensor:
-    """The number after each within its sequence, zero after the last."""
+    """Find the number after each within its sequence, zero after the last."""
     after = torch.empty_like(numbers)
     after[:-1] = numbers[1:]
     after[find_last_places(lengths)] = 0.0
@@ -93,5 +93,5 @@ def find_next(numbers: Tensor, lengths: Tensor) -> Tensor:
 
 
 def find_last_places(lengths: Tensor) -> Tensor:
-    """Place of the last number of each sequence that has any."""
+    """Find the place of the last number of each sequence that has any."""
     return (lengths.cumsum(0) - 1)[lengths > 0]

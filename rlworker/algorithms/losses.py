@@ -38,7 +38,7 @@ def ppo(
     clip_high: float = 0.2,
     dual: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` (PPO, arXiv:1707.06347, equation 7).
+    """Compute ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` (PPO, arXiv:1707.06347, equation 7).
 
     A ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476, section 3.1).
 
@@ -56,7 +56,8 @@ def ppo(
 def gspo(
     logprobs: Tensor, old: Tensor, batch: TrainBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clip of the whole sequence's ratio, ``exp(mean of log ratio)`` (GSPO, arXiv:2507.18071, equations 5 and 7).
+    """Apply PPO's clip of the whole sequence's ratio, ``exp(mean of log ratio)`` (GSPO, arXiv:2507.18071, equations 5
+    and 7).
 
     To be used with ``sequence_mean``.
     """
@@ -68,7 +69,7 @@ def gspo(
 def cispo(
     logprobs: Tensor, old: Tensor, batch: TrainBatch, *, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> tuple[Tensor, Tensor]:
-    """``-constant(clip(ratio)) * A * logprob``: a clipped token keeps its gradient (CISPO, arXiv:2506.13585).
+    """Compute ``-constant(clip(ratio)) * A * logprob``: a clipped token keeps its gradient (CISPO, arXiv:2506.13585).
 
     A ``clip_low`` of 1 does not clip from below, as in that paper.
     """
@@ -80,8 +81,8 @@ def cispo(
 def gmpo(
     logprobs: Tensor, old: Tensor, batch: TrainBatch, *, clip_low: float = 0.4, clip_high: float = 0.4
 ) -> tuple[Tensor, Tensor]:
-    """Geometric mean of a sequence's ratios, each log ratio clipped to ``[-clip_low, clip_high]`` on the side that PPO
-    clips (GMPO, arXiv:2507.20673).
+    """Take the geometric mean of a sequence's ratios, each log ratio clipped to ``[-clip_low, clip_high]`` on the side
+    that PPO clips (GMPO, arXiv:2507.20673).
 
     To be used with ``sequence_mean`` and one advantage per sequence.
     """
@@ -95,8 +96,8 @@ def gmpo(
 def sapo(
     logprobs: Tensor, old: Tensor, batch: TrainBatch, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> tuple[Tensor, Tensor]:
-    """``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``: a soft gate in place of the clip, closing faster on what was bad
-    (SAPO, arXiv:2511.20347)."""
+    """Compute ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``: a soft gate in place of the clip, closing faster on what
+    was bad (SAPO, arXiv:2511.20347)."""
     ratio, advantages = (logprobs - old).exp(), batch.advantages
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, torch.zeros_like(batch.mask)
@@ -106,17 +107,19 @@ def sapo(
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k1: ``logprob - ref``, without bias and of either sign. For rewards: in a loss its mean gradient is zero."""
+    """Estimate KL by k1: ``logprob - ref``, without bias and of either sign. For rewards: in a loss its mean gradient
+    is zero."""
     return logprobs - ref_logprobs
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k2: ``(logprob - ref)^2 / 2``, whose gradient in a loss is that of the KL divergence."""
+    """Estimate KL by k2: ``(logprob - ref)^2 / 2``, whose gradient in a loss is that of the KL divergence."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k3: ``exp(d) - 1 - d`` with ``d = ref - logprob``, never negative, as in GRPO (arXiv:2402.03300, equation 4).
+    """Estimate KL by k3: ``exp(d) - 1 - d`` with ``d = ref - logprob``, never negative, as in GRPO (arXiv:2402.03300,
+    equation 4).
 
     It is at most 10, and without a gradient beyond, as in verl: one token far from the reference would be infinite.
     """
@@ -128,13 +131,13 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def truncated_importance(old: Tensor, rollout: Tensor, *, most: float = 2.0) -> Tensor:
-    """``min(exp(old - rollout), most)`` (truncated importance sampling, Ionides 2008; between rollout and trainer:
-    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025)."""
+    """Compute ``min(exp(old - rollout), most)`` (truncated importance sampling, Ionides 2008; between rollout and
+    trainer: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025)."""
     return (old - rollout).exp().clamp(max=most)
 
 
 def masked_importance(old: Tensor, rollout: Tensor, *, least: float = 0.5, most: float = 5.0) -> Tensor:
-    """``exp(old - rollout)`` where it lies in ``[least, most]``, else 0 (IcePop, arXiv:2510.18855)."""
+    """Compute ``exp(old - rollout)`` where it lies in ``[least, most]``, else 0 (IcePop, arXiv:2510.18855)."""
     ratio = (old - rollout).exp()
     return ratio * ((ratio >= least) & (ratio <= most))
 
@@ -143,18 +146,18 @@ def masked_importance(old: Tensor, rollout: Tensor, *, least: float = 0.5, most:
 
 
 def token_mean(batch: TrainBatch) -> tuple[Tensor, float]:
-    """Every counting token counts alike (DAPO, arXiv:2503.14476, section 3.3)."""
+    """Let every counting token count alike (DAPO, arXiv:2503.14476, section 3.3)."""
     return batch.mask.float(), max(float(batch.mask.sum()), 1.0)
 
 
 def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
-    """Every sequence counts alike, its loss being its tokens' mean (GRPO, arXiv:2402.03300, equation 3)."""
+    """Let every sequence count alike, its loss being its tokens' mean (GRPO, arXiv:2402.03300, equation 3)."""
     lengths = batch.sum_per_sequence(batch.mask.float())
     return batch.mask / batch.repeat_per_token(lengths.clamp_min(1)), max(float((lengths > 0).sum()), 1.0)
 
 
 def constant_length(batch: TrainBatch, *, tokens: int) -> tuple[Tensor, float]:
-    """The sum over each sequence's tokens, divided by the same number for all, such as the longest completion
+    """Take the sum over each sequence's tokens, divided by the same number for all, such as the longest completion
     (Dr. GRPO, arXiv:2503.20783)."""
     return batch.mask.float(), float(len(batch) * tokens)
 
@@ -172,7 +175,7 @@ def policy_loss(
     entropy_coef: float = 0.0,
     correction: Correction | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A surrogate's loss, plus ``kl_coef`` times the KL to a reference, less ``entropy_coef`` times the entropy.
+    """Sum a surrogate's loss, plus ``kl_coef`` times the KL to a reference, less ``entropy_coef`` times the entropy.
 
     Where the batch has no ``old_logprobs`` this is the only step on its rollout, and they are these very logprobs. The
     metric ``loss`` counts every token alike, whatever ``batch.weights`` say.
@@ -201,7 +204,7 @@ def policy_loss(
 
 
 def configure_loss(algorithm: AlgorithmConfig) -> LossFn:
-    """PPO's clipped loss with the coefficients of the settings."""
+    """Choose PPO's clipped loss with the coefficients of the settings."""
     clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual=algorithm.dual_clip)
     kl_coef = algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0
     surrogate = partial(ppo, **clips)
@@ -209,8 +212,8 @@ def configure_loss(algorithm: AlgorithmConfig) -> LossFn:
 
 
 def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """``(value - return)^2 / 2``, or the larger of this and the same with the value held within ``clip`` of what it was
-    before the update (PPO as its authors' baselines implement it; Engstrom et al., arXiv:2005.12729)."""
+    """Sum ``(value - return)^2 / 2``, or the larger of this and the same with the value held within ``clip`` of what it
+    was before the update (PPO as its authors' baselines implement it; Engstrom et al., arXiv:2005.12729)."""
     values, returns, mask = outputs.values, batch.returns, batch.mask
     loss = (values - returns).square()
     metrics = {"value_loss": (loss * mask).sum().detach() / 2}
@@ -222,7 +225,7 @@ def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -
 
 
 def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy of the targets that count."""
+    """Sum the cross-entropy of the targets that count."""
     total = -_sum_weighted(outputs.logprobs, batch)
     return total, {"loss": total.detach()}
 
@@ -235,5 +238,5 @@ def _sum_weighted(loss: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def _average_sequences(x: Tensor, batch: TrainBatch) -> Tensor:
-    """``[N] -> [B]``: the mean over each sequence's counting tokens, zero where there are none."""
+    """Take the mean, ``[N] -> [B]``, over each sequence's counting tokens, zero where there are none."""
     return batch.sum_per_sequence(x * batch.mask) / batch.sum_per_sequence(batch.mask.float()).clamp_min(1)

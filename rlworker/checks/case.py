@@ -1,4 +1,4 @@
-"""What a check runs on: sequences of awkward lengths, and images for a model that sees them."""
+"""The case that a check runs on: sequences of awkward lengths, and images for a model that sees them."""
 
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,10 +19,10 @@ _LENGTHS = (9, 1, 14, 0, 6, 9, 21)
 _IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 6: ((0, 2),)}
 """Sequence -> where its images are; two lie side by side."""
 _IMAGE_COUNTS = (0, 1, 2, 0, 1)
-"""How many images a row has, by turns."""
+"""Counts of images that rows have, by turns."""
 _PREFIXES = (3, 1, 5, 0, 2, 0, 4)
 _ALL_COLUMNS, _FEW_COLUMNS = 200, 12
-"""In a stream of at most so many tokens each one's influence is looked for; in a longer one, that of so many."""
+"""Tokens of a stream whose influence is looked for: all of a stream that is no longer, else so many of it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def _padding_tokens(folder: str) -> set[int]:
 
 
 def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
-    """Sequences for a model: longer than its windows, within its positions; as many for each data-parallel replica.
+    """Make sequences for a model: longer than its windows, within its positions; as many for each data-parallel
+    replica.
 
     Args:
         folder: for images.
@@ -86,7 +87,7 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
 
 
 def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:
-    """None, one, two or none again for a row, each of another size, and for each another of its size."""
+    """Make no image, one, two or none again for a row, each of another size, and for each another of its size."""
     from PIL import Image as PILImage
 
     cell, found = processor.vision.patch * processor.vision.merge, []

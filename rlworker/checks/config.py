@@ -14,7 +14,7 @@ from rlworker.config.model_checks import check_engines
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """What ``rlworker check`` proves, and of what."""
+    """Settings that say what ``rlworker check`` proves, and of which model."""
 
     model: Positional[str] = ""
     """HuggingFace folder; without one a tiny model is made on the spot."""
@@ -45,5 +45,5 @@ class CheckConfig:
             )
 
     def check_model(self) -> ModelSpec:
-        """``check_engines`` of what is checked."""
+        """Return ``check_engines`` of what is checked."""
         return check_engines(self.model, self.platform, self.actor, self.rollout)

@@ -1,4 +1,4 @@
-"""What is under check: the engines of one model at one size, and what is found of them."""
+"""The engines under check, of one model at one size, and the findings about them."""
 
 import math
 from collections.abc import Iterator
@@ -26,8 +26,9 @@ LIMITS = {
     "float32": {"logprobs": 1e-4, "gradients": 1e-4, "layers": 1e-6, "rollout mean": 2e-5, "rollout max": 5e-3},
     "bfloat16": {"logprobs": 0.2, "gradients": 0.1, "layers": 1e-2, "rollout mean": 0.05, "rollout max": math.inf},
 }
-"""By the type of weights: largest difference of a logprob, ``|difference| / |gradient|`` of a tensor, what a layer adds
-by rounding alone to the relative difference of a token's hidden state, mean and largest |rollout - trainer logprob|."""
+"""Limits by the type of weights: largest difference of a logprob, ``|difference| / |gradient|`` of a tensor, what a
+layer adds by rounding alone to the relative difference of a token's hidden state, mean and largest |rollout - trainer
+logprob|."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Bench:
+class CheckedEngines:
     """The engines under check, and what they are checked with."""
 
     config: CheckConfig
@@ -60,31 +61,31 @@ class Bench:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Of the actor's type, and those of the rollout of the coarser of both."""
+        """The limits of the actor's dtype, and for the rollout those of the coarser dtype of both."""
         actor, both = self.config.actor.dtype, {self.config.actor.dtype, self.config.rollout.dtype}
         rollout = LIMITS["float32" if both == {"float32"} else "bfloat16"]
         return LIMITS[actor] | {name: limit for name, limit in rollout.items() if name.startswith("rollout")}
 
-    def on_ranks(self, function: str, *args) -> list:
+    def call_ranks(self, function: str, *args) -> list:
         return self.actor.call("run", _PROBE + function, *args)
 
-    def outputs(self, kind: str, batch: TrainBatch | None = None) -> TokenOutputs:
-        """Outputs of the whole batch, or of one like it, which every replica computes."""
-        outputs = self.on_ranks("compute_outputs", kind, batch or self.case.batch)
+    def compute_outputs(self, kind: str, batch: TrainBatch | None = None) -> TokenOutputs:
+        """Compute the outputs of the whole batch, or of one like it, which every replica computes."""
+        outputs = self.call_ranks("compute_outputs", kind, batch or self.case.batch)
         return next(part for part, place in zip(outputs, self.actor.places, strict=True) if place["is_leader"])
 
-    def finding(self, check: str, where: str, passed: bool, text: str) -> Finding:
+    def make_finding(self, check: str, where: str, passed: bool, text: str) -> Finding:
         return Finding(check, where, "ok" if passed else "FAILED", text, get_platform(self.config.platform).evidence)
 
 
 def list_platform_limits(platform: Platform) -> list[Finding]:
-    """What its evidence says nothing about, as the last line of the report."""
+    """List what the platform's evidence says nothing about, as the last line of the report."""
     covered = Finding("platform", platform.name, "ok", describe(platform), platform.evidence)
     return [covered] if platform.not_covered else []
 
 
 @contextmanager
-def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Bench]:
+def start_engines(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[CheckedEngines]:
     """Start the engines; HuggingFace computes beside them.
 
     Args:
@@ -111,5 +112,5 @@ def bench(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[Ben
         if config.huggingface:
             reference = compute_reference(model, case.batch, probe_loss, case.denominator, temperature)
         with naming_failures("check: start", actor.name_workers() | rollouts.name_workers()):
-            engines = Bench(config, model, actor.ready()["actor"], rollouts.ready(), case, reference)
+            engines = CheckedEngines(config, model, actor.wait()["actor"], rollouts.wait(), case, reference)
         yield engines

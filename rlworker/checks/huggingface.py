@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Arguments = Callable[[TrainBatch], dict[str, Tensor]]
-"""What transformers' forward is given of a sequence beside its ids."""
+"""A function that makes the arguments that transformers' forward is given of a sequence beside its ids."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a model says of a batch; all of it can be differentiated.
+    """A model's outputs for a batch; all of them can be differentiated.
 
     Attributes:
         logits: ``[N, vocab]``, as the model gives them. outputs: ``[N]`` each. loss: its sum over the batch.

@@ -1,4 +1,4 @@
-"""What a run will take, said before anything is taken: ``rlworker plan RECIPE``."""
+"""``rlworker plan RECIPE`` tells what a run will take before anything is taken."""
 
 import importlib
 import importlib.util
@@ -25,7 +25,7 @@ Config = RunConfig | SftConfig
 
 _GB = 2**30
 _PROCESS = {"trainer": 0.5 * _GB, "rollout": 1.7 * _GB, "ray": 0.6 * _GB}
-"""What a process takes before it holds a model, where all of them share one machine's memory (measured on a CPU)."""
+"""Bytes that a process takes before it holds a model, where all share one machine's memory (measured on a CPU)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Plan:
 
 
 def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str, bool]:
-    """The plan of a recipe in words, and whether it fits.
+    """Tell the plan of a recipe in words, and whether it fits.
 
     Args:
         recipe: a module's name or a file's path, which has its settings as ``DEFAULT``. settings: changes to them, as
@@ -91,7 +91,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
 
 
 def _import_default(recipe: str) -> Config:
-    """The settings of a recipe, whose module is imported."""
+    """Read the settings of a recipe, whose module is imported."""
     path = Path(recipe)
     is_file = path.suffix == ".py"
     advice = "give a module such as recipes.grpo or the path of a recipe's file, such as ./own.py"
@@ -120,7 +120,8 @@ def _import_default(recipe: str) -> Config:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The module in a file, imported as ``python FILE`` would find what lies beside it, under a name of its own."""
+    """Import the module in a file, imported as ``python FILE`` would find what lies beside it, under a name of its
+    own."""
     spec = importlib.util.spec_from_file_location(f"recipe at {path}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where a dataclass looks for the types that its fields name
@@ -136,7 +137,7 @@ def _judge(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: 
             held += need.count * (need.total + _PROCESS["rollout" if need.is_rollout else "trainer"])
         need, have = held / _GB, psutil.virtual_memory().total / _GB
         return f"All processes on this machine: {need:.1f} GB of {have:.1f} GB", need <= have
-    if not (large := over(plan, memory_gb)):
+    if not (large := list_misfits(plan, memory_gb)):
         return f"Every process fits into {memory_gb:g} GB", True
     text = "; ".join(f"{need.name} need {need.total / _GB:.1f} GB" for need in large)
     text = f"Does not fit into {memory_gb:g} GB: {text}"
@@ -152,10 +153,12 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     Args:
         models: of each role of ``config.models``, from ``config.json`` alone.
     """
-    batch = (_describe_rl_batch if isinstance(config, RunConfig) else _describe_supervised_batch)(config) | _cut(config)
-    needs = list(_trainers(config, models))
+    batch = (_describe_rl_batch if isinstance(config, RunConfig) else _describe_supervised_batch)(
+        config
+    ) | _describe_cut(config)
+    needs = list(_plan_trainers(config, models))
     if isinstance(config, RunConfig):
-        needs.append(_rollout(config, models["actor"]))
+        needs.append(_plan_rollout(config, models["actor"]))
     sees = models["actor"].vision is not None
     return Plan(batch, needs, estimate_padding(config.actor, config.longest), sees)
 
@@ -182,11 +185,11 @@ def _describe_supervised_batch(config: SftConfig) -> dict[str, str]:
     }
 
 
-def _cut(config: Config) -> dict[str, str]:
-    """How what an optimizer step takes is spread over ranks and cut."""
-    actor, share = config.actor, _share(config)
+def _describe_cut(config: Config) -> dict[str, str]:
+    """Describe how the samples of an optimizer step are spread over ranks and cut."""
+    actor, share = config.actor, _count_share(config)
     budget = actor.slots if actor.layout == "thd" and actor.slots else actor.micro_batch_tokens
-    each = max(1, min(budget, actor.micro_batch_tokens) // _row(config))
+    each = max(1, min(budget, actor.micro_batch_tokens) // _count_row_slots(config))
     most = max(-(-share // each), min(actor.pp, share))
     sizes = f"tp {actor.tp} x pp {actor.pp} x cp {actor.cp} = {actor.ranks // actor.dp} ranks"
     return {
@@ -195,7 +198,7 @@ def _cut(config: Config) -> dict[str, str]:
     }
 
 
-def _trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
+def _plan_trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
     separate = config.placement.separate if isinstance(config, RunConfig) else ()
     shared = [role for role in models if role not in separate]
     for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(separate))):
@@ -205,7 +208,7 @@ def _trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
             yield Need(where, config.actor.ranks // config.actor.pp, held)
 
 
-def _rollout(config: RunConfig, model: ModelSpec) -> Need:
+def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
     platform = get_platform(config.platform)
     weights = sum(parameter.numbers for parameter in list_parameters(model, MegatronConfig(), 0))
     weights = weights * get_itemsize(config.rollout.dtype) // int(config.rollout.vllm.get("tensor_parallel_size", 1))
@@ -214,7 +217,7 @@ def _rollout(config: RunConfig, model: ModelSpec) -> Need:
 
 
 def find_largest_rank(model: ModelSpec, config: Config, stage: int, trainable: bool) -> RankMemory:
-    """Of the ranks that hold the same parameters, the one with the most optimizer state."""
+    """Find the rank with the most optimizer state among those that hold the same parameters."""
     actor, slots = config.actor, count_micro_batch_slots(config)
     ranks = range(actor.dp * actor.cp if trainable else 1)
     return max(
@@ -223,32 +226,33 @@ def find_largest_rank(model: ModelSpec, config: Config, stage: int, trainable: b
 
 
 def count_micro_batch_slots(config: Config) -> int:
-    """Slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at most."""
-    actor, row = config.actor, _row(config)
-    most = max(row, min(actor.micro_batch_tokens, _share(config) * row))
+    """Count the slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at
+    most."""
+    actor, row = config.actor, _count_row_slots(config)
+    most = max(row, min(actor.micro_batch_tokens, _count_share(config) * row))
     return most // row * row if actor.layout == "bshd" else actor.slots or most
 
 
-def _row(config: Config) -> int:
-    """Slots of the longest sample."""
+def _count_row_slots(config: Config) -> int:
+    """Count the slots of the longest sample."""
     actor = config.actor
     unit = slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
     return (actor.layout == "bshd" and actor.slots) or -(-config.longest // unit) * unit
 
 
-def _share(config: Config) -> int:
-    """Samples of a mini-batch on each replica."""
+def _count_share(config: Config) -> int:
+    """Count the samples of a mini-batch on each replica."""
     return -(-config.rows_per_mini_batch // config.actor.dp)
 
 
-def over(plan: Plan, memory_gb: float) -> list[Need]:
-    """The processes that do not fit on a device of their own."""
+def list_misfits(plan: Plan, memory_gb: float) -> list[Need]:
+    """List the processes that do not fit on a device of their own."""
     return [need for need in plan.needs if need.total > memory_gb * _GB]
 
 
 def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float) -> str:
-    """Settings under which the trainers fit, as few changes from the given ones as will do; empty where none of those
-    tried does."""
+    """Find settings under which the trainers fit, as few changes from the given ones as will do; empty where none of
+    those tried does."""
     actor = config.actor
     recompute = dict.fromkeys((actor.recompute, "full"))
     tokens = [actor.micro_batch_tokens // cut for cut in (1, 2, 4, 8)]
@@ -264,21 +268,21 @@ def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float)
                 other.check_model(model)
         except ValueError:
             continue
-        needs = over(make_plan(replace(config, actor=other), models), memory_gb)
+        needs = list_misfits(make_plan(replace(config, actor=other), models), memory_gb)
         if all(need.is_rollout for need in needs):
-            changes = _changes(actor, other)
+            changes = _list_changes(actor, other)
             found.append((len(changes), other.ranks, -most, changes))
     return " ".join(min(found)[3]) if found else ""
 
 
-def _changes(before: MegatronConfig, after: MegatronConfig) -> list[str]:
+def _list_changes(before: MegatronConfig, after: MegatronConfig) -> list[str]:
     names = ("ranks", "tp", "pp", "recompute", "micro_batch_tokens")
     pairs = [(name, getattr(after, name)) for name in names if getattr(after, name) != getattr(before, name)]
     return [f"--actor.{name.replace('_', '-')} {value}" for name, value in pairs]
 
 
 def describe_plan(plan: Plan) -> str:
-    """The plan as a text."""
+    """Spell the plan as a text."""
     width = max(len(label) for label in plan.batch)
     lines = [f"{label.ljust(width)}  {value}" for label, value in plan.batch.items()]
     lines.append(f"{'padding'.ljust(width)}  about {100 * plan.padding:.1f} % of the trainer's slots, at even lengths")

@@ -9,7 +9,7 @@ from hardware.attention.faults import collect_faults
 from hardware.platforms import get_platform
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.context import Bench, Finding, bench, list_platform_limits
+from rlworker.checks.context import CheckedEngines, Finding, list_platform_limits, start_engines
 from rlworker.checks.tiny_models import make_tiny_model
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
@@ -40,7 +40,7 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
 
 
 def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> list[Finding]:
-    """The faults that show on one kind of model, through rollout engines of its own."""
+    """Test the faults that show on one kind of model, through rollout engines of its own."""
     found: list[Finding] = []
     faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
     with ExitStack() as running:
@@ -49,10 +49,10 @@ def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> 
         version = 1
         for cp in sorted({fault.cp for fault in faults.values()}):
             sizes = replace(config.actor, ranks=cp, tp=1, pp=1, cp=cp)
-            with bench(replace(config, actor=sizes), rollouts) as engines:
+            with start_engines(replace(config, actor=sizes), rollouts) as engines:
                 failed = [finding for finding in check_all(engines, version) if finding.outcome == "FAILED"]
                 tell(f"without a fault, {kind}, cp={cp}: {len(failed)} findings")
-                found += failed or [engines.finding("no fault", f"{kind}, cp={cp}", True, "nothing found")]
+                found += failed or [engines.make_finding("no fault", f"{kind}, cp={cp}", True, "nothing found")]
                 for name, fault in faults.items():
                     if fault.cp == cp:
                         version += 3
@@ -62,7 +62,7 @@ def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> 
     return found
 
 
-def _test_fault(engines: Bench, name: str, fault: Fault, version: int) -> Finding:
+def _test_fault(engines: CheckedEngines, name: str, fault: Fault, version: int) -> Finding:
     """Plant a fault, make the check that must find it, take the fault out again."""
     group = engines.actor if fault.where == "actor" else engines.rollouts
     group.call("run", "engines.probes.faults:plant", name)
@@ -74,4 +74,4 @@ def _test_fault(engines: Bench, name: str, fault: Fault, version: int) -> Findin
     failed = [finding for finding in findings if finding.outcome == "FAILED"]
     named = [finding for finding in failed if not finding.text.startswith("raised")]
     text = f"{named[0].check}, {named[0].where}: {named[0].text}" if named else "not found by the check that must"
-    return engines.finding("fault", name, bool(named), text)
+    return engines.make_finding("fault", name, bool(named), text)

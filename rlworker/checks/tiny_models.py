@@ -14,7 +14,7 @@ Tiny = Literal["qwen2", TinyVlm]
 """HF model_type of a tiny model."""
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-"""What Qwen's processors call the tokens of images: start, image, end, video."""
+"""Qwen's names for the tokens of images: start, image, end, video."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LANGUAGE: dict[str, Any] = dict(
@@ -57,7 +57,7 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
 
 
 def make_bare_tokenizer(first: int = 0) -> Any:
-    """A tokenizer of an end token, 0, and the tokens of images, from ``first + 1`` on; it has no words."""
+    """Make a tokenizer of an end token, 0, and the tokens of images, from ``first + 1`` on; it has no words."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

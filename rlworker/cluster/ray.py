@@ -14,7 +14,7 @@ from hardware.platforms import get_platform
 from rlworker.errors import RunError
 
 _ANSWER_S = 3.0
-"""How long workers have to say that they live."""
+"""Seconds that workers have to say that they live."""
 _HELD_BACK = threading.Event()
 """Set while a SIGTERM waits for the end of ``ray.init``."""
 
@@ -35,7 +35,7 @@ def running_ray(workers: int, platform: str) -> Iterator[None]:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         quiet = dict(logging_level="ERROR", log_to_driver=False)
         try:
-            with _own_handler():
+            with _keeping_handler():
                 if os.environ.get("RAY_ADDRESS"):
                     ray.init(**quiet)
                 else:
@@ -62,7 +62,7 @@ def running_ray(workers: int, platform: str) -> Iterator[None]:
 
 
 @contextmanager
-def _own_handler() -> Iterator[None]:
+def _keeping_handler() -> Iterator[None]:
     """Keep what this program does at SIGTERM: ``ray.init`` exits at one, and leaves a handler that prints a stack.
 
     One that comes meanwhile waits until our own handler is back. The processes that Ray starts do not wait.
@@ -93,7 +93,7 @@ os.register_at_fork(after_in_child=_release_child)
 
 @contextmanager
 def pausing_collection() -> Iterator[None]:
-    """No garbage collection while something heavy is imported and built.
+    """Collect no garbage while something heavy is imported and built.
 
     A million objects come with torch, Megatron or vLLM and none of them goes, so that looking through them takes a
     fifth of the time. They are left out of every later collection too.
@@ -126,7 +126,7 @@ def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle], ad
 
 
 def _find_dead(workers: Mapping[str, ray.actor.ActorHandle]) -> list[str]:
-    """Names of the workers whose process has ended."""
+    """Find the names of the workers whose process has ended."""
     asked = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
     if not asked:
         return []

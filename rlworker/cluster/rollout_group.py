@@ -35,16 +35,16 @@ class Rollouts:
             worker.prepare.remote()
 
     def start(self, model: ModelSpec, config: VllmConfig) -> Rollouts:
-        """Begin to load a model; ``ready`` waits for it."""
+        """Begin to load a model; ``wait`` waits for it."""
         self._started = [worker.start.remote(model, config) for worker in self.workers]
         return self
 
-    def ready(self) -> Rollouts:
+    def wait(self) -> Rollouts:
         ray.get(self._started)
         return self
 
     def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
-        """``[P][count]`` completions; each engine takes a run of consecutive prompts and draws from a stream of
+        """Sample ``[P][count]`` completions; each engine takes a run of consecutive prompts and draws from a stream of
         its own."""
         prompts = [Prompt(row.prompt_ids, row.images) for row in rows]
         bounds = [len(prompts) * i // len(self.workers) for i in range(len(self.workers) + 1)]
@@ -56,11 +56,11 @@ class Rollouts:
         return [group for part in ray.get(calls) for group in part]
 
     def call(self, method: str, *args: Any) -> list:
-        """``method(*args)`` on every engine; the results in order."""
+        """Call ``method(*args)`` on every engine; the results in order."""
         return ray.get([getattr(worker, method).remote(*args) for worker in self.workers])
 
     def name_workers(self) -> dict[str, ray.actor.ActorHandle]:
-        """Every engine by the name that a message gives it."""
+        """List every engine by the name that a message gives it."""
         return {f"rollout engine {i}": worker for i, worker in enumerate(self.workers)}
 
     def __enter__(self) -> Rollouts:

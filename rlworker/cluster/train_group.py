@@ -36,26 +36,26 @@ class WorkerGroup:
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
 
     def call(self, method: str, *args: Any) -> list:
-        """``method(*args)`` on every rank; the results in rank order."""
+        """Call ``method(*args)`` on every rank; the results in rank order."""
         return ray.get([getattr(worker, method).remote(self.name, *args) for worker in self.workers])
 
     def forward(self, batch: TrainBatch) -> Outputs:
-        """The engine's outputs of a batch, ``[N]``."""
-        schedule = self._plan(batch)
+        """Compute the engine's outputs of a batch, ``[N]``."""
+        schedule = self._plan_shards(batch)
         return schedule.restore(self.call_sharded("forward", schedule.shards(batch)))
 
     def train_step(self, batch: TrainBatch, loss: LossFn, denominator: float) -> tuple[list[StepResult], Outputs]:
-        """One optimizer step on ``sum(loss) / denominator``.
+        """Take one optimizer step on ``sum(loss) / denominator``.
 
         Returns:
             the results of each replica, and the outputs ``[N]`` of the batch from before the step.
         """
-        schedule = self._plan(batch)
+        schedule = self._plan_shards(batch)
         results = self.call_sharded("train_step", schedule.shards(batch), loss, denominator)
         return results, schedule.restore([result.outputs for result in results])
 
     def call_sharded(self, method: str, shards: Sequence[Any], *args: Any) -> list:
-        """``method(shard, *args)`` on every rank, each with the shard of its replica.
+        """Call ``method(shard, *args)`` on every rank, each with the shard of its replica.
 
         Returns:
             the leaders' results by data-parallel rank.
@@ -71,7 +71,7 @@ class WorkerGroup:
         leaders = {p["dp_rank"]: r for p, r in zip(self.places, results, strict=True) if p["is_leader"]}
         return [leaders[rank] for rank in range(self.dp_size)]
 
-    def _plan(self, batch: TrainBatch) -> Schedule:
+    def _plan_shards(self, batch: TrainBatch) -> Schedule:
         role, most = self.role, self.platform.max_pack_sequences
         return plan_schedule(
             batch.lengths, role.config, role.model.hidden, self.dp_size, most, number_image_sets(batch)
@@ -89,7 +89,7 @@ def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:
 
 
 class StartingGroup:
-    """Training engines on their way up, all in the same processes; ``ready()`` waits for them.
+    """Training engines on their way up, all in the same processes; ``wait()`` waits for them.
 
     As a context manager it ends the processes.
 
@@ -108,16 +108,16 @@ class StartingGroup:
         for rank, worker in enumerate(self.workers):
             prepared[rank % at_once] = worker.prepare.remote(prepared[rank % at_once])
         # The first rank's address is passed on as a reference, so that nobody waits for it here.
-        address = self.workers[0].address.remote()
+        address = self.workers[0].find_address.remote()
         self._places = [worker.start.remote(address, roles, seed) for worker in self.workers]
 
-    def ready(self) -> dict[str, WorkerGroup]:
-        """The engines by the names of their roles."""
+    def wait(self) -> dict[str, WorkerGroup]:
+        """Wait for the engines; returned by the names of their roles."""
         places = ray.get(self._places)
         return {role.name: WorkerGroup(role, self.platform, self.workers, places) for role in self.roles}
 
     def name_workers(self) -> dict[str, ray.actor.ActorHandle]:
-        """Every rank by the name that a message gives it."""
+        """List every rank by the name that a message gives it."""
         return {f"{self.name} rank {rank}": worker for rank, worker in enumerate(self.workers)}
 
     def __enter__(self) -> "StartingGroup":

@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from hardware.platforms import get_platform
 
 _CLOSE_S = 30.0
-"""How long a worker may take to give up its engines; one that takes longer is ended."""
+"""Seconds that a worker may take to give up its engines; one that takes longer is ended."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ def _make_room(platform: str, count: int) -> None:
 
 
 def _list_resources(platform: str) -> dict[str, float]:
-    """What Ray sets aside for a worker."""
+    """List what Ray sets aside for a worker: resource -> amount."""
     options = get_platform(platform).ray_options
     return {"CPU": options["num_cpus"], **options.get("resources", {})}
 
@@ -106,7 +106,7 @@ def end_workers(workers: Sequence[ActorHandle], keep: bool) -> None:
 
 
 def _close(workers: Sequence[ActorHandle]) -> set[ActorHandle]:
-    """Those of the workers that gave up their engines in time."""
+    """Close the engines of workers and return those that gave up their engines in time."""
     closing = {worker.close.remote(): worker for worker in workers}
     done, _ = ray.wait(list(closing), num_returns=len(closing), timeout=_CLOSE_S) if closing else ([], [])
     return {closing[reference] for reference in done if _is_fine(reference)}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Role:
-    """What one training engine is for.
+    """One training engine's part in a run.
 
     Attributes:
         name: "actor", "reference", "critic".
@@ -62,8 +62,8 @@ class TrainWorker:
             self.device = self.platform.init_process(self.rank)
             import engines.megatron.engine  # noqa: F401
 
-    def address(self) -> str:
-        """``host:port`` at which this rank can gather the others."""
+    def find_address(self) -> str:
+        """Find ``host:port`` at which this rank can gather the others."""
         import socket
 
         import ray
@@ -113,7 +113,8 @@ class TrainWorker:
         return self.engines[role].forward(shard)
 
     def run(self, role: str, function: str, *args):
-        """``function(engine, *args)``, named as ``module:function``: the controller cannot import where it stands."""
+        """Call ``function(engine, *args)``, named as ``module:function``: the controller cannot import where it
+        stands."""
         return _named(function)(self.engines[role], *args)
 
     def train_step(self, role: str, shard, loss_fn, denominator: float):
@@ -184,19 +185,19 @@ class RolloutWorker:
     def generate(self, prompts, sampling):
         return self.engine.generate(prompts, sampling)
 
-    def version(self) -> int:
+    def get_version(self) -> int:
         return self.engine.version
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
         self.engine.load_weights(bucket, version, last)
 
     def run(self, function: str, *args):
-        """As ``TrainWorker.run``."""
+        """Call a function on the engine, as ``TrainWorker.run`` does."""
         return _named(function)(self.engine, *args)
 
 
 def _refuse_planted(who: str) -> None:
-    """Faults are mended after each check, but a process that had one is not handed on to a run."""
+    """Raise RuntimeError where a fault is planted: mended or not, such a process is not handed on to a run."""
     if "engines.probes.faults" in sys.modules:
         raise RuntimeError(f"{who}: faults were planted into this process, so that it ends with its run")
 

@@ -46,14 +46,14 @@ def parse_config(
 def _move_to_platform(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig:
     """Move a recipe's settings to the platform that the command line names, before the rest of it is read.
 
-    A recipe may take sizes from the platform (``TrainingConfig.on_platform``). They are defaults like the others, so
-    that a key that the user gives wins over them, and ``--help`` shows them.
+    A recipe may take sizes from the platform (``TrainingConfig.move_to_platform``). They are defaults like the others,
+    so that a key that the user gives wins over them, and ``--help`` shows them.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--platform", nargs="?")
     name = parser.parse_known_args(args)[0].platform
     is_another = name in PLATFORMS and name != default.platform  # what is wrong with a name is said where all is read
-    return default.on_platform(name) if is_another else default
+    return default.move_to_platform(name) if is_another else default
 
 
 def _find_renamed_options(args: Sequence[str], known: Collection[str]) -> dict[str, str]:

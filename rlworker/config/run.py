@@ -40,7 +40,7 @@ def check_slots(actor: MegatronConfig, longest: int) -> None:
 
 
 def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
-    """The settings with a decay over the whole run where no other length was asked for."""
+    """Return the settings with a decay over the whole run where no other length was asked for."""
     optimizer = engine.optimizer
     whole = max(optimizer_steps, optimizer.lr_warmup_steps + 1)
     return replace(engine, optimizer=replace(optimizer, lr_decay_steps=optimizer.lr_decay_steps or whole))
@@ -48,7 +48,7 @@ def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What every run that trains has."""
+    """Settings that every run which trains has."""
 
     model: str = ""
     """Folder of a saved HuggingFace model with its tokenizer."""
@@ -69,14 +69,14 @@ class TrainingConfig:
     resume: bool = False
     """Go on from the newest checkpoint in run_dir; where there is no run yet, begin one."""
     trackers: tuple[TrackerName, ...] = ()
-    """Where metrics go beside metrics.jsonl, in run_dir and on this machine unless the tracker's own variables, such as
-    WANDB_MODE, say otherwise."""
+    """Trackers that get the metrics beside metrics.jsonl, in run_dir and on this machine unless the tracker's own
+    variables, such as WANDB_MODE, say otherwise."""
 
     def __post_init__(self):
         check_types("config", self)
 
-    def on_platform(self, name: PlatformName) -> Self:
-        """The same run on another kind of machine. A recipe that takes its sizes from the machine says how here."""
+    def move_to_platform(self, name: PlatformName) -> Self:
+        """Move the run to another kind of machine. A recipe that takes its sizes from the machine overrides this."""
         return replace(self, platform=name)
 
 
@@ -131,7 +131,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def image_memory_mb(self) -> int:
-        """What the largest image may take, decoded, in every process that decodes it."""
+        """Memory that the largest image may take, decoded, in every process that decodes it."""
         return min(self.actor.image_memory_mb, self.rollout.image_memory_mb)
 
     @property
@@ -189,7 +189,7 @@ class RunConfig(TrainingConfig):
         return self.actor.dtype == self.rollout.dtype == "float32"
 
     def check_models(self) -> dict[str, ModelSpec]:
-        """Every model of the run by role, checked against the engines that will hold it.
+        """Read every model of the run by role, checked against the engines that will hold it.
 
         Raises:
             ValueError: one cannot be held, or the reference does not know the actor's vocabulary.

@@ -42,7 +42,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What is maximised."""
+    """Settings of what is maximised."""
 
     clip_low: Annotated[float, Ge(0)] = 0.2
     """The policy ratio is clipped at 1 - clip_low."""
@@ -53,7 +53,7 @@ class AlgorithmConfig:
     kl_coef: Annotated[float, Ge(0), FINITE] = 0.0
     """Weight of the KL penalty to the reference; above 0 a reference model runs too."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL penalty goes: into the loss, or into each token's reward."""
+    """Place of the KL penalty: in the loss, or in each token's reward."""
     reference: str = ""
     """HuggingFace folder of the reference, which then runs whatever kl_coef is (a teacher, say); without one it is the
     starting model."""
@@ -92,7 +92,7 @@ class CriticConfig:
     gamma: Annotated[float, Ge(0), Le(1)] = 1.0
     """Discount per token."""
     lam: Annotated[float, Ge(0), Le(1)] = 0.95
-    """Of generalised advantage estimation: 1 takes whole returns, 0 one token's."""
+    """Lambda of generalised advantage estimation: 1 takes whole returns, 0 one token's."""
 
     def __post_init__(self):
         check_types("critic", self)
@@ -100,7 +100,7 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Where the reward function runs, and what becomes of a text that it fails on."""
+    """Settings of where the reward function runs, and what becomes of a text that it fails on."""
 
     workers: Annotated[int, Ge(1)] = 1
     """Processes that call it, all on the controller's machine."""
@@ -115,7 +115,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run saves, and which of its checkpoints stay."""
+    """Settings of when a run saves, and which of its checkpoints stay."""
 
     save_every: Annotated[int, Ge(0)] = 0
     """Steps between checkpoints; 0 saves by time alone, and at the end."""
@@ -132,7 +132,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Which processes hold which model."""
+    """Settings of which processes hold which model."""
 
     separate: tuple[Literal["critic", "reference"], ...] = ()
     """Models that get processes of their own; the others share the actor's."""
@@ -143,7 +143,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """What ends a run when it is exceeded."""
+    """Limits that end a run when they are exceeded."""
 
     logprob_diff_mean: Annotated[float, Ge(0)] | None = None
     """Largest mean |rollout - trainer logprob| of a step; None takes 2e-5 (float32) or 0.05 (bfloat16)."""

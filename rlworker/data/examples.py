@@ -25,7 +25,7 @@ class Example:
 def read_examples(
     path: str, tokenizer, config: SftConfig, model: ModelSpec, image_reader: ImageReader | None = None
 ) -> tuple[list[Example], int]:
-    """The rows at ``path`` as examples, and how many were skipped because they are too long.
+    """Read the rows at ``path`` as examples, and how many were skipped because they are too long.
 
     Raises:
         ValueError: as ``read_rows``; an answer is too long or has an image token, or a token is not in the
@@ -58,7 +58,7 @@ def read_examples(
 
 
 def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:
-    """The examples' tokens; the answers' are those that count."""
+    """Batch the examples' tokens; the answers' are those that count."""
     ids = [example.ids for example in examples]
     columns = make_image_columns(ids, [example.images for example in examples], vision) if vision else {}
     return TrainBatch.from_ids(ids, [example.prompt_length for example in examples], **columns)

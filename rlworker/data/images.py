@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlworker.config.sections import DataConfig
 
 MARKER = "<image>"
-"""Where an image is in the text of a prompt."""
+"""The marker that stands for an image in the text of a prompt."""
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 

@@ -49,7 +49,7 @@ class Rows:
 
 
 def load_tokenizer(folder: str):
-    """The tokenizer saved with a model.
+    """Load the tokenizer saved with a model.
 
     Raises:
         ValueError: there is none that can be read, or it has no end-of-sequence token, so that nothing would end an
@@ -156,8 +156,8 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
 
 
 def _tokenise(texts: list[str], is_plain: list[bool], tokenizer) -> list[list[int]]:
-    """The ids of each text. A plain one comes after the special tokens that the tokenizer opens a text with, unless it
-    has them written out; a chat template has written its own."""
+    """Find the ids of each text. A plain one comes after the special tokens that the tokenizer opens a text with,
+    unless it has them written out; a chat template has written its own."""
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     if True not in is_plain:
         return encoded
@@ -170,8 +170,8 @@ def _tokenise(texts: list[str], is_plain: list[bool], tokenizer) -> list[list[in
 
 
 def _find_opening(text: str, ids: list[int], tokenizer) -> list[int]:
-    """The special tokens that the tokenizer puts before any text, such as Llama's BOS, found on one of ``ids`` without
-    them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
+    """Find the special tokens that the tokenizer puts before any text, such as Llama's BOS, found on one of ``ids``
+    without them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
     whole = tokenizer(text)["input_ids"]
     for start in range(len(whole) - len(ids) + 1):
         if whole[start : start + len(ids)] == ids:
@@ -183,7 +183,8 @@ def _find_opening(text: str, ids: list[int], tokenizer) -> list[int]:
 
 
 def _iterate_checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
-    """Each row after where it stands, its fields checked. Rows of a table count from 0, lines of a file from 1."""
+    """Iterate over the rows, each after where it stands, its fields checked. Rows of a table count from 0, lines of a
+    file from 1."""
     rows = iterate_rows(path, data)
     empty = True
     for where, source in rows:
@@ -203,14 +204,15 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
             "messages (another field: --data.prompt-field)"
         )
     is_chat = isinstance(prompt, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and _plain(m.get("content")) is not None for m in prompt
+        isinstance(m, dict) and isinstance(m.get("role"), str) and _flatten_content(m.get("content")) is not None
+        for m in prompt
     )
     if not isinstance(prompt, str) and not is_chat:
         raise ValueError(
             f'{prompt_place} must be text or a list of {{"role": text, "content": text or parts}}, parts being '
             f'{{"type": "text", "text": text}} or {{"type": "image"}}, got {reprlib.repr(prompt)}'
         )
-    if is_chat and any(set(part) - {"type", "text"} for m in prompt for part in _parts(m["content"])):
+    if is_chat and any(set(part) - {"type", "text"} for m in prompt for part in _list_parts(m["content"])):
         raise ValueError(
             f"{prompt_place} has a part with more than its type and text; an image is named in the field "
             f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone'
@@ -225,22 +227,22 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
             f"{answer_place} must be text, got {type(answer).__name__}, the row has {', '.join(source)}; make it text "
             "or name another field with --data.answer-field"
         )
-    for text in [text for m in prompt for text in (m["role"], _plain(m["content"]))] if is_chat else [prompt]:
+    for text in [text for m in prompt for text in (m["role"], _flatten_content(m["content"]))] if is_chat else [prompt]:
         _check_encodable(prompt_place, text)
     _check_encodable(answer_place, answer)
 
 
-def _parts(content: Any) -> list[dict]:
+def _list_parts(content: Any) -> list[dict]:
     return content if isinstance(content, list) else []
 
 
 def _has_images(prompt: Any) -> bool:
-    """Some part of a message is one."""
-    return any(part.get("type") == "image" for m in _parts(prompt) for part in _parts(m["content"]))
+    """Tell whether some part of a message is an image."""
+    return any(part.get("type") == "image" for m in _list_parts(prompt) for part in _list_parts(m["content"]))
 
 
-def _plain(content: Any) -> str | None:
-    """A message's content as text, parts that are images as markers; None where it is neither text nor parts."""
+def _flatten_content(content: Any) -> str | None:
+    """Return a message's content as text, parts that are images as markers; None where it is neither text nor parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -271,7 +273,7 @@ def _apply_template(messages: list[dict], tokenizer, where: str, data: DataConfi
         if data.instruction:
             has, remedy = "would become a message by data.instruction", 'set --data.instruction ""'
         raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
-    messages = [message | {"content": _plain(message["content"])} for message in messages]
+    messages = [message | {"content": _flatten_content(message["content"])} for message in messages]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:  # templates refuse roles and orders that they do not know
@@ -279,7 +281,7 @@ def _apply_template(messages: list[dict], tokenizer, where: str, data: DataConfi
 
 
 def pick_rows(rows: list[Row], count: int, step: int, seed: int) -> list[Row]:
-    """The ``count`` rows that step ``step`` (from 0) takes.
+    """Pick the ``count`` rows that step ``step`` (from 0) takes.
 
     Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but
     the arguments, so that a resumed run sees what the uninterrupted one would have.

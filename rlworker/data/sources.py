@@ -17,7 +17,7 @@ _Table = tuple[list[str], Iterator[dict]]
 
 
 def find_base_folder(path: str) -> Path:
-    """Where paths within the rows at ``path`` start from: their file's folder, their own, or where the program runs."""
+    """Find where paths within the rows at ``path`` start: their file's folder, their own, or the working directory."""
     if path.startswith("hf:"):
         return Path()
     if Path(path).is_file():
@@ -26,8 +26,8 @@ def find_base_folder(path: str) -> Path:
 
 
 def iterate_rows(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
-    """Each row at ``path``, which ``DataConfig.train`` describes, after where it stands. Rows of a table count from 0,
-    lines of a file from 1.
+    """Iterate over the rows at ``path``, which ``DataConfig.train`` describes, after where it stands. Rows of a table
+    count from 0, lines of a file from 1.
 
     Raises:
         ValueError: there are no such rows, or they cannot be read.
@@ -39,13 +39,13 @@ def iterate_rows(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
     elif path.endswith(".parquet") and Path(path).is_file():
         yield from _number_rows(path, _read_parquet(path), data)
     elif Path(path).is_file():
-        yield from _lines(path)
+        yield from _read_lines(path)
     else:
         yield from _number_rows(path, _read_saved(path), data)
 
 
-def _lines(path: str) -> Iterator[tuple[str, dict]]:
-    """Each object of a JSONL file, after where it stands."""
+def _read_lines(path: str) -> Iterator[tuple[str, dict]]:
+    """Iterate over the objects of a JSONL file, after where it stands."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -65,7 +65,7 @@ def _lines(path: str) -> Iterator[tuple[str, dict]]:
 
 
 def _number_rows(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[str, dict]]:
-    """Each row of a table, after where it stands; the columns must be there."""
+    """Iterate over the rows of a table, after where it stands; the columns must be there."""
     columns, rows = table
     for option, name in (("prompt-field", data.prompt_field), ("answer-field", data.answer_field)):
         if name not in columns:
@@ -77,7 +77,7 @@ def _number_rows(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[s
 
 
 def _read_parquet(path: str) -> _Table:
-    """Of a parquet file."""
+    """Iterate over the rows of a parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -100,7 +100,7 @@ def _read_parquet(path: str) -> _Table:
 
 
 def _read_saved(path: str) -> _Table:
-    """Of ``FOLDER`` or ``FOLDER:SPLIT``, as ``save_to_disk`` of a Dataset or a DatasetDict wrote it."""
+    """Iterate over ``FOLDER`` or ``FOLDER:SPLIT``, as ``save_to_disk`` of a Dataset or a DatasetDict wrote it."""
     folder, split = (path, "") if Path(path).is_dir() else path.rpartition(":")[::2]
     if not Path(folder).is_dir() or not folder:
         raise ValueError(
@@ -123,7 +123,7 @@ def _read_saved(path: str) -> _Table:
 
 
 def _read_hub(path: str) -> _Table:
-    """Of ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME/CONFIG:SPLIT``."""
+    """Iterate over ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME/CONFIG:SPLIT``."""
     form = "hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT"
     name, _, split = path.removeprefix("hf:").partition(":")
     owner, *rest = name.split("/")
@@ -135,7 +135,7 @@ def _read_hub(path: str) -> _Table:
 
 
 def _read_dataset(path: str, load: Callable, expected: str) -> _Table:
-    """Of the Dataset that ``load`` loads: plain Python values, images and sounds as their bytes."""
+    """Iterate over the Dataset that ``load`` loads: plain Python values, images and sounds as their bytes."""
     from datasets import Features
 
     try:
@@ -148,7 +148,7 @@ def _read_dataset(path: str, load: Callable, expected: str) -> _Table:
 
 
 def _skip_decoding(feature: dict) -> dict:
-    """A feature's description with its decoder off; that of Json stays on, for it gives plain values."""
+    """Return a feature's description with its decoder off; that of Json stays on, for it gives plain values."""
     if isinstance(kind := feature.get("_type"), str) and "feature" not in feature:  # neither a struct nor a list
         return feature | {"decode": kind == "Json"}  # a kind without a decoder drops the key
     return feature

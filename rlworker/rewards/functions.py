@@ -15,5 +15,5 @@ def batch_reward(reward: BatchRewardFn) -> BatchRewardFn:
 
 
 def exact_match(text: str, row: Row) -> float:
-    """1 where the completion, blanks around it aside, is the row's answer, else 0."""
+    """Give 1 where the completion, blanks around it aside, is the row's answer, else 0."""
     return float(text.strip() == row.answer.strip())

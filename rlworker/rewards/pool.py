@@ -36,11 +36,11 @@ EXAMPLES = 3
 _GRACE_S = 2.0
 """After its time limit, how long a call may take to heed the interrupt before its process is ended."""
 _START_S = 120.0
-"""How long a worker may take to start; it may import much."""
+"""Seconds that a worker may take to start; it may import much."""
 _STARTS = 3
 """Workers in a row that may end before they begin, such as one that died between two calls."""
 _END_S = 10.0
-"""How long to wait for the end of a process that was ended."""
+"""Seconds to wait for the end of a process that was ended."""
 _POLL_S = 0.1
 _OVERDUE = "no end after {:g} s and no heed of the interrupt, so that its process was ended"
 _DIED = "its process died (it exited, crashed or had no memory left)"
@@ -74,13 +74,13 @@ class Scores:
     failures: dict[FailureKind, int]
     examples: list[RewardFailure]
 
-    def counts(self, name: str) -> dict[str, int]:
-        """Metrics ``{name}_failures`` and, of the kinds that occurred, ``{name}_{kind}``."""
+    def count_failures(self, name: str) -> dict[str, int]:
+        """Count failures as metrics ``{name}_failures`` and, of the kinds that occurred, ``{name}_{kind}``."""
         kinds = {f"{name}_{kind}": count for kind, count in self.failures.items()}
         return {f"{name}_failures": sum(self.failures.values())} | kinds
 
-    def summary(self) -> str:
-        """What failed, in one line."""
+    def summarise(self) -> str:
+        """Say in one line what failed."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.failures.items())
         text = f"{sum(self.failures.values())} of {len(self.values)} rewards failed: {kinds}"
         if self.examples:
@@ -90,7 +90,7 @@ class Scores:
 
 
 def pickle_reward(reward: RewardFn | BatchRewardFn) -> bytes:
-    """The reward function as bytes.
+    """Turn the reward function into bytes.
 
     Raises:
         ValueError: it holds something that cannot be sent to another process.
@@ -130,7 +130,7 @@ class RewardPool:
         self.workers = [self._remote_class.remote(*self._arguments) for _ in range(config.workers)]
 
     def name_workers(self) -> dict[str, ray.actor.ActorHandle]:
-        """Every worker by the name that a message gives it."""
+        """List every worker by the name that a message gives it."""
         return {f"reward worker {i}": worker for i, worker in enumerate(self.workers)}
 
     def __enter__(self) -> "RewardPool":
@@ -146,7 +146,7 @@ class RewardPool:
         self._folder.cleanup()
 
     def score(self, texts: Sequence[str], rows: Sequence[Row]) -> Scores:
-        """Rewards of ``texts [N]``, each an answer to its row of ``rows [N]``.
+        """Find the rewards of ``texts [N]``, each an answer to its row of ``rows [N]``.
 
         A batch reward is called with runs of texts that have one and the same row.
 
@@ -157,7 +157,7 @@ class RewardPool:
         index = [places.setdefault(id(row), len(places)) for row in rows]
         bounds = find_call_bounds(index, self.batch)
         outcomes: list[Outcome] = [0.0] * len(texts)
-        waiting, running = deque(self._parts(bounds)), {}
+        waiting, running = deque(self._split_work(bounds)), {}
         while waiting or running:
             busy = {part.slot for part in running.values()}
             for slot in set(range(len(self.workers))) - busy:
@@ -170,9 +170,9 @@ class RewardPool:
                 if reference in ready or stalled:
                     del running[reference]
                     waiting.extendleft(self._finish(part, stalled, bounds, outcomes))
-        return self._scores(outcomes, texts, rows)
+        return self._collect_scores(outcomes, texts, rows)
 
-    def _parts(self, bounds: list[int]) -> list[tuple[int, int]]:
+    def _split_work(self, bounds: list[int]) -> list[tuple[int, int]]:
         """Start and end of what a worker gets at a time; several each, so that none waits long for a slow one."""
         calls, count = len(bounds) - 1, 1 if len(self.workers) == 1 else 4 * len(self.workers)
         cuts = [bounds[calls * i // count] for i in range(count + 1)]
@@ -195,9 +195,9 @@ class RewardPool:
         Returns:
             what is left to be done: start and end, or nothing.
         """
-        lost = "It got no further." if stalled else _loss(part.reference)
+        lost = "It got no further." if stalled else _explain_death(part.reference)
         if lost:
-            self._end(part)
+            self._end_worker(part)
         at = part.start + part.collect(outcomes)
         self._failed_starts = 0 if part.has_begun else self._failed_starts + 1
         if not lost:
@@ -213,12 +213,12 @@ class RewardPool:
             outcomes[at:left] = [("timeout", _OVERDUE.format(limit)) if stalled else ("died", _DIED)] * (left - at)
         return [(left, part.end)] if left < part.end else []
 
-    def _end(self, part: "_Part") -> None:
+    def _end_worker(self, part: "_Part") -> None:
         """End a worker and wait until it can write no more."""
         ray.kill(self.workers[part.slot])
         ray.wait([part.reference], timeout=_END_S)
 
-    def _scores(self, outcomes: list[Outcome], texts: Sequence[str], rows: Sequence[Row]) -> Scores:
+    def _collect_scores(self, outcomes: list[Outcome], texts: Sequence[str], rows: Sequence[Row]) -> Scores:
         failures, examples = Counter(), []
         for outcome, text, row in zip(outcomes, texts, rows, strict=True):
             if not isinstance(outcome, float):
@@ -255,7 +255,7 @@ class _Part:
         return self.numbers[0] >= 0
 
     def is_stalled(self, limit_s: float) -> bool:
-        """Whether no text was scored for ``limit_s``."""
+        """Tell whether no text was scored for ``limit_s``."""
         progress, now = int(self.numbers[0]), time.monotonic()
         if progress != self.progress:
             self.progress, self.changed = progress, now
@@ -275,8 +275,8 @@ class _Part:
         return scored
 
 
-def _loss(reference: ray.ObjectRef) -> str | None:
-    """What Ray says of the worker that died in a call; None where it did not."""
+def _explain_death(reference: ray.ObjectRef) -> str | None:
+    """Return what Ray says of the worker that died in a call; None where it did not."""
     try:
         ray.get(reference)
     except RayTaskError:

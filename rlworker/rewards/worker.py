@@ -69,7 +69,7 @@ class RewardWorker:
         numbers, scored = memoryview(np.memmap(path, np.float64, "r+")), 0
         with open(name_failures_file(path), "w", encoding="utf-8") as failures:
             numbers[0] = 0.0
-            for count, text, row in self._calls(texts, index, rows):
+            for count, text, row in self._iterate_calls(texts, index, rows):
                 for place, outcome in enumerate(self._call(text, row, count), scored):
                     if type(outcome) is float:
                         numbers[1 + place] = outcome
@@ -79,7 +79,7 @@ class RewardWorker:
                 scored += count
                 numbers[0] = scored
 
-    def _calls(self, texts: list[str], index: list[int], rows: dict[int, Row]) -> Iterator[tuple]:
+    def _iterate_calls(self, texts: list[str], index: list[int], rows: dict[int, Row]) -> Iterator[tuple]:
         """Number of texts and arguments of each call."""
         if not self.batch:
             return zip(repeat(1), texts, map(rows.__getitem__, index))
@@ -87,12 +87,12 @@ class RewardWorker:
         return ((b - a, texts[a:b], [rows[i] for i in index[a:b]]) for a, b in bounds)
 
     def _call(self, text: str | list[str], row: Row | list[Row], count: int) -> list[Outcome]:
-        """One call of the reward function."""
+        """Make one call of the reward function."""
         self._interrupted = ""
         try:
             try:
                 self._began = time.monotonic()
-                outcomes = _outcomes(self.reward(text, row), count)
+                outcomes = _read_outcomes(self.reward(text, row), count)
             finally:
                 self._began = None
         except BaseException as error:  # sys.exit() too is only this call's outcome
@@ -102,7 +102,7 @@ class RewardWorker:
         return outcomes
 
     def _watch(self) -> None:
-        """A thread: interrupt the main one when its call is overdue."""
+        """Interrupt the main thread when its call is overdue."""
         main, tick = threading.main_thread().ident, min(self.limit / 20, 0.1)
         while True:
             time.sleep(tick)
@@ -118,17 +118,17 @@ class RewardWorker:
             self._began = None
             ours = RewardWorker._call.__code__
             outward = list(takewhile(lambda place: place[0].f_code is not ours, traceback.walk_stack(frame)))
-            self._interrupted = _where(outward[::-1])
+            self._interrupted = _locate(outward[::-1])
             raise _Interrupt
 
 
 def name_failures_file(path: str) -> str:
-    """Where the failures are that belong to the numbers at ``path``."""
+    """Name the file of the failures that belong to the numbers at ``path``."""
     return f"{path}.failures"
 
 
 def find_call_bounds(index: list[int], batch: bool) -> list[int]:
-    """Where calls begin among the texts of rows ``index [N]``, and ``N``: at every text, or where the row changes."""
+    """Find where calls begin among texts of rows ``index [N]``: at every text, or where the row changes; then ``N``."""
     starts = [i for i, row in enumerate(index) if i == 0 or row != index[i - 1]] if batch else range(len(index))
     return [*starts, len(index)]
 
@@ -153,8 +153,8 @@ def _write_output_to(path: Path) -> None:
     logging.getLogger().setLevel(logging.INFO)
 
 
-def _outcomes(returned, count: int) -> list[Outcome]:
-    """What a call for ``count`` texts returned, as one outcome per text."""
+def _read_outcomes(returned, count: int) -> list[Outcome]:
+    """Read what a call for ``count`` texts returned as one outcome per text."""
     if type(returned) is float and count == 1 and abs(returned) <= _LARGEST:  # nearly always
         return [returned]
     try:
@@ -164,10 +164,10 @@ def _outcomes(returned, count: int) -> list[Outcome]:
     if len(values) != count:
         message = f"returned {len(values)} numbers for {count} texts: {reprlib.repr(returned)}"
         return [("wrong_count", message)] * count
-    return [_outcome(value) for value in values]
+    return [_read_outcome(value) for value in values]
 
 
-def _outcome(value) -> Outcome:
+def _read_outcome(value) -> Outcome:
     try:
         number = float("nan" if isinstance(value, (str, bytes)) else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -176,17 +176,17 @@ def _outcome(value) -> Outcome:
 
 
 def _describe(error: BaseException) -> str:
-    """Type, message and place of an error."""
+    """Tell type, message and place of an error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     try:
         message = str(error)
     except Exception:
         message = "(its message cannot be made)"
-    return f"{type(error).__name__}: {message[:_MESSAGE_CHARACTERS]}, {_where(frames[1:] or frames)}"
+    return f"{type(error).__name__}: {message[:_MESSAGE_CHARACTERS]}, {_locate(frames[1:] or frames)}"
 
 
-def _where(frames: list[tuple[FrameType, int]]) -> str:
-    """The line of the reward function, and the innermost one where it is another."""
+def _locate(frames: list[tuple[FrameType, int]]) -> str:
+    """Find the line of the reward function, and the innermost one where it is another."""
     if not frames:  # no Python code of its own
         return "in the reward function"
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in (frames[0], frames[-1])]

@@ -1,1 +1,1 @@
-"""What a step samples, and the batch that is made of it."""
+"""Sampling: the completions of a step, and the batch that is made of them."""

@@ -1,4 +1,4 @@
-"""What a step has drawn, in numbers and in samples."""
+"""Metrics and samples of what a step has drawn."""
 
 import torch
 
@@ -9,7 +9,7 @@ SAMPLES_KEPT = 8
 
 
 def summarise_groups(groups: list[Group]) -> dict[str, float]:
-    """What was sampled and rewarded, of every group that a step has drawn."""
+    """Summarise what was sampled and rewarded, over every group that a step has drawn."""
     samples = [sample for group in groups for sample in group.completions]
     rewards = torch.tensor([group.rewards for group in groups])
     return {
@@ -24,7 +24,7 @@ def summarise_groups(groups: list[Group]) -> dict[str, float]:
 
 
 def pick_samples(groups: list[Group]) -> list[dict]:
-    """The first completion of the first prompts."""
+    """Pick the first completion of the first prompts."""
     return [
         {"prompt": group.row.prompt, "completion": group.texts[0], "answer": group.row.answer}
         | {"reward": group.rewards[0], "version": group.completions[0].version}

@@ -1,4 +1,4 @@
-"""What a step learns from: prompts, completions of the current weights, their texts and rewards."""
+"""The sampler draws what a step learns from: prompts, completions of the current weights, their texts and rewards."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from rlworker.rollouts.to_batch import Group
 from rlworker.tracking.log import StepClock
 
 TRAINING, CANARY = range(2)
-"""What completions are drawn for: each use has random numbers of its own."""
+"""Uses that completions are drawn for; each has random numbers of its own."""
 
 
 class Sampler:
@@ -40,7 +40,7 @@ class Sampler:
         self.rollouts_done = 0
 
     def sample(self, clock: StepClock, version: int) -> tuple[list[Group], dict[str, float]]:
-        """The groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
+        """Draw the groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
 
         With dynamic sampling, zero-variance groups are dropped, and those of further prompts take their
         place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left.
@@ -50,12 +50,12 @@ class Sampler:
         for _ in range(1 + further):
             with self.phase(clock, "rollout"):
                 rows = pick_rows(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
-                completions = self.rollouts.generate(rows, self.sampling(config.samples_per_prompt))
+                completions = self.rollouts.generate(rows, self.make_sampling(config.samples_per_prompt))
                 _check_versions(completions, version)
             self.rollouts_done += 1
             with self.phase(clock, "reward"):
                 groups, scores = self._score(rows, completions)
-            for name, count in scores.counts("reward").items():
+            for name, count in scores.count_failures("reward").items():
                 failures[name] = failures.get(name, 0) + count
             for group in groups:
                 (zero_variance if further and group.has_zero_variance else kept).append(group)
@@ -63,22 +63,22 @@ class Sampler:
                 break
         return kept[: config.prompts_per_step], summarise_groups(kept + zero_variance) | failures
 
-    def greedy(self, rows: list[Row]) -> Scores:
-        """Rewards of the most likely completion of each row."""
-        return self._score(rows, self.rollouts.generate(rows, replace(self.sampling(1), temperature=0.0)))[1]
+    def score_greedy(self, rows: list[Row]) -> Scores:
+        """Find the rewards of the most likely completion of each row."""
+        return self._score(rows, self.rollouts.generate(rows, replace(self.make_sampling(1), temperature=0.0)))[1]
 
-    def sampling(self, count: int, use: int = TRAINING) -> Sampling:
-        """How ``count`` completions per prompt are drawn for the next rollout, or beside it for another ``use``."""
+    def make_sampling(self, count: int, use: int = TRAINING) -> Sampling:
+        """Say how ``count`` completions per prompt are drawn for the next rollout, or beside it for another ``use``."""
         rollout, stream = self.config.rollout, (self.config.seed, self.rollouts_done, use)
         return Sampling(count, rollout.temperature, rollout.max_new_tokens, stream, (self.tokenizer.eos_token_id,))
 
     def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[Group], Scores]:
-        """Texts and rewards of the completions ``[P][G]``."""
+        """Find the texts and rewards of the completions ``[P][G]``."""
         size, ids = len(completions[0]), [sample.token_ids for group in completions for sample in group]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         scores = self.rewards.score(texts, [row for row in rows for _ in range(size)])
         if scores.failures:
-            self.warn(scores.summary())
+            self.warn(scores.summarise())
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(rows))]
         parts = zip(rows, completions, cuts, strict=True)
         return [Group(row, samples, texts[cut], scores.values[cut]) for row, samples, cut in parts], scores

@@ -34,7 +34,7 @@ def to_batch(
     rewards: Sequence[float],
     vision: VisionSpec | None = None,
 ) -> TrainBatch:
-    """Prompts ``[P]``, completions ``[P][G]``, rewards ``[P * G]`` -> a batch of ``P * G`` sequences, by group.
+    """Turn prompts ``[P]``, completions ``[P][G]``, rewards ``[P * G]`` into a batch of ``P * G`` sequences, by group.
 
     Args:
         vision: of a model that sees images.
@@ -64,14 +64,14 @@ def to_batch(
 
 
 def batch_groups(groups: Sequence[Group], vision: VisionSpec | None = None) -> TrainBatch:
-    """The completions of some groups, with their rewards."""
+    """Batch the completions of some groups, with their rewards."""
     rewards = [reward for group in groups for reward in group.rewards]
     return to_batch([group.row for group in groups], [group.completions for group in groups], rewards, vision)
 
 
 def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:
-    """|rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some sequences have
-    images, over theirs alone as well."""
+    """Measure |rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some
+    sequences have images, over theirs alone as well."""
     difference = (batch.rollout_logprobs - logprobs)[batch.mask].abs()
     found = {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
     if batch.images and any(batch.images):

@@ -1,1 +1,1 @@
-"""What a run writes: its folder, its log, its report."""
+"""The things that a run writes: its folder, its log, its report."""

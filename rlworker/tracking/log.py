@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, trackers, sampled rollouts, a progress bar and one line per step."""
+"""The log of a run: metrics.jsonl, trackers, sampled rollouts, a progress bar and one line per step."""
 
 import json
 import time
@@ -38,7 +38,7 @@ _RECENT = 50
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether what is done every so many steps is done after this one; 0 is never."""
+    """Tell whether what is done every so many steps is done after this one; 0 is never."""
     return bool(every) and step % every == 0
 
 
@@ -82,7 +82,7 @@ class RunLog:
         self._metrics.flush()
         self._trackers.step(step, metrics)
         fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in self._line)
-        left = self._left(step, metrics.get("time_step"))
+        left = self._estimate_left(step, metrics.get("time_step"))
         LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {left}")
         self._bar.n = step
         self._bar.refresh()
@@ -93,9 +93,9 @@ class RunLog:
         with open(self._rollouts / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
-    def _left(self, step: int, seconds: float | None) -> str:
-        """Time from here to the last step, if steps go on as this process's last ones did, evaluating and saving
-        included; the first one is all there is at first (``seconds``)."""
+    def _estimate_left(self, step: int, seconds: float | None) -> str:
+        """Estimate the time from here to the last step, if steps go on as this process's last ones did, evaluating and
+        saving included; the first one is all there is at first (``seconds``)."""
         self._told.append((time.monotonic(), step))
         (begin, first), (end, _) = self._told[0], self._told[-1]
         each = (end - begin) / (step - first) if step > first else seconds
@@ -121,6 +121,6 @@ def tell_skipped(skipped: dict[str, int]) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl; the last one of a killed run may be cut short and is left out."""
+    """Read the lines of a run's metrics.jsonl; the last one of a killed run may be cut short and is left out."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]

@@ -1,4 +1,4 @@
-"""Where figures come from: the command, code, day and machine of a run, a benchmark or a run of the tests."""
+"""Provenance of figures: the command, code, day and machine of a run, a benchmark or a run of the tests."""
 
 import importlib.metadata
 import os
@@ -27,7 +27,7 @@ _LIBRARIES = {
 
 @dataclass(frozen=True)
 class Provenance:
-    """What heads a table of figures.
+    """The head of a table of figures.
 
     Attributes:
         command: as it was typed, without the machine's folders and without where figures are written.
@@ -82,7 +82,7 @@ def clean_command(arguments: list[str], module: str) -> str:
 
 
 def _strip_folders(text: str) -> str:
-    """A path within the project from its root on; of any other absolute path the name alone."""
+    """Shorten paths: one within the project begins at its root, of any other absolute path the name stays."""
     path = Path(text)
     if not path.is_absolute():
         return text
@@ -90,7 +90,7 @@ def _strip_folders(text: str) -> str:
 
 
 def read_commit(root: Path) -> str:
-    """Short hash of the commit checked out in ``root``, with a ``+`` where tracked files differ from it.
+    """Read the short hash of the commit checked out in ``root``, with a ``+`` where tracked files differ from it.
 
     Without a repository there, which an installed package lacks, it is rlworker's version; "unknown" where git cannot
     tell.
@@ -106,7 +106,7 @@ def read_commit(root: Path) -> str:
 
 
 def _describe_machine() -> str:
-    """Processor, cores that this process may use, and memory, such as "AMD EPYC, 2 cores, 23 GiB"."""
+    """Name the processor, cores that this process may use, and memory, such as "AMD EPYC, 2 cores, 23 GiB"."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

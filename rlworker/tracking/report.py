@@ -69,18 +69,18 @@ def write_report(folder: Path) -> Path:
     stored = json.loads((folder / "config.json").read_text())
     lines = read_metrics(folder)
     steps = [line for line in lines if "time_step" in line]
-    plots = [_curves(title, lines, names, scale) for title, names, scale in _CURVES]
+    plots = [_draw_curves(title, lines, names, scale) for title, names, scale in _CURVES]
     plots.append(_draw_time_split(steps))
     summary = folder / "summary.json"
     page = Environment(loader=PackageLoader("rlworker.tracking", "."), autoescape=True).get_template("report.html.j2")
     html = page.render(
         name=folder.name,
         summary={"platform": describe(get_platform(stored["platform"]))}
-        | (json.loads(summary.read_text()) if summary.is_file() else _summary(lines)),
+        | (json.loads(summary.read_text()) if summary.is_file() else _summarise_run(lines)),
         plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
         phases=_tabulate_phases(steps),
         start=_tabulate_start(lines),
-        samples=_samples(folder),
+        samples=_read_samples(folder),
         config=json.dumps(stored, indent=2),
         plotlyjs=get_plotlyjs(),
     )
@@ -95,7 +95,7 @@ def _find_missing_package(folder: Path) -> str:
     return f"report: plotly, which draws it, is not installed; pip install plotly, then: rlworker report {folder}"
 
 
-def _layout(figure: Figure, title: str, **options) -> Figure:
+def _set_layout(figure: Figure, title: str, **options) -> Figure:
     legend = dict(orientation="h", yanchor="bottom", y=1.0, xanchor="left", x=0)
     margin = dict(l=60, r=20, t=70, b=40)
     look = dict(template="plotly_white", height=340, margin=margin, legend=legend, title_y=0.97)
@@ -104,7 +104,7 @@ def _layout(figure: Figure, title: str, **options) -> Figure:
     return figure
 
 
-def _curves(title: str, lines: list[dict], names: dict[str, str], scale: str) -> Figure | None:
+def _draw_curves(title: str, lines: list[dict], names: dict[str, str], scale: str) -> Figure | None:
     from plotly.graph_objects import Figure
 
     figure = Figure()
@@ -117,7 +117,7 @@ def _curves(title: str, lines: list[dict], names: dict[str, str], scale: str) ->
     if not figure.data:
         return None
     figure.update_yaxes(type=scale, exponentformat="e" if scale == "log" else "none")
-    return _layout(figure, title, showlegend=len(figure.data) > 1)
+    return _set_layout(figure, title, showlegend=len(figure.data) > 1)
 
 
 def _draw_time_split(steps: list[dict]) -> Figure | None:
@@ -135,11 +135,12 @@ def _draw_time_split(steps: list[dict]) -> Figure | None:
             stackgroup="time",
             mode="lines",
         )
-    return _layout(figure, "Seconds of a step by phase")
+    return _set_layout(figure, "Seconds of a step by phase")
 
 
 def _tabulate_phases(steps: list[dict]) -> list[tuple[str, float, float]]:
-    """Phase, mean seconds and share of the step; the first step, which warms up, is left out where there are others."""
+    """Tabulate phase, mean seconds and share of the step; the first step, which warms up, is left out where there are
+    others."""
     steady = steps[1:] or steps
     if not steady:
         return []
@@ -150,7 +151,7 @@ def _tabulate_phases(steps: list[dict]) -> list[tuple[str, float, float]]:
 
 
 def _tabulate_start(lines: list[dict]) -> list[tuple[str, float]]:
-    """What a run's start consists of, in seconds; empty for a run whose first lines are not there."""
+    """Tabulate what a run's start consists of, in seconds; empty for a run whose first lines are not there."""
     if len(lines) < 2 or "time_start_trainers" not in lines[0]:
         return []
     first, then = lines[0], lines[1]
@@ -162,7 +163,7 @@ def _tabulate_start(lines: list[dict]) -> list[tuple[str, float]]:
     return [("program, data, Ray, and all that came before", before), *rows, whole]
 
 
-def _summary(lines: list[dict]) -> dict:
+def _summarise_run(lines: list[dict]) -> dict:
     ends = {}
     for name in ("heldout", "heldout_loss"):
         if found := [line[name] for line in lines if name in line]:
@@ -172,18 +173,18 @@ def _summary(lines: list[dict]) -> dict:
     return ends | {"steps": lines[-1]["step"] if lines else 0} | counts
 
 
-def _samples(folder: Path) -> list[tuple[int, list[dict]]]:
-    """Step and kept samples, first and last steps first."""
+def _read_samples(folder: Path) -> list[tuple[int, list[dict]]]:
+    """Read step and kept samples, first and last steps first."""
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
     chosen = files if len(files) <= 6 else [*files[:2], *files[-4:]]
     return [
-        (int(f.stem.removeprefix("step_")), [_shown(json.loads(line)) for line in f.open(encoding="utf-8")])
+        (int(f.stem.removeprefix("step_")), [_show_sample(json.loads(line)) for line in f.open(encoding="utf-8")])
         for f in chosen
     ]
 
 
-def _shown(sample: dict) -> dict:
-    """A sample with its images as small ones that the page can hold; one that is gone leaves its path."""
+def _show_sample(sample: dict) -> dict:
+    """Return a sample with its images as small ones that the page can hold; one that is gone leaves its path."""
     from PIL import Image as PILImage  # which runs without images have no use for
 
     thumbnails = []

@@ -21,7 +21,7 @@ _COMPLETE = "trainer.json"
 _PROBE_BYTES = 2**20
 """Written to see that there is room; less than what any run writes."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What file systems without locks answer."""
+"""Errors that file systems without locks answer with."""
 
 _MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "trackers"}
 _MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
@@ -33,7 +33,7 @@ _MAY_CHANGE_IN = ("checkpoint.", "placement.", "limits.")
 
 @dataclass(frozen=True)
 class Score:
-    """What says how good a checkpoint is: the name of a metric, and the ``sign`` with which more of it is better."""
+    """A measure of how good a checkpoint is: the name of a metric, and the ``sign`` with which more of it is better."""
 
     name: str
     sign: int
@@ -59,7 +59,7 @@ class RunFolder:
         try:
             nearest = next(path for path in (self.path, *self.path.parents) if path.exists())
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise self._explain_unwritable(error) from None
         if not nearest.is_dir():
             raise ValueError(
                 f"run_dir: {str(self.path)!r} cannot be a folder: {str(nearest)!r} is a file; choose another --run-dir"
@@ -108,14 +108,14 @@ class RunFolder:
             _probe(self.path / ".probe.partial")
         except OSError as error:
             self.release()
-            raise self._unwritable(error) from None
+            raise self._explain_unwritable(error) from None
         try:
             self.check(config)  # another run may have come and gone in between
         except ValueError:
             self.release()
             raise
 
-    def _unwritable(self, error: OSError) -> ValueError:
+    def _explain_unwritable(self, error: OSError) -> ValueError:
         return ValueError(
             f"run_dir: {str(self.path)!r} cannot be written to: {error}; make room or choose another --run-dir"
         )
@@ -138,7 +138,7 @@ class RunFolder:
             _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
             return None, f"run: begins in {self.path}" + (", which holds none to resume" if config.resume else "")
         self._clear_leftovers()
-        newest = self.newest()
+        newest = self.find_newest()
         state = json.loads((newest / _COMPLETE).read_text()) | {"folder": str(newest)} if newest else None
         metrics = self.path / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
@@ -172,32 +172,32 @@ class RunFolder:
         for file in self.path.glob(".*.partial"):
             file.unlink()
 
-    def checkpoints(self) -> list[Path]:
-        """The complete checkpoints, by step; folders of other names are not ours."""
+    def list_checkpoints(self) -> list[Path]:
+        """List the complete checkpoints, by step; folders of other names are not ours."""
         folders = [f for f in self.path.glob("checkpoints/step_*") if f.name[5:].isdecimal()]
         return sorted((f for f in folders if (f / _COMPLETE).is_file()), key=lambda f: int(f.name[5:]))
 
-    def newest(self) -> Path | None:
-        """The complete checkpoint of the highest step."""
-        return next(reversed(self.checkpoints()), None)
+    def find_newest(self) -> Path | None:
+        """Find the complete checkpoint of the highest step."""
+        return next(reversed(self.list_checkpoints()), None)
 
-    def best(self, score: Score) -> tuple[Path, float] | None:
-        """The checkpoint that was best on the held-out rows, of equals the latest, and how good it was; None where no
-        checkpoint was saved after an evaluation."""
-        latest_first = reversed(self.checkpoints())
+    def find_best(self, score: Score) -> tuple[Path, float] | None:
+        """Find the checkpoint that was best on the held-out rows, of equals the latest, and how good it was; None where
+        no checkpoint was saved after an evaluation."""
+        latest_first = reversed(self.list_checkpoints())
         states = [(f, json.loads((f / _COMPLETE).read_text()).get(score.name)) for f in latest_first]
         return max(((f, s) for f, s in states if s is not None), key=lambda pair: score.sign * pair[1], default=None)
 
     def prune(self, newest: int, best: Path | None) -> None:
         """Remove all but the ``newest`` so many checkpoints and the ``best``; 0 removes none."""
-        for folder in self.checkpoints()[: -newest or None] if newest else []:
+        for folder in self.list_checkpoints()[: -newest or None] if newest else []:
             if folder != best:
                 going = folder.with_name(f".{folder.name}.older")  # at once: half a checkpoint must not look whole
                 os.replace(folder, going)
                 shutil.rmtree(going)
 
     def begin_checkpoint(self, step: int) -> Path:
-        """An empty folder to write a checkpoint into; it does not count before ``finish_checkpoint``."""
+        """Make an empty folder to write a checkpoint into; it does not count before ``finish_checkpoint``."""
         partial = self.path / "checkpoints" / f".step_{step}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -243,13 +243,13 @@ def lock(path: Path, where: str) -> IO:
 
 
 def _find_free(path: Path) -> Path:
-    """The path, or where it is taken the first of ``NAME.1.END``, ``NAME.2.END``, ... that is free."""
+    """Find the path, or where it is taken the first of ``NAME.1.END``, ``NAME.2.END``, ... that is free."""
     others = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
     return next(name for name in chain([path], others) if not name.exists())
 
 
 def _read_step(line: str) -> float:
-    """Step of a metrics line; a line cut short by a kill counts as later than any checkpoint."""
+    """Read the step of a metrics line; a line cut short by a kill counts as later than any checkpoint."""
     try:
         return json.loads(line)["step"]
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What a run says while it goes: Python's logger ``rlworker``, shown on the terminal beside the progress bar.
+"""The lines that a run says while it goes: Python's logger ``rlworker``, shown on the terminal beside the progress bar.
 
 Silence it with ``logging.getLogger("rlworker").setLevel("ERROR")``. A program that gives this logger a handler before
 it imports rlworker has the lines there in place of the terminal.

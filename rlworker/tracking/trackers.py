@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: experiment trackers, imported only where a run asks for them.
+"""Experiment trackers, which get metrics beside metrics.jsonl, imported only where a run asks for them.
 
 Those that have a name here are accelerate's (https://huggingface.co/docs/accelerate, ``accelerate.tracking``). A recipe
 may pass others of its classes, or any object that is a ``Tracker``.
@@ -19,11 +19,11 @@ from rlworker.tracking.terminal import LOGGER
 
 _PROJECT = "rlworker"
 _FINISH_S = 120.0
-"""How long the end of a run waits for what wandb has not sent yet; ``wandb sync`` can send it later."""
+"""Seconds that the end of a run waits for what wandb has not sent yet; ``wandb sync`` can send it later."""
 
 
 class Tracker(Protocol):
-    """What a run asks of a tracker; every ``accelerate.tracking.GeneralTracker`` is one."""
+    """The interface of a tracker; every ``accelerate.tracking.GeneralTracker`` is one."""
 
     def start(self) -> None:
         """Open it. Called once, before the others."""
@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run.
+    """The facts that a tracker is told of a run.
 
     Attributes:
         folder: the run's. first_step: steps done so far. config: the run's settings, as ``dataclasses.asdict`` gives
@@ -73,16 +73,16 @@ def check_trackers(names: Iterable[str]) -> None:
                 )
 
 
-def _tensorboard(run: TrackedRun) -> Tracker:
-    """Scalars over the step in ``run_dir/tensorboard``."""
+def _open_tensorboard(run: TrackedRun) -> Tracker:
+    """Open a writer of scalars over the step in ``run_dir/tensorboard``."""
     from accelerate.tracking import TensorBoardTracker
 
     # What stands there of later steps is no longer shown: they are done again. Only a run that starts records step 0.
     return TensorBoardTracker("tensorboard", run.folder, purge_step=run.first_step + 1 if run.first_step else 0)
 
 
-def _wandb(run: TrackedRun) -> Tracker:
-    """A run in ``run_dir/wandb``; WANDB_MODE (offline unless set), WANDB_PROJECT and WANDB_NAME are heeded."""
+def _open_wandb(run: TrackedRun) -> Tracker:
+    """Open a run in ``run_dir/wandb``; WANDB_MODE (offline unless set), WANDB_PROJECT and WANDB_NAME are heeded."""
     import wandb
     from accelerate.tracking import WandBTracker
 
@@ -98,8 +98,8 @@ def _wandb(run: TrackedRun) -> Tracker:
     )
 
 
-def _mlflow(run: TrackedRun) -> Tracker:
-    """A run in ``run_dir/mlflow``, or where MLFLOW_TRACKING_URI says; other MLFLOW_ variables are heeded too."""
+def _open_mlflow(run: TrackedRun) -> Tracker:
+    """Open a run in ``run_dir/mlflow``, or where MLFLOW_TRACKING_URI says; other MLFLOW_ variables are heeded too."""
     import mlflow
     from accelerate.tracking import MLflowTracker
 
@@ -117,8 +117,9 @@ def _mlflow(run: TrackedRun) -> Tracker:
     return Resumed(experiment_name=_PROJECT, run_id=known, run_name=run.folder.name)
 
 
-def _swanlab(run: TrackedRun) -> Tracker:
-    """A run in ``run_dir/swanlab``, and one more where it is resumed; SWANLAB_MODE (offline unless set) is heeded."""
+def _open_swanlab(run: TrackedRun) -> Tracker:
+    """Open a run in ``run_dir/swanlab``, and one more where it is resumed; SWANLAB_MODE (offline unless set) is
+    heeded."""
     from accelerate.tracking import SwanLabTracker
 
     return SwanLabTracker(
@@ -130,8 +131,8 @@ def _swanlab(run: TrackedRun) -> Tracker:
     )
 
 
-def _trackio(run: TrackedRun) -> Tracker:
-    """A run in ``run_dir/trackio``, or where TRACKIO_DIR says, resumed by the name of the run folder."""
+def _open_trackio(run: TrackedRun) -> Tracker:
+    """Open a run in ``run_dir/trackio``, or where TRACKIO_DIR says, resumed by the name of the run folder."""
     os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))  # read as trackio is imported
     from accelerate.tracking import TrackioTracker
 
@@ -139,11 +140,11 @@ def _trackio(run: TrackedRun) -> Tracker:
 
 
 _OPENED: dict[str, Callable[[TrackedRun], Tracker]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "swanlab": _swanlab,
-    "trackio": _trackio,
+    "tensorboard": _open_tensorboard,
+    "wandb": _open_wandb,
+    "mlflow": _open_mlflow,
+    "swanlab": _open_swanlab,
+    "trackio": _open_trackio,
 }
 assert set(_OPENED) == set(get_args(TrackerName))
 

@@ -12,7 +12,7 @@ from rlworker.errors import RunError
 
 
 def find_offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[int, list[str]]:
-    """Which sequences hold a number that is not finite, and where.
+    """Find the sequences that hold a number which is not finite, and in which columns.
 
     Args:
         outputs: columns ``[N]`` of the weights that the gradient was taken at.

@@ -9,7 +9,7 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs
 from engines.interfaces import LossFn
-from rlworker.algorithms.advantages import AdvantageFn, check_group_size, configure_advantage, with_kl_penalty
+from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_group_size, configure_advantage
 from rlworker.algorithms.losses import Aggregation, configure_loss, token_mean, value_loss
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
@@ -98,11 +98,11 @@ class Trainer(Run):
         config = self.config
         rollouts = self.start_processes(self.rollouts or Rollouts(config.platform, config.rollout.engines))
         rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
-        trainers = [self.start_processes(StartingGroup(*group)) for group in self._groups()]
+        trainers = [self.start_processes(StartingGroup(*group)) for group in self._list_groups()]
         with self._phase(clock, "start_trainers"):
             groups: dict[str, WorkerGroup] = {}
             for starting in trainers:
-                groups |= starting.ready()
+                groups |= starting.wait()
             self.actor = groups["actor"]
             self.reference, self.critic = groups.get("reference"), groups.get("critic")
         tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
@@ -110,12 +110,12 @@ class Trainer(Run):
         # while vLLM alone is still starting
         self.rewards = self.start_processes(RewardPool(self.reward, config.reward, output))
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
-            self.rollouts = rollouts.ready()
+            self.rollouts = rollouts.wait()
         tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
 
-    def _groups(self) -> Iterator[tuple]:
+    def _list_groups(self) -> Iterator[tuple]:
         """Name, platform, engines and seed of each group of training processes."""
         config, temperature = self.config, self.config.rollout.temperature
         roles = {"actor": Role("actor", self.models["actor"], config.actor_of_run, temperature)}
@@ -132,7 +132,7 @@ class Trainer(Run):
     # -- the run
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
-        """One rollout and its update: its metrics, and some of its samples."""
+        """Take one rollout and its update: its metrics, and some of its samples."""
         clock, version = StepClock(), self.version
         groups, metrics = self.sampler.sample(clock, self.version)
         if not groups:
@@ -140,13 +140,13 @@ class Trainer(Run):
         self.empty_steps = 0
         batch = batch_groups(groups, self.models["actor"].vision)
         if self.config.algorithm.greedy_baseline:
-            batch = self._with_greedy_rewards(batch, groups, clock)
+            batch = self._add_greedy_rewards(batch, groups, clock)
         with self._phase(clock, "logprobs"):
-            batch = self._with_logprobs(batch)
+            batch = self._add_logprobs(batch)
         if self.critic:
             with self._phase(clock, "values"):
                 batch = replace(batch, values=self.critic.forward(batch).values)
-        batch = self._with_advantages(batch)
+        batch = self._add_advantages(batch)
         self._warn_of_no_signal(batch, metrics)
         with self._phase(clock, "update"):
             metrics |= self._update(batch)
@@ -159,7 +159,7 @@ class Trainer(Run):
         return step_metrics.complete_step(metrics, version, clock.total()), pick_samples(groups)
 
     def _count_empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
-        """A step whose groups were all dropped, so that there is nothing to learn from: its metrics."""
+        """Count a step whose groups were all dropped, so that there is nothing to learn from: its metrics."""
         self.empty_steps += 1
         if self.empty_steps == MOST_EMPTY_STEPS:
             raise RunError(
@@ -178,9 +178,9 @@ class Trainer(Run):
             return {}
         clock = StepClock()
         with self._phase(clock, "evaluate"):
-            scores = self.sampler.greedy(self.heldout)
+            scores = self.sampler.score_greedy(self.heldout)
         mean = sum(scores.values) / len(scores.values)
-        return {"heldout": mean} | scores.counts("heldout") | clock.seconds
+        return {"heldout": mean} | scores.count_failures("heldout") | clock.seconds
 
     # -- parts of a step
 
@@ -193,20 +193,23 @@ class Trainer(Run):
         elif not batch.advantages[batch.mask].any():
             self._warn("every advantage is 0: the rewards teach nothing in the next step")
 
-    def _with_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
+    def _add_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
         with self._phase(clock, "greedy"):
-            rewards = torch.tensor(self.sampler.greedy([group.row for group in groups]).values, dtype=torch.float32)
+            rewards = torch.tensor(
+                self.sampler.score_greedy([group.row for group in groups]).values, dtype=torch.float32
+            )
         return replace(batch, greedy_rewards=rewards[batch.group])
 
-    def _with_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Logprobs of the rollout's weights and of the reference, where the update will not make them itself."""
+    def _add_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Add the logprobs of the rollout's weights and of the reference, where the update will not make them
+        itself."""
         if self.config.algorithm.mini_batches > 1 or self._critic_warms_up:
             batch = replace(batch, old_logprobs=self.actor.forward(batch).logprobs)
         if self.reference:
             batch = replace(batch, ref_logprobs=self.reference.forward(batch).logprobs)
-        return with_kl_penalty(batch, self.kl_in_reward) if self.kl_in_reward else batch
+        return add_kl_penalty(batch, self.kl_in_reward) if self.kl_in_reward else batch
 
-    def _with_advantages(self, batch: TrainBatch) -> TrainBatch:
+    def _add_advantages(self, batch: TrainBatch) -> TrainBatch:
         found = self.advantage(batch)
         if isinstance(found, tuple) != bool(self.critic):
             raise RunError(
@@ -221,7 +224,7 @@ class Trainer(Run):
         return bool(self.critic) and self.steps_done < self.config.critic.warmup_steps
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
-        """The optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
+        """Take the optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
         parts, logprobs = [], batch.old_logprobs
         where = f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
@@ -275,7 +278,7 @@ class Trainer(Run):
         row = next((row for row in self.rows if row.images), self.rows[0])
         rows = [row] * (len(self.rollouts.workers) * self.actor.dp_size)
         sampling = replace(
-            self.sampler.sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
+            self.sampler.make_sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
         )
         batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
         logprobs = self.actor.forward(batch).logprobs
@@ -283,7 +286,7 @@ class Trainer(Run):
 
     # -- checkpoints
 
-    def state(self) -> dict[str, int]:
+    def get_state(self) -> dict[str, int]:
         rollouts = self.sampler.rollouts_done
         return {"version": self.version, "rollouts": rollouts, "empty_steps": self.empty_steps}
 
@@ -295,5 +298,5 @@ class Trainer(Run):
         self.sync_weights()
         self.check_canary()
 
-    def learning(self) -> list[WorkerGroup]:
+    def list_learners(self) -> list[WorkerGroup]:
         return [self.actor, self.critic] if self.critic else [self.actor]

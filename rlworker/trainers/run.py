@@ -1,4 +1,4 @@
-"""What runs of RL and of supervised training do alike: go step by step, evaluate, save, and end when asked to."""
+"""The part that runs of RL and of supervised training share: steps, evaluations, saves, and ending when asked to."""
 
 import errno
 import math
@@ -35,7 +35,7 @@ from rlworker.trainers.stop import Stop
 Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
-"""What writing to a disk that is full, gone or no longer ours answers."""
+"""Errors of writing to a disk that is full, gone or no longer ours."""
 _BETWEEN_STEPS = ("evaluate", "save", "restore")
 """Phases that belong to the last step that was done rather than to the one that runs."""
 
@@ -59,11 +59,11 @@ class Run:
     """
 
     line: tuple
-    """What the terminal shows of a step."""
+    """Metrics that the terminal shows of a step."""
     score: Score
-    """What says how well the held-out rows are answered."""
+    """The measure of how well the held-out rows are answered."""
     tokenizer: Any
-    """Of the model that is trained."""
+    """The tokenizer of the model that is trained."""
 
     def __init__(
         self,
@@ -97,17 +97,17 @@ class Run:
         """Return how well the held-out rows are answered; nothing without such rows."""
         raise NotImplementedError
 
-    def learning(self) -> list[WorkerGroup]:
+    def list_learners(self) -> list[WorkerGroup]:
         """Return the engines that a checkpoint holds."""
         raise NotImplementedError
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """Return what else a checkpoint has to tell, beside the step."""
         return {}
 
     def restore(self, state: dict) -> None:
         """Take up what a checkpoint holds."""
-        for group in self.learning():
+        for group in self.list_learners():
             group.call("load", f"{state['folder']}/{group.name}")
 
     # -- what they share
@@ -175,7 +175,7 @@ class Run:
             with self._phase(StepClock(), "restore"):
                 self.restore(state)
             tell_start(f"step {self.steps_done} is restored")
-        best = self.folder.best(self.score)
+        best = self.folder.find_best(self.score)
         self._best = best and best[1]
         self._saved_step, self._saved_at = self.steps_done, time.monotonic()
         self.folder.record_start(self.steps_done, config.platform)
@@ -247,9 +247,9 @@ class Run:
 
     def _save(self, score: dict[str, float]) -> None:
         partial = self.folder.begin_checkpoint(self.steps_done)
-        save_groups(self.learning(), partial)
-        self.folder.finish_checkpoint(partial, {"step": self.steps_done} | self.state() | score)
-        best = self.folder.best(self.score)
+        save_groups(self.list_learners(), partial)
+        self.folder.finish_checkpoint(partial, {"step": self.steps_done} | self.get_state() | score)
+        best = self.folder.find_best(self.score)
         self._best = best and best[1]
         checkpoint = self.config.checkpoint
         self.folder.prune(checkpoint.keep_newest, best[0] if best and checkpoint.keep_best else None)
@@ -257,7 +257,7 @@ class Run:
 
     @contextmanager
     def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
-        """A phase on the clock, in which a worker that fails is named."""
+        """Time a phase on the clock, in which a worker that fails is named."""
         step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
         where = f"step {step}, phase {name}" if self.log else f"phase {name}"
         advice = ". What was saved is whole: go on from it with --resume" if self.log else ""

@@ -64,7 +64,7 @@ class SftTrainer(Run):
         roles = (Role("actor", self.model, config.actor_of_run),)
         starting = self.start_processes(StartingGroup("actor", config.platform, roles, config.seed))
         with self._phase(clock, "start_trainers"):
-            self.group = starting.ready()["actor"]
+            self.group = starting.wait()["actor"]
         tell_start(f"trainer ranks are up: {len(self.group.workers)}")
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
@@ -91,7 +91,7 @@ class SftTrainer(Run):
                 tokens += int(batch.mask.sum())
         return {"heldout_loss": -total / tokens} | clock.seconds
 
-    def learning(self) -> list[WorkerGroup]:
+    def list_learners(self) -> list[WorkerGroup]:
         return [self.group]
 
 
@@ -105,7 +105,7 @@ def train_supervised(
     seed: int,
     stop_below: float = 0.0,
 ) -> list[float]:
-    """One optimizer step per batch, then the model is saved as a HuggingFace folder at ``output``.
+    """Take one optimizer step per batch, then save the model as a HuggingFace folder at ``output``.
 
     Args:
         stop_below: end early once the mean loss of the last ten steps is below this.
@@ -123,7 +123,7 @@ def train_supervised(
     roles = (Role("actor", model, config),)
     with running_ray(config.ranks, platform), StartingGroup("actor", platform, roles, seed) as starting:
         with naming_failures("phase start_trainers", starting.name_workers()):
-            group = starting.ready()["actor"]
+            group = starting.wait()["actor"]
         for batch in batches:
             losses.append(take_optimizer_step(group, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
             if len(losses) >= 10 and sum(losses[-10:]) / 10 < stop_below:

@@ -1,4 +1,4 @@
-"""What a step says about itself in numbers."""
+"""The metrics of a step."""
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ def take_optimizer_step(
 
 
 def average_update(results: list[StepResult], tokens: float, prefix: str = "") -> dict[str, float]:
-    """Means over the tokens of an optimizer step, from each replica's sums."""
+    """Take the means over the tokens of an optimizer step, from each replica's sums."""
     metrics = {f"{prefix}grad_norm": results[0].grad_norm, f"{prefix}lr": results[0].lr}
     for name in results[0].metrics:
         values = [result.metrics[name] for result in results]
@@ -26,13 +26,13 @@ def average_update(results: list[StepResult], tokens: float, prefix: str = "") -
 
 
 def average_mini_batches(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one rollout."""
+    """Take the means over the optimizer steps of one rollout."""
     means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
     return means | {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
 
 
 def complete_step(metrics: dict[str, float], version: int, times: dict[str, float]) -> dict[str, float]:
-    """A step's metrics, with the version of the weights that sampled it, and the seconds that everything took.
+    """Complete a step's metrics, with the version of the weights that sampled it, and the seconds that everything took.
 
     Args:
         metrics: ``summarise_groups`` of the step, and whatever else it has.
@@ -42,16 +42,16 @@ def complete_step(metrics: dict[str, float], version: int, times: dict[str, floa
 
 
 def measure_batch(batch: TrainBatch) -> dict[str, float]:
-    """What a step learned from, where it has penalties or a critic's values."""
+    """Measure what a step learned from: penalties and a critic's values, where it has them."""
     metrics = {}
     if batch.penalties is not None:
         metrics["penalty"] = float(batch.penalties[batch.mask].mean())
     if batch.values is not None:  # how much of the returns the critic knew before the update
         returns, values = batch.returns[batch.mask], batch.values[batch.mask]
-        metrics["explained_variance"] = 1 - _variance(returns - values) / max(_variance(returns), 1e-8)
+        metrics["explained_variance"] = 1 - _compute_variance(returns - values) / max(_compute_variance(returns), 1e-8)
         metrics["value_mean"] = float(values.mean())
     return metrics
 
 
-def _variance(x: Tensor) -> float:
+def _compute_variance(x: Tensor) -> float:
     return float(x.var(correction=0))

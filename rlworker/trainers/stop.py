@@ -1,4 +1,4 @@
-"""How a run is asked to end: by SIGTERM, as schedulers do, or by SIGINT, as Ctrl-C does."""
+"""A run is asked to end by SIGTERM, as schedulers do, or by SIGINT, as Ctrl-C does."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """What SIGTERM and SIGINT do to a program while this is entered.
+    """The meaning of SIGTERM and SIGINT to a program while this is entered.
 
     The first lets the step in hand be finished, where there is one (``in_hand``). The second, and the first where no
     step would be lost, ends the program on the spot and every process that it started: as a kill would, which a run
@@ -44,7 +44,7 @@ class Stop:
 
     @property
     def exit_status(self) -> int:
-        """Of a program that ends because it was asked to, as shells count: 128 and the signal's number."""
+        """The exit status of a program that was asked to end, as shells count: 128 and the signal's number."""
         return 128 + self.signal
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
@@ -64,7 +64,7 @@ class Stop:
 
 @contextmanager
 def ending_well() -> Iterator[Stop]:
-    """What a program that trains runs within: a failure ends it with a message, signals end it as ``Stop`` says.
+    """Run a program that trains: a failure ends it with a message, signals end it as ``Stop`` says.
 
     Raises:
         SystemExit: with the message, or with the status of a program that was asked to end before its last step.

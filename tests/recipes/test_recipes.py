@@ -144,7 +144,7 @@ def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
     text, fits = plan_recipe(f"recipes.{recipe}", settings, node.device_gb if node else 80.0)
     ranks, engines, kv_cache_gb = SIZES[platform, recipe.startswith("sft")]
     assert fits and "= 4 ranks; " in text and f" of an optimizer step for each of {ranks // 4}\n" in text, text
-    default = importlib.import_module(f"recipes.{recipe}").DEFAULT.on_platform(platform)
+    default = importlib.import_module(f"recipes.{recipe}").DEFAULT.move_to_platform(platform)
     assert default.actor.ranks == ranks and (not engines or default.rollout.engines == engines)
     (cache,) = re.findall(r"^rollout engines +[\d.]+ +0.000 +0.000 +([\d.]+)", text, re.M) or ["0"]
     assert float(cache) == kv_cache_gb, text

@@ -34,7 +34,7 @@ def rollout(request, cluster, make_hf_model):
 
     folder = make_hf_model("qwen2", request.param)
     with Rollouts("cpu", 1) as rollouts:
-        (worker,) = rollouts.start(ModelSpec.from_folder(folder), CONFIG).ready().workers
+        (worker,) = rollouts.start(ModelSpec.from_folder(folder), CONFIG).wait().workers
         yield worker, folder, request.param
 
 
@@ -229,12 +229,12 @@ def test_an_engine_that_was_handed_on_samples_what_a_new_one_does(patched, make_
     folders = make_hf_model("qwen2", True), make_hf_model("llama", False)
     first, other = (ModelSpec.from_folder(folder) for folder in folders)
     with Rollouts("cpu", 1) as rollouts:
-        (before,) = rollouts.start(other, replace(CONFIG, max_model_len=64, max_num_seqs=8)).ready().workers
+        (before,) = rollouts.start(other, replace(CONFIG, max_model_len=64, max_num_seqs=8)).wait().workers
         send(before, weights_of(changed(other.folder), False))
         ask(before.generate, PROMPTS, sampling(seed=9))
     ask(patched.start, first, CONFIG)
     with Rollouts("cpu", 1) as rollouts:
-        (kept,) = rollouts.start(first, CONFIG).ready().workers
+        (kept,) = rollouts.start(first, CONFIG).wait().workers
         assert kept == before, "the process was handed on"
         assert ask(kept.version) == 0
         for seed in (1, 2):

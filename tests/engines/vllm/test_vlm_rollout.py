@@ -27,7 +27,7 @@ def rollout(request, cluster, tmp_path_factory):
     folder = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = ModelSpec.from_folder(folder)
     with Rollouts("cpu", 1) as rollouts:
-        (worker,) = rollouts.start(model, CONFIG).ready().workers
+        (worker,) = rollouts.start(model, CONFIG).wait().workers
         yield worker, model, prompts_of(model, make_images(tmp_path_factory.mktemp("images")))
 
 

@@ -43,7 +43,7 @@ def test_without_a_rollout_all_of_it_trains(devices, ranks):
 def test_where_no_machine_is_known_a_recipe_keeps_its_sizes():
     assert fit_to_node(RECIPE, None) == RECIPE
     for name in PLATFORMS:
-        sized, node = RECIPE.on_platform(name), get_platform(name).node
+        sized, node = RECIPE.move_to_platform(name), get_platform(name).node
         assert sized == fit_to_node(replace(RECIPE, platform=name), node)
         assert node or sized == replace(RECIPE, platform=name)
 

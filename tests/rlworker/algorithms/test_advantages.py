@@ -9,12 +9,12 @@ import torch
 from engines.batch.batch import TrainBatch
 from rlworker.algorithms import advantages
 from rlworker.algorithms.advantages import (
+    add_kl_penalty,
+    add_overlong_penalty,
     check_group_size,
     gae,
     returns_to_go,
     whiten,
-    with_kl_penalty,
-    with_overlong_penalty,
 )
 from rlworker.algorithms.discounting import Selection, sum_discounted
 from rlworker.algorithms.losses import kl_k2
@@ -168,8 +168,8 @@ def test_kl_in_the_reward_by_hand():
     batch = groups_of([1.0])
     logprobs = {"rollout_logprobs": torch.tensor([-1.0, -2.0]), "ref_logprobs": torch.tensor([-1.5, -1.0])}
     batch = TrainBatch(lengths=batch.lengths, **batch.columns() | logprobs)
-    assert with_kl_penalty(batch, 0.1).penalties.tolist() == pytest.approx([-0.05, 0.1])
-    assert with_kl_penalty(batch, 0.1, kl_k2).penalties.tolist() == pytest.approx([-0.0125, -0.05])
+    assert add_kl_penalty(batch, 0.1).penalties.tolist() == pytest.approx([-0.05, 0.1])
+    assert add_kl_penalty(batch, 0.1, kl_k2).penalties.tolist() == pytest.approx([-0.0125, -0.05])
     # The whole reward of the sequence is 1 - 0.05 + 0.1.
     two = groups_of([1.0, 1.0])
     columns = two.columns() | {"penalties": torch.tensor([-0.05, 0.1, 0.0, 0.0])}
@@ -181,7 +181,7 @@ def test_overlong_penalty_by_hand():
     """A limit of 10 with a buffer of 4: nothing up to 6 tokens, then a quarter for each, 1 at 10."""
     ids = [[5] * (1 + n) for n in (3, 6, 7, 9, 10)]
     batch = TrainBatch.from_ids(ids, [1] * 5, rewards=torch.ones(5))
-    got = with_overlong_penalty(batch, max_tokens=10, buffer=4).rewards.tolist()
+    got = add_overlong_penalty(batch, max_tokens=10, buffer=4).rewards.tolist()
     assert got == pytest.approx([1.0, 1.0, 0.75, 0.25, 0.0])
 
 

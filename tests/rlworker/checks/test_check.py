@@ -94,13 +94,13 @@ def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
 
 
 def test_a_fault_is_told_in_words():
-    from rlworker.checks.check import _in_words
+    from rlworker.checks.check import _describe_influences
 
     influences = [
         Influence(3, {"the future": 2}, 0, "sequence 0 at 1 sees sequence 0 at 2"),
         Influence(2, {"a neighbour in the pack": 4}, 1, "sequence 1 at 0 sees sequence 0 at 0"),
     ]
-    assert _in_words(influences) == (
+    assert _describe_influences(influences) == (
         "from layer 2 on: 4 pairs see a neighbour in the pack, 1 links missing; sequence 1 at 0 sees sequence 0 at 0"
     )
 

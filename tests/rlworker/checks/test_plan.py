@@ -10,7 +10,7 @@ from support.program import run_program
 from engines.config import MegatronConfig, VllmConfig
 from engines.megatron.memory import estimate_padding
 from engines.models.spec import ModelSpec
-from rlworker.checks.plan import describe_plan, find_nearest, make_plan, over, plan_recipe
+from rlworker.checks.plan import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe
 from rlworker.cli import main
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PlacementConfig
@@ -106,12 +106,12 @@ def test_engines_that_share_a_process_add_up_but_for_activations(folder):
 
 def test_what_does_not_fit_is_refused_with_the_nearest_that_does(folder):
     config, models = config_of(folder, actor=MegatronConfig(dtype="bfloat16")), {"actor": ModelSpec.from_folder(folder)}
-    assert over(make_plan(config, models), 80.0)
+    assert list_misfits(make_plan(config, models), 80.0)
     words = find_nearest(config, models, 80.0).split()
     pairs = {name.removeprefix("--actor.").replace("-", "_"): value for name, value in zip(words[::2], words[1::2])}
     changes = {name: value if name == "recompute" else int(value) for name, value in pairs.items()}
     fitting = replace(config, actor=replace(config.actor, **changes))
-    assert changes and not over(make_plan(fitting, models), 80.0)
+    assert changes and not list_misfits(make_plan(fitting, models), 80.0)
     assert find_nearest(config, models, 1.0) == ""
 
 

@@ -218,8 +218,8 @@ def test_examples_say_what_happened_and_are_few(make_pool):
     assert said["not_a_number"] == "returned None"
     assert said["wrong_count"] == "returned 2 numbers for 1 texts: [7.0, 7.0]"
     kinds = {"reward_raised": 4, "reward_not_a_number": 1, "reward_timeout": 2, "reward_wrong_count": 1}
-    assert scores.counts("reward") == {"reward_failures": 8} | kinds
-    assert scores.summary().startswith(
+    assert scores.count_failures("reward") == {"reward_failures": 8} | kinds
+    assert scores.summarise().startswith(
         "8 of 9 rewards failed: 4 raised, 1 not_a_number, 2 timeout, 1 wrong_count; "
         "raised on prompt 'prompt raise', text '0': KeyError: 'level', at "
     )
@@ -241,7 +241,7 @@ def test_a_text_that_is_met_when_another_hung_is_not_to_blame(make_pool, monkeyp
     """The call that seemed to hang ends just before its process does, which is then at the next text."""
     from rlworker.rewards.pool import RewardPool
 
-    pool, calls, end = make_pool(slow), tmp_path / "calls", RewardPool._end
+    pool, calls, end = make_pool(slow), tmp_path / "calls", RewardPool._end_worker
 
     def end_late(pool, part):
         while part.numbers[0] == part.progress:
@@ -249,7 +249,7 @@ def test_a_text_that_is_met_when_another_hung_is_not_to_blame(make_pool, monkeyp
         time.sleep(0.1)
         end(pool, part)
 
-    monkeypatch.setattr(RewardPool, "_end", end_late)
+    monkeypatch.setattr(RewardPool, "_end_worker", end_late)
     scores = pool.score(["1", "2", "3"], [make_row(how, calls) for how in ("masked signal", None, None)])
     assert scores.values == [1.0, 2.0, 3.0] and scores.failures == {}
     assert calls.read_text().split() == ["1", "2", "2", "3"]

@@ -190,20 +190,20 @@ def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path):
     save(folder, 5)
     partial = folder.begin_checkpoint(6)
     (partial / "weights").write_text("half of the weig")
-    assert folder.newest().name == "step_5"
+    assert folder.find_newest().name == "step_5"
     again = folder.begin_checkpoint(6)
     assert not list(again.iterdir()), "what a killed save left is cleared before the next"
 
 
 def test_the_newest_and_the_best_checkpoints_stay(tmp_path):
     folder = RunFolder(str(tmp_path))
-    assert folder.best(HELDOUT) is None
+    assert folder.find_best(HELDOUT) is None
     for step, heldout in ((2, 0.3), (4, 0.7), (6, 0.7), (8, None), (10, 0.1), (12, 0.2), (14, 0.3)):
         save(folder, step, **({} if heldout is None else {"heldout": heldout}))
     (tmp_path / "checkpoints" / "step_best").mkdir()
-    path, score = folder.best(HELDOUT)
+    path, score = folder.find_best(HELDOUT)
     assert (path.name, score) == ("step_6", 0.7), "of equals the latest"
-    assert folder.best(Score("heldout", -1))[0].name == "step_10"
+    assert folder.find_best(Score("heldout", -1))[0].name == "step_10"
     folder.prune(0, None)
     assert len(names(folder)) == 8, "0 keeps all"
     folder.prune(3, path)

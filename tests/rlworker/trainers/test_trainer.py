@@ -376,8 +376,8 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
         trainer.sampler.rollouts_done = 0
         drawn_anew = []
         for _ in range(3):  # the weights stay, as at a learning rate of 0
-            drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.sampling(16))
-            drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.sampling(16, CANARY))
+            drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.make_sampling(16))
+            drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.make_sampling(16, CANARY))
             trainer.sampler.rollouts_done += 1
     agreement(tmp_path / "run", measured)
     texts = {str([c.token_ids for c in group]) for group in drawn_anew}
