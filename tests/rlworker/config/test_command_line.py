@@ -59,8 +59,8 @@ def test_help_shows_what_is_in_no_section_and_names_the_sections():
         assert not any("." in option for option in shown)
         for line in (
             "  actor       The training engine: how it is spread over ranks and how it steps.",
-            "  checkpoint  When a run saves, and which of its checkpoints stay.",
-            "  limits      What ends a run when it is exceeded.",
+            "  checkpoint  Settings of when a run saves, and which of its checkpoints stay.",
+            "  limits      Limits that end a run when they are exceeded.",
         ):
             assert line in done.stdout.splitlines()
 
