@@ -194,10 +194,10 @@ def _cut_rows(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count
     longest."""
     rest, parts = rows[np.argsort(-slots[rows], kind="stable")], []
     while len(rest):
-        # The first of the rest is the longest and sets the width; as many rows as fit under the limit go with it.
-        width = max(1, config.micro_batch_tokens // (config.slots or int(slots[rest[0]])))
-        parts.append(rest[:width])
-        rest = rest[width:]
+        # The first of the rest is the longest and sets s; as many rows go with it as keep b * s within the limit.
+        height = max(1, config.micro_batch_tokens // (config.slots or int(slots[rest[0]])))
+        parts.append(rest[:height])
+        rest = rest[height:]
     if len(parts) > count:
         return []
     # More are asked for than these: the one of most sequences is halved until there are enough, or each has one.
