@@ -26,16 +26,16 @@ class WeightBucket:
     checksum: int
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """``(HF name, tensor)``, views of the bucket's bytes.
+        """Unpack the bucket: ``(HF name, tensor)``, views of its bytes.
 
         Raises:
             ValueError: the bytes are not the ones that were packed.
         """
-        found = xxhash.xxh3_64_intdigest(self.data)
-        if found != self.checksum:
+        checksum = xxhash.xxh3_64_intdigest(self.data)
+        if checksum != self.checksum:
             names = [name for name, *_ in self.entries]
             raise ValueError(
-                f"weight sync: bucket of {len(names)} tensors from {names[0]!r} on has checksum {found:x}, "
+                f"weight sync: bucket of {len(names)} tensors from {names[0]!r} on has checksum {checksum:x}, "
                 f"expected {self.checksum:x}; the weights were damaged on the way"
             )
         data = torch.from_numpy(self.data if self.data.flags.writeable else self.data.copy())
@@ -53,16 +53,16 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
     Args:
         bucket_bytes: most bytes in a bucket; a tensor larger than this gets a bucket of its own.
     """
-    held: list[tuple[str, Tensor]] = []
+    pending: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        if held and size + tensor.nbytes > bucket_bytes:
-            yield _pack(held), False
-            held, size = [], 0
-        held.append((name, tensor.detach().cpu().contiguous()))
+        if pending and size + tensor.nbytes > bucket_bytes:
+            yield _pack(pending), False
+            pending, size = [], 0
+        pending.append((name, tensor.detach().cpu().contiguous()))
         size += tensor.nbytes
-    if held:
-        yield _pack(held), True
+    if pending:
+        yield _pack(pending), True
 
 
 def _pack(weights: list[tuple[str, Tensor]]) -> WeightBucket:

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 
 class WeightSyncExtension:
-    """Mixed into vLLM's worker class by ``worker_extension_cls``; uses only what every platform's worker has."""
+    """Methods that ``worker_extension_cls`` mixes into vLLM's worker; they use what every platform's worker has."""
 
     def begin_sync(self) -> None:
         model = self.model_runner.get_model()
