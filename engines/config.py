@@ -175,6 +175,7 @@ class MegatronConfig:
 
     @property
     def dp(self) -> int:
+        """Data-parallel size: replicas of the model."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def check_model(self, model: ModelSpec) -> None:

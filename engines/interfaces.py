@@ -53,9 +53,11 @@ class TrainEngine(Protocol):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(HF name, full tensor)`` of every weight, one at a time, on the first replica's leader only."""
 
-    def save(self, folder: str) -> None: ...
+    def save(self, folder: str) -> None:
+        """Write weights, optimizer and learning rate's schedule into a folder that is empty."""
 
-    def load(self, folder: str) -> None: ...
+    def load(self, folder: str) -> None:
+        """Restore what ``save`` wrote."""
 
 
 class RolloutEngine(Protocol):

@@ -172,10 +172,10 @@ def check_pass_through(
     Args:
         known: what ``read_installed_fields`` found.
     """
-    if taken := sorted(given.keys() & own):
-        raise ValueError(f"{where} may not set {taken}: the engine depends on its own values; drop them")
-    if taken := sorted(given.keys() & refused):
-        raise ValueError(f"{where} may not set {taken}: the engine or its counterpart would not follow; drop them")
+    if clashes := sorted(given.keys() & own):
+        raise ValueError(f"{where} may not set {clashes}: the engine depends on its own values; drop them")
+    if clashes := sorted(given.keys() & refused):
+        raise ValueError(f"{where} may not set {clashes}: the engine or its counterpart would not follow; drop them")
     for name in given if known is not None else ():
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)

@@ -26,7 +26,7 @@ class WeightBucket:
     checksum: int
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Unpack the bucket: ``(HF name, tensor)``, views of its bytes.
+        """Unpack the bucket: ``(HF name, tensor)`` in their shapes and dtypes, views of its bytes.
 
         Raises:
             ValueError: the bytes are not the ones that were packed.
@@ -40,10 +40,10 @@ class WeightBucket:
             )
         data = torch.from_numpy(self.data if self.data.flags.writeable else self.data.copy())
         views = []
-        for name, shape, dtype_name, first in self.entries:
+        for name, shape, dtype_name, start in self.entries:
             dtype = getattr(torch, dtype_name)
             size = int(np.prod(shape)) * dtype.itemsize
-            views.append((name, data[first : first + size].view(dtype).view(shape)))
+            views.append((name, data[start : start + size].view(dtype).view(shape)))
         return views
 
 
@@ -66,11 +66,11 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
 
 
 def _pack(weights: list[tuple[str, Tensor]]) -> WeightBucket:
-    entries, first = [], 0
+    entries, end = [], 0
     for name, tensor in weights:
-        entries.append((name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), first))
-        first += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    data = np.zeros(first, dtype=np.uint8)
+        entries.append((name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), end))
+        end += -(-tensor.nbytes // _ALIGN) * _ALIGN
+    data = np.zeros(end, dtype=np.uint8)
     for (_, _, _, start), (_, tensor) in zip(entries, weights, strict=True):
         data[start : start + tensor.nbytes] = tensor.view(-1).view(torch.uint8).numpy()
     return WeightBucket(tuple(entries), data, xxhash.xxh3_64_intdigest(data))

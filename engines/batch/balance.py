@@ -1,4 +1,4 @@
-"""What sequences cost, and work dealt out evenly."""
+"""The costs of sequences, and work dealt out evenly."""
 
 from heapq import heappop, heapreplace
 

@@ -1,4 +1,4 @@
-"""What a training step learns from: B sequences as one flat stream of N tokens, without padding."""
+"""The batch that a training step learns from: B sequences as one flat stream of N tokens, without padding."""
 
 import warnings
 from collections.abc import Sequence
@@ -74,19 +74,20 @@ class TrainBatch:
             raise ValueError(f"TrainBatch: images of {len(self.images)} sequences, the batch has {len(self.lengths)}")
         for name, kind in COLUMNS.items():
             column = getattr(self, name)
-            wanted, unit = (len(self.lengths), "sequences") if kind == "sequence" else (tokens, "tokens")
+            entries, unit = (len(self.lengths), "sequences") if kind == "sequence" else (tokens, "tokens")
             if column is None:
                 continue
-            if len(column) != wanted:
-                raise ValueError(f"TrainBatch: {name} has {len(column)} entries, the batch has {wanted} {unit}")
+            if len(column) != entries:
+                raise ValueError(f"TrainBatch: {name} has {len(column)} entries, the batch has {entries} {unit}")
             if column.dim() > 1 and kind != "input":  # it would broadcast against the others to a square
-                raise ValueError(f"TrainBatch: {name} has shape {tuple(column.shape)}, expected [{wanted}]")
+                raise ValueError(f"TrainBatch: {name} has shape {tuple(column.shape)}, expected [{entries}]")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
+        """N, the entries of a token column."""
         return sum(self.lengths)
 
     @classmethod

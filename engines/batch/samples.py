@@ -1,4 +1,4 @@
-"""What a model is given and what it answers: images, prompts and completions."""
+"""Plain data that a model is given and answers with: images, prompts and completions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn.
+    """Settings by which completions are drawn.
 
     Attributes:
         count: completions per prompt. temperature: 0 is greedy. max_tokens: the length limit.

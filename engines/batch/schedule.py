@@ -1,4 +1,4 @@
-"""Which replica computes which sequences, in which micro-batches: planned once for all ranks, before a step."""
+"""The schedule: which replica computes which sequences in which micro-batches, planned once before a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,12 +46,12 @@ class Schedule:
 
     @cached_property
     def _order(self) -> np.ndarray:
-        """``[B']``, the sequences of the shards end to end; those without a token are in none."""
+        """Numbers ``[B']`` of the shards' sequences end to end; those without a token are in none."""
         return np.concatenate([rows for replica in self.rows for rows in replica])
 
     @cached_property
     def _places(self) -> Tensor:
-        """``[N]``, the place in the shards end to end of each token of the batch."""
+        """Places ``[N]`` in the shards end to end, of each token of the batch."""
         ranks = np.argsort(self._order)  # the inverse of the order: sequences of the batch -> places among the shards'
         return torch.from_numpy(find_tokens(np.asarray(self.lengths)[self._order], ranks))
 
@@ -109,14 +109,14 @@ def plan_schedule(
         raise ValueError(f"batch: none of its {len(sizes)} sequences has a token that could be predicted")
     unit = slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
     slots = -(-sizes // unit) * unit  # [B]: tokens and padding, as a layout gives them
-    bundle, alone = np.arange(len(sizes)), together is None  # [B]: each sequence is a bundle of its own, or shares one
-    if not alone:
+    bundle, single = np.arange(len(sizes)), together is None  # [B]: each sequence is a bundle of its own, or shares one
+    if not single:
         largest = min(_find_budget(config), int(slots.sum()) // (_SMALL * replicas * config.pp))
         bundle = _bundle(np.asarray(together), slots, largest, most_sequences)
     # Bundles are dealt out as wholes: costs are summed to [bundles], and the replica of each goes back to [B'].
     _, number = np.unique(bundle[nonempty], return_inverse=True)
     costs = np.bincount(number, weights=estimate_costs(sizes[nonempty], hidden)).astype(np.int64)
-    shares = _split_rows(nonempty, balance_costs(costs, replicas, counts_matter=alone)[number], replicas)
+    shares = _split_rows(nonempty, balance_costs(costs, replicas, counts_matter=single)[number], replicas)
     if config.layout == "bshd":
         cut, low = partial(_cut_rows, slots=slots, config=config), config.pp
     else:  # the rest of a pack of a fixed size is a sequence of its own
@@ -156,8 +156,8 @@ def _find_fewest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 def _bound_count(slots: np.ndarray, budget: int, capacity: int) -> int:
     """Bound the number of packs from below, for sequences of these slots ``[n]`` and ``capacity`` sequences a pack."""
-    alone = slots > budget  # [n] bool: such a sequence has a pack of its own, over the budget
-    return max(int(alone.sum()) + -(-int(slots[~alone].sum()) // budget), -(-len(slots) // capacity))
+    oversized = slots > budget  # [n] bool: such a sequence has a pack of its own, over the budget
+    return max(int(oversized.sum()) + -(-int(slots[~oversized].sum()) // budget), -(-len(slots) // capacity))
 
 
 def _find_budget(config: MegatronConfig) -> int:
@@ -192,12 +192,12 @@ def _cut_packs(
 def _cut_rows(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count: int) -> list[np.ndarray]:
     """Cut like ``_cut_packs``, for bshd: sequences of like lengths go together, since each row is as wide as the
     longest."""
-    rest, parts = rows[np.argsort(-slots[rows], kind="stable")], []
-    while len(rest):
-        # The first of the rest is the longest and sets s; as many rows go with it as keep b * s within the limit.
-        height = max(1, config.micro_batch_tokens // (config.slots or int(slots[rest[0]])))
-        parts.append(rest[:height])
-        rest = rest[height:]
+    remainder, parts = rows[np.argsort(-slots[rows], kind="stable")], []
+    while len(remainder):
+        # The first of the remainder is the longest and sets s; as many rows go with it as keep b * s within the limit.
+        height = max(1, config.micro_batch_tokens // (config.slots or int(slots[remainder[0]])))
+        parts.append(remainder[:height])
+        remainder = remainder[height:]
     if len(parts) > count:
         return []
     # More are asked for than these: the one of most sequences is halved until there are enough, or each has one.

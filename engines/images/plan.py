@@ -66,8 +66,8 @@ class VisionPlan:
             RuntimeError: the batch has other image tokens than its images have.
         """
         # An image that several sequences have is seen by one rank, and its rows are read several times.
-        named = [image for shown in micro.images or () for image in shown]
-        unique = list({image.digest: image for image in named}.values())
+        uses = [image for shown in micro.images or () for image in shown]
+        unique = list({image.digest: image for image in uses}.values())
         owner = balance_costs(
             np.asarray([image.patches for image in unique], dtype=np.int64), ranks, counts_matter=False
         )
@@ -80,7 +80,7 @@ class VisionPlan:
             first_rows |= {image.digest: start for image, start in zip(part, starts)}
         rows = torch.full((micro.num_tokens,), -1, dtype=torch.long)
         # For each image that a sequence names, in the order of the stream: the rows of its tokens, one after another.
-        numbers = [np.arange(image.tokens(merge)) + first_rows[image.digest] for image in named]
+        numbers = [np.arange(image.tokens(merge)) + first_rows[image.digest] for image in uses]
         is_image = rows.ne(-1) if micro.image_block is None else micro.image_block.cpu() >= 0
         token_counts = micro.sum_per_sequence(is_image.long()).tolist()
         for number, shown in enumerate(micro.images or ((),) * len(micro)):

@@ -96,6 +96,7 @@ class MegatronEngine:
     # -- forward and backward
 
     def forward(self, shard: Shard) -> Outputs | None:
+        """Compute outputs ``[N]`` of a shard without gradients; None on ranks that are not the leader."""
         parts: list[Outputs] = []
 
         def keep(outputs: Outputs, *_):
@@ -109,6 +110,7 @@ class MegatronEngine:
         return self._collect_outputs(shard, parts)
 
     def train_step(self, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
+        """Take an optimizer step on ``sum(loss) / denominator``; none where a gradient is not finite on some rank."""
         metrics, parts = self.backward(shard, loss_fn, denominator)
         grad_norm = float("nan")
         if self._are_gradients_finite():
@@ -260,9 +262,15 @@ class MegatronEngine:
                 yield name, tensor
 
     def save(self, folder: str) -> None:
+        """Save a checkpoint into an empty folder."""
         save_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
     def load(self, folder: str) -> None:
+        """Load a checkpoint, at the same or another tp, pp or dp.
+
+        Raises:
+            ValueError: the folder holds none.
+        """
         load_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
 

@@ -91,7 +91,7 @@ class Layout:
 
     @cached_property
     def valid(self) -> Tensor:
-        """``[b, s]`` bool, whether a slot holds a real token: unpadding goes by it, attention never sees it."""
+        """Mask ``[b, s]`` bool of slots with a real token: unpadding goes by it, attention never sees it."""
         mask = torch.zeros(self.shape, dtype=torch.bool, device=self.slots.device)
         mask.view(-1)[self.slots] = True
         return mask

@@ -20,7 +20,7 @@ _LOGITS_AT_ONCE = 2**25
 
 
 class _VocabParallelHead(torch.autograd.Function):
-    """``(logprob, entropy)``, ``[n]`` float32 each, of hidden states ``[n, h]`` and weight ``[v / tp, h]``.
+    """Hidden states ``[n, h]`` and weight ``[v / tp, h]`` to ``(logprob, entropy)``, ``[n]`` float32 each.
 
     For ``p = softmax(z)``: ``d logprob / dz = onehot - p`` and ``d entropy / dz = -p * (log p + entropy)``. Each rank's
     gradient of the hidden states is that of its own columns; whoever gathered them adds the ranks up.

@@ -34,6 +34,7 @@ class Parameter:
 
     @property
     def numbers(self) -> int:
+        """Count of its entries."""
         return math.prod(self.shape)
 
 
@@ -52,10 +53,12 @@ class RankMemory:
 
     @property
     def total(self) -> int:
+        """Sum of all four, in bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 def get_itemsize(dtype: str) -> int:
+    """Get the bytes of a number of this type."""
     return {"float32": 4, "bfloat16": 2}[dtype]
 
 
@@ -101,9 +104,9 @@ def compute_rank_memory(
         part = start + rank * share, start + (rank + 1) * share
         moments += sum(max(0, min(stop, part[1]) - max(begin, part[0])) for begin, stop in places)
     masters = _FP32 * moments if config.dtype != "float32" else 0
-    whole = buckets[-1][1]
+    buffer = buckets[-1][1]
     activations = estimate_activations(model, config, stage, tokens)
-    return RankMemory((whole + frozen) * size, whole * _FP32, 2 * _FP32 * moments + masters, activations)
+    return RankMemory((buffer + frozen) * size, buffer * _FP32, 2 * _FP32 * moments + masters, activations)
 
 
 def _buffer(parameters: list[Parameter], ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

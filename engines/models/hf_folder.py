@@ -111,8 +111,8 @@ class SafetensorsFolder:
 
         parts = [safe_open(self._file_of[matrix], "pt").get_slice(matrix) for matrix in (name, other)]
         for start in range(0, rows, _ROWS_AT_ONCE):
-            one, two = (part[start : start + _ROWS_AT_ONCE].to(torch.float64) for part in parts)
-            if not torch.equal(one, two):
+            left, right = (part[start : start + _ROWS_AT_ONCE].to(torch.float64) for part in parts)
+            if not torch.equal(left, right):
                 return False
         return True
 
@@ -125,11 +125,11 @@ def _find_weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if not index.is_file():
         return files
-    named = read_object(index).get("weight_map")
-    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"model: {index} has no weight_map of tensors to files; remove it or save the model again")
-    missing = sorted(set(named.values()) - {path.name for path in files})
-    unnamed = sorted({path.name for path in files} - set(named.values()))
+    missing = sorted(set(weight_map.values()) - {path.name for path in files})
+    unnamed = sorted({path.name for path in files} - set(weight_map.values()))
     if missing or unnamed:
         raise ValueError(
             f"model: {index} does not fit the folder: it names {missing[:5]} ({len(missing)} in all), which are not "
@@ -216,5 +216,5 @@ def _set_dtype(config: dict, dtypes: set[torch.dtype]) -> dict:
 
     dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
     parts = {key: config[key] for key in ("text_config", "vision_config") if isinstance(config.get(key), dict)}
-    named = {key: part | {name: dtype for name in _DTYPE_KEYS if name in part} for key, part in parts.items()}
-    return config | named | {name: dtype for name in _DTYPE_KEYS if name == "dtype" or name in config}
+    sections = {key: part | {name: dtype for name in _DTYPE_KEYS if name in part} for key, part in parts.items()}
+    return config | sections | {name: dtype for name in _DTYPE_KEYS if name == "dtype" or name in config}

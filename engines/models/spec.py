@@ -111,10 +111,12 @@ class ModelSpec:
 
     @property
     def qkv_bias(self) -> bool:
+        """Queries, keys and values have biases."""
         return "decoder.layers.0.self_attention.linear_qkv.bias" in self.weights
 
     @property
     def qk_norm(self) -> bool:
+        """Queries and keys are normed head by head."""
         return "decoder.layers.0.self_attention.q_layernorm.weight" in self.weights
 
     @cached_property

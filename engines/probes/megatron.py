@@ -47,16 +47,16 @@ def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCa
         attend, draw = _attention(engine, kind, rule, repeated)
         baseline, changed = draw(), draw(repeated.changed)
         for layer in engine.module.module.decoder.layers:
-            heard = _changes(attend(layer, baseline), attend(layer, changed), len(part.columns)).T
-            heard_by_layer.setdefault(layer, []).append(heard)
+            effects = _changes(attend(layer, baseline), attend(layer, changed), len(part.columns)).T
+            heard_by_layer.setdefault(layer, []).append(effects)
     influences = []
     attend, draw = _attention(engine, kind, rule, case)
     baseline, padded = draw(), draw(padding=_LOUD)
     for layer, passes in heard_by_layer.items():
-        heard = np.concatenate(passes, axis=1)
+        effects = np.concatenate(passes, axis=1)
         pads = int(_changes(attend(layer, baseline), attend(layer, padded), 1).sum())
-        if pads or (heard != visible).any():
-            influences.append(_explain(engine, layer, kind, rule, case, heard, pads))
+        if pads or (effects != visible).any():
+            influences.append(_explain(engine, layer, kind, rule, case, effects, pads))
     return influences
 
 
@@ -91,16 +91,16 @@ def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
 
 
 def _explain(
-    engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase, heard: np.ndarray, pads: int
+    engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase, effects: np.ndarray, pads: int
 ) -> Influence:
     """Probe once more, one token at a time in a single copy, so that every leak has a source.
 
-    A fault that takes several copies to show is told as it was ``heard`` there.
+    A fault that takes several copies to show is told by its ``effects`` there.
     """
     attend, draw = _attention(engine, kind, rule, case)
     visible, before = case.visible(rule)[:, list(case.columns)], attend(layer, draw())
     single = np.concatenate([_changes(before, attend(layer, draw((j,))), 1) for j in case.columns]).T
-    return _compare(layer.layer_number, single if (single != visible).any() else heard, visible, visible, case, pads)
+    return _compare(layer.layer_number, single if (single != visible).any() else effects, visible, visible, case, pads)
 
 
 # -- the whole model
@@ -120,7 +120,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
     required = np.logical_or.reduce(list(visible.values()))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, engine.model.vocab - 1, (sum(case.lengths),), generator=generator)
-    heard, pads = [], 0
+    effects, pads = [], 0
     for part in case.passes(max(1, _PASS_LOGITS // engine.model.vocab), engine.platform.max_pack_sequences):
         repeated = part.repeated()
         baseline = ids.repeat(len(part.columns))
@@ -129,11 +129,11 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
         with _pad_id(engine, engine.model.vocab - 1):
             padded = _predictions(engine, kind, repeated, baseline)
         if before is not None:
-            heard.append(_changes(before, after, len(part.columns)).T)
+            effects.append(_changes(before, after, len(part.columns)).T)
             pads = max(pads, int(_changes(before, padded, 1).sum()))
-    if not heard:
+    if not effects:
         return []
-    influence = _compare(0, np.concatenate(heard, axis=1), reach[:, columns] > 0, required[:, columns], case, pads)
+    influence = _compare(0, np.concatenate(effects, axis=1), reach[:, columns] > 0, required[:, columns], case, pads)
     return [influence] if influence.leaks or influence.missing else []
 
 
@@ -310,20 +310,20 @@ def _changes(before: Tensor, after: Tensor, copies: int) -> np.ndarray:
 
 
 def _compare(
-    layer: int, heard: np.ndarray, allowed: np.ndarray, required: np.ndarray, case: ProbeCase, pads: int
+    layer: int, effects: np.ndarray, allowed: np.ndarray, required: np.ndarray, case: ProbeCase, pads: int
 ) -> Influence:
-    """Sort by kind what was heard beyond what is allowed, and what is required and was not heard: ``[N, columns]``."""
+    """Sort by kind the effects ``[N, columns]`` beyond what is allowed, and what is required and has no effect."""
     # [N] each: the sequence of a token, and its position in it.
     place = np.repeat(np.arange(len(case.lengths)), case.lengths), _positions(case.lengths).numpy()
     columns = case.columns
     leaks = {"padding": pads} if pads else {}
     words = [f"{pads} tokens see padding"] if pads else []
-    for i, column in zip(*np.nonzero(heard & ~allowed)):
+    for i, column in zip(*np.nonzero(effects & ~allowed)):
         j = columns[column]
         kind = _classify_leak(int(i), int(j), *place, np.asarray(case.image_block))
         leaks[kind] = leaks.get(kind, 0) + 1
         words.append(f"sequence {place[0][i]} at {place[1][i]} sees sequence {place[0][j]} at {place[1][j]}")
-    missing = np.argwhere(required & ~heard)
+    missing = np.argwhere(required & ~effects)
     words += [
         f"sequence {place[0][i]} at {place[1][i]} does not see its own token at {place[1][columns[c]]}"
         for i, c in missing[:1]
