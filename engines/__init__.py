@@ -1,1 +1,1 @@
-"""How tokens become logprobs and gradients: the batch, the engines and what passes between them. Never imports ray."""
+"""Tokens become logprobs and gradients here: the batch, the engines and what passes between them. Never imports ray."""

@@ -73,7 +73,7 @@ MEGATRON_SOURCES = (
     ("core/transformer/transformer_config.py", "TransformerConfig"),
     ("core/model_parallel_config.py", "ModelParallelConfig"),
 )
-"""Where the fields of TransformerConfig stand."""
+"""Megatron's files and classes that hold the fields of TransformerConfig."""
 
 _VLLM_BATCHED_TOKENS = 4096
 """Tokens in one forward pass on a CPU where nothing else is said (0.32, engine/arg_utils.py)."""
@@ -175,6 +175,7 @@ class MegatronConfig:
 
     @property
     def dp(self) -> int:
+        """Data-parallel size: replicas of the model."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def check_model(self, model: ModelSpec) -> None:

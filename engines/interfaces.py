@@ -1,4 +1,4 @@
-"""What the RL side may ask of an engine, and what it gets back."""
+"""The two engines as the RL side sees them: what it may ask of each, and what it gets back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from engines.batch.shard import Outputs, Shard
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """``loss_fn(outputs, batch) -> (sum, metrics)``: a scalar SUM over the batch's tokens, never a mean, and metric sums.
 
-``outputs`` are of the engine's own kind. The engine divides the sum by the denominator of the whole optimizer step, so
-a loss does not depend on how the batch was cut. Metric sums are added over micro-batches and data-parallel ranks; a
-name that ends in ``_max`` is a maximum.
+``outputs`` are of the engine's own kind, with columns ``[N]``. The engine divides the sum by the denominator of the
+whole optimizer step, so a loss does not depend on how the batch was cut. Metric sums are added over micro-batches and
+data-parallel ranks; a name that ends in ``_max`` is a maximum.
 """
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, as one data-parallel rank saw it.
+    """The result of one optimizer step, as one data-parallel rank saw it.
 
     Attributes:
         metrics: metric sums over this rank's shard.
-        outputs: of this rank's shard, from the weights before the step; None on ranks that are not the leader.
+        outputs: those of this rank's shard, from the weights before the step; None on ranks that are not the leader.
         grad_norm: global L2 norm of the gradient before clipping; NaN where the gradient was not finite on some rank
             and the step was refused: the weights are as they were. lr: the learning rate that was used.
     """
@@ -45,27 +45,29 @@ class TrainEngine(Protocol):
     """This rank holds the outputs of its data-parallel replica."""
 
     def forward(self, shard: Shard) -> Outputs | None:
-        """Outputs of this replica's shard, in its order; None on ranks that are not the leader."""
+        """Compute outputs ``[N]`` of this replica's shard, in its order; None on ranks that are not the leader."""
 
     def train_step(self, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
-        """One optimizer step on ``sum(loss) / denominator``, over the shards of all replicas."""
+        """Take one optimizer step on ``sum(loss) / denominator``, over the shards of all replicas."""
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """``(HF name, full tensor)`` of every weight, one at a time; yields on the first replica's leader only."""
+        """Yield ``(HF name, full tensor)`` of every weight, one at a time, on the first replica's leader only."""
 
-    def save(self, folder: str) -> None: ...
+    def save(self, folder: str) -> None:
+        """Write weights, optimizer and learning rate's schedule into a folder that is empty."""
 
-    def load(self, folder: str) -> None: ...
+    def load(self, folder: str) -> None:
+        """Restore what ``save`` wrote."""
 
 
 class RolloutEngine(Protocol):
     """A model that samples."""
 
     version: int
-    """Of its weights; those it started with are 0."""
+    """Version of its weights; those it started with are 0."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """``[P][count]`` completions."""
+        """Sample completions of P prompts: ``[P][count]`` of them."""
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:
         """Take one bucket of new weights; ``last`` makes them count as ``version``."""

@@ -28,20 +28,22 @@ _HOLDS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operato
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Whether a value is what an annotation says. True and False are no numbers here, and NaN is none either."""
+    """Tell whether a value is what an annotation says. True and False are no numbers here, and NaN is none either."""
     if kind is Any:
         return True
-    origin, of = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return fits(of[0], value)
+        return fits(arguments[0], value)
     if origin in (Union, UnionType):
-        return any(fits(one, value) for one in of)
+        return any(fits(alternative, value) for alternative in arguments)
     if origin is Literal:
-        return value in of
+        return value in arguments
     if origin in (list, tuple):
-        return isinstance(value, origin) and all(fits(of[0], item) for item in value)
+        return isinstance(value, origin) and all(fits(arguments[0], item) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(fits(of[0], k) and fits(of[1], v) for k, v in value.items())
+        return isinstance(value, dict) and all(
+            fits(arguments[0], k) and fits(arguments[1], v) for k, v in value.items()
+        )
     if kind in (int, float):
         types = int if kind is int else (int, float)
         return isinstance(value, types) and not isinstance(value, bool) and value == value
@@ -49,16 +51,16 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def spell(kind: Any) -> str:
-    """An annotation in words, for messages; its bounds are ``spell_bounds``'s."""
-    origin, of = get_origin(kind), get_args(kind)
+    """Spell an annotation in words, for messages; its bounds are ``spell_bounds``'s."""
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return spell(of[0])
+        return spell(arguments[0])
     if origin in (Union, UnionType):
-        return " or ".join(spell(one) for one in of)
+        return " or ".join(spell(alternative) for alternative in arguments)
     if origin is Literal:
-        return f"one of {', '.join(map(repr, of))}"
+        return f"one of {', '.join(map(repr, arguments))}"
     if origin in (list, tuple):
-        return f"a list ({spell(of[0])})"
+        return f"a list ({spell(arguments[0])})"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
     return words.get(kind, getattr(origin or kind, "__name__", str(kind)))
 
@@ -66,7 +68,7 @@ def spell(kind: Any) -> str:
 def collect_bounds(kind: Any) -> dict[str, float]:
     """Collect the bounds that an annotation sets to a number: ``{"ge": 1}`` for ``Annotated[int, Ge(1)] | None``."""
     if get_origin(kind) in (Union, UnionType):
-        return {name: limit for one in get_args(kind) for name, limit in collect_bounds(one).items()}
+        return {name: limit for alternative in get_args(kind) for name, limit in collect_bounds(alternative).items()}
     rules = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
     limits = [(name, getattr(rule, name, None)) for rule in rules if isinstance(rule, _BOUNDS) for name in _HOLDS]
     return {name: limit for name, limit in limits if limit is not None}
@@ -79,20 +81,20 @@ def is_within(bounds: dict[str, float], value: float) -> bool:
 
 def spell_bounds(bounds: dict[str, float]) -> str:
     """Spell bounds in words, for messages and help: ``{"ge": 0, "lt": 1}`` is "at least 0 and below 1"."""
-    least, most = bounds.get("ge"), bounds.get("le")
-    if None not in (least, most) and most != LARGEST:
-        return f"from {least} to {most}"
-    if least == 0 and most == LARGEST:
+    low, high = bounds.get("ge"), bounds.get("le")
+    if None not in (low, high) and high != LARGEST:
+        return f"from {low} to {high}"
+    if low == 0 and high == LARGEST:
         return "finite and not negative"
-    if least == 0 and len(bounds) == 1:
+    if low == 0 and len(bounds) == 1:
         return "0 or more"
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     spelled = [f"{words[name]} {limit}" for name, limit in bounds.items() if abs(limit) != LARGEST]
-    return " and ".join(spelled + ["finite"] * (most == LARGEST))
+    return " and ".join(spelled + ["finite"] * (high == LARGEST))
 
 
 def option(section: str, name: str) -> str:
-    """The command line's word for a setting."""
+    """Spell a setting as the command line does: ``--actor.micro-batch-tokens``."""
     return f"--{'' if section in ('config', 'check') else section + '.'}{name.replace('_', '-')}"
 
 
@@ -123,7 +125,7 @@ def check_numbers(section: str, config: Any, rule: str, holds: Callable[[float],
 
 @cache
 def read_installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, Any] | None:
-    """Name -> type of the fields of dataclasses, read from an installed package's source, which is not imported.
+    """Read the fields of dataclasses, name -> type, from an installed package's source, which is not imported.
 
     Args:
         sources: file within the package and name of the class in it.
@@ -132,7 +134,7 @@ def read_installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, 
         None where the package or a class is not there. A type that is not made of plain ones is Any.
     """
     spec = find_spec(package)
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for file, name in sources:
         paths = [Path(folder) / file for folder in (spec and spec.submodule_search_locations) or ()]
         texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
@@ -142,12 +144,12 @@ def read_installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, 
         lines = [
             line for line in classes[0].body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
         ]
-        found |= {line.target.id: _read_type(line.annotation) for line in lines if not line.target.id.startswith("_")}
-    return found
+        types |= {line.target.id: _read_type(line.annotation) for line in lines if not line.target.id.startswith("_")}
+    return types
 
 
 def _read_type(annotation: ast.expr) -> Any:
-    """The type that an annotation in a source names."""
+    """Read the type that an annotation in a source names."""
     match annotation:
         case ast.Name(id=name):
             return {"int": int, "float": float, "bool": bool, "str": str}.get(name, Any)
@@ -170,10 +172,10 @@ def check_pass_through(
     Args:
         known: what ``read_installed_fields`` found.
     """
-    if taken := sorted(given.keys() & own):
-        raise ValueError(f"{where} may not set {taken}: the engine depends on its own values; drop them")
-    if taken := sorted(given.keys() & refused):
-        raise ValueError(f"{where} may not set {taken}: the engine or its counterpart would not follow; drop them")
+    if clashes := sorted(given.keys() & own):
+        raise ValueError(f"{where} may not set {clashes}: the engine depends on its own values; drop them")
+    if clashes := sorted(given.keys() & refused):
+        raise ValueError(f"{where} may not set {clashes}: the engine or its counterpart would not follow; drop them")
     for name in given if known is not None else ():
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
@@ -184,11 +186,11 @@ def check_pass_through(
 
 
 def read_object(path: Path) -> dict:
-    """The object in a JSON file of a model's folder. Raises ValueError where it cannot be read or holds no object."""
+    """Read the object in a JSON file of a model's folder; ValueError where it cannot be read or holds no object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model: {path} cannot be read: {error}; save the model again") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"model: {path} must hold a JSON object, got {type(found).__name__}; save the model again")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"model: {path} must hold a JSON object, got {type(content).__name__}; save the model again")
+    return content

@@ -26,24 +26,24 @@ class WeightBucket:
     checksum: int
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """``(HF name, tensor)``, views of the bucket's bytes.
+        """Unpack the bucket: ``(HF name, tensor)`` in their shapes and dtypes, views of its bytes.
 
         Raises:
             ValueError: the bytes are not the ones that were packed.
         """
-        found = xxhash.xxh3_64_intdigest(self.data)
-        if found != self.checksum:
+        checksum = xxhash.xxh3_64_intdigest(self.data)
+        if checksum != self.checksum:
             names = [name for name, *_ in self.entries]
             raise ValueError(
-                f"weight sync: bucket of {len(names)} tensors from {names[0]!r} on has checksum {found:x}, "
+                f"weight sync: bucket of {len(names)} tensors from {names[0]!r} on has checksum {checksum:x}, "
                 f"expected {self.checksum:x}; the weights were damaged on the way"
             )
         data = torch.from_numpy(self.data if self.data.flags.writeable else self.data.copy())
         views = []
-        for name, shape, dtype_name, first in self.entries:
+        for name, shape, dtype_name, start in self.entries:
             dtype = getattr(torch, dtype_name)
             size = int(np.prod(shape)) * dtype.itemsize
-            views.append((name, data[first : first + size].view(dtype).view(shape)))
+            views.append((name, data[start : start + size].view(dtype).view(shape)))
         return views
 
 
@@ -53,24 +53,24 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
     Args:
         bucket_bytes: most bytes in a bucket; a tensor larger than this gets a bucket of its own.
     """
-    held: list[tuple[str, Tensor]] = []
+    pending: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        if held and size + tensor.nbytes > bucket_bytes:
-            yield _pack(held), False
-            held, size = [], 0
-        held.append((name, tensor.detach().cpu().contiguous()))
+        if pending and size + tensor.nbytes > bucket_bytes:
+            yield _pack(pending), False
+            pending, size = [], 0
+        pending.append((name, tensor.detach().cpu().contiguous()))
         size += tensor.nbytes
-    if held:
-        yield _pack(held), True
+    if pending:
+        yield _pack(pending), True
 
 
 def _pack(weights: list[tuple[str, Tensor]]) -> WeightBucket:
-    entries, first = [], 0
+    entries, end = [], 0
     for name, tensor in weights:
-        entries.append((name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), first))
-        first += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    data = np.zeros(first, dtype=np.uint8)
+        entries.append((name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), end))
+        end += -(-tensor.nbytes // _ALIGN) * _ALIGN
+    data = np.zeros(end, dtype=np.uint8)
     for (_, _, _, start), (_, tensor) in zip(entries, weights, strict=True):
         data[start : start + tensor.nbytes] = tensor.view(-1).view(torch.uint8).numpy()
     return WeightBucket(tuple(entries), data, xxhash.xxh3_64_intdigest(data))

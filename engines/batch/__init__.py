@@ -1,1 +1,1 @@
-"""What a step is made of: prompts and answers, the batch, and who computes which part of it."""
+"""A step is made of these: prompts and answers, the batch, and who computes which part of it."""

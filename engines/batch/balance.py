@@ -1,4 +1,4 @@
-"""What sequences cost, and work dealt out evenly."""
+"""The costs of sequences, and work dealt out evenly."""
 
 from heapq import heappop, heapreplace
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def estimate_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
-    """``[B]`` work of a sequence in a layer, in units of ``hidden`` multiplications.
+    """Estimate the work of sequences in a layer: lengths ``[B]`` -> costs ``[B]``, in units of ``hidden`` products.
 
     ``12 * hidden * L + L^2``: 12 hidden^2 weights see each token, and causal attention multiplies each token with half
     of the L others twice (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, appendix).
@@ -15,26 +15,30 @@ def estimate_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
 
 
 def balance_costs(costs: np.ndarray, parts: int, counts_matter: bool = True) -> np.ndarray:
-    """``[B]`` whole costs -> ``[B]``, the part that each goes to: the dearest first, to whoever has least so far.
+    """Deal out costs ``[B]``, whole numbers, over parts: ``[B]``, the part of each. The dearest goes first, each to the
+    part with the smallest load so far (Graham 1969, longest processing time first).
 
     Args:
         counts_matter: all parts hold equally many, to one.
     """
-    each, extra = divmod(len(costs), parts) if counts_matter else (len(costs), 0)
+    # Parts take `capacity` each, and the first `extra` of them to fill up take one more.
+    capacity, extra = divmod(len(costs), parts) if counts_matter else (len(costs), 0)
     order = np.argsort(-costs, kind="stable")
-    bits = parts.bit_length()  # a load and the part that has it in one number, which a heap compares faster than a pair
-    heap, left, chosen = list(range(parts)), [each] * parts, []
+    # The heap holds `load << bits | part` of every part that is not full: its root is the smallest load, of equal ones
+    # the first part. One number is compared faster than a pair.
+    bits = parts.bit_length()
+    heap, capacities, parts_in_order = list(range(parts)), [capacity] * parts, []
     for cost in (costs[order] << bits).tolist():
         part = heap[0] & ((1 << bits) - 1)
-        chosen.append(part)
-        left[part] -= 1
-        if left[part] > 0:
+        parts_in_order.append(part)
+        capacities[part] -= 1
+        if capacities[part] > 0:
             heapreplace(heap, heap[0] + cost)
-        elif left[part] == 0 and extra:
+        elif capacities[part] == 0 and extra:
             extra -= 1
             heapreplace(heap, heap[0] + cost)
         else:
             heappop(heap)
     owner = np.empty(len(costs), dtype=np.int64)
-    owner[order] = chosen
+    owner[order] = parts_in_order  # from the order of costs back to that of the argument
     return owner

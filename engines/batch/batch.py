@@ -1,4 +1,4 @@
-"""What a training step learns from: B sequences as one flat stream of N tokens, without padding."""
+"""The batch that a training step learns from: B sequences as one flat stream of N tokens, without padding."""
 
 import warnings
 from collections.abc import Sequence
@@ -22,10 +22,11 @@ class TrainBatch:
 
     The one shift happens here, when the batch is born: ``inputs = ids[:-1]`` and ``targets = ids[1:]``, so entry n of
     an input column belongs to the token that goes in and entry n of a target column to the token predicted from it.
-    Nothing downstream shifts again. The ids ``[7, 8, 9]`` with prompt ``[7]`` become::
+    Nothing downstream shifts again. ``from_ids([[7, 8, 9], [4, 5]], prompt_lengths=[2, 1])`` has B = 2 and N = 3::
 
-        inputs  [7, 8]      positions [0, 1]
-        targets [8, 9]      mask      [True, True]
+        lengths (2, 1)
+        inputs  [7, 8,  4]      positions [0, 1,  0]
+        targets [8, 9,  5]      mask      [False, True,  True]
 
     Columns (metadata names the kind): *input* and *target* columns hold N entries, *sequence* columns hold B.
 
@@ -73,19 +74,20 @@ class TrainBatch:
             raise ValueError(f"TrainBatch: images of {len(self.images)} sequences, the batch has {len(self.lengths)}")
         for name, kind in COLUMNS.items():
             column = getattr(self, name)
-            wanted, unit = (len(self.lengths), "sequences") if kind == "sequence" else (tokens, "tokens")
+            entries, unit = (len(self.lengths), "sequences") if kind == "sequence" else (tokens, "tokens")
             if column is None:
                 continue
-            if len(column) != wanted:
-                raise ValueError(f"TrainBatch: {name} has {len(column)} entries, the batch has {wanted} {unit}")
+            if len(column) != entries:
+                raise ValueError(f"TrainBatch: {name} has {len(column)} entries, the batch has {entries} {unit}")
             if column.dim() > 1 and kind != "input":  # it would broadcast against the others to a square
-                raise ValueError(f"TrainBatch: {name} has shape {tuple(column.shape)}, expected [{wanted}]")
+                raise ValueError(f"TrainBatch: {name} has shape {tuple(column.shape)}, expected [{entries}]")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
+        """N, the entries of a token column."""
         return sum(self.lengths)
 
     @classmethod
@@ -106,16 +108,19 @@ class TrainBatch:
         sizes = np.asarray([len(ids) for ids in sequences], dtype=np.int64)
         flat = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sequences])
         ends = np.cumsum(sizes)
+        # The shift: of the flat ids [N + B], inputs leave out each sequence's last and targets each one's first.
         is_last, is_first = np.zeros(len(flat), bool), np.zeros(len(flat), bool)
         is_last[ends - 1] = is_first[ends - sizes] = True
         lengths = sizes - 1
+        # [N]: place in the stream less the start of its own sequence.
         positions = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        # The target of input p is id p + 1, which is sampled from place prompt_length on.
         mask = positions + 1 >= np.repeat(np.asarray(prompt_lengths), lengths)
         tensors = {"inputs": flat[~is_last], "targets": flat[~is_first], "positions": positions, "mask": mask}
         return cls(tuple(lengths.tolist()), **{k: torch.from_numpy(v) for k, v in tensors.items()} | columns)
 
     def columns(self) -> dict[str, Tensor]:
-        """The columns that are present, by name."""
+        """Collect the columns that are present: name -> ``[N]``, ``[N, 3]`` or ``[B]``."""
         return {name: getattr(self, name) for name in COLUMNS if getattr(self, name) is not None}
 
     def repeat_per_token(self, per_sequence: Tensor) -> Tensor:
@@ -129,17 +134,17 @@ class TrainBatch:
         return per_token.new_zeros(len(self)).index_add(0, sequence, per_token)
 
     def select(self, start: int, stop: int) -> "TrainBatch":
-        """Sequences ``start`` to ``stop``, as views of this batch's columns."""
-        first, last = sum(self.lengths[:start]), sum(self.lengths[:stop])
-        cut = {
-            name: column[start:stop] if COLUMNS[name] == "sequence" else column[first:last]
+        """Cut out sequences ``start`` to ``stop``, as views of this batch's columns."""
+        first, end = sum(self.lengths[:start]), sum(self.lengths[:stop])  # their tokens in the stream
+        views = {
+            name: column[start:stop] if COLUMNS[name] == "sequence" else column[first:end]
             for name, column in self.columns().items()
         }
         images = None if self.images is None else self.images[start:stop]
-        return replace(self, lengths=self.lengths[start:stop], images=images, **cut)
+        return replace(self, lengths=self.lengths[start:stop], images=images, **views)
 
     def gather(self, rows: np.ndarray) -> "TrainBatch":
-        """Gather the sequences of these numbers ``[b]``, in this order."""
+        """Gather the sequences of these numbers ``[b]``, in this order, as copies."""
         if np.array_equal(rows, np.arange(len(self))):
             return self
         sequences, tokens = torch.from_numpy(rows), torch.from_numpy(find_tokens(self.lengths, rows))
@@ -151,7 +156,7 @@ class TrainBatch:
         return replace(self, lengths=tuple(np.asarray(self.lengths)[rows].tolist()), images=images, **gathered)
 
     def split(self, parts: int) -> list["TrainBatch"]:
-        """``parts`` runs of consecutive sequences of as equal count as possible.
+        """Split into ``parts`` runs of consecutive sequences, of as equal count as possible.
 
         Raises:
             ValueError: there are fewer sequences than parts.
@@ -183,11 +188,15 @@ class TrainBatch:
 
 
 def find_tokens(lengths: Sequence[int], rows: np.ndarray) -> np.ndarray:
-    """Where the tokens of these sequences stand in a stream of sequences of ``lengths``, one sequence after another."""
+    """Find where sequences lie in the stream: lengths ``[B]``, rows ``[b]`` -> ``[n]``, the places of their tokens.
+
+    ``find_tokens([2, 3, 1], [2, 0])`` is ``[5, 0, 1]``.
+    """
     sizes = np.asarray(lengths, dtype=np.int64)
-    gathered = sizes[rows]
-    shift = (np.cumsum(sizes) - sizes)[rows] - (np.cumsum(gathered) - gathered)
-    return np.arange(gathered.sum()) + np.repeat(shift, gathered)
+    row_sizes = sizes[rows]
+    # [b]: what takes a sequence's start in the result to its start in the stream; an exclusive sum is a start.
+    shift = (np.cumsum(sizes) - sizes)[rows] - (np.cumsum(row_sizes) - row_sizes)
+    return np.arange(row_sizes.sum()) + np.repeat(shift, row_sizes)
 
 
 COLUMNS: dict[str, str] = {f.name: f.metadata["column"] for f in fields(TrainBatch) if "column" in f.metadata}

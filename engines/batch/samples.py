@@ -1,4 +1,4 @@
-"""What a model is given and what it answers: images, prompts and completions."""
+"""Plain data that a model is given and answers with: images, prompts and completions."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ class Image:
 
     @property
     def patches(self) -> int:
+        """Patches in all frames."""
         frames, rows, columns = self.grid
         return frames * rows * columns
 
     def tokens(self, merge: int) -> int:
-        """Image tokens that stand for it."""
+        """Count the image tokens that stand for it: ``merge`` x ``merge`` patches become one."""
         return self.patches // merge**2
 
     def nbytes(self, vision: VisionSpec) -> int:
-        """Memory of it while it is decoded, about: its pixels, and its patches in fp32 with what the processor makes on
+        """Estimate its bytes while it is decoded: its pixels, and its patches in fp32 with what the processor makes on
         the way to them."""
         return 3 * self.size[0] * self.size[1] + _COPIES * 4 * self.patches * vision.patch_size
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a completion goes on from: ids, with as many image tokens as the model sees, and its images in order."""
+    """A completion goes on from this: ids, with as many image tokens as the model sees, and its images in order."""
 
     token_ids: tuple[int, ...]
     images: tuple[Image, ...] = ()
@@ -71,7 +72,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn.
+    """Settings by which completions are drawn.
 
     Attributes:
         count: completions per prompt. temperature: 0 is greedy. max_tokens: the length limit.
@@ -88,5 +89,5 @@ class Sampling:
 
     @property
     def seed(self) -> int:
-        """64 bits hashed from all of ``stream``: neighbours in one number never meet those in another."""
+        """Seed of 64 bits hashed from all of ``stream``: neighbours in one number never meet those in another."""
         return int(np.random.SeedSequence(self.stream).generate_state(1, np.uint64)[0])

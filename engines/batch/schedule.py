@@ -1,4 +1,4 @@
-"""Which replica computes which sequences, in which micro-batches: planned once for all ranks, before a step."""
+"""The schedule: which replica computes which sequences in which micro-batches, planned once before a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,16 @@ _SMALL = 8
 
 @dataclass(frozen=True)
 class Schedule:
-    """The plan of one batch.
+    """The plan of one batch of B sequences and N tokens.
+
+    Worked example, ``plan_schedule([5, 3, 2, 4], MegatronConfig(micro_batch_tokens=6), hidden=8, replicas=2)``::
+
+        rows      (([0], [2]), ([3], [1]))     replica 0 computes sequence 0, then 2: 7 tokens, like replica 1
+        shards    lengths (5, 2) and (4, 3)    counts (1, 1) of both, no dummies
 
     Attributes:
-        rows: ``[replica][micro-batch]``, numbers of the sequences; every replica has the same number of micro-batches,
-            the last of which may be empty. lengths: tokens of every sequence.
+        rows: ``[replica][micro-batch]``, numbers ``[b]`` of the sequences; every replica has the same number of
+            micro-batches, the last of which may be empty. lengths: tokens of every sequence.
     """
 
     rows: tuple[tuple[np.ndarray, ...], ...]
@@ -33,7 +38,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> int:
-        """63 bits of a hash over who computes what."""
+        """Hash who computes what, in 63 bits: it fits into an int64 tensor, by which ranks compare it."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
         hashed = xxhash.xxh3_64(np.asarray(counts, dtype=np.int64).tobytes())
         hashed.update(np.concatenate([self._order, self.lengths]).astype(np.int64).tobytes())
@@ -41,33 +46,35 @@ class Schedule:
 
     @cached_property
     def _order(self) -> np.ndarray:
+        """Numbers ``[B']`` of the shards' sequences end to end; those without a token are in none."""
         return np.concatenate([rows for replica in self.rows for rows in replica])
 
     @cached_property
     def _places(self) -> Tensor:
-        """``[N]``, where each token of the batch is in the shards end to end."""
-        stood = np.argsort(self._order)  # where each sequence is among the shards', in the order of the batch
-        return torch.from_numpy(find_tokens(np.asarray(self.lengths)[self._order], stood))
+        """Places ``[N]`` in the shards end to end, of each token of the batch."""
+        ranks = np.argsort(self._order)  # the inverse of the order: sequences of the batch -> places among the shards'
+        return torch.from_numpy(find_tokens(np.asarray(self.lengths)[self._order], ranks))
 
     def shards(self, batch: TrainBatch) -> list[Shard]:
-        """What each replica is sent."""
+        """Cut the shard of each replica out of the batch."""
         return [self._cut_shard(batch, replica) for replica in range(len(self.rows))]
 
     def _cut_shard(self, batch: TrainBatch, replica: int) -> Shard:
-        parts = [rows for rows in self.rows[replica] if len(rows)]
+        parts = [rows for rows in self.rows[replica] if len(rows)]  # a micro-batch without a sequence becomes a dummy
         counts, num_dummies = tuple(map(len, parts)), len(self.rows[replica]) - len(parts)
         if num_dummies:
             lengths = np.asarray(self.lengths)
+            # Dummies compute the batch's shortest sequence with a token: a forward pass needs one.
             parts.append(np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin(keepdims=True))
         return Shard(batch.gather(np.concatenate(parts)), counts, num_dummies, replica, self.digest)
 
     def restore(self, parts: Sequence[Outputs]) -> Outputs:
-        """Outputs of the shards, by replica -> outputs ``[N]`` in the order of the batch."""
+        """Restore the order of the batch: outputs of the shards, by replica -> outputs ``[N]``."""
         columns = zip(*(vars(part).values() for part in parts))
         return type(parts[0])(*(self.restore_order(torch.cat(column)) for column in columns))
 
     def restore_order(self, tokens: Tensor) -> Tensor:
-        """``[N, ...]``, the shards' tokens end to end -> in the order of the batch."""
+        """Restore the order of the batch in tokens ``[N, ...]`` of the shards end to end."""
         return tokens.index_select(0, self._places.to(tokens.device))
 
 
@@ -96,57 +103,61 @@ def plan_schedule(
     Raises:
         ValueError: no sequence has a token.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    held = np.flatnonzero(sizes)
-    if not len(held):
+    sizes = np.asarray(lengths, dtype=np.int64)  # [B]
+    nonempty = np.flatnonzero(sizes)
+    if not len(nonempty):
         raise ValueError(f"batch: none of its {len(sizes)} sequences has a token that could be predicted")
     unit = slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
-    slots = -(-sizes // unit) * unit
-    bundle, alone = np.arange(len(sizes)), together is None
-    if not alone:
+    slots = -(-sizes // unit) * unit  # [B]: tokens and padding, as a layout gives them
+    bundle, single = np.arange(len(sizes)), together is None  # [B]: each sequence is a bundle of its own, or shares one
+    if not single:
         largest = min(_find_budget(config), int(slots.sum()) // (_SMALL * replicas * config.pp))
         bundle = _bundle(np.asarray(together), slots, largest, most_sequences)
-    _, own = np.unique(bundle[held], return_inverse=True)
-    costs = np.bincount(own, weights=estimate_costs(sizes[held], hidden)).astype(np.int64)
-    shares = _split_rows(held, balance_costs(costs, replicas, counts_matter=alone)[own], replicas)
+    # Bundles are dealt out as wholes: costs are summed to [bundles], and the replica of each goes back to [B'].
+    _, number = np.unique(bundle[nonempty], return_inverse=True)
+    costs = np.bincount(number, weights=estimate_costs(sizes[nonempty], hidden)).astype(np.int64)
+    shares = _split_rows(nonempty, balance_costs(costs, replicas, counts_matter=single)[number], replicas)
     if config.layout == "bshd":
-        cut, few = partial(_cut_rows, slots=slots, config=config), config.pp
+        cut, low = partial(_cut_rows, slots=slots, config=config), config.pp
     else:  # the rest of a pack of a fixed size is a sequence of its own
-        each = (most_sequences or len(sizes) + 1) - bool(config.slots)
-        cut = partial(_cut_packs, slots=slots, bundle=bundle, budget=_find_budget(config), each=each)
-        few = max(config.pp, *(_bound_count(slots[rows], _find_budget(config), each) for rows in shares))
-    most = max(map(len, shares))
-    count = _find_fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(few, most), most)
+        capacity = (most_sequences or len(sizes) + 1) - bool(config.slots)
+        cut = partial(_cut_packs, slots=slots, bundle=bundle, budget=_find_budget(config), capacity=capacity)
+        low = max(config.pp, *(_bound_count(slots[rows], _find_budget(config), capacity) for rows in shares))
+    # With a sequence in each micro-batch everything fits, so the longest share bounds the count from above.
+    high = max(map(len, shares))
+    count = _find_fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(low, high), high)
     return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths))
 
 
 def _split_rows(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndarray]:
-    """The rows of each part, in their order."""
-    ends = np.cumsum(np.bincount(owner, minlength=parts))
+    """Split rows ``[n]`` by the part ``[n]`` of each; within a part they keep their order."""
+    ends = np.cumsum(np.bincount(owner, minlength=parts))  # [parts]; a part may be empty
+    # A stable sort lays the parts end to end; the last end is that of all rows, where nothing is split.
     return np.split(rows[np.argsort(owner, kind="stable")], ends[:-1])
 
 
-def _find_fewest(fits: Callable[[int], bool], few: int, most: int) -> int:
-    """The least count from ``few`` on that fits; ``most`` does, and so does whatever is above one that fits.
+def _find_fewest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Find the smallest count from ``low`` on that fits; ``high`` does, and so does whatever is above one that fits.
 
-    Looked for near ``few`` first, where it nearly always is.
+    It is looked for near ``low`` first, where it nearly always is.
     """
-    count, step = few, 1
-    while count < most and not fits(count):
-        few, count, step = count + 1, min(most, count + step), 2 * step
-    while few < count:
-        middle = (few + count) // 2
+    # First steps of 1, 2, 4, ... up; then halves of what is left. Everything below `low` is known not to fit.
+    count, step = low, 1
+    while count < high and not fits(count):
+        low, count, step = count + 1, min(high, count + step), 2 * step
+    while low < count:
+        middle = (low + count) // 2
         if fits(middle):
             count = middle
         else:
-            few = middle + 1
+            low = middle + 1
     return count
 
 
-def _bound_count(slots: np.ndarray, budget: int, each: int) -> int:
-    """No fewer packs than this hold sequences of these slots, of at most ``each`` sequences."""
-    alone = slots > budget
-    return max(int(alone.sum()) + -(-int(slots[~alone].sum()) // budget), -(-len(slots) // each))
+def _bound_count(slots: np.ndarray, budget: int, capacity: int) -> int:
+    """Bound the number of packs from below, for sequences of these slots ``[n]`` and ``capacity`` sequences a pack."""
+    oversized = slots > budget  # [n] bool: such a sequence has a pack of its own, over the budget
+    return max(int(oversized.sum()) + -(-int(slots[~oversized].sum()) // budget), -(-len(slots) // capacity))
 
 
 def _find_budget(config: MegatronConfig) -> int:
@@ -154,36 +165,42 @@ def _find_budget(config: MegatronConfig) -> int:
 
 
 def _bundle(together: np.ndarray, slots: np.ndarray, largest: int, most_sequences: int | None) -> np.ndarray:
-    """``[B]``, which sequences stay together: those of a number that have at most ``largest`` slots in all."""
-    _, number = np.unique(together, return_inverse=True)
-    whole, count = np.bincount(number, weights=slots), np.bincount(number)
-    fits = (whole <= largest) & (count < (most_sequences or len(slots) + 2))
+    """Number the bundles that stay together, ``[B]``: sequences of a number with at most ``largest`` slots in all."""
+    _, number = np.unique(together, return_inverse=True)  # [B], from 0 on
+    sums, count = np.bincount(number, weights=slots), np.bincount(number)  # [numbers]: slots and sequences
+    # Fewer than the kernels take, since the rest of a pack of a fixed size is one more; without a limit all fit.
+    fits = (sums <= largest) & (count < (most_sequences or len(slots) + 2))
+    # The others become bundles of one, under numbers that are free.
     return np.where(fits[number], number, number.max() + 1 + np.arange(len(slots)))
 
 
 def _cut_packs(
-    rows: np.ndarray, slots: np.ndarray, bundle: np.ndarray, budget: int, each: int, count: int
+    rows: np.ndarray, slots: np.ndarray, bundle: np.ndarray, budget: int, capacity: int, count: int
 ) -> list[np.ndarray]:
-    """Cut sequences into ``count`` micro-batches, the last of which stay empty where there are too few; an empty list
-    where they would not fit."""
-    _, own = np.unique(bundle[rows], return_inverse=True)
-    whole = np.bincount(own, weights=slots[rows]).astype(np.int64)
-    owner = balance_costs(whole, count, counts_matter=False)[own]
-    loads, held = np.bincount(owner, weights=slots[rows], minlength=count), np.bincount(owner, minlength=count)
-    if ((loads > budget) & (held > 1)).any() or held.max() > each:
+    """Cut the sequences ``[n]`` of a replica into ``count`` micro-batches, the last of which stay empty where there are
+    too few; an empty list where they would not fit."""
+    _, number = np.unique(bundle[rows], return_inverse=True)  # [n]: bundles of this replica, from 0 on
+    sums = np.bincount(number, weights=slots[rows]).astype(np.int64)
+    owner = balance_costs(sums, count, counts_matter=False)[number]
+    loads, sizes = np.bincount(owner, weights=slots[rows], minlength=count), np.bincount(owner, minlength=count)
+    # A sequence that is longer than the budget is allowed alone, two that are too long together are not.
+    if ((loads > budget) & (sizes > 1)).any() or sizes.max() > capacity:
         return []
     return _split_rows(rows, owner, count)
 
 
 def _cut_rows(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count: int) -> list[np.ndarray]:
-    """As ``_cut_packs``, of rows: those of like lengths go together, since each is as wide as the longest."""
-    rest, parts = rows[np.argsort(-slots[rows], kind="stable")], []
-    while len(rest):
-        taken = max(1, config.micro_batch_tokens // (config.slots or int(slots[rest[0]])))
-        parts.append(rest[:taken])
-        rest = rest[taken:]
+    """Cut like ``_cut_packs``, for bshd: sequences of like lengths go together, since each row is as wide as the
+    longest."""
+    remainder, parts = rows[np.argsort(-slots[rows], kind="stable")], []
+    while len(remainder):
+        # The first of the remainder is the longest and sets s; as many rows go with it as keep b * s within the limit.
+        height = max(1, config.micro_batch_tokens // (config.slots or int(slots[remainder[0]])))
+        parts.append(remainder[:height])
+        remainder = remainder[height:]
     if len(parts) > count:
         return []
+    # More are asked for than these: the one of most sequences is halved until there are enough, or each has one.
     while len(parts) < min(count, len(rows)):
         parts.sort(key=len)
         parts += np.array_split(parts.pop(), 2)

@@ -1,4 +1,4 @@
-"""A replica's part of a batch, and what a model says about it."""
+"""A replica's part of a batch, and the outputs of a model for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,19 +30,19 @@ class Shard:
 
     @property
     def num_tokens(self) -> int:
-        """Of the sequences that count."""
+        """Tokens of the sequences that count, without those of the dummies."""
         return sum(self.batch.lengths[: sum(self.counts)])
 
     def micro_batches(self) -> list[TrainBatch]:
-        """Views of the batch."""
-        bounds = [0, *accumulate(self.counts)]
+        """Cut the micro-batches, as views of the batch: those of ``counts``, then the dummies, all the same one."""
+        bounds = [0, *accumulate(self.counts)]  # sequences before each micro-batch; past the last lies the dummy's
         real = [self.batch.select(a, b) for a, b in zip(bounds, bounds[1:])]
         return real + [self.batch.select(bounds[-1], len(self.batch))] * self.num_dummies
 
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the model says about each target of a batch.
+    """Outputs of a language model for each target of a batch.
 
     Attributes:
         logprobs: ``[N]`` float32, log-probability of the target at the sampling temperature.
@@ -55,7 +55,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class ValueOutputs:
-    """What a critic says about each input of a batch.
+    """Outputs of a critic for each input of a batch.
 
     Attributes:
         values: ``[N]`` float32, the value of the prefix that ends at the input.
@@ -65,9 +65,9 @@ class ValueOutputs:
 
 
 Outputs = TokenOutputs | ValueOutputs
-"""Of a language model, or of a critic."""
+"""Outputs of a language model, or of a critic."""
 
 
 def join_outputs(parts: Sequence[Outputs]) -> Outputs:
-    """Outputs of consecutive sequences, end to end."""
+    """Join outputs of consecutive sequences end to end, column by column: several ``[n]`` -> ``[N]``."""
     return type(parts[0])(*map(torch.cat, zip(*(vars(part).values() for part in parts))))

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch's images are."""
+"""Columns that say where the tokens of a batch's images are."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from engines.models.vision_spec import VisionSpec
 
 
 def find_image_blocks(ids: Sequence[int], images: Sequence[Image], vision: VisionSpec) -> np.ndarray:
-    """``[n]``: the number of the image that each id of a sequence belongs to, -1 for text.
+    """Find the image that each of n ids of a sequence belongs to: ``[n]``, its number in the sequence, -1 for text.
 
     Raises:
         ValueError: the image tokens are not those of the images, each in one run.
     """
     is_image = np.asarray(ids) == vision.image_token
     sizes = [image.tokens(vision.merge) for image in images]
+    # A run starts where the token before is none and ends past the last whose successor is none: [runs] each. Images
+    # are kept apart by the ids between them (a start and an end token), so runs and images are one to one.
     starts = np.flatnonzero(is_image & ~np.concatenate([[False], is_image[:-1]]))
     ends = np.flatnonzero(is_image & ~np.concatenate([is_image[1:], [False]])) + 1
-    if (found := (ends - starts).tolist()) != sizes:
+    if (runs := (ends - starts).tolist()) != sizes:
         where = images[0].place if images else "a prompt without images"
         raise ValueError(
-            f"{where}: a sequence has runs of {found} image tokens, expected {sizes} from its images' grids "
+            f"{where}: a sequence has runs of {runs} image tokens, expected {sizes} from its images' grids "
             f"{[image.grid for image in images]}; ids of image tokens come from the images alone"
         )
     blocks = np.full(len(is_image), -1)
-    blocks[is_image] = np.repeat(np.arange(len(images)), sizes)
+    blocks[is_image] = np.repeat(np.arange(len(images)), sizes)  # runs come in the order of the images
     return blocks
 
 
 def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge: int) -> np.ndarray:
-    """``[n, 3]``: time, height and width of each token of a sequence (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """Make the positions ``[n, 3]`` of a sequence: time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     Text counts on alike in all three. An image starts where the text before it ended; its tokens differ by their place
     in it, and what follows starts past the longest of its sides. For an image of 2 x 3 tokens after one of text::
@@ -42,39 +44,46 @@ def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge
         width   0  1 2 3 1 2 3  4
 
     Args:
-        blocks: as ``find_image_blocks`` gives them, image tokens of one image in a run.
+        blocks: ``[n]`` as ``find_image_blocks`` gives them, image tokens of one image in a run.
     """
-    positions, at, begin = np.empty((len(blocks), 3), dtype=np.int64), 0, 0
+    # `filled` ids have their positions; `position` is what text after them would have.
+    positions, filled, position = np.empty((len(blocks), 3), dtype=np.int64), 0, 0
     for number, image in enumerate(images):
-        frames, rows, columns = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
+        frames, rows, columns = image.grid[0], image.grid[1] // merge, image.grid[2] // merge  # in tokens
         first = int(np.argmax(blocks == number))
-        positions[at:first] = np.arange(begin, begin + first - at)[:, None]
-        begin += first - at
-        at = first + frames * rows * columns
+        # The text before the image, alike in all three: [first - filled, 1].
+        positions[filled:first] = np.arange(position, position + first - filled)[:, None]
+        position += first - filled
+        filled = first + frames * rows * columns
+        # [3, frames, rows, columns] -> [tokens, 3], row by row, which is the order of the tower's features.
         places = np.indices((frames, rows, columns)).reshape(3, -1).T
-        positions[first:at] = begin + places
-        begin += max(rows, columns)
-    positions[at:] = np.arange(begin, begin + len(blocks) - at)[:, None]
+        positions[first:filled] = position + places
+        position += max(rows, columns)  # an image has one frame, so the longest side is one of these
+    positions[filled:] = np.arange(position, position + len(blocks) - filled)[:, None]
     return positions
 
 
 def make_image_columns(
     sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]], vision: VisionSpec
 ) -> dict:
-    """Columns of a ``TrainBatch`` that say where its images are; its sequences' last ids are no inputs.
+    """Make the columns of a ``TrainBatch`` that say where its images are.
 
     Args:
         sequences: whole ids of each sequence. images: those of each sequence, in order.
+
+    Returns:
+        ``image_block`` ``[N]`` and ``positions`` ``[N, 3]``, both long, and ``images``.
 
     Raises:
         ValueError: image tokens that are not those of the images.
     """
     import torch  # rows are checked before anything takes the time to import it
 
-    blocks = [find_image_blocks(ids, own, vision)[:-1] for ids, own in zip(sequences, images, strict=True)]
-    positions = [make_multimodal_positions(b, own, vision.merge) for b, own in zip(blocks, images, strict=True)]
+    # The last id of a sequence is no input, so that L ids have L - 1 entries.
+    blocks = [find_image_blocks(ids, shown, vision)[:-1] for ids, shown in zip(sequences, images, strict=True)]
+    positions = [make_multimodal_positions(b, shown, vision.merge) for b, shown in zip(blocks, images, strict=True)]
     return {
         "image_block": torch.from_numpy(np.concatenate(blocks)),
         "positions": torch.from_numpy(np.concatenate(positions)),
-        "images": tuple(tuple(own) for own in images),
+        "images": tuple(tuple(shown) for shown in images),
     }

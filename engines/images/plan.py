@@ -1,4 +1,4 @@
-"""Which images are seen together, and by which rank."""
+"""The plan of who sees which images: waves within a memory budget, and a part of a micro-batch for each rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from engines.batch.samples import Image
 
 
 def cut_waves(costs: Sequence[int], budget: int) -> list[slice]:
-    """Runs of consecutive things whose costs together stay within the budget; one that is dearer goes alone."""
-    bounds, spent = [0], 0
+    """Cut things of these costs into runs of consecutive ones within the budget; one that is dearer goes alone.
+
+    ``cut_waves([3, 3, 9, 1], 6)`` is ``[slice(0, 2), slice(2, 3), slice(3, 4)]``.
+    """
+    bounds, spent = [0], 0  # starts of the waves, and what the last of them costs so far
     for number, cost in enumerate(costs):
         if spent + cost > budget and number > bounds[-1]:
             bounds.append(number)
@@ -27,23 +30,25 @@ def cut_waves(costs: Sequence[int], budget: int) -> list[slice]:
 
 
 def number_image_sets(batch: TrainBatch) -> list[int] | None:
-    """``[B]``: sequences with the same images have the same number; None where no sequence has an image."""
+    """Number the sets of images, ``[B]``: sequences with the same images have the same number, each without images one
+    of its own. None where no sequence has an image."""
     if not batch.images or not any(batch.images):
         return None
     numbers: dict = {}
-    keys = (tuple(image.digest for image in own) or row for row, own in enumerate(batch.images))
+    keys = (tuple(image.digest for image in shown) or row for row, shown in enumerate(batch.images))
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 @dataclass(frozen=True)
 class VisionPlan:
-    """Which rank sees which images of a micro-batch, and where the features of each token come out.
+    """The part of a micro-batch's images that each rank sees, and the row of features that stands for each token.
 
-    Ranks give their features, as many rows each, to one another; equal images are seen once.
+    Ranks give their features, as many rows each, to one another; equal images are seen once. Two ranks with images of 4
+    and 2 tokens give 4 rows each: 0 to 3 and, of the second, 4 and 5; its rows 6 and 7 are padding.
 
     Attributes:
-        images: of each rank. height: rows that each rank gives.
-        rows: ``[N]`` long, the row of each input among those of all ranks, -1 for text.
+        images: those of each rank. height: rows that each rank gives.
+        rows: ``[N]`` long, the row of each input among the ``ranks * height`` of all ranks, -1 for text.
     """
 
     images: tuple[tuple[Image, ...], ...]
@@ -52,27 +57,38 @@ class VisionPlan:
 
     @classmethod
     def build(cls, micro: TrainBatch, merge: int, ranks: int) -> VisionPlan:
-        """Split by count of patches.
+        """Split the images of a micro-batch over ranks, by their numbers of patches.
+
+        Args:
+            merge: ``merge`` x ``merge`` patches of an image become one token.
 
         Raises:
             RuntimeError: the batch has other image tokens than its images have.
         """
-        named = [image for own in micro.images or () for image in own]
-        seen = list({image.digest: image for image in named}.values())
-        owner = balance_costs(np.asarray([image.patches for image in seen], dtype=np.int64), ranks, counts_matter=False)
-        parts = [tuple(image for image, its in zip(seen, owner) if its == rank) for rank in range(ranks)]
+        # An image that several sequences have is seen by one rank, and its rows are read several times.
+        uses = [image for shown in micro.images or () for image in shown]
+        unique = list({image.digest: image for image in uses}.values())
+        owner = balance_costs(
+            np.asarray([image.patches for image in unique], dtype=np.int64), ranks, counts_matter=False
+        )
+        parts = [tuple(image for image, choice in zip(unique, owner) if choice == rank) for rank in range(ranks)]
+        # A gather wants as many rows of each rank: rank r has rows r * height and on, and pads past its own images.
         height = max(sum(image.tokens(merge) for image in part) for part in parts)
-        first = {}
+        first_rows = {}  # digest -> row of the image's first token
         for rank, part in enumerate(parts):
             starts = accumulate((image.tokens(merge) for image in part), initial=rank * height)
-            first |= {image.digest: start for image, start in zip(part, starts)}
+            first_rows |= {image.digest: start for image, start in zip(part, starts)}
         rows = torch.full((micro.num_tokens,), -1, dtype=torch.long)
-        numbers = [np.arange(image.tokens(merge)) + first[image.digest] for image in named]
+        # For each image that a sequence names, in the order of the stream: the rows of its tokens, one after another.
+        numbers = [np.arange(image.tokens(merge)) + first_rows[image.digest] for image in uses]
         is_image = rows.ne(-1) if micro.image_block is None else micro.image_block.cpu() >= 0
-        have = micro.sum_per_sequence(is_image.long()).tolist()
-        for number, own in enumerate(micro.images or ((),) * len(micro)):
-            if have[number] != (wanted := sum(image.tokens(merge) for image in own)):
-                place = own[0].place if own else f"sequence {number} of a micro-batch, which has no images"
-                raise RuntimeError(f"{place}: the sequence has {have[number]} image tokens, expected {wanted}")
+        token_counts = micro.sum_per_sequence(is_image.long()).tolist()
+        for number, shown in enumerate(micro.images or ((),) * len(micro)):
+            if token_counts[number] != (expected := sum(image.tokens(merge) for image in shown)):
+                place = shown[0].place if shown else f"sequence {number} of a micro-batch, which has no images"
+                raise RuntimeError(
+                    f"{place}: the sequence has {token_counts[number]} image tokens, expected {expected}"
+                )
+        # Both sides follow the stream; counts agree sequence by sequence, so no row reaches a neighbour's token.
         rows[is_image] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *numbers]))
         return cls(tuple(parts), height, rows)

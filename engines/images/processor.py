@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DECODING_ERRORS = (OSError, SyntaxError, ValueError)
-"""What Pillow's decoders raise."""
+"""Exceptions that Pillow's decoders raise."""
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes that it cuts off at 255 instead of scaling them."""
 _ORIENTATION, _FIRST_ON_ITS_SIDE = 0x0112, 5
@@ -27,7 +27,7 @@ class ImageProcessor:
     """Transformers' image processor of a model's folder.
 
     Attributes:
-        settings: all that decides about pixels, defaults included.
+        settings: all settings that decide about pixels, defaults included.
 
     Raises:
         ValueError: the folder has none, or it cuts images otherwise than the model's vision tower expects.
@@ -44,19 +44,19 @@ class ImageProcessor:
             ) from None
         self.vision = vision
         self.settings = {key: value for key, value in self._process.to_dict().items() if not key.endswith("_type")}
-        for name, wanted in (
+        for name, expected in (
             ("patch_size", vision.patch),
             ("temporal_patch_size", vision.temporal_patch),
             ("merge_size", vision.merge),
         ):
-            if (found := getattr(self._process, name, None)) != wanted:
+            if (actual := getattr(self._process, name, None)) != expected:
                 raise ValueError(
-                    f"model: preprocessor_config.json in {folder!r} has {name} {found}, expected {wanted}, which "
+                    f"model: preprocessor_config.json in {folder!r} has {name} {actual}, expected {expected}, which "
                     "config.json has"
                 )
 
     def open(self, path: str | Path, place: str) -> Image:
-        """A reference to an image, of which the header alone is decoded where the file has its end.
+        """Refer to an image, of which the header alone is decoded where the file has its end.
 
         Raises:
             ValueError: there is no such file, it is no image or cut short, or it is too narrow to be resized.
@@ -76,7 +76,7 @@ class ImageProcessor:
 
     @staticmethod
     def check(data: bytes, name: str, place: str) -> tuple[int, int]:
-        """Width and height of an image as it is shown.
+        """Check an image and return its width and height in pixels, as it is shown.
 
         Raises:
             ValueError: it is none, of a kind that has no colours as they are, or cut short.
@@ -95,22 +95,22 @@ class ImageProcessor:
         return (height, width) if turned else (width, height)
 
     def patches(self, images: Sequence[Image]) -> "Tensor":
-        """``[patches, patch_size]`` float32, of one image after another.
+        """Cut images into patches ``[patches, patch_size]`` float32, one image after another.
 
         Raises:
             ValueError: an image is gone, was changed, or cannot be decoded.
         """
-        found = self._process(images=[decode(image) for image in images], return_tensors="pt")
-        for image, grid in zip(images, found["image_grid_thw"].tolist(), strict=True):
+        processed = self._process(images=[decode(image) for image in images], return_tensors="pt")
+        for image, grid in zip(images, processed["image_grid_thw"].tolist(), strict=True):
             if tuple(grid) != image.grid:
                 raise ValueError(
                     f"{image.place}: the processor cut {image.path!r} into {grid} patches, expected {list(image.grid)}"
                 )
-        return found["pixel_values"]
+        return processed["pixel_values"]
 
 
 def decode(image: Image) -> Any:
-    """The image, as ``convert_to_rgb`` makes it.
+    """Decode an image into Pillow's, as ``convert_to_rgb`` makes it.
 
     Raises:
         ValueError: the image is gone, was changed since it was first opened, or cannot be decoded.
@@ -130,7 +130,7 @@ def _decode_rgb(image: Any, name: str, place: str) -> Any:
 
 
 def convert_to_rgb(image: Any) -> Any:
-    """An image in RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
+    """Convert an image to RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
     DECODING_ERRORS."""
     from PIL import Image as PILImage
     from PIL import ImageOps
@@ -145,7 +145,7 @@ def convert_to_rgb(image: Any) -> Any:
 
 
 def _read_orientation(image: Any) -> int:
-    """How the camera was held; upright where the file's metadata is broken, as viewers take it."""
+    """Read how the camera was held; upright where the file's metadata is broken, as viewers take it."""
     try:
         return image.getexif().get(_ORIENTATION, 1)
     except (OSError, SyntaxError, ValueError, struct.error):

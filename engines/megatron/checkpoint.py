@@ -38,6 +38,7 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
 
 
 def _state(module, optimizer, schedule, is_loading: bool) -> dict:
+    """Name everything that a checkpoint holds of this rank; the same call saves it and says where to load it."""
     # Megatron writes its process groups into the dict it is given, so each call gets one of its own.
     model = module.module.sharded_state_dict(metadata=dict(_LAYOUT))
     sharded = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_LAYOUT))

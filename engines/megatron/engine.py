@@ -52,7 +52,7 @@ def leave_distributed() -> None:
 
 
 class MegatronEngine:
-    """One rank. Every method is collective over all ranks of the engine.
+    """One rank of a training engine. Every method is collective over all of its ranks.
 
     Args:
         model: what to build, its weights read from ``model.folder``; its head decides what kind the outputs are of.
@@ -96,6 +96,7 @@ class MegatronEngine:
     # -- forward and backward
 
     def forward(self, shard: Shard) -> Outputs | None:
+        """Compute outputs ``[N]`` of a shard without gradients; None on ranks that are not the leader."""
         parts: list[Outputs] = []
 
         def keep(outputs: Outputs, *_):
@@ -109,6 +110,7 @@ class MegatronEngine:
         return self._collect_outputs(shard, parts)
 
     def train_step(self, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
+        """Take an optimizer step on ``sum(loss) / denominator``; none where a gradient is not finite on some rank."""
         metrics, parts = self.backward(shard, loss_fn, denominator)
         grad_norm = float("nan")
         if self._are_gradients_finite():
@@ -119,15 +121,15 @@ class MegatronEngine:
         return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr)
 
     def _collect_outputs(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
-        """Of the real micro-batches, which come before the dummies, end to end; in the host's memory, since they leave
-        for a process that may have no such device."""
+        """Join outputs of the real micro-batches, which come before the dummies: ``[N]``, in the host's memory, since
+        they leave for a process that may have no such device."""
         if not self.is_leader:
             return None
         outputs = join_outputs(parts)
         return type(outputs)(*(column[: shard.num_tokens].cpu() for column in vars(outputs).values()))
 
     def backward(self, shard: Shard, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
-        """Gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
+        """Add gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
         self._check_schedule(shard)
         step_tokens = self._sum_over_replicas(shard.num_tokens)
         parts: list[Outputs] = []
@@ -148,7 +150,8 @@ class MegatronEngine:
         return self.run(shard, loss_of, forward_only=False), parts
 
     def _are_gradients_finite(self) -> bool:
-        """The same answer on every rank: one that steps while another does not would never be found again."""
+        """Tell whether all gradients are finite, with the same answer on every rank: one that steps while another does
+        not would never be found again."""
         buffers = [*self.module.buffers, *self.module.expert_parallel_buffers]
         ends = [torch.stack(buffer.grad_data.aminmax()) for buffer in buffers]  # a NaN comes through
         finite = torch.cat(ends).isfinite().all().int()
@@ -156,7 +159,7 @@ class MegatronEngine:
         return bool(finite)
 
     def run(self, shard: Shard, loss_of, forward_only: bool) -> list[dict]:
-        """Every micro-batch through Megatron's schedule; the metrics of each, on the last stage.
+        """Run every micro-batch through Megatron's schedule; the metrics of each, on the last stage.
 
         Args:
             loss_of: ``loss_of(outputs, layout, micro-batch, whether it is a dummy) -> (loss, tokens, metrics)``, the
@@ -182,12 +185,14 @@ class MegatronEngine:
         )
 
     def layout(self, lengths: tuple[int, ...]) -> Layout:
+        """Lay out a micro-batch of sequences with ``lengths`` tokens on this rank."""
         cp_rank = mpu.get_context_parallel_rank()
         config = self.config
         sizes = dict(tp=config.tp, cp=config.cp, cp_rank=cp_rank, multiple=config.pad_to_multiple_of)
         return Layout.build(lengths, config.layout, **sizes, slots=config.slots, device=self.device)
 
     def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
+        """Run this stage on a micro-batch ``[N]``: hidden states ``[s / tp, b, h]``, for the next stage or the head."""
         rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)
         spec = layout.mask_spec(self.model.rules, micro.image_block)
         inputs = self.platform.attention_inputs(spec, rotary, self.config.attention_override)
@@ -198,11 +203,11 @@ class MegatronEngine:
             return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs)
 
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
-        """Last hidden states ``[s / tp, b, h]`` -> outputs ``[N]`` of the whole micro-batch, on every rank."""
+        """Compute outputs ``[N]`` of a whole micro-batch from last hidden states ``[s / tp, b, h]``, on every rank."""
         module, ranks = self.module.module, mpu.get_context_parallel_group()
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
-        own = score_tokens(
+        scores = score_tokens(
             layout.gather_slots(self.gather_states(hidden).transpose(0, 1)),
             module.output_weight,
             layout.gather_tokens(micro.targets),
@@ -211,28 +216,30 @@ class MegatronEngine:
             banned=self.model.banned_tokens,
             group=mpu.get_tensor_model_parallel_group(),
         )
-        return TokenOutputs(*layout.scatter_tokens(torch.stack([own.logprobs, own.entropy], -1), ranks).unbind(-1))
+        return TokenOutputs(
+            *layout.scatter_tokens(torch.stack([scores.logprobs, scores.entropy], -1), ranks).unbind(-1)
+        )
 
     def gather_states(self, hidden: Tensor) -> Tensor:
-        """``[s / tp, b, h] -> [s, b, h]``, what a layer that is cut over the vocabulary takes in."""
+        """Gather ``[s / tp, b, h] -> [s, b, h]``, which a layer that is cut over the vocabulary takes in."""
         return gather_from_sequence_parallel_region(hidden) if self.transformer.sequence_parallel else hidden
 
     def _check_schedule(self, shard: Shard) -> None:
-        """The first collective of a pass.
+        """Check that all ranks have parts of one schedule; the first collective of a pass.
 
         Raises:
             RuntimeError: ranks were given parts of different schedules, or of another replica, with which they would
                 wait for each other for ever or learn from something twice.
         """
         is_mine = shard.replica == self.dp_rank
-        own = torch.tensor([shard.digest, len(shard.counts) + shard.num_dummies, is_mine], device=self.device)
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, own)
-        wanted = torch.cat([every[0][:2], own.new_ones(1)])
-        other = [rank for rank, found in enumerate(every) if not torch.equal(found, wanted)]
-        if other:
+        claim = torch.tensor([shard.digest, len(shard.counts) + shard.num_dummies, is_mine], device=self.device)
+        claims = [torch.empty_like(claim) for _ in range(dist.get_world_size())]
+        dist.all_gather(claims, claim)
+        expected = torch.cat([claims[0][:2], claim.new_ones(1)])
+        mismatched = [rank for rank, answer in enumerate(claims) if not torch.equal(answer, expected)]
+        if mismatched:
             raise RuntimeError(
-                f"schedule: ranks {other} were given another plan of this batch than rank 0, or another replica's "
+                f"schedule: ranks {mismatched} were given another plan of this batch than rank 0, or another replica's "
                 "part; every rank must be called with its replica's shard of one plan_schedule, in the same order"
             )
 
@@ -244,7 +251,7 @@ class MegatronEngine:
     # -- weights
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """``(HF name, full tensor)``; collective, so run it to its end on every rank. Leader of the first replica only.
+        """Yield ``(HF name, full tensor)`` on the first replica's leader. Collective: run it to its end on all ranks.
 
         Only the first replica works: the others hold the same weights and yield nothing.
         """
@@ -255,9 +262,15 @@ class MegatronEngine:
                 yield name, tensor
 
     def save(self, folder: str) -> None:
+        """Save a checkpoint into an empty folder."""
         save_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
     def load(self, folder: str) -> None:
+        """Load a checkpoint, at the same or another tp, pp or dp.
+
+        Raises:
+            ValueError: the folder holds none.
+        """
         load_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
 

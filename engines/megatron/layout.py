@@ -1,4 +1,4 @@
-"""Where each token of a micro-batch sits on this rank: one index map, one scatter in, one gather out."""
+"""The layout of a micro-batch on this rank: one index map, one scatter in, one gather out."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +14,16 @@ from hardware.collectives import sum_over_ranks
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan of one micro-batch on one context-parallel rank, built once and used for every column.
+    """The place of each token of one micro-batch on one context-parallel rank, built once and used for every column.
 
     Worked example, ``Layout.build((3, 1), kind, tp=2)`` for the flat stream ``a b c | d`` (``.`` is padding)::
 
         bshd  [[a b c .] [d . . .]]   slots [0 1 2 4]   valid [[1 1 1 0] [1 0 0 0]]
         thd   [[a b c .  d .]]        slots [0 1 2 4]   valid [[1 1 1 0  1 0]]
+
+    With ``cp=2`` instead sequences are padded to 4 slots and rank 0 holds the first and the last chunk of each::
+
+        thd   [[a .  d .]], rank 1 [[b c  . .]]   slots [0 2], rank 1 [0 1]   tokens [0 3], rank 1 [1 2]
 
     Attributes:
         kind: ``"bshd"`` or ``"thd"``.
@@ -52,7 +56,7 @@ class Layout:
         slots: int = 0,
         device: torch.device | str = "cpu",
     ) -> "Layout":
-        """Plan a micro-batch of sequences with ``lengths`` tokens each.
+        """Lay out a micro-batch of sequences with ``lengths`` tokens each.
 
         Each sequence (thd) or the longest one (bshd) is padded to a multiple of ``tp``, so that sequence parallelism
         can cut it, or of ``tp * 2 * cp`` under context parallelism.
@@ -68,12 +72,13 @@ class Layout:
         if not any(lengths):
             raise ValueError(f"Layout: a micro-batch needs at least one token, got lengths {lengths}")
         unit = slot_unit(tp, cp, multiple)
-        padded = -(-np.asarray(lengths, dtype=np.int64) // unit) * unit
+        padded = -(-np.asarray(lengths, dtype=np.int64) // unit) * unit  # [B], over all ranks
         if kind == "bshd":
-            padded[:] = padded.max()
+            padded[:] = padded.max()  # each sequence is a row, and rows are as wide as the widest
         if slots:
             lengths, padded = _fill(tuple(lengths), padded, kind, slots, unit)
         indices, tokens = _map_slots(np.asarray(lengths, dtype=np.int64), padded, cp, cp_rank)
+        # Both kinds have the same flat slots: a row of bshd is a sequence, thd has all of them in one row.
         rows = len(lengths) if kind == "bshd" else 1
         shape = rows, int(padded.sum()) // cp // rows
         indices = (None if x is None else torch.from_numpy(x).to(device) for x in (indices, tokens))
@@ -86,13 +91,13 @@ class Layout:
 
     @cached_property
     def valid(self) -> Tensor:
-        """``[b, s]`` bool, a real token: the 2-D mask that unpadding goes by, never handed to attention."""
+        """Mask ``[b, s]`` bool of slots with a real token: unpadding goes by it, attention never sees it."""
         mask = torch.zeros(self.shape, dtype=torch.bool, device=self.slots.device)
         mask.view(-1)[self.slots] = True
         return mask
 
     def pack(self, flat: Tensor, fill: float = 0) -> Tensor:
-        """``[N, ...] -> [b, s, ...]``: each slot's token, ``fill`` on padding."""
+        """Pack the flat stream into slots: ``[N, ...] -> [b, s, ...]``, ``fill`` on padding."""
         local = flat.new_full((self.shape[0] * self.shape[1], *flat.shape[1:]), fill)
         return local.index_copy_(0, self.slots, self.gather_tokens(flat)).unflatten(0, self.shape)
 
@@ -104,7 +109,7 @@ class Layout:
         """Gather the slots that hold a token, in the order of the stream: ``[b, s, ...] -> [n, ...]``."""
         return local.flatten(0, 1).index_select(0, self.slots)
 
-    def scatter_tokens(self, held: Tensor, group=None) -> Tensor:
+    def scatter_tokens(self, local: Tensor, group=None) -> Tensor:
         """Scatter this rank's tokens to their places in the flat stream: ``[n, ...] -> [N, ...]``.
 
         Args:
@@ -112,8 +117,8 @@ class Layout:
                 rank the gradient of its own slots. Without it the tokens of other ranks are zero.
         """
         if self.tokens is None:
-            return held
-        flat = held.new_zeros(sum(self.lengths), *held.shape[1:]).index_copy(0, self.tokens, held)
+            return local
+        flat = local.new_zeros(sum(self.lengths), *local.shape[1:]).index_copy(0, self.tokens, local)
         return flat if group is None else sum_over_ranks(flat, group)
 
     def unpack(self, local: Tensor, group=None) -> Tensor:
@@ -130,9 +135,10 @@ class Layout:
         image_block: Tensor | None = None,
         prefixes: tuple[int, ...] | None = None,
     ) -> MaskSpec:
-        """The attention rules of this micro-batch, one per layer or one for all.
+        """Say who may see whom in this micro-batch.
 
         Args:
+            rules: one per layer, or one for all.
             image_block: ``[N]``, the image of its sequence that each token belongs to, -1 for text.
             prefixes: tokens of each sequence's prefix.
         """
@@ -143,23 +149,31 @@ class Layout:
 
 
 def _map_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """``(slots, tokens)`` of a rank: sequences lie end to end, each as the two of its ``2 * cp`` chunks that are the
-    rank's (``hardware.attention.mask_spec.zigzag_positions``)."""
-    local = padded // cp
+    """Map a rank's slots to tokens: ``(slots [n], tokens [n])``, from lengths and padded lengths ``[B]``.
+
+    Sequences lie end to end, each as the two of its ``2 * cp`` chunks that are the rank's
+    (``hardware.attention.mask_spec.zigzag_positions``).
+    """
+    local = padded // cp  # [B]: slots of each sequence on a rank
+    # [N]: a token's place in its own sequence, and the first slot of that sequence on this rank.
     position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     slots = np.repeat(np.cumsum(local) - local, lengths)
     if cp == 1:
-        return slots + position, None
+        return slots + position, None  # n = N: the rank holds every token
+    # [N]: width of the chunks of a token's sequence, and the number of its own among them.
     size = np.repeat(padded // (2 * cp), lengths)
     chunk = position // size
+    # [n]: rank r takes chunks r and 2 cp - 1 - r, one from each end, so that causal work is equal.
     tokens = np.flatnonzero((chunk == cp_rank) | (chunk == 2 * cp - 1 - cp_rank))
     slots, position, size, chunk = (x[tokens] for x in (slots, position, size, chunk))
-    skipped = np.where(chunk == cp_rank, cp_rank, 2 * cp - 2 - cp_rank)  # chunks of other ranks before this one
+    # The rank's chunks lie side by side: of those before a token, cp_rank are not held before the first chunk, and all
+    # but one before the second.
+    skipped = np.where(chunk == cp_rank, cp_rank, 2 * cp - 2 - cp_rank)
     return slots + position - skipped * size, tokens
 
 
 def _fill(lengths: tuple[int, ...], padded: np.ndarray, kind: LayoutKind, slots: int, unit: int):
-    """Lengths and padded lengths that take exactly ``slots``.
+    """Fill a fixed size: lengths and padded lengths ``[B]``, or ``[B + 1]`` of a pack, that take exactly ``slots``.
 
     What a pack leaves over becomes a sequence of its own without a token: stretching the last sequence over it would
     move its chunks under context parallelism.

@@ -2,7 +2,7 @@
 
 The output projection belongs to it: logits are made for some tokens at a time, over this rank's columns of the
 vocabulary, and made again for the backward pass, which turns their gradient into those of hidden states and weight
-before it makes the next. Logits of few tokens are kept instead.
+before it makes the next. Logits of a single chunk of tokens are kept instead.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _LOGITS_AT_ONCE = 2**25
 
 
 class _VocabParallelHead(torch.autograd.Function):
-    """``(logprob, entropy)`` of hidden states ``[n, h]`` and weight ``[v / tp, h]``.
+    """Hidden states ``[n, h]`` and weight ``[v / tp, h]`` to ``(logprob, entropy)``, ``[n]`` float32 each.
 
     For ``p = softmax(z)``: ``d logprob / dz = onehot - p`` and ``d entropy / dz = -p * (log p + entropy)``. Each rank's
     gradient of the hidden states is that of its own columns; whoever gathered them adds the ranks up.
@@ -28,49 +28,54 @@ class _VocabParallelHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, target: Tensor, scale: float, first: int, banned, keep: bool, group
+        ctx, hidden: Tensor, weight: Tensor, target: Tensor, scale: float, first_id: int, banned, keep: bool, group
     ):
-        local = (target >= first) & (target < first + len(weight))
-        column = torch.where(local, target - first, 0)[:, None]
-        top, total, moment, chosen = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        # A target's logit is on the one rank that has its column; others read column 0 and mask it out below.
+        local = (target >= first_id) & (target < first_id + len(weight))  # [n]
+        column = torch.where(local, target - first_id, 0)[:, None]  # [n, 1]
+        # [n] each, over this rank's columns: max z, sum exp(z - max), sum exp(z - max) (z - max), z of the target.
+        highest_local, total, moment, target_logit = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         ctx.kept = []
         for rows in _cut_chunks(len(hidden), len(weight)):
-            logits = _compute_logits(hidden[rows], weight, scale, banned)
-            chosen[rows] = logits.gather(-1, column[rows])[:, 0]
-            top[rows] = logits.amax(dim=-1)
-            shifted = logits - top[rows, None]
+            logits = _compute_logits(hidden[rows], weight, scale, banned)  # [rows, v / tp]
+            target_logit[rows] = logits.gather(-1, column[rows])[:, 0]
+            highest_local[rows] = logits.amax(dim=-1)
+            shifted = logits - highest_local[rows, None]
             exp = shifted.exp()
             total[rows] = exp.sum(-1)
             moment[rows] = torch.linalg.vecdot(exp, shifted)
             if keep:
                 ctx.kept.append(logits)
-        highest, chosen, total, moment = _sum_over_ranks(
-            top, chosen.masked_fill(~local, 0.0), total, moment, local, group
+        highest, target_logit, total, moment = _sum_over_ranks(
+            highest_local, target_logit.masked_fill(~local, 0.0), total, moment, local, group
         )
+        # Over all columns now: H = -sum p log p with log p = (z - max) - log_total, and p summing to 1.
         log_total = total.log()
         entropy = log_total - moment / total
         log_sum = highest + log_total
         ctx.scale, ctx.banned = scale, banned
         ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy)
-        return chosen - log_total, entropy
+        return target_logit - log_total, entropy  # the target's logit is less the largest one by now
 
     @staticmethod
     def backward(ctx, d_logprob: Tensor, d_entropy: Tensor):
         hidden, weight, local, column, log_sum, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        with_entropy, kept = bool(d_entropy.any()), ctx.kept[::-1]
+        with_entropy, chunks = bool(d_entropy.any()), ctx.kept[::-1]
         ctx.kept = []
         for rows in _cut_chunks(len(hidden), len(weight)):
-            logits = kept.pop() if kept else _compute_logits(hidden[rows], weight, ctx.scale, ctx.banned)
+            # All [rows, v / tp] and in place, since logits are the largest tensors of the pass.
+            logits = chunks.pop() if chunks else _compute_logits(hidden[rows], weight, ctx.scale, ctx.banned)
             log_softmax = logits.sub_(log_sum[rows, None])
             gradient = log_softmax.exp()
-            if with_entropy:
+            if with_entropy:  # -p * (d_logprob + d_entropy * (log p + entropy))
                 log_softmax.add_(entropy[rows, None]).mul_(d_entropy[rows, None]).add_(d_logprob[rows, None])
                 gradient.mul_(log_softmax.neg_())
             else:
                 gradient.mul_(-d_logprob[rows, None])
-            gradient.scatter_add_(-1, column[rows], (d_logprob * local)[rows, None])
+            gradient.scatter_add_(-1, column[rows], (d_logprob * local)[rows, None])  # the onehot
+            # Back through the scale: from here on the gradient of hidden @ weight.T.
             gradient = gradient.mul_(ctx.scale).to(weight.dtype)
             d_hidden[rows] = gradient @ weight
             if d_weight is not None:
@@ -79,11 +84,13 @@ class _VocabParallelHead(torch.autograd.Function):
 
 
 def _cut_chunks(tokens: int, width: int) -> Iterator[slice]:
+    """Cut tokens into chunks of ``_LOGITS_AT_ONCE`` logits, over ``width`` columns each."""
     size = max(1, _LOGITS_AT_ONCE // width)
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 def _compute_logits(hidden: Tensor, weight: Tensor, scale: float, banned: list[int]) -> Tensor:
+    """Multiply ``[rows, h]`` with ``[v / tp, h]``: ``[rows, v / tp]`` in fp32, of memory of its own."""
     logits = (hidden @ weight.T).float()
     if banned:
         logits[:, banned] = _NEVER
@@ -91,22 +98,27 @@ def _compute_logits(hidden: Tensor, weight: Tensor, scale: float, banned: list[i
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """``total += gradient.T @ hidden``, added up in fp32."""
+    """Add ``gradient.T @ hidden``, of ``[rows, v / tp]`` and ``[rows, h]``, to ``total`` ``[v / tp, h]`` in fp32."""
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
     else:
         total += gradient.T @ hidden
 
 
-def _sum_over_ranks(top: Tensor, chosen: Tensor, total: Tensor, moment: Tensor, local: Tensor, group):
-    """Each rank's sums, of logits shifted by its own largest one, added up as if shifted by the largest of all."""
+def _sum_over_ranks(highest_local: Tensor, target_logit: Tensor, total: Tensor, moment: Tensor, local: Tensor, group):
+    """Add up the ranks' sums, ``[n]`` each. Every rank's are of logits shifted by its own largest one, the result's are
+    shifted by the largest of all, and so is the target's logit."""
     if group.size() == 1:
-        return top, chosen - top, total, moment
-    highest = top.clone()
+        return highest_local, target_logit - highest_local, total, moment
+    # With m <= M the largest of a rank and of all: exp(z - M) = f exp(z - m) for f = exp(m - M), so that the moment
+    # sum exp(z - M) (z - M) is f (moment + (m - M) total).
+    highest = highest_local.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    lower = top - highest
-    factor = lower.exp()
-    sums = torch.stack([torch.where(local, chosen - highest, 0.0), total * factor, factor * (moment + lower * total)])
+    shift = highest_local - highest
+    factor = shift.exp()
+    sums = torch.stack(
+        [torch.where(local, target_logit - highest, 0.0), total * factor, factor * (moment + shift * total)]
+    )
     dist.all_reduce(sums, group=group)
     return highest, *sums.unbind()
 
@@ -122,7 +134,7 @@ def score_tokens(
     banned: tuple[int, ...] = (),
     keep_logits: bool | None = None,
 ) -> TokenOutputs:
-    """Outputs of ``n`` tokens, the same on every rank of the group.
+    """Score ``n`` targets: their log-probabilities and entropies in nats, the same on every rank of the group.
 
     Args:
         hidden: ``[n, h]``, the last hidden states. weight: ``[v / tp, h]``, this rank's rows of the output layer.
@@ -136,13 +148,14 @@ def score_tokens(
     Returns:
         ``TokenOutputs`` of shape ``[n]``, in fp32.
     """
-    first = group.rank() * len(weight)
-    real = weight if first + len(weight) <= vocab else weight[: vocab - first]
+    first_id = group.rank() * len(weight)  # the id of this rank's first column
+    # Padding is at the end of the vocabulary: without its rows nothing has to be masked.
+    real_weight = weight if first_id + len(weight) <= vocab else weight[: vocab - first_id]
     if keep_logits is None:
         keep_logits = len(hidden) * len(weight) <= _LOGITS_AT_ONCE
     keep = keep_logits and torch.is_grad_enabled()
-    columns = [token - first for token in banned if first <= token < first + len(real)]
-    head = _VocabParallelHead.apply(hidden, real, target, 1 / temperature, first, columns, keep, group)
+    banned_columns = [token - first_id for token in banned if first_id <= token < first_id + len(real_weight)]
+    head = _VocabParallelHead.apply(hidden, real_weight, target, 1 / temperature, first_id, banned_columns, keep, group)
     outputs = TokenOutputs(*head)
     if not banned:
         return outputs

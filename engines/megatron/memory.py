@@ -34,12 +34,13 @@ class Parameter:
 
     @property
     def numbers(self) -> int:
+        """Count of its entries."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank.
+    """Memory of one rank, in bytes.
 
     Attributes:
         parameters, gradients, optimizer: exact. activations: of the micro-batches in flight, estimated.
@@ -52,28 +53,30 @@ class RankMemory:
 
     @property
     def total(self) -> int:
+        """Sum of all four, in bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 def get_itemsize(dtype: str) -> int:
+    """Get the bytes of a number of this type."""
     return {"float32": 4, "bfloat16": 2}[dtype]
 
 
 def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> list[Parameter]:
-    """A pipeline stage's parameters on each of its tensor-parallel ranks, in Megatron's order."""
+    """List a pipeline stage's parameters on each of its tensor-parallel ranks, in Megatron's order."""
     copied = model.tied and config.pp > 1
-    found = []
+    parameters = []
     for name, weight in model.weights.items():
         if _find_stage(name, model, config) == stage:
             shared = copied and name == EMBEDDING
-            found.append(Parameter(name, weight.cut_shape(config.tp), weight.part, shared))
+            parameters.append(Parameter(name, weight.cut_shape(config.tp), weight.part, shared))
     if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
-        found.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.tp), shared=True))
-    return found
+        parameters.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.tp), shared=True))
+    return parameters
 
 
 def _find_stage(name: str, model: ModelSpec, config: MegatronConfig) -> int:
-    """The pipeline stage that has a parameter of the model."""
+    """Find the pipeline stage that has a parameter of the model."""
     if name.startswith("decoder.layers."):
         return int(name.split(".")[2]) // (model.layers // config.pp)
     return 0 if name.startswith(("embedding.", "vision.")) else config.pp - 1
@@ -82,7 +85,7 @@ def _find_stage(name: str, model: ModelSpec, config: MegatronConfig) -> int:
 def compute_rank_memory(
     model: ModelSpec, config: MegatronConfig, stage: int, rank: int, tokens: int = 0, trainable: bool = True
 ) -> RankMemory:
-    """Bytes of a pipeline stage's rank.
+    """Compute the memory of a pipeline stage's rank.
 
     Args:
         tokens: slots of a micro-batch, over all context-parallel ranks.
@@ -98,16 +101,16 @@ def compute_rank_memory(
     places, buckets = _buffer(learning, config.dp * config.cp)
     for start, end in buckets:
         share = (end - start) // (config.dp * config.cp)
-        mine = start + rank * share, start + (rank + 1) * share
-        moments += sum(max(0, min(stop, mine[1]) - max(begin, mine[0])) for begin, stop in places)
+        part = start + rank * share, start + (rank + 1) * share
+        moments += sum(max(0, min(stop, part[1]) - max(begin, part[0])) for begin, stop in places)
     masters = _FP32 * moments if config.dtype != "float32" else 0
-    whole = buckets[-1][1]
+    buffer = buckets[-1][1]
     activations = estimate_activations(model, config, stage, tokens)
-    return RankMemory((whole + frozen) * size, whole * _FP32, 2 * _FP32 * moments + masters, activations)
+    return RankMemory((buffer + frozen) * size, buffer * _FP32, 2 * _FP32 * moments + masters, activations)
 
 
 def _buffer(parameters: list[Parameter], ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Start and end of each parameter in Megatron's buffer, and of each bucket."""
+    """Lay out Megatron's buffer: start and end of each parameter, last one first, and of each bucket, in numbers."""
     places, buckets, start, end = [], [], 0, 0
 
     def close() -> int:
@@ -134,25 +137,25 @@ def _up(number: int, unit: int) -> int:
 def estimate_activations(
     model: ModelSpec, config: MegatronConfig, stage: int, tokens: int, trainable: bool = True
 ) -> int:
-    """What the forward passes of a stage keep for their backward passes, about.
+    """Estimate the bytes that the forward passes of a stage keep for their backward passes.
 
     Per token and layer, cut over tp by sequence parallelism: inputs and outputs of both norms and the residual (5 h),
     queries, keys and values before and after rotation, attention's output, and the MLP's four tensors (4 ffn). With
     full recomputation a layer keeps its input alone, and one layer at a time has all of it. Stage i of p has p - i
     micro-batches in flight. The last stage also has the logits of some tokens and their gradient, and the output
-    weight's gradient in fp32 and as it is handed on; the first what a vision tower keeps where every token is a
+    weight's gradient in fp32 and as it is handed on; the first what a vision tower keeps where every token is an
     image's.
     """
     tokens, size, tp = tokens / config.cp, get_itemsize(config.dtype), config.tp
     heads = (2 * (model.heads + 2 * model.kv_heads) + model.heads) * model.head_dim
-    whole = (5 * model.hidden + heads + 4 * model.ffn) * size / tp
+    layer = (5 * model.hidden + heads + 4 * model.ffn) * size / tp
     layers = model.layers // config.pp
     if not trainable:
-        kept = whole
+        bytes_per_token = layer
     elif config.recompute == "full":
-        kept = layers * model.hidden * size / tp * (config.pp - stage) + whole
+        bytes_per_token = layers * model.hidden * size / tp * (config.pp - stage) + layer
     else:
-        kept = layers * whole * (config.pp - stage)
+        bytes_per_token = layers * layer * (config.pp - stage)
     head = 0.0
     if model.vision and stage == 0:
         head = _estimate_tower(model, config, tokens, trainable) * (config.pp if trainable else 1)
@@ -160,11 +163,11 @@ def estimate_activations(
         head += _FP32 * 2 * min(tokens * model.vocab / tp, _HEAD_LOGITS)
         if trainable:
             head += (_FP32 + size) * model.vocab * model.hidden / tp
-    return int(tokens * kept + head)
+    return int(tokens * bytes_per_token + head)
 
 
 def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
-    """What a vision tower keeps of so many image tokens of each context-parallel rank, about.
+    """Estimate the bytes that a vision tower keeps of so many image tokens of each context-parallel rank.
 
     Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and after
     rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are
@@ -172,19 +175,19 @@ def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, tra
     """
     vision, size = model.vision, get_itemsize(config.dtype)
     gated = vision.tower.gated
-    whole = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * _FP32 * vision.width * gated
+    layer = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * _FP32 * vision.width * gated
     if not trainable or "vision" in config.freeze:
-        kept = whole
+        bytes_per_patch = layer
     elif config.recompute == "full":
-        kept = vision.depth * vision.width * size + whole
+        bytes_per_patch = vision.depth * vision.width * size + layer
     else:
-        kept = vision.depth * whole
+        bytes_per_patch = vision.depth * layer
     features = 3 * tokens * config.cp * vision.levels * vision.out * size
-    return tokens * vision.merge**2 / config.tp * kept + features
+    return tokens * vision.merge**2 / config.tp * bytes_per_patch + features
 
 
 def estimate_padding(config: MegatronConfig, longest: int) -> float:
-    """Share of slots that hold no token, where lengths are spread evenly from 1 to ``longest``.
+    """Estimate the share of slots that hold no token, from 0 to 1, of lengths spread evenly from 1 to ``longest``.
 
     thd pads each sequence to the unit that tp and cp cut, half a unit on average; bshd pads it to the longest of its
     micro-batch, taken as the longest there is: an upper bound, since those of like lengths go together.

@@ -28,7 +28,7 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> TransformerConfig:
-    """Megatron's configuration of the model, with the user's pass-through beside it."""
+    """Build Megatron's configuration of the model, with the user's pass-through beside it."""
     dtype = getattr(torch, config.dtype)
     settings = dict(
         num_layers=model.layers,
@@ -83,13 +83,14 @@ class Decoder(GPTModel):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """``[v / tp, h]``, on the last stage."""
+        """Weight ``[v / tp, h]`` of the output layer, on the last stage."""
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
 class ValueHead(torch.nn.Module):
-    """Hidden states to one value each. Every tensor-parallel rank has all of it and sees its own tokens."""
+    """A linear layer from hidden states to one value each. Every tensor-parallel rank has all of it and sees its own
+    tokens."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -100,14 +101,14 @@ class ValueHead(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[s / tp, b, h] -> [s, b]`` float32."""
+        """Compute values of hidden states: ``[s / tp, b, h] -> [s, b]`` float32."""
         values = (hidden.float() @ self.weight.float().T + self.bias.float())[..., 0]
         # Every rank computes the same loss from all the values, so each takes its own tokens' part of the gradient.
         return gather_from_sequence_parallel_region(values, False) if self.sequence_parallel else values
 
 
 def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform) -> Decoder:
-    """This rank's part of the model, its weights not yet loaded."""
+    """Build this rank's part of the model, its weights not yet loaded."""
     tp = config.tensor_model_parallel_size
     module = Decoder(
         config,

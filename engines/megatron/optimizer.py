@@ -9,7 +9,7 @@ from engines.config import MegatronConfig
 
 
 def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW sharded over data- and context-parallel ranks, with gradient clipping, and its schedule.
+    """Build AdamW, sharded over data- and context-parallel ranks and with gradient clipping, and its schedule.
 
     Args:
         module: the model wrapped in Megatron's DistributedDataParallel.

@@ -25,9 +25,13 @@ class Rotary:
             self.inverse_frequency, self.scale = ROPE_INIT_FUNCTIONS[kind](config, device)
 
     def __call__(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``(cos, sin)``, each ``[b, s, head_dim]``, of positions ``[b, s]``, or ``[b, s, 3]`` of a model with vision,
-        in which each frequency is turned by one of the three."""
-        turned = position[..., None] if self.axes is None else position.index_select(-1, self.axes)
-        angle = turned.float() * self.inverse_frequency
-        both = torch.cat([angle, angle], dim=-1)
-        return (both.cos() * self.scale).to(dtype), (both.sin() * self.scale).to(dtype)
+        """Compute ``(cos, sin)``, each ``[b, s, head_dim]``, of positions ``[b, s]``.
+
+        A model with vision has positions ``[b, s, 3]``: time, height, width. Each frequency is turned by one of them.
+        """
+        # [b, s, 1] alike for all frequencies, or [b, s, head_dim / 2] with the axis of each.
+        coordinate = position[..., None] if self.axes is None else position.index_select(-1, self.axes)
+        angle = coordinate.float() * self.inverse_frequency  # [b, s, head_dim / 2], fp32: bf16 skips integers past 256
+        # Entries i and i + head_dim / 2 are a pair that turns together (HuggingFace's order, not interleaved).
+        angles = torch.cat([angle, angle], dim=-1)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)

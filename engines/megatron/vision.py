@@ -29,7 +29,7 @@ from hardware.collectives import gather_ranks
 
 
 def add_tower(module: GPTModel, vision: VisionSpec) -> None:
-    """Make ``module.vision``, whose weights are the same on every rank, and let its features into the first layers."""
+    """Add ``module.vision``, whose weights are the same on every rank, and let its features into the first layers."""
     tower, settings = resolve_name(vision.tower.module), resolve_name(vision.tower.config)
     dtype = module.config.params_dtype
     with no_init_weights():  # every one is read from the folder
@@ -60,11 +60,13 @@ class Deepstack:
 
 
 def _add_level(level: int, layer, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
+    """Add a level of features to a layer's output ``[s / tp, b, h]``, as a forward hook of that layer."""
     deepstack = kwargs["packed_seq_params"].deepstack
     if deepstack is None:
         return None
     hidden, *rest = output
-    added = deepstack.features[:, level].index_select(0, deepstack.rows)
+    added = deepstack.features[:, level].index_select(0, deepstack.rows)  # [rows, h] -> [n, h]
+    # Slots number [s / tp * b], as `flatten` gives them; those of text are left as they are.
     return hidden.flatten(0, 1).index_add(0, deepstack.slots, added).view_as(hidden), *rest
 
 
@@ -86,7 +88,7 @@ class _HandBack(torch.autograd.Function):
 
 
 class Vision:
-    """What the first pipeline stage does with images.
+    """The tower's side of the first pipeline stage: images in, features in the place of image tokens out.
 
     Args:
         module: the decoder with its tower. budget: bytes that images may take at once while they are decoded.
@@ -101,7 +103,7 @@ class Vision:
     def embed(
         self, ids: Tensor, micro: TrainBatch, layout: Layout, inputs: AttentionInputs
     ) -> tuple[Tensor, AttentionInputs]:
-        """Embeddings ``[s / tp, b, h]`` of ids ``[b, s]``, features in the place of image tokens. Collective over the
+        """Embed ids ``[b, s]`` as ``[s / tp, b, h]``, with features in the place of image tokens. Collective over the
         tensor- and context-parallel ranks, which each run the tower on a part of the images.
 
         Raises:
@@ -112,43 +114,45 @@ class Vision:
         plan = VisionPlan.build(micro, self.spec.merge, group.size())
         if not plan.height:  # every rank knows it
             return embedded, inputs
+        # [ranks, height, levels, h] -> [ranks * height, levels, h], which is how the plan numbers rows.
         features = gather_ranks(self._features(plan, group.rank()), group).flatten(0, 1)
         slots, rows = self._places(plan.rows.to(self.device), layout)
+        # By index, not by mask: an image token's slot [s / tp * b] takes level 0 of its row, wherever both lie.
         merged = embedded.flatten(0, 1).index_copy(0, slots, features[:, 0].index_select(0, rows)).view_as(embedded)
         if not self.spec.deepstack:
             return merged, inputs
-        deeper = features[:, 1:]
+        deeper = features[:, 1:]  # [rows, levels - 1, h], for the first layers
         leaf = deeper.detach().requires_grad_(deeper.requires_grad)
         if leaf.requires_grad:
             merged = _HandBack.apply(merged, deeper, [leaf])
         return merged, replace(inputs, deepstack=Deepstack(leaf, slots, rows))
 
     def _features(self, plan: VisionPlan, rank: int) -> Tensor:
-        """``[height, levels, h]`` of this rank's images, zero past them."""
-        learns, own = self.learns and torch.is_grad_enabled(), plan.images[rank]
+        """Compute features ``[height, levels, h]`` of this rank's images, zero past them."""
+        learns, images = self.learns and torch.is_grad_enabled(), plan.images[rank]
         dtype = self.module.config.params_dtype
         blank = torch.zeros(plan.height, self.spec.levels, self.spec.out, dtype=dtype, device=self.device)
-        if not own:
+        if not images:  # it takes part in the gather all the same, and in its backward
             return blank.requires_grad_(learns)
         with torch.set_grad_enabled(learns):
             features = torch.cat(
-                [self.see(own[wave]) for wave in cut_waves([i.nbytes(self.spec) for i in own], self.budget)]
+                [self.see(images[wave]) for wave in cut_waves([i.nbytes(self.spec) for i in images], self.budget)]
             )
         return torch.cat([features, blank[len(features) :]])
 
     def see(self, images: Sequence[Image]) -> Tensor:
-        """Features of images in one pass of the tower: ``[rows, levels, h]``."""
+        """Compute features of images in one pass of the tower: ``[rows, levels, h]``, level 0 being the last."""
         pixels = self.processor.patches(images)
         grid = torch.tensor([image.grid for image in images], device=self.device)
-        found = self.module.vision(pixels.to(self.device, self.module.config.params_dtype), grid_thw=grid)
-        return torch.stack([found.pooler_output, *(found.deepstack_features if self.spec.deepstack else ())], 1)
+        output = self.module.vision(pixels.to(self.device, self.module.config.params_dtype), grid_thw=grid)
+        return torch.stack([output.pooler_output, *(output.deepstack_features if self.spec.deepstack else ())], 1)
 
     def _places(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Slots ``[n]`` of this rank's part of the embeddings that hold image tokens, and the row of each."""
-        local = layout.pack(rows, fill=-1).transpose(0, 1)
-        if self.module.config.sequence_parallel:
+        """Find the slots ``[n]`` of this rank's part of the embeddings that hold image tokens, and the row of each."""
+        local = layout.pack(rows, fill=-1).transpose(0, 1)  # rows [N] take the way of the ids: [b, s] -> [s, b]
+        if self.module.config.sequence_parallel:  # the embedding has cut along s, into runs of s / tp
             group = mpu.get_tensor_model_parallel_group()
             local = local.chunk(group.size())[group.rank()]
-        local = local.flatten()
+        local = local.flatten()  # [s / tp * b]; text and padding are -1
         slots = (local >= 0).nonzero()[:, 0]
         return slots, local[slots]

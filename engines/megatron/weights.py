@@ -15,57 +15,61 @@ from engines.models.spec import ModelSpec
 
 
 def _name_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters, layers numbered over the whole model."""
+    """Name this rank's parameters with layers numbered over the whole model; a stage's modules count from 0."""
     offset = module.decoder.layers[0].layer_number - 1
     shift = lambda match: f"decoder.layers.{int(match[1]) + offset}."  # noqa: E731
     return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): p for name, p in module.named_parameters()}
 
 
 def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
-    """HF tensors -> one Megatron tensor: qkv by query group, gate above up, vocabulary padded to ``rows``."""
+    """Join HF tensors to one of Megatron's: qkv by query group, gate above up, vocabulary padded to ``rows``."""
     if kind == "qkv":
+        # [heads * d, h] of q and [kv_heads * d, h] of k and v -> [kv_heads, rows of a group, h]: q of group 0, its k,
+        # its v, then group 1. So tensor parallelism cuts between groups and each rank has all that its heads need.
         groups = [t.unflatten(0, (model.kv_heads, -1)) for t in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)
     if kind == "gated":
         return torch.cat(tensors)
     if kind == "vocabulary":
-        return F.pad(tensors[0], (0, 0, 0, rows - tensors[0].shape[0]))
+        return F.pad(tensors[0], (0, 0, 0, rows - tensors[0].shape[0]))  # [v, h] -> [rows, h], zeros at the end
     return tensors[0]
 
 
 def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
-    """The inverse of ``_join``."""
+    """Split one of Megatron's tensors into those of HuggingFace's: the inverse of ``_join``."""
     rows = [shape[0] for shape in weight.tensors.values()]
     if weight.join == "qkv":
-        groups = whole.unflatten(0, (model.kv_heads, -1))
+        groups = whole.unflatten(0, (model.kv_heads, -1))  # [kv_heads, rows of q, k and v in a group, ...]
         parts = groups.split([count // model.kv_heads for count in rows], dim=1)
         return [part.flatten(0, 1) for part in parts]
-    return list(whole[: sum(rows)].split(rows))
+    return list(whole[: sum(rows)].split(rows))  # without the vocabulary's padding
 
 
 def _is_cut(parameter: torch.nn.Parameter) -> bool:
+    """Tell whether ranks of tensor parallelism hold different parts of a parameter."""
     return getattr(parameter, "tensor_model_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
 
 
 def _cut_shard(kind: Join, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
-    """This tensor-parallel rank's part; gate and up are cut apart so that each rank holds both."""
+    """Cut out this tensor-parallel rank's part of a whole tensor."""
     if not _is_cut(parameter):
         return whole
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     if kind == "gated":
+        # [2 ffn, h], gate above up: each half is cut for itself, so that a rank has the gate of what it gates.
         return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
     return whole.chunk(size, dim=parameter.partition_dim)[rank]
 
 
 def _unshard(kind: Join, parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
-    """The whole tensor from every tensor-parallel rank's part. Collective."""
+    """Gather the whole tensor from every tensor-parallel rank's part. Collective."""
     if not _is_cut(parameter):
         return value
     group = mpu.get_tensor_model_parallel_group()
     parts = [torch.empty_like(value) for _ in range(group.size())]
     dist.all_gather(parts, value.contiguous(), group=group)
     if kind == "gated":
-        halves = zip(*(part.chunk(2) for part in parts))
+        halves = zip(*(part.chunk(2) for part in parts))  # the gate of every rank, then up of every rank
         return torch.cat([torch.cat(half) for half in halves])
     return torch.cat(parts, dim=parameter.partition_dim)
 
@@ -99,22 +103,23 @@ def load_weights(module: torch.nn.Module, model: ModelSpec) -> None:
 def export_weights(
     module: torch.nn.Module, model: ModelSpec, value_of=lambda p: p.data
 ) -> Iterator[tuple[str, Tensor]]:
-    """``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
+    """Yield ``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
 
     Args:
         value_of: what to export of a parameter; its gradient, say.
     """
     stages = mpu.get_pipeline_model_parallel_group()
-    mine = _name_parameters(module)
+    parameters = _name_parameters(module)
     if model.tied:
-        mine.pop(OUTPUT, None)
-    names_of = [None] * stages.size()
-    dist.all_gather_object(names_of, list(mine), group=stages)
-    for stage, names in enumerate(names_of):
+        parameters.pop(OUTPUT, None)  # the last stage's copy of the embedding, which the first stage gives out
+    names_by_stage = [None] * stages.size()
+    dist.all_gather_object(names_by_stage, list(parameters), group=stages)
+    # Every rank goes through the same names in the same order, since each of them is a collective.
+    for stage, names in enumerate(names_by_stage):
         for name in names:
             weight, whole = model.find_weight(name), None
             if stage == stages.rank():
-                whole = _unshard(weight.join, mine[name], value_of(mine[name]))
+                whole = _unshard(weight.join, parameters[name], value_of(parameters[name]))
             if stages.size() > 1:
                 whole = _send_from_stage(whole, stage, stages)
             yield from zip(weight.tensors, _split(weight, whole, model), strict=True)
@@ -123,6 +128,7 @@ def export_weights(
 def _send_from_stage(whole: Tensor | None, stage: int, stages) -> Tensor:
     """Send a tensor from one pipeline stage to all others. Collective."""
     source = dist.get_global_rank(stages, stage)
+    # Receivers need shape and dtype before they can make room for the tensor itself.
     head = [None if whole is None else (whole.shape, whole.dtype, whole.device)]
     dist.broadcast_object_list(head, src=source, group=stages)
     shape, dtype, device = head[0]

@@ -1,4 +1,4 @@
-"""What a file in engines/models/families states: all that sets one family of models apart from another."""
+"""A family of models, as a file in engines/models/families states it: all that sets it apart from another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 """Megatron's names of the two parameters that are one where embeddings are tied."""
 
 Head = Literal["language", "value"]
-"""What the last hidden states become: logits, or the value of a critic."""
+"""Kind of output that the last hidden states become: logits, or the value of a critic."""
 Part = Literal["vision", "projector", "language"]
 """Parts of a vision-language model: the tower's blocks, what maps their features to tokens, and the language model."""
 Join = Literal["whole", "qkv", "gated", "vocabulary"]
@@ -42,12 +42,12 @@ class Weight:
     part: Part = "language"
 
     def within(self, place: str, hf_place: str) -> Weight:
-        """The same parameter, named from further out on both sides."""
+        """Name the same parameter from further out, on both sides."""
         tensors = {hf_place + name: shape for name, shape in self.tensors.items()}
         return replace(self, name=place + self.name, tensors=tensors)
 
     def cut_shape(self, tp: int) -> tuple[int, ...]:
-        """Shape that Megatron gives it on each of ``tp`` tensor-parallel ranks."""
+        """Compute the shape that Megatron gives it on each of ``tp`` tensor-parallel ranks."""
         shapes = list(self.tensors.values())
         shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
         if self.join == "vocabulary":
@@ -116,6 +116,6 @@ class Family:
     tower: Tower | None = None
 
     def find_architecture(self, head: Head) -> str:
-        """HuggingFace's class of a model with this head; a critic is a token classification."""
-        of_critic = self.architecture.replace("ForCausalLM", "ForTokenClassification")
-        return self.architecture if head == "language" else of_critic
+        """Find HuggingFace's class of a model with this head; a critic is a token classification."""
+        critic = self.architecture.replace("ForCausalLM", "ForTokenClassification")
+        return self.architecture if head == "language" else critic

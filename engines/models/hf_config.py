@@ -1,4 +1,4 @@
-"""What a text model's config.json may hold, and what of it an engine can build; families/ says where they differ."""
+"""A text model's config.json: what it may hold and an engine can build; families/ says where families differ."""
 
 import sys
 from pathlib import Path
@@ -83,7 +83,7 @@ def check_keys(config: dict, path: Path, family: Family) -> None:
 
 
 def read_head_dim(config: dict, path: Path, family: Family) -> int:
-    """Size of a head; ValueError where not every reader of the config would find the same one."""
+    """Read the size of a head; ValueError where not every reader of the config would find the same one."""
     hidden, heads, given = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
     if "head_dim" in family.needed:
         if given is None:
@@ -102,15 +102,19 @@ def read_head_dim(config: dict, path: Path, family: Family) -> int:
 
 
 def read_rope(config: dict, path: Path) -> dict:
-    """The rotary settings in the form of today's configs; older ones say ``rope_scaling``, and in it ``type``."""
+    """Read the rotary settings in the form of today's configs; older ones say ``rope_scaling``, and in it ``type``.
+
+    Raises:
+        ValueError: a kind that is not built, or a key of it that is missing or no number.
+    """
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kinds = {rope[key] for key in ("type", "rope_type") if isinstance(rope.get(key), str)}
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in _ROPE_NEEDED or len(kinds) > 1:
-        said = " and ".join(repr(k) for k in sorted(kinds)) if len(kinds) > 1 else repr(kind)
-        raise ValueError(f"model: {path} has rope_type {said}, expected one of {', '.join(_ROPE_NEEDED)}")
+        quoted = " and ".join(repr(k) for k in sorted(kinds)) if len(kinds) > 1 else repr(kind)
+        raise ValueError(f"model: {path} has rope_type {quoted}, expected one of {', '.join(_ROPE_NEEDED)}")
     if missing := [key for key in _ROPE_NEEDED[kind] if key not in rope]:
         raise ValueError(f"model: {path} has rope_type {kind!r} without {missing}; save the model again")
     for key in ("rope_theta", *_ROPE_NEEDED[kind]):
@@ -131,6 +135,9 @@ def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
     """Read the rule of each layer, or one for all.
 
     Configs without ``layer_types`` slide on the layers from ``max_window_layers`` up.
+
+    Raises:
+        ValueError: ``layer_types`` does not fit the number of layers, or the window.
     """
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     window = config.get("sliding_window") if config.get("use_sliding_window") else None

@@ -30,7 +30,7 @@ _COPIED = (".json", ".jinja", ".model", ".txt")
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-"""What config.json calls the type of the weights, now and in older transformers."""
+"""Names that config.json has for the type of the weights, now and in older transformers."""
 _ROWS_AT_ONCE = 1024
 """Rows of two matrices that are compared at a time."""
 
@@ -73,16 +73,16 @@ class SafetensorsFolder:
         An output layer that a tied model has beside its embedding must be the same.
         """
         # Old Llama checkpoints carry the rotary frequencies, which every model computes for itself.
-        have = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
+        names = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
         optional = model.list_optional_hf_names()
-        wanted = model.list_hf_names() - optional
-        missing, extra = sorted(wanted - have), sorted(have - wanted - optional)
+        required = model.list_hf_names() - optional
+        missing, extra = sorted(required - names), sorted(names - required - optional)
         if missing or extra:
             raise ValueError(
                 f"model: weights in {self.folder!r} do not fit model_type {model.model_type!r}: "
                 f"missing {missing[:5]} ({len(missing)} in all), unexpected {extra[:5]} ({len(extra)} in all)"
             )
-        for name in sorted(wanted | (have & optional)):
+        for name in sorted(required | (names & optional)):
             part = self._headers[self._file_of[name]].get_slice(name)
             shape, expected = tuple(part.get_shape()), model.find_hf_shape(name)
             if shape != expected:
@@ -98,7 +98,7 @@ class SafetensorsFolder:
         if not model.tied:
             return
         (embedding,), (head,) = model.weights[EMBEDDING].tensors, optional
-        if head in have and not self._equal(embedding, head, model.vocab):
+        if head in names and not self._equal(embedding, head, model.vocab):
             raise ValueError(
                 f"model: config.json in {self.folder!r} has tie_word_embeddings true, but {head} in "
                 f"{self._file_of[head]} differs from {embedding}, expected the same: transformers would keep them "
@@ -106,30 +106,30 @@ class SafetensorsFolder:
             )
 
     def _equal(self, name: str, other: str, rows: int) -> bool:
-        """Two matrices of as many rows have the same values, of whatever type; some rows are in memory at a time."""
+        """Tell whether two matrices of as many rows have the same values, whatever their types, some rows at a time."""
         import torch  # what most folders do without: their models have one of both
 
-        parts = [safe_open(self._file_of[each], "pt").get_slice(each) for each in (name, other)]
+        parts = [safe_open(self._file_of[matrix], "pt").get_slice(matrix) for matrix in (name, other)]
         for start in range(0, rows, _ROWS_AT_ONCE):
-            one, two = (part[start : start + _ROWS_AT_ONCE].to(torch.float64) for part in parts)
-            if not torch.equal(one, two):
+            left, right = (part[start : start + _ROWS_AT_ONCE].to(torch.float64) for part in parts)
+            if not torch.equal(left, right):
                 return False
         return True
 
 
 def _find_weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, all of which its index names if it has one."""
+    """Find the safetensors files of a folder, all of which its index names if it has one."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"model: {str(folder)!r} has no *.safetensors file; weights are read from safetensors only")
     index = folder / _INDEX
     if not index.is_file():
         return files
-    named = read_object(index).get("weight_map")
-    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"model: {index} has no weight_map of tensors to files; remove it or save the model again")
-    missing = sorted(set(named.values()) - {path.name for path in files})
-    unnamed = sorted({path.name for path in files} - set(named.values()))
+    missing = sorted(set(weight_map.values()) - {path.name for path in files})
+    unnamed = sorted({path.name for path in files} - set(weight_map.values()))
     if missing or unnamed:
         raise ValueError(
             f"model: {index} does not fit the folder: it names {missing[:5]} ({len(missing)} in all), which are not "
@@ -161,15 +161,15 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     shutil.rmtree(target, ignore_errors=True)  # what a killed save may have left
     target.mkdir(parents=True)
     split = _split_into_files(model, first[1].element_size(), shard_bytes)
-    held, total, dtypes = {name: {} for name in split.filename_to_tensors}, 0, set()
+    pending, total, dtypes = {name: {} for name in split.filename_to_tensors}, 0, set()
     for name, tensor in chain([first], stream):
         if (file := split.tensor_to_filename.pop(name, None)) is None:
             raise ValueError(f"model: {name!r} is exported twice, or is no weight of {model.model_type!r}")
-        held[file][name] = tensor.detach().cpu().clone().contiguous()
+        pending[file][name] = tensor.detach().cpu().clone().contiguous()
         total += tensor.nbytes
         dtypes.add(tensor.dtype)
-        if len(held[file]) == len(split.filename_to_tensors[file]):
-            save_file(held.pop(file), target / file, metadata={"format": "pt"})
+        if len(pending[file]) == len(split.filename_to_tensors[file]):
+            save_file(pending.pop(file), target / file, metadata={"format": "pt"})
     if missing := sorted(split.tensor_to_filename):
         raise ValueError(f"model: the export lacks {missing[:5]} ({len(missing)} in all); {folder!r} was not written")
     if split.is_sharded:
@@ -181,7 +181,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
 
 
 def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> StateDictSplit:
-    """Which tensor goes into which file, layers in their order, all tensors being of one type."""
+    """Plan which tensor goes into which file, layers in their order, all tensors being of one type."""
 
     def place(name: str) -> list[tuple[int, str]]:  # layer 2 before layer 10
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
@@ -196,7 +196,7 @@ def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> Stat
 
 
 def _copy_settings(model: ModelSpec, target: Path, dtypes: set[torch.dtype]) -> None:
-    """Configuration and tokenizer of the model's folder, with the type of the weights and the head that was trained."""
+    """Copy configuration and tokenizer of the model's folder, with the type of the weights and the head trained."""
     for path in Path(model.folder).iterdir():
         if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
             shutil.copy(path, target)
@@ -208,7 +208,7 @@ def _copy_settings(model: ModelSpec, target: Path, dtypes: set[torch.dtype]) -> 
 
 
 def _set_dtype(config: dict, dtypes: set[torch.dtype]) -> dict:
-    """A configuration that names the widest type of the weights, as which transformers loads them all.
+    """Set the widest type of the weights in a configuration: transformers loads them all as this one.
 
     The base's own may be narrower, and would round away what was learned.
     """
@@ -216,5 +216,5 @@ def _set_dtype(config: dict, dtypes: set[torch.dtype]) -> dict:
 
     dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
     parts = {key: config[key] for key in ("text_config", "vision_config") if isinstance(config.get(key), dict)}
-    named = {key: part | {name: dtype for name in _DTYPE_KEYS if name in part} for key, part in parts.items()}
-    return config | named | {name: dtype for name in _DTYPE_KEYS if name == "dtype" or name in config}
+    sections = {key: part | {name: dtype for name in _DTYPE_KEYS if name in part} for key, part in parts.items()}
+    return config | sections | {name: dtype for name in _DTYPE_KEYS if name == "dtype" or name in config}

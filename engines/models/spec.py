@@ -1,4 +1,4 @@
-"""Which models can be trained, read from a HuggingFace folder's config.json alone, before anything heavy starts."""
+"""The shape of a model, read from a HuggingFace folder's config.json alone, before anything heavy starts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,8 +52,8 @@ class ModelSpec:
         """
         path = Path(folder) / "config.json"
         if not path.is_file():
-            what = "has no config.json" if Path(folder).is_dir() else "does not exist"
-            raise ValueError(f"model: folder {str(folder)!r} {what}; give the path of a saved HuggingFace model")
+            problem = "has no config.json" if Path(folder).is_dir() else "does not exist"
+            raise ValueError(f"model: folder {str(folder)!r} {problem}; give the path of a saved HuggingFace model")
         config = read_object(path)
         family, vision = find_family(config.get("model_type"), path), None
         if family.tower:
@@ -101,7 +101,7 @@ class ModelSpec:
 
     @property
     def model_type(self) -> str:
-        """HuggingFace's, by which its config names the family."""
+        """HuggingFace's name of the family, as the model's config has it."""
         return self.family.model_type
 
     @property
@@ -111,32 +111,34 @@ class ModelSpec:
 
     @property
     def qkv_bias(self) -> bool:
+        """Queries, keys and values have biases."""
         return "decoder.layers.0.self_attention.linear_qkv.bias" in self.weights
 
     @property
     def qk_norm(self) -> bool:
+        """Queries and keys are normed head by head."""
         return "decoder.layers.0.self_attention.q_layernorm.weight" in self.weights
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
         """Every parameter by Megatron's name, in the order of its modules, layers numbered over the whole model.
 
-        A tied output layer is none of its own.
+        A tied output layer is not a parameter of its own.
         """
         family, prefix = self.family, self.family.prefix
-        found = [weight.within("", prefix) for piece in family.before for weight in piece(self)]
+        parameters = [weight.within("", prefix) for piece in family.before for weight in piece(self)]
         layer = [weight for piece in family.layer for weight in piece(self)]
         for i in range(self.layers):
-            found += [weight.within(f"decoder.layers.{i}.", f"{prefix}layers.{i}.") for weight in layer]
-        found += [weight.within("", prefix) for piece in family.after for weight in piece(self)]
+            parameters += [weight.within(f"decoder.layers.{i}.", f"{prefix}layers.{i}.") for weight in layer]
+        parameters += [weight.within("", prefix) for piece in family.after for weight in piece(self)]
         if not self.tied:
-            found += _make_value_head(self) if self.head == "value" else _make_language_head(self)
+            parameters += _make_value_head(self) if self.head == "value" else _make_language_head(self)
         if self.vision:
-            found += self.vision.weights()
-        return {weight.name: weight for weight in found}
+            parameters += self.vision.weights()
+        return {weight.name: weight for weight in parameters}
 
     def find_weight(self, megatron_name: str) -> Weight:
-        """Find what a Megatron parameter is joined from.
+        """Find the tensors that a Megatron parameter is joined from.
 
         Args:
             megatron_name: such as ``decoder.layers.3.mlp.linear_fc1.weight``, layers numbered over the whole model.
@@ -152,32 +154,32 @@ class ModelSpec:
         return self.weights[megatron_name]
 
     def find_parameter_part(self, megatron_name: str) -> Part:
-        """The part of the model that a Megatron parameter belongs to, wherever its layers are numbered from."""
+        """Find the part of the model that a Megatron parameter belongs to, wherever its layers are numbered from."""
         return self.weights[megatron_name].part if megatron_name.startswith("vision.") else "language"
 
     def find_part(self, name: str) -> Part:
-        """The part of the model that a tensor of ``list_hf_names`` belongs to."""
+        """Find the part of the model that a tensor of ``list_hf_names`` belongs to."""
         return next(weight.part for weight in self.weights.values() if name in weight.tensors)
 
     def find_folder_name(self, name: str) -> str:
-        """A parameter of transformers' module of the model -> its name in a saved folder, where they differ."""
-        for own, saved in self.family.renamed.items():
-            if name.startswith(own):
-                return saved + name.removeprefix(own)
+        """Find the name in a saved folder of a parameter of transformers' module, which may be another."""
+        for prefix, saved in self.family.renamed.items():
+            if name.startswith(prefix):
+                return saved + name.removeprefix(prefix)
         return name
 
     def list_hf_names(self) -> set[str]:
-        """Every tensor that a saved model of this shape has; a tied output layer is no tensor of its own."""
+        """List the tensors that a saved model of this shape has; a tied output layer is no tensor of its own."""
         return {name for weight in self.weights.values() for name in weight.tensors}
 
     def list_optional_hf_names(self) -> set[str]:
-        """Tensors that a folder to start from may have or lack: the head of another use of the model."""
+        """List the tensors that a folder to start from may have or lack: the head of another use of the model."""
         optional = [*_make_language_head(self), *_make_value_head(self)] if self.head == "value" else []
         optional += _make_language_head(self) if self.tied else []
         return {name for weight in optional for name in weight.tensors}
 
     def find_hf_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor of ``list_hf_names`` or ``list_optional_hf_names``."""
+        """Find the shape of a tensor of ``list_hf_names`` or ``list_optional_hf_names``."""
         return self._hf_shapes[name]
 
     @cached_property
@@ -191,6 +193,6 @@ def _make_language_head(model: ModelSpec) -> list[Weight]:
 
 
 def _make_value_head(model: ModelSpec) -> list[Weight]:
-    """A critic's, named as in HuggingFace's token classification."""
+    """Make a critic's head, named as in HuggingFace's token classification."""
     bias = Weight(OUTPUT.replace("weight", "bias"), {"score.bias": (1,)})
     return [Weight(OUTPUT, {"score.weight": (1, model.hidden)}), bias]

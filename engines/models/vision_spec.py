@@ -142,32 +142,32 @@ class VisionSpec:
         return tuple(sorted(ids - {None}))
 
     def list_weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name within the tower -> shape, of every weight, in the order of the tower's modules."""
+        """List every weight in the order of the tower's modules: name within the tower -> shape."""
         return self.tower.weights(self)
 
     def weights(self) -> list[Weight]:
-        """The tower's parameters as those of the model; every rank of the first pipeline stage has them whole."""
-        tower, found = self.tower, []
+        """List the tower's parameters as those of the model; every rank of the first pipeline stage has them whole."""
+        tower, parameters = self.tower, []
         for name, shape in self.list_weight_shapes().items():
             part = "projector" if name.startswith(tower.projector) else "vision"
-            found.append(Weight(f"vision.{name}", {tower.prefix + name: shape}, part=part))
-        return found
+            parameters.append(Weight(f"vision.{name}", {tower.prefix + name: shape}, part=part))
+        return parameters
 
 
 def extract_language_config(config: dict) -> dict:
-    """The settings of the language model alone, as a text model's config.json has them."""
+    """Extract the settings of the language model alone, as a text model's config.json has them."""
     flat = _flat(config)
     rope = {key: value for key, value in _read_rope(flat).items() if not key.startswith("mrope")}
     for key in ("type", "rope_type"):
         if rope.get(key) == "mrope":
             rope[key] = "default"
-    kept = {key: value for key, value in flat.items() if key not in ("rope_scaling", "rope_parameters")}
-    whole = ("model_type", "architectures", "tie_word_embeddings", "quantization_config")
-    return kept | {"rope_parameters": rope} | {key: config[key] for key in whole if key in config}
+    settings = {key: value for key, value in flat.items() if key not in ("rope_scaling", "rope_parameters")}
+    shared = ("model_type", "architectures", "tie_word_embeddings", "quantization_config")
+    return settings | {"rope_parameters": rope} | {key: config[key] for key in shared if key in config}
 
 
 def _flat(config: dict) -> dict:
-    """Where the language model's keys are: in ``text_config``, or in older folders among the others."""
+    """Find the language model's keys: in ``text_config``, or in older folders among the others."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -178,13 +178,16 @@ def _read_rope(text: dict) -> dict:
 
 
 def _axes(rope: dict, path: Path) -> tuple[int, ...]:
-    """In sections of frequencies, or interleaved: time, height, width, time, ... as far as each section reaches."""
+    """Read the axis that turns each of the ``head_dim / 2`` frequencies: 0 time, 1 height, 2 width.
+
+    They come in sections, or interleaved: time, height, width, time, ... as far as each section reaches.
+    """
     sections = rope.get("mrope_section")
     if not fits(list[int], sections) or len(sections) != 3 or min(sections) < 0:
         raise ValueError(f"model: {path} has mrope_section {sections!r}, expected three whole numbers")
     if not rope.get("mrope_interleaved"):
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-    axes = [0] * sum(sections)
+    axes = [0] * sum(sections)  # time has what height and width leave
     for axis in (1, 2):
         for place in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[place] = axis

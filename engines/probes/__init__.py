@@ -1,1 +1,1 @@
-"""What checks ask of an engine, and the faults that they must find."""
+"""Probes: checks ask these of an engine, and must find the faults that are planted here."""

@@ -1,4 +1,4 @@
-"""What masks are probed with, and what a probe finds: plain data between controller and ranks."""
+"""The sequences that masks are probed with, and what a probe finds: plain data between controller and ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -23,33 +23,34 @@ class ProbeCase:
     prefixes: tuple[int, ...]
 
     def visible(self, rule: Rule) -> np.ndarray:
-        """``[N, N]`` bool, the oracle: may token i see token j?"""
+        """Compute the oracle ``[N, N]`` bool: may token i see token j?"""
         blocks = np.asarray(self.image_block, dtype=np.int64)
         spec = MaskSpec("thd", self.lengths, self.lengths, rules=(rule,), image_block=blocks, prefixes=self.prefixes)
         return spec.visible()[0].numpy()
 
     def passes(self, slots: int, sequences: int | None) -> list["ProbeCase"]:
-        """The case with some of its columns at a time, so that ``repeated`` takes about ``slots``, of at most so many
+        """Split the case by its columns, so that ``repeated`` of each part takes about ``slots``, of at most so many
         sequences."""
-        room = slots // (len(self.lengths) * max(self.lengths))
-        room = max(1, room if sequences is None else min(room, (sequences - 1) // len(self.lengths)))
-        return [replace(self, columns=self.columns[i : i + room]) for i in range(0, len(self.columns), room)]
+        # A column takes a copy of all sequences, each of which bshd makes as wide as the longest.
+        count = slots // (len(self.lengths) * max(self.lengths))
+        count = max(1, count if sequences is None else min(count, (sequences - 1) // len(self.lengths)))
+        return [replace(self, columns=self.columns[i : i + count]) for i in range(0, len(self.columns), count)]
 
     def repeated(self) -> "ProbeCase":
-        """One copy of the sequences for each column, all in one pack."""
+        """Repeat the sequences, one copy for each column, all in one pack: ``[columns * N]`` tokens."""
         count = len(self.columns)
         return ProbeCase(self.lengths * count, self.columns, self.image_block * count, self.prefixes * count)
 
     @property
     def changed(self) -> list[int]:
-        """Of a repeated case: each column's token in its own copy."""
+        """Tokens ``[columns]`` of a repeated case: each column's token in its own copy."""
         size = sum(self.lengths) // len(self.columns)
         return [copy * size + column for copy, column in enumerate(self.columns)]
 
 
 @dataclass(frozen=True)
 class Influence:
-    """Where influence is not what the rule says.
+    """The influence in a layer that is not what the rule says.
 
     Attributes:
         layer: number of the layer, from 1; 0 for the model as a whole.

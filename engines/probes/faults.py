@@ -16,7 +16,7 @@ from hardware.attention.faults import ATTENTION_FAULTS, Patch, collect_faults
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """A known fault, and where it can be planted and found.
 
     Attributes:
         patches: made when it is planted, because it imports what it patches; None where the platform has them.
@@ -47,7 +47,7 @@ def plant(engine, name: str) -> None:
 
 
 def mend(_engine) -> None:
-    """Take out what was planted."""
+    """Take out all faults that were planted in this process."""
     _PLANTED.close()
 
 
@@ -57,8 +57,8 @@ def mend(_engine) -> None:
 def _chunks_swapped() -> list[Patch]:
     from engines.megatron import layout
 
-    def wrap(held):
-        return lambda lengths, padded, cp, cp_rank: held(lengths, padded, cp, cp - 1 - cp_rank)
+    def wrap(map_slots):
+        return lambda lengths, padded, cp, cp_rank: map_slots(lengths, padded, cp, cp - 1 - cp_rank)
 
     return [(layout, "_map_slots", wrap)]
 
@@ -81,12 +81,12 @@ def _pad_marked_valid() -> list[Patch]:
     from engines.megatron.layout import Layout
 
     def wrap(gather):
-        def with_a_pad(self, local):
+        def gather_a_pad(self, local):
             free = (~self.valid.flatten()).nonzero()[:, 0]
             slots = torch.cat([self.slots[:-1], free[:1]]) if len(free) else self.slots
             return gather(replace(self, slots=slots), local)
 
-        return with_a_pad
+        return gather_a_pad
 
     return [(Layout, "gather_slots", wrap)]
 
@@ -95,11 +95,11 @@ def _label_of_a_neighbour() -> list[Patch]:
     from engines.megatron.engine import MegatronEngine
 
     def wrap(outputs):
-        def shifted_in_the_pack(self, hidden, micro, layout):
+        def take_next_label_in_pack(self, hidden, micro, layout):
             targets = layout.unpack(layout.pack(micro.inputs).flatten().roll(-1).view(layout.shape))
             return outputs(self, hidden, replace(micro, targets=targets), layout)
 
-        return shifted_in_the_pack
+        return take_next_label_in_pack
 
     return [(MegatronEngine, "outputs", wrap)]
 
@@ -108,12 +108,12 @@ def _column_shifted() -> list[Patch]:
     from engines.batch.shard import Shard
 
     def wrap(cut):
-        def with_shifted_advantages(self):
+        def cut_shifted_advantages(self):
             if self.batch.advantages is None:
                 return cut(self)
             return cut(replace(self, batch=replace(self.batch, advantages=self.batch.advantages.roll(1))))
 
-        return with_shifted_advantages
+        return cut_shifted_advantages
 
     return [(Shard, "micro_batches", wrap)]
 
@@ -122,11 +122,11 @@ def _layer_computes_otherwise() -> list[Patch]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     def wrap(forward):
-        def louder_in_layer_3(self, *args, **kwargs):
+        def amplify_layer_3(self, *args, **kwargs):
             hidden, context = forward(self, *args, **kwargs)
             return (1.01 * hidden if self.layer_number == 3 else hidden), context
 
-        return louder_in_layer_3
+        return amplify_layer_3
 
     return [(TransformerLayer, "forward", wrap)]
 
@@ -138,11 +138,11 @@ def _features_one_row_off() -> list[Patch]:
     from engines.megatron.vision import Vision
 
     def wrap(places):
-        def off_by_one(self, rows, layout):
-            slots, own = places(self, rows, layout)
-            return slots, own.roll(1)
+        def shift_rows(self, rows, layout):
+            slots, image_rows = places(self, rows, layout)
+            return slots, image_rows.roll(1)
 
-        return off_by_one
+        return shift_rows
 
     return [(Vision, "_places", wrap)]
 
@@ -151,11 +151,11 @@ def _one_window_over_all_images() -> list[Patch]:
     from transformers.models.qwen3_vl import modeling_qwen3_vl
 
     def wrap(seqlens):
-        def merged(*args, **kwargs):
+        def merge_windows(*args, **kwargs):
             ends, _ = seqlens(*args, **kwargs)
             return ends[[0, -1]], int(ends[-1])
 
-        return merged
+        return merge_windows
 
     return [(modeling_qwen3_vl, "get_vision_attention_seqlens", wrap)]
 
@@ -164,10 +164,10 @@ def _positions_of_the_neighbour() -> list[Patch]:
     from engines.megatron.engine import MegatronEngine
 
     def wrap(forward):
-        def of_the_token_before(self, module, micro, layout):
+        def take_previous_positions(self, module, micro, layout):
             return forward(self, module, replace(micro, positions=micro.positions.roll(1, 0)), layout)
 
-        return of_the_token_before
+        return take_previous_positions
 
     return [(MegatronEngine, "forward_micro_batch", wrap)]
 
@@ -188,10 +188,10 @@ def _stale_weights() -> list[Patch]:
     from engines.vllm.worker import WeightSyncExtension
 
     def wrap(take):
-        def without_the_second_layer(self, weights):
+        def skip_second_layer(self, weights):
             return take(self, [(name, tensor) for name, tensor in weights if ".layers.1." not in name])
 
-        return without_the_second_layer
+        return skip_second_layer
 
     return [(WeightSyncExtension, "take_weights", wrap)]
 
@@ -206,12 +206,12 @@ def _swapped_names() -> list[Patch]:
     from engines import weight_sync
 
     def wrap(pack):
-        def swapped(weights):
+        def swap_names(weights):
             first, second = (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
             names = {first: second, second: first}
             return pack([(names.get(name, name), tensor) for name, tensor in weights])
 
-        return swapped
+        return swap_names
 
     return [(weight_sync, "_pack", wrap)]
 

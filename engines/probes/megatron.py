@@ -1,4 +1,4 @@
-"""What a rank can show of itself: who influences whom, what each layer computes, its gradients.
+"""Probes of a rank of the training engine: who influences whom, what each layer computes, its gradients.
 
 Every function is collective over the ranks of an engine. They go through the engine's own layout, attention inputs and
 schedule, so that what they show is what training does. The probes look for influence by changing inputs and comparing
@@ -36,33 +36,33 @@ _LOUD = 64.0
 
 
 def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase) -> list[Influence]:
-    """What each layer's core attention on this rank lets through beyond a rule, or not at all; empty when it is right.
+    """Find what each layer's core attention on this rank lets through beyond a rule, or not at all; empty if right.
 
     One forward pass of copies of the sequences side by side, in each of which another token's key and value are
     changed, is compared with one of unchanged copies; then one of a single copy with one that has other padding.
     """
-    see, parts = case.visible(rule)[:, list(case.columns)], {}
-    for few in case.passes(_PASS_SLOTS, engine.platform.max_pack_sequences):
-        many = few.repeated()
-        attend, draw = _attention(engine, kind, rule, many)
-        plain, other = draw(), draw(many.changed)
+    visible, heard_by_layer = case.visible(rule)[:, list(case.columns)], {}
+    for part in case.passes(_PASS_SLOTS, engine.platform.max_pack_sequences):
+        repeated = part.repeated()
+        attend, draw = _attention(engine, kind, rule, repeated)
+        baseline, changed = draw(), draw(repeated.changed)
         for layer in engine.module.module.decoder.layers:
-            heard = _changes(attend(layer, plain), attend(layer, other), len(few.columns)).T
-            parts.setdefault(layer, []).append(heard)
-    found = []
+            effects = _changes(attend(layer, baseline), attend(layer, changed), len(part.columns)).T
+            heard_by_layer.setdefault(layer, []).append(effects)
+    influences = []
     attend, draw = _attention(engine, kind, rule, case)
-    plain, padded = draw(), draw(padding=_LOUD)
-    for layer, passes in parts.items():
-        heard = np.concatenate(passes, axis=1)
-        pads = int(_changes(attend(layer, plain), attend(layer, padded), 1).sum())
-        if pads or (heard != see).any():
-            found.append(_explain(engine, layer, kind, rule, case, heard, pads))
-    return found
+    baseline, padded = draw(), draw(padding=_LOUD)
+    for layer, passes in heard_by_layer.items():
+        effects = np.concatenate(passes, axis=1)
+        pads = int(_changes(attend(layer, baseline), attend(layer, padded), 1).sum())
+        if pads or (effects != visible).any():
+            influences.append(_explain(engine, layer, kind, rule, case, effects, pads))
+    return influences
 
 
 def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
-    """Two functions: ``draw(changed=(), padding=0)`` makes random queries, keys and values as this rank holds them, and
-    ``attend(layer, drawn) -> [N, ...]`` puts them through a layer's core attention."""
+    """Make two functions: ``draw(changed=(), padding=0)`` makes random queries, keys and values as this rank holds
+    them, and ``attend(layer, drawn) -> [N, ...]`` puts them through a layer's core attention."""
     with _settings(engine, layout=kind, **_padded(engine)):
         layout = engine.layout(case.lengths)
     dtype, tp, model = engine.transformer.params_dtype, engine.config.tp, engine.model
@@ -91,71 +91,75 @@ def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
 
 
 def _explain(
-    engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase, heard: np.ndarray, pads: int
+    engine: MegatronEngine, layer, kind: str, rule: Rule, case: ProbeCase, effects: np.ndarray, pads: int
 ) -> Influence:
-    """The same again, one token at a time in a single copy, so that every leak has a source.
+    """Probe once more, one token at a time in a single copy, so that every leak has a source.
 
-    A fault that takes several copies to show is told as it was ``heard`` there.
+    A fault that takes several copies to show is told by its ``effects`` there.
     """
     attend, draw = _attention(engine, kind, rule, case)
-    see, before = case.visible(rule)[:, list(case.columns)], attend(layer, draw())
-    alone = np.concatenate([_changes(before, attend(layer, draw((j,))), 1) for j in case.columns]).T
-    return _compare(layer.layer_number, alone if (alone != see).any() else heard, see, see, case, pads)
+    visible, before = case.visible(rule)[:, list(case.columns)], attend(layer, draw())
+    single = np.concatenate([_changes(before, attend(layer, draw((j,))), 1) for j in case.columns]).T
+    return _compare(layer.layer_number, single if (single != visible).any() else effects, visible, visible, case, pads)
 
 
 # -- the whole model
 
 
 def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], case: ProbeCase) -> list[Influence]:
-    """What the whole model lets through from token to token, against the rules of its layers one after another.
+    """Find what the whole model lets through from token to token, against the rules of its layers together.
 
     A token may see what the rules reach together. It must see what a single layer shows it: what comes by way of many
     tokens may be too faint for the last bit.
     """
-    columns, see = list(case.columns), {rule: case.visible(rule) for rule in set(rules)}
-    reach = np.eye(sum(case.lengths), dtype=np.float32)
+    columns, visible = list(case.columns), {rule: case.visible(rule) for rule in set(rules)}
+    reach = np.eye(sum(case.lengths), dtype=np.float32)  # [N, N]: i is reached by j through the layers so far
     for layer in range(engine.model.layers):
-        step = see[rules[0] if len(rules) == 1 else rules[layer]] | np.eye(len(reach), dtype=bool)
+        step = visible[rules[0] if len(rules) == 1 else rules[layer]] | np.eye(len(reach), dtype=bool)
         reach = (step.astype(np.float32) @ reach > 0).astype(np.float32)
-    must = np.logical_or.reduce(list(see.values()))
+    required = np.logical_or.reduce(list(visible.values()))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, engine.model.vocab - 1, (sum(case.lengths),), generator=generator)
-    heard, pads = [], 0
-    for few in case.passes(max(1, _PASS_LOGITS // engine.model.vocab), engine.platform.max_pack_sequences):
-        many = few.repeated()
-        plain = ids.repeat(len(few.columns))
-        other = plain.index_add(0, torch.tensor(many.changed), torch.ones(len(few.columns), dtype=torch.long))
-        before, after = _predictions(engine, kind, many, plain), _predictions(engine, kind, many, other)
+    effects, pads = [], 0
+    for part in case.passes(max(1, _PASS_LOGITS // engine.model.vocab), engine.platform.max_pack_sequences):
+        repeated = part.repeated()
+        baseline = ids.repeat(len(part.columns))
+        changed = baseline.index_add(0, torch.tensor(repeated.changed), torch.ones(len(part.columns), dtype=torch.long))
+        before, after = _predictions(engine, kind, repeated, baseline), _predictions(engine, kind, repeated, changed)
         with _pad_id(engine, engine.model.vocab - 1):
-            padded = _predictions(engine, kind, many, plain)
+            padded = _predictions(engine, kind, repeated, baseline)
         if before is not None:
-            heard.append(_changes(before, after, len(few.columns)).T)
+            effects.append(_changes(before, after, len(part.columns)).T)
             pads = max(pads, int(_changes(before, padded, 1).sum()))
-    if not heard:
+    if not effects:
         return []
-    influence = _compare(0, np.concatenate(heard, axis=1), reach[:, columns] > 0, must[:, columns], case, pads)
+    influence = _compare(0, np.concatenate(effects, axis=1), reach[:, columns] > 0, required[:, columns], case, pads)
     return [influence] if influence.leaks or influence.missing else []
 
 
 @torch.no_grad()
 def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]) -> int:
-    """How many images' features change in the vision tower with the images beside them; 0 on later stages.
+    """Count images whose features change in the vision tower with the images beside them; 0 on later stages.
 
     Args:
         others: for each image another of its size.
     """
     if engine.vision is None:
         return 0
-    before, seen, stops = engine.vision.see(images), 0, np.cumsum([i.tokens(engine.model.vision.merge) for i in images])
+    before, count, stops = (
+        engine.vision.see(images),
+        0,
+        np.cumsum([i.tokens(engine.model.vision.merge) for i in images]),
+    )
     for number, stop in enumerate(stops):
-        beside = [image if place == number else others[place] for place, image in enumerate(images)]
-        own = slice(stop - images[number].tokens(engine.model.vision.merge), stop)
-        seen += not torch.equal(before[own], engine.vision.see(beside)[own])
-    return seen
+        neighbours = [image if place == number else others[place] for place, image in enumerate(images)]
+        tokens = slice(stop - images[number].tokens(engine.model.vision.merge), stop)
+        count += not torch.equal(before[tokens], engine.vision.see(neighbours)[tokens])
+    return count
 
 
 def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor) -> Tensor | None:
-    """``[N, 2]``: at every token, the entropy and the logprob of a target that is always the same."""
+    """Compute ``[N, 2]``: at every token, the logprob of a target that is always the same, and the entropy."""
     batch = TrainBatch(
         case.lengths,
         ids,
@@ -173,12 +177,15 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
 
 
 def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
-    most = engine.platform.max_pack_sequences
-    return plan_schedule(batch.lengths, engine.config, engine.model.hidden, replicas, most, number_image_sets(batch))
+    """Plan the schedule of a batch over replicas, as the trainer does."""
+    max_sequences = engine.platform.max_pack_sequences
+    return plan_schedule(
+        batch.lengths, engine.config, engine.model.hidden, replicas, max_sequences, number_image_sets(batch)
+    )
 
 
 def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
-    """The engine's outputs in a layout, of a batch that every replica computes; on the leader."""
+    """Compute outputs ``[N]`` in a layout, of a batch that every replica computes; on the leader."""
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, 1)
         (shard,) = schedule.shards(batch)
@@ -187,7 +194,7 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
-    """Layer number -> ``[N, hidden]``, what each layer of this rank's stage gives out."""
+    """Collect what each layer of this rank's stage gives out: layer number -> ``[N, hidden]`` float32."""
     layouts, states = [], {}
     build = engine.layout
 
@@ -218,10 +225,10 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
 def compute_gradients(
     engine: MegatronEngine, kind: str, batch: TrainBatch, loss: LossFn, denominator: float
 ) -> dict[str, Tensor]:
-    """HF name -> the whole gradient of ``sum(loss) / denominator``; on the first replica's leader.
+    """Compute the gradient of ``sum(loss) / denominator``: HF name -> whole tensor, on the first replica's leader.
 
     Args:
-        batch: of all replicas; each takes its share.
+        batch: that of all replicas; each takes its share.
     """
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, engine.dp_size)
@@ -231,15 +238,15 @@ def compute_gradients(
 
 
 def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
-    """HF name -> what the last backward pass left, reduced over all replicas; on every rank."""
+    """Gather what the last backward pass left, reduced over all replicas: HF name -> whole tensor, on every rank."""
     # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     for buffer in engine.module.buffers:
         for bucket in buffer.buckets:
             parts = bucket.grad_data.chunk(group.size())
-            whole = [torch.empty_like(part) for part in parts]
-            dist.all_gather(whole, parts[group.rank()].clone(), group=group)
-            bucket.grad_data.copy_(torch.cat(whole))
+            reduced = [torch.empty_like(part) for part in parts]
+            dist.all_gather(reduced, parts[group.rank()].clone(), group=group)
+            bucket.grad_data.copy_(torch.cat(reduced))
     gradient = lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)  # noqa: E731 (a frozen one has none)
     exported = export_weights(engine.module.module, engine.model, gradient)
     return {name: tensor.clone().cpu() for name, tensor in exported}
@@ -256,7 +263,7 @@ def scale_weights(engine: MegatronEngine, factor: float) -> None:
 
 
 def restore_weights(engine: MegatronEngine) -> None:
-    """The weights of the model's folder again."""
+    """Load the weights of the model's folder again."""
     load_weights(engine.module.module, engine.model)
 
 
@@ -264,27 +271,27 @@ def restore_weights(engine: MegatronEngine) -> None:
 
 
 def _padded(engine: MegatronEngine) -> dict:
-    """Settings under which every layout has padding that could be seen, and no fixed size that copies would exceed."""
+    """Choose settings under which every layout has padding to be seen, and no fixed size that copies would exceed."""
     return {"pad_to_multiple_of": max(engine.config.pad_to_multiple_of, 4), "slots": 0}
 
 
 @contextlib.contextmanager
 def _settings(engine: MegatronEngine, **changes):
-    """The engine with other settings for a while."""
-    kept, engine.config = engine.config, replace(engine.config, **changes)
+    """Give the engine other settings for a while."""
+    config, engine.config = engine.config, replace(engine.config, **changes)
     try:
         yield
     finally:
-        engine.config = kept
+        engine.config = config
 
 
 @contextlib.contextmanager
 def _pad_id(engine: MegatronEngine, pad_id: int):
-    kept, engine.pad_id = engine.pad_id, pad_id
+    previous, engine.pad_id = engine.pad_id, pad_id
     try:
         yield
     finally:
-        engine.pad_id = kept
+        engine.pad_id = previous
 
 
 def _positions(lengths: tuple[int, ...]) -> Tensor:
@@ -292,33 +299,36 @@ def _positions(lengths: tuple[int, ...]) -> Tensor:
 
 
 def _axes(engine: MegatronEngine, positions: Tensor) -> Tensor:
-    """``[N]``, or of a model that sees images ``[N, 3]``, alike as text has them."""
+    """Expand positions ``[N]`` for a model that sees images: ``[N, 3]``, alike in all three, as text has them."""
     return positions[:, None].expand(-1, 3) if engine.model.vision else positions
 
 
 def _changes(before: Tensor, after: Tensor, copies: int) -> np.ndarray:
-    """``[copies, N / copies]`` bool: did anything change at a token? NaN is a change."""
+    """Compare outputs ``[N, ...]``: ``[copies, N / copies]`` bool, did anything change at a token? NaN is a change."""
     same = (before == after).flatten(1).all(1)
     return ~same.cpu().numpy().reshape(copies, -1)
 
 
-def _compare(layer: int, heard: np.ndarray, may: np.ndarray, must: np.ndarray, case: ProbeCase, pads: int) -> Influence:
-    """Sort what was heard beyond ``may``, and what ``must`` be heard and was not, by what it is. ``[N, columns]``."""
+def _compare(
+    layer: int, effects: np.ndarray, allowed: np.ndarray, required: np.ndarray, case: ProbeCase, pads: int
+) -> Influence:
+    """Sort by kind the effects ``[N, columns]`` beyond what is allowed, and what is required and has no effect."""
+    # [N] each: the sequence of a token, and its position in it.
     place = np.repeat(np.arange(len(case.lengths)), case.lengths), _positions(case.lengths).numpy()
     columns = case.columns
     leaks = {"padding": pads} if pads else {}
     words = [f"{pads} tokens see padding"] if pads else []
-    for i, column in zip(*np.nonzero(heard & ~may)):
+    for i, column in zip(*np.nonzero(effects & ~allowed)):
         j = columns[column]
         kind = _classify_leak(int(i), int(j), *place, np.asarray(case.image_block))
         leaks[kind] = leaks.get(kind, 0) + 1
         words.append(f"sequence {place[0][i]} at {place[1][i]} sees sequence {place[0][j]} at {place[1][j]}")
-    lost = np.argwhere(must & ~heard)
+    missing = np.argwhere(required & ~effects)
     words += [
         f"sequence {place[0][i]} at {place[1][i]} does not see its own token at {place[1][columns[c]]}"
-        for i, c in lost[:1]
+        for i, c in missing[:1]
     ]
-    return Influence(layer, leaks, len(lost), words[0] if words else "")
+    return Influence(layer, leaks, len(missing), words[0] if words else "")
 
 
 def _classify_leak(i: int, j: int, sequence: np.ndarray, position: np.ndarray, image: np.ndarray) -> str:

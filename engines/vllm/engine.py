@@ -16,7 +16,7 @@ from engines.weight_sync import WeightBucket
 
 
 def _tie_alike(config):
-    """A model's settings in which its language model is tied where the whole is.
+    """Tie a model's language model in its settings where the whole is tied.
 
     transformers saves that once, for the whole; vLLM 0.32 asks the language model's own settings, and would leave an
     output layer that has no weight of its own as it was born.
@@ -68,7 +68,7 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """As ``RolloutEngine``; no more prompts at a time than there is memory for their decoded images.
+        """Sample ``[P][count]`` completions of P prompts, no more at a time than there is memory for decoded images.
 
         Raises:
             ValueError: an image cannot be read.
@@ -106,18 +106,18 @@ class VllmEngine:
         return completions
 
     def _request(self, prompt: Prompt) -> dict:
-        """vLLM puts as many image tokens as there are in the place of one."""
+        """Make vLLM's request of a prompt, with one token for each image: vLLM puts all of its tokens there."""
         if not prompt.images:
             return {"prompt_token_ids": list(prompt.token_ids)}
-        vision, left, ids = self.model.vision, list(prompt.images), []
+        vision, remaining, ids = self.model.vision, list(prompt.images), []
         place = 0
         while place < len(prompt.token_ids):
             token = prompt.token_ids[place]
             ids.append(token)
-            place += left.pop(0).tokens(vision.merge) if token == vision.image_token else 1
-        shown = {"image": [decode(image) for image in prompt.images]}
+            place += remaining.pop(0).tokens(vision.merge) if token == vision.image_token else 1
+        decoded = {"image": [decode(image) for image in prompt.images]}
         digests = {"image": [image.digest for image in prompt.images]}
-        return {"prompt_token_ids": ids, "multi_modal_data": shown, "multi_modal_uuids": digests}
+        return {"prompt_token_ids": ids, "multi_modal_data": decoded, "multi_modal_uuids": digests}
 
     def _completion(self, sample) -> Completion:
         tokens = list(sample.token_ids)
@@ -128,7 +128,7 @@ class VllmEngine:
         return Completion(tokens, logprobs, sample.finish_reason == "stop", self.version)
 
     def _empty_caches(self) -> None:
-        """Keys and values of prompts, and features of images."""
+        """Empty the caches: keys and values of prompts, and features of images."""
         if self.model.vision:
             self.llm.llm_engine.reset_encoder_cache()
         if not self.llm.reset_prefix_cache():

@@ -11,26 +11,29 @@ from vllm.platforms import current_platform
 
 
 class WeightSyncExtension:
-    """Mixed into vLLM's worker class by ``worker_extension_cls``; uses only what every platform's worker has."""
+    """Methods that ``worker_extension_cls`` mixes into vLLM's worker; they use what every platform's worker has."""
 
     def begin_sync(self) -> None:
+        """Make the model ready to take new weights, layer by layer."""
         model = self.model_runner.get_model()
         _forget_packed_experts(model)
         with self._loading():
             initialize_layerwise_reload(model)
 
     def take_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Load some weights under their HuggingFace names."""
+        """Load some weights: HuggingFace names and full tensors."""
         with self._loading():
             self.model_runner.get_model().load_weights(iter(weights))
 
     def end_sync(self) -> None:
+        """Process the new weights as vLLM processes loaded ones, in place."""
         model = self.model_runner.get_model()
         with self._loading():
             finalize_layerwise_reload(model, self.model_config)
         _repack_tied_heads(model)
 
     def seed_sampler(self, seed: int) -> None:
+        """Seed the generator that samples tokens."""
         torch.manual_seed(seed)
 
     @contextlib.contextmanager

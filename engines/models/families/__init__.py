@@ -16,7 +16,7 @@ def list_families() -> list[str]:
 
 
 def find_family(model_type: object, path: Path) -> Family:
-    """Import what the file of a family states.
+    """Find the family of a model type, as its file states it.
 
     Args:
         model_type: as the config at ``path`` has it.

@@ -1,4 +1,4 @@
-"""What several families are made of: pieces of a decoder, in Megatron's order within each, and of a vision tower."""
+"""Pieces that several families are made of: of a decoder, in Megatron's order within each, and of a vision tower."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:  # it is read with the help of families
 
 
 def embedding(model: ModelSpec) -> tuple[Weight, ...]:
-    """A row of numbers for each token; Megatron pads the rows."""
+    """State the embedding ``[v, h]``, a row for each token; Megatron pads the rows."""
     return (Weight(EMBEDDING, {"embed_tokens.weight": (model.vocab, model.hidden)}, "vocabulary", cut=0),)
 
 
 def attention(model: ModelSpec) -> tuple[Weight, ...]:
-    """Attention over query groups, and the norm before it."""
+    """State attention over query groups, and the norm before it."""
     hidden, queries, keys = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     qkv = {f"self_attn.{name}.weight": (rows, hidden) for name, rows in parts.items()}
@@ -28,7 +28,7 @@ def attention(model: ModelSpec) -> tuple[Weight, ...]:
 
 
 def qkv_bias(model: ModelSpec) -> tuple[Weight, ...]:
-    """Biases of queries, keys and values; after ``attention``."""
+    """State the biases of queries, keys and values; after ``attention``."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     tensors = {f"self_attn.{name}.bias": (rows,) for name, rows in parts.items()}
@@ -36,7 +36,7 @@ def qkv_bias(model: ModelSpec) -> tuple[Weight, ...]:
 
 
 def qk_norm(model: ModelSpec) -> tuple[Weight, ...]:
-    """Norms of each head's queries and keys; after ``attention``."""
+    """State the norms of each head's queries and keys; after ``attention``."""
     return (
         Weight("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (model.head_dim,)}),
         Weight("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (model.head_dim,)}),
@@ -44,7 +44,7 @@ def qk_norm(model: ModelSpec) -> tuple[Weight, ...]:
 
 
 def mlp(model: ModelSpec) -> tuple[Weight, ...]:
-    """An MLP with a gate, and the norm before it."""
+    """State an MLP with a gate, and the norm before it."""
     hidden, ffn = model.hidden, model.ffn
     gated = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
     return (
@@ -55,7 +55,7 @@ def mlp(model: ModelSpec) -> tuple[Weight, ...]:
 
 
 def final_norm(model: ModelSpec) -> tuple[Weight, ...]:
-    """The norm after the last layer."""
+    """State the norm after the last layer."""
     return (Weight("decoder.final_layernorm.weight", {"norm.weight": (model.hidden,)}),)
 
 
@@ -65,5 +65,5 @@ TOWER_KEYS += ("spatial_merge_size", "temporal_patch_size")
 
 
 def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Weight and bias of a tower's linear layer, by name."""
+    """State a tower's linear layer: its weight ``[rows, columns]`` and bias ``[rows]``, by name."""
     return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}

@@ -9,7 +9,7 @@ from engines.models.vision_spec import VisionSpec
 
 
 def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
-    """Shape of each of the tower's weights. MLPs have a gate; norms and patches have no bias."""
+    """List the shape of each of the tower's weights. MLPs have a gate; norms and patches have no bias."""
     width, ffn, merged = vision.width, vision.ffn, vision.width * vision.merge**2
     block = {"norm1.weight": (width,), "norm2.weight": (width,)}
     block |= linear("attn.qkv", 3 * width, width) | linear("attn.proj", width, width)

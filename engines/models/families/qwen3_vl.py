@@ -9,7 +9,7 @@ from engines.models.vision_spec import VisionSpec
 
 
 def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
-    """Shape of each of the tower's weights. There is a merger for each level; MLPs have no gate."""
+    """List the shape of each of the tower's weights. There is a merger for each level; MLPs have no gate."""
     width, ffn, merged = vision.width, vision.ffn, vision.width * vision.merge**2
     block = {f"{norm}.{part}": (width,) for norm in ("norm1", "norm2") for part in ("weight", "bias")}
     block |= linear("attn.qkv", 3 * width, width) | linear("attn.proj", width, width)
