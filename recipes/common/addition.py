@@ -17,7 +17,7 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
 def make_tokenizer(chat_template: str | None = None, further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, and ``further`` special ones."""
+    """Make a tokenizer of one token per printable ASCII character, and of ``further`` special ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def make_model(folder: Path, seed: int, chat_template: str | None = None) -> Pat
 
 
 def is_heldout(a: int, b: int) -> bool:
-    """One pair in ten, by a hash, so that what is held out has no pattern that a model could learn around."""
+    """Tell whether a pair is held out: one in ten is, by a hash, so that no pattern can be learned around."""
     return zlib.crc32(f"{a}+{b}".encode()) % 10 == 0
 
 
