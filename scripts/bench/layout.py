@@ -83,7 +83,8 @@ def main() -> None:
             )
             print(
                 f"{kind:4s} cp={cp}  ours {map_ms:6.2f} ms  loop {loop_ms:7.2f} ms  "
-                f"loop over ours {loop_ms / map_ms:5.1f}  copy of the bytes {copy_ms:5.2f} ms  ours over copy {map_ms / copy_ms:4.1f}"
+                f"loop over ours {loop_ms / map_ms:5.1f}  "
+                f"copy of the bytes {copy_ms:5.2f} ms  ours over copy {map_ms / copy_ms:4.1f}"
             )
             row = {"layout": kind, "CP": cp, "ours ms": map_ms, "loop ms": loop_ms, "loop over ours": loop_ms / map_ms}
             rows.append(row | {"copy of the bytes ms": copy_ms, "ours over copy": map_ms / copy_ms})
