@@ -8,7 +8,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own 15 its workers
 os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide output that is not there when a process is killed
 
 import pytest
-from support.factors import world_of
+from support.factors import count_ranks
 from support.ranks.pool import Ranks
 
 pytest_plugins = ["support.suite.costs", "support.suite.lanes", "support.suite.measured"]
@@ -75,12 +75,12 @@ def four_ranks():
 
 @pytest.fixture(scope="session")
 def two_ranks(four_ranks):
-    return four_ranks.first(2)
+    return four_ranks.take_first(2)
 
 
 @pytest.fixture(scope="session")
 def one_rank(four_ranks):
-    return four_ranks.first(1)
+    return four_ranks.take_first(1)
 
 
 @pytest.fixture
@@ -88,6 +88,6 @@ def pool_of(four_ranks):
     """``pool_of(size)``: as many of the session's ranks as a parallel size takes, such as ``"TP2-CP2"``."""
 
     def pool(size: str) -> Ranks:
-        return four_ranks.first(world_of(size))
+        return four_ranks.take_first(count_ranks(size))
 
     return pool

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from support.suite.costs import LEDGER_FOLDER, budget_of, is_watched
+from support.suite.costs import LEDGER_FOLDER, is_watched, read_budget
 from support.suite.ledger.process_ledger import VARIABLE, note
 from support.suite.process_tree import ProcessTree
 
@@ -204,7 +204,7 @@ def test_a_run_passes_at_its_budget_and_where_there_is_none(run, most, options, 
 def test_a_budget_that_limits_nothing_is_refused(tmp_path, text):
     (tmp_path / "pyproject.toml").write_text(f"[tool.rlworker.suite-budget]\n{text}\n")
     with pytest.raises(pytest.UsageError, match=f"{text.split()[0]} = .*whole number for any of vllm, rank, torch"):
-        budget_of(SimpleNamespace(rootpath=tmp_path))
+        read_budget(SimpleNamespace(rootpath=tmp_path))
 
 
 @pytest.mark.parametrize(

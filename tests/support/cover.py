@@ -47,14 +47,14 @@ class Matrix:
     @cached_property
     def pairs(self) -> dict[Case, int]:
         """Which pairs of two factors' values each case has: a set of them, as the bits of a number."""
-        return self._combinations(2)
+        return self._number_combinations(2)
 
     @cached_property
     def triples(self) -> dict[Case, int]:
         """The same for values of three factors."""
-        return self._combinations(3)
+        return self._number_combinations(3)
 
-    def _combinations(self, strength: int) -> dict[Case, int]:
+    def _number_combinations(self, strength: int) -> dict[Case, int]:
         bits: dict[tuple, int] = {}
         # A table of fewer factors than that has nothing finer than its cases.
         groups = list(combinations(range(len(self.factors)), min(strength, len(self.factors))))
@@ -86,7 +86,7 @@ class Matrix:
             triples_left &= ~self.triples[case]
         return chosen
 
-    def params(self) -> list:
+    def make_params(self) -> list:
         """Pytest's parameters of every case: those of the pairs bare, further ones of the triples marked ``large``,
         the rest ``product``.
 
@@ -116,6 +116,6 @@ def matrix(
 
     def decorate(test):
         test.matrix = table
-        return pytest.mark.parametrize(list(factors), table.params())(test)
+        return pytest.mark.parametrize(list(factors), table.make_params())(test)
 
     return decorate

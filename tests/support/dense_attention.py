@@ -18,7 +18,7 @@ def draw_qkv(b, s, seed=0):
     return [torch.randn(b, s, h, DIM, generator=generator, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def influence(attend, b, s):
+def probe_influence(attend, b, s):
     """``[b, s, s]`` bool: does what comes out at place i change with keys and values at place j of the same row?"""
     query, key, value = draw_qkv(b, s)
     out = attend(query, key, value)

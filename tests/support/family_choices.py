@@ -23,7 +23,7 @@ def is_family_name(node: ast.AST | None) -> bool:
     return False
 
 
-def family_choices(tree: ast.AST) -> list[int]:
+def find_family_choices(tree: ast.AST) -> list[int]:
     """Lines that do one thing for one family and another for the next: comparisons, dicts by name, matches."""
     lines = []
     for node in ast.walk(tree):

@@ -87,7 +87,7 @@ def plan(engine, batch):
     return schedule, schedule.shards(batch)[engine.dp_rank]
 
 
-def logits_of(engine, shard):
+def gather_logits(engine, shard):
     """Logits of this replica's shard, ``[N, vocab]``, put together from every rank; the engine's own packing."""
     import torch
     from megatron.core import parallel_state as mpu
@@ -138,7 +138,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict, p
     schedule, shard = plan(engine, batch)
     denominator = float(batch.mask.sum())
     outputs = engine.forward(shard)
-    logits = logits_of(engine, shard)
+    logits = gather_logits(engine, shard)
     gradients, optimizer_step = [], engine.optimizer.step
 
     def watched_step():

@@ -24,7 +24,7 @@ from support.suite.ledger.process_ledger import note
 TESTS = Path(__file__).parents[2]
 
 
-def free_address() -> str:
+def draw_address() -> str:
     """Find a port for rank 0, between those of Ray and those that the kernel hands to whoever connects.
 
     It is drawn apart from the seeds of tests, which processes beside each other have alike.
@@ -95,7 +95,7 @@ class Ranks:
             _start_server()
         self._running = _Running()
 
-    def first(self, world: int) -> "Ranks":
+    def take_first(self, world: int) -> "Ranks":
         """The first ``world`` of these ranks, as a pool of that size: the processes are the same.
 
         Process groups that the ranks have are theirs as long as the same number of them runs: all leave theirs where

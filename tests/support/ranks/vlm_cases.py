@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.ranks.engines_cases import build_engine, logits_of, plan
+from support.ranks.engines_cases import build_engine, gather_logits, plan
 
 QWEN2_5_VL_7B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -65,7 +65,7 @@ def make_images(folder) -> list[str]:
     return paths
 
 
-def prompts_of(model, paths, rows=ROWS, seed: int = 1):
+def make_prompts(model, paths, rows=ROWS, seed: int = 1):
     """Random text around the images of each row."""
     import torch
 
@@ -84,8 +84,8 @@ def prompts_of(model, paths, rows=ROWS, seed: int = 1):
     return prompts
 
 
-def vlm_batch(model, paths, rows=ROWS, seed: int = 1):
-    """A batch that goes on from ``prompts_of`` with a few random ids, which count, and advantages."""
+def make_vlm_batch(model, paths, rows=ROWS, seed: int = 1):
+    """A batch that goes on from ``make_prompts`` with a few random ids, which count, and advantages."""
     import dataclasses
 
     import torch
@@ -93,7 +93,7 @@ def vlm_batch(model, paths, rows=ROWS, seed: int = 1):
     from engines.batch.batch import TrainBatch
     from engines.images.columns import make_image_columns
 
-    prompts, generator = prompts_of(model, paths, rows, seed), torch.Generator().manual_seed(seed)
+    prompts, generator = make_prompts(model, paths, rows, seed), torch.Generator().manual_seed(seed)
     text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
     sequences = [[*prompt.token_ids, *text(3 + row % 3)] for row, prompt in enumerate(prompts)]
     columns = make_image_columns(sequences, [prompt.images for prompt in prompts], model.vision)
@@ -106,7 +106,7 @@ def rename(name: str) -> str:
     return name.replace("language_model.", "").removeprefix("model.")
 
 
-def part_of_hf(name: str) -> str:
+def name_part(name: str) -> str:
     if "visual." not in name:
         return "language"
     return "projector" if "merger" in name else "vision"
@@ -125,12 +125,12 @@ def run_vlm_case(
     from engines.probes.megatron import gather_gradients
     from rlworker.checks.huggingface import probe_loss
 
-    batch, decoded = vlm_batch(engine.model, paths, rows), []
+    batch, decoded = make_vlm_batch(engine.model, paths, rows), []
     if engine.vision:
         patches = engine.vision.processor.patches
         engine.vision.processor.patches = lambda images: (decoded.append(len(images)), patches(images))[1]
     schedule, shard = plan(engine, batch)
-    logits, outputs = logits_of(engine, shard), engine.forward(shard)
+    logits, outputs = gather_logits(engine, shard), engine.forward(shard)
     engine.backward(shard, probe_loss, float(batch.mask.sum()))
 
     return {

@@ -56,7 +56,7 @@ def pytest_configure(config) -> None:
         config.pluginmanager.register(Report(costs, config), "suite-costs")
 
 
-def budget_of(config) -> dict[str, int]:
+def read_budget(config) -> dict[str, int]:
     """The budget that this run is held to: none but in the default run, whose marker expression is that of addopts.
 
     Raises:
@@ -97,7 +97,7 @@ class Costs:
         rows = {place_of(file): dict.fromkeys((*NAMES, "cpu_s"), 0) for file in sorted(self.cpu_s)}
         for test, kinds in self.starts.items():
             for kind, count in kinds.items():
-                rows[place_of(file_of(test))][kind] += count
+                rows[place_of(get_file(test))][kind] += count
         for file, seconds in self.cpu_s.items():
             rows[place_of(file)]["cpu_s"] += seconds
         return rows
@@ -128,7 +128,7 @@ class Meter:
         os.unlink(self._path)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        if file_of(nodeid) != file_of(self.test):
+        if get_file(nodeid) != get_file(self.test):
             self._read_cpu()
         self.test = nodeid
 
@@ -157,7 +157,7 @@ class Meter:
 
     def _read_cpu(self) -> None:
         used = self._tree.seconds()
-        self.costs.cpu_s[file_of(self.test)] += round(used - self._used, 2)
+        self.costs.cpu_s[get_file(self.test)] += round(used - self._used, 2)
         self._used, self._read_at = used, time.monotonic()
 
 
@@ -165,7 +165,7 @@ class Report:
     """Holds the run to its budget, and tells what it cost at its end."""
 
     def __init__(self, costs: Costs, config):
-        self.costs, self.config, self.budget = costs, config, budget_of(config)
+        self.costs, self.config, self.budget = costs, config, read_budget(config)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node) -> None:
@@ -234,7 +234,7 @@ class Report:
         }
 
 
-def file_of(test: str) -> str:
+def get_file(test: str) -> str:
     """The file of a test, by its node id."""
     return test.split("::")[0]
 
