@@ -17,7 +17,7 @@ takes the earlier."""
 
 
 def parse_size(size: str) -> dict[str, int]:
-    """Parallel sizes as settings of the engine: ``"TP2-CP2"`` is ``{"tp": 2, "cp": 2}``.
+    """Read parallel sizes as settings of the engine: ``"TP2-CP2"`` is ``{"tp": 2, "cp": 2}``.
 
     Data parallelism is no setting: it takes the ranks that the others leave.
     """
@@ -25,5 +25,5 @@ def parse_size(size: str) -> dict[str, int]:
 
 
 def count_ranks(size: str) -> int:
-    """How many ranks a size takes: ``"one"`` takes 1, ``"TP2-CP2"`` 4."""
+    """Count the ranks that a size takes: ``"one"`` takes 1, ``"TP2-CP2"`` 4."""
     return math.prod(int(ways) for ways in re.findall(r"\d+", size))

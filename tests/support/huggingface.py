@@ -32,7 +32,7 @@ def compute_logprobs(model, batch: TrainBatch, temperature: float = 1.0, spec: M
         runs, banned = iterate_logits(model, batch), ()
     else:
         runs, banned = iterate_logits(model, batch, make_image_arguments(spec)), spec.banned_tokens
-    return torch.cat([score_tokens(logits, one.targets, banned, temperature).logprobs for one, logits in runs])
+    return torch.cat([score_tokens(logits, part.targets, banned, temperature).logprobs for part, logits in runs])
 
 
 def make_batch(

@@ -1,4 +1,4 @@
-"""What of a markdown page is prose, and how long its lines and sentences are."""
+"""The prose of a markdown page, and the length of its lines and sentences."""
 
 import re
 
@@ -11,18 +11,18 @@ _END = re.compile(r"(?<=[.?!])[\"')*_]*\s+(?![a-z])")
 
 def strip_code(page: str) -> list[str]:
     """List a page's lines; those of fenced blocks are empty."""
-    lines, fenced = [], False
+    lines, in_fence = [], False
     for line in page.splitlines():
         is_fence = line.lstrip().startswith("```")
-        fenced ^= is_fence
-        lines.append("" if fenced or is_fence else line)
+        in_fence ^= is_fence
+        lines.append("" if in_fence or is_fence else line)
     return lines
 
 
-def find_long_lines(page: str, most: int) -> list[str]:
-    """List the lines of more than ``most`` characters: those of tables and code, and the targets of links, aside."""
+def find_long_lines(page: str, limit: int) -> list[str]:
+    """List the lines of more than ``limit`` characters: those of tables and code, and the targets of links, aside."""
     prose = (line for line in strip_code(page) if not line.startswith("|"))
-    return [line for line in prose if len(_LINK.sub(r"\1", line)) > most]
+    return [line for line in prose if len(_LINK.sub(r"\1", line)) > limit]
 
 
 def split_sentences(page: str) -> list[str]:

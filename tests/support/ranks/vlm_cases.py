@@ -45,7 +45,7 @@ QWEN2_5_VL_7B = {
         "temporal_patch_size": 2,
     },
 }
-"""What config.json of Qwen2.5-VL-7B says: older than ``text_config``, its language model's keys among the others."""
+"""The config.json of Qwen2.5-VL-7B: older than ``text_config``, its language model's keys among the others."""
 IMAGE_SIZES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
 """Width and height of each image: one of a single token, one of several attention windows, one that is resized to
 whole patches, and one that is made smaller because it is over the limit."""
@@ -54,6 +54,7 @@ ROWS = ((), (0,), (1, 2, 3), (), (0,), (4, 5))
 
 
 def make_images(folder) -> list[str]:
+    """Save an image of each of ``IMAGE_SIZES``, and return their paths."""
     import numpy as np
     from PIL import Image
 
@@ -66,7 +67,7 @@ def make_images(folder) -> list[str]:
 
 
 def make_prompts(model, paths, rows=ROWS, seed: int = 1):
-    """Random text around the images of each row."""
+    """Make prompts of random text around the images of each row."""
     import torch
 
     from engines.batch.samples import Prompt
@@ -76,16 +77,16 @@ def make_prompts(model, paths, rows=ROWS, seed: int = 1):
     text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
     prompts, spec = [], model.vision
     for row, numbers in enumerate(rows):
-        own = tuple(processor.open(paths[n], f"row {row}, image {i}") for i, n in enumerate(numbers))
+        images = tuple(processor.open(paths[n], f"row {row}, image {i}") for i, n in enumerate(numbers))
         ids = text(2 + row)
-        for image in own:
+        for image in images:
             ids += [spec.start_token, *[spec.image_token] * image.tokens(spec.merge), spec.end_token, *text(row)]
-        prompts.append(Prompt(tuple(ids), own))
+        prompts.append(Prompt(tuple(ids), images))
     return prompts
 
 
 def make_vlm_batch(model, paths, rows=ROWS, seed: int = 1):
-    """A batch that goes on from ``make_prompts`` with a few random ids, which count, and advantages."""
+    """Make a batch that goes on from ``make_prompts`` with a few random ids, which count, and advantages."""
     import dataclasses
 
     import torch
@@ -102,11 +103,12 @@ def make_vlm_batch(model, paths, rows=ROWS, seed: int = 1):
 
 
 def rename(name: str) -> str:
-    """A weight's name without what differs between transformers' modules and its saved folders."""
+    """Return a weight's name without what differs between transformers' modules and its saved folders."""
     return name.replace("language_model.", "").removeprefix("model.")
 
 
 def name_part(name: str) -> str:
+    """Return the part of the model that a weight of HuggingFace's name belongs to."""
     if "visual." not in name:
         return "language"
     return "projector" if "merger" in name else "vision"
@@ -115,7 +117,7 @@ def name_part(name: str) -> str:
 def run_vlm_case(
     rank: int, world: int, address: str, folder: str, paths, settings: dict, platform: str = "cpu", rows=ROWS
 ) -> dict:
-    """Logits, logprobs and gradients of one parallel configuration."""
+    """Compute logits, logprobs and gradients of one parallel configuration."""
     budget = settings.get("budget")
     engine = build_engine(
         rank, world, address, folder, {name: x for name, x in settings.items() if name != "budget"}, platform

@@ -16,7 +16,7 @@ POOLS = {"cluster": ("cluster",), "ranks": ("four_ranks", "two_ranks", "one_rank
 
 @cache
 def find_lane(file: Path) -> str:
-    """What a file of tests must stay together with: the pool that its tests or fixtures take, or the file itself."""
+    """Return what a file of tests must stay together with: the pool that its tests or fixtures take, or itself."""
     text = file.read_text(encoding="utf-8")
     for pool, fixtures in POOLS.items():
         if re.search(rf"\b(def \w+|usefixtures)\([^)]*\b({'|'.join(fixtures)})\b", text):
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config, items) -> None:
 
 
 def make_sort_key(lane: str, counts: Counter) -> tuple[bool, int]:
-    """Return what lanes are sorted by. ``counts``: tests of each lane."""
+    """Make the key by which lanes are sorted. ``counts``: tests of each lane."""
     return (lane not in POOLS, counts[lane] if lane not in POOLS else -counts[lane])
 
 
