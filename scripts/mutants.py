@@ -220,12 +220,12 @@ class Judge:
 
     def decide(self, mutant: Mutant) -> Outcome:
         """Run the tests against a mutant: which of them found it, if any did."""
-        first = self.modules[mutant.path]
-        rest = [f"--ignore={test}" for test in (*first, OWN_TEST)]
+        module_tests = self.modules[mutant.path]
+        other_tests = [f"--ignore={test}" for test in (*module_tests, OWN_TEST)]
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
             tree = copy_tree(self.root, Path(folder, "tree"))
             (tree / mutant.path).write_text(mutant.after, encoding="utf-8")
-            for tests in (list(first),) if self.fast else (list(first), rest):
+            for tests in (list(module_tests),) if self.fast else (list(module_tests), other_tests):
                 if (outcome := self._find_failure(tree, tests)).failed:
                     return outcome
         return Outcome()

@@ -33,7 +33,7 @@ TEXTS = (ast.JoinedStr, ast.Dict, ast.List, ast.Tuple)
 
 @dataclass(frozen=True)
 class Mutation:
-    """One fault: ``text[start:end]`` becomes ``new``.
+    """A fault: ``text[start:end]`` becomes ``new``.
 
     Attributes:
         operator: ``sign``, ``product``, ``plus-one``, ``minus-one``, ``or-equal``, ``invert``, ``swap``, ``flag`` or
@@ -52,7 +52,7 @@ class Mutation:
 
 
 class Source:
-    """A file's text, and where its tokens and the nodes of its syntax tree lie in it."""
+    """The text of a file, with the places of its tokens and of the nodes of its syntax tree."""
 
     def __init__(self, text: str):
         self.text, self.tree = text, ast.parse(text)
@@ -66,17 +66,17 @@ class Source:
             if t.type not in blank and t.string not in ("(", ")", "")
         ]
 
-    def _to_offset(self, line: int, column: int) -> int:
+    def _find_offset(self, line: int, column: int) -> int:
         """Return the offset in the text, in characters; a tree counts columns in bytes."""
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
     def find_span(self, node: ast.AST) -> tuple[int, int]:
-        return self._to_offset(node.lineno, node.col_offset), self._to_offset(node.end_lineno, node.end_col_offset)
+        return self._find_offset(node.lineno, node.col_offset), self._find_offset(node.end_lineno, node.end_col_offset)
 
     def find_operator(self, left: ast.AST, right: ast.AST) -> tuple[int, int]:
         """Return the span of the operator between two operands; it may be two words."""
-        first, end = self._find_token(self.find_span(left)[1]), self._find_token(self.find_span(right)[0])
-        return self._tokens[first][0], self._tokens[end - 1][1]
+        start, end = self._find_token(self.find_span(left)[1]), self._find_token(self.find_span(right)[0])
+        return self._tokens[start][0], self._tokens[end - 1][1]
 
     def find_first_token(self, node: ast.AST) -> tuple[int, int]:
         return self._tokens[self._find_token(self.find_span(node)[0])]
@@ -200,8 +200,8 @@ def _swap_arguments(source: Source, node: ast.Call) -> Iterator[Mutation]:
     """Let neighbours among the arguments change places, by position or by keyword."""
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     positional = [] if name in COMMUTATIVE else [x for x in node.args if not isinstance(x, ast.Starred)]
-    named = [keyword.value for keyword in node.keywords if keyword.arg]
-    for first, second in (*itertools.pairwise(positional), *itertools.pairwise(named)):
+    keywords = [keyword.value for keyword in node.keywords if keyword.arg]
+    for first, second in (*itertools.pairwise(positional), *itertools.pairwise(keywords)):
         (a, b), (c, d) = source.find_span(first), source.find_span(second)
         new = source.text[c:d] + source.text[b:c] + source.text[a:b]
         if ast.dump(first) != ast.dump(second):

@@ -156,19 +156,19 @@ class Wheel:
             return None
         if self.find_file(name) or any(file.startswith(name.replace(".", "/") + "/") for file in self.files):
             return None
-        module, _, last = name.rpartition(".")
-        binding = self.list_names(module).get(last, "missing")
+        module, _, attribute = name.rpartition(".")
+        binding = self.list_names(module).get(attribute, "missing")
         if isinstance(binding, tuple):
             return self.look_up(".".join(binding), (*passed, name)) if self.find_file(binding[0]) else None
         if isinstance(binding, ast.FunctionDef):
             arguments = binding.args
             return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        if binding == "missing" and "." not in module and last in self.list_lazy_names():
+        if binding == "missing" and "." not in module and attribute in self.list_lazy_names():
             return None
         return "missing" if binding == "missing" else None
 
 
-def write(tree: Path, wheels: Path) -> list[str]:
+def write_profile(tree: Path, wheels: Path) -> list[str]:
     """Look everything up in the wheels, store what they have, and return a line for each name they lack."""
     packages = {}
     for package, version in read_pins().items():
@@ -203,7 +203,7 @@ if __name__ == "__main__":
     problems = []
     if options.write:
         with tempfile.TemporaryDirectory() as temporary:
-            problems = write(options.tree, options.wheels or Path(temporary))
+            problems = write_profile(options.tree, options.wheels or Path(temporary))
     problems += find_problems(options.tree)
     print("\n".join(problems) or f"{len(find_uses(options.tree))} names are in the npu profile")
     sys.exit(bool(problems))

@@ -176,7 +176,7 @@ def fill_pages(docs: Path) -> dict[Path, str]:
     """
     results = {path.stem: check_result(path, _read_object(path)) for path in sorted((docs / "results").glob("*.json"))}
     filled = {page: fill_page(page, results) for page in sorted(docs.glob("*.md"))}
-    if unused := sorted(set(results).difference(*(used for _, used in filled.values()))):
+    if unused := sorted(set(results).difference(*(names for _, names in filled.values()))):
         raise ValueError(f"{docs / 'results'}: no page shows {', '.join(unused)}; give it a table, or remove the file")
     return {page: text for page, (text, _) in filled.items()}
 

@@ -1,4 +1,4 @@
-"""The demo's toy: a character-level Qwen3 and two-digit additions, made on the spot.
+"""A character-level Qwen3 learns two-digit additions in the demo; both are made on the spot.
 
 Without torch and transformers at its top, so that settings are checked before either is imported.
 """

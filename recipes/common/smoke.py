@@ -17,7 +17,7 @@ _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assis
 
 @dataclass(frozen=True)
 class RecipeConfig(RunConfig):
-    """A recipe: a RunConfig that can be tried on any machine."""
+    """Settings of a recipe: a RunConfig that can be tried on any machine."""
 
     smoke: bool = False
     """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
@@ -29,7 +29,7 @@ class RecipeConfig(RunConfig):
 
 @dataclass(frozen=True)
 class VlmRecipeConfig(RecipeConfig):
-    """A recipe for vision-language models."""
+    """Settings of a recipe for vision-language models."""
 
     smoke_model: TinyVlm = "qwen2_5_vl"
     """Kind of the tiny model that smoke makes."""
@@ -37,7 +37,7 @@ class VlmRecipeConfig(RecipeConfig):
 
 @dataclass(frozen=True)
 class SftRecipeConfig(SftConfig):
-    """A recipe of supervised training that can be tried on any machine."""
+    """Settings of a recipe of supervised training that can be tried on any machine."""
 
     smoke: bool = False
     """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
@@ -49,7 +49,7 @@ class SftRecipeConfig(SftConfig):
 
 @dataclass(frozen=True)
 class SftVlmRecipeConfig(SftRecipeConfig):
-    """A recipe of supervised training for vision-language models."""
+    """Settings of a recipe of supervised training for vision-language models."""
 
     smoke_model: TinyVlm = "qwen2_5_vl"
     """Kind of the tiny model that smoke makes."""

@@ -43,7 +43,7 @@ def make_model(folder: Path, seed: int) -> Path:
     return Path(make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, seed=seed, **sizes))
 
 
-def draw(generator: np.random.Generator) -> tuple[Image.Image, str]:
+def draw_image(generator: np.random.Generator) -> tuple[Image.Image, str]:
     """Draw an image, and return it with its right answer, such as ``red 3``."""
     colour, count = generator.choice(list(COLOURS)), int(generator.integers(1, MAX_COUNT + 1))
     image = Image.new("RGB", (SIDE, SIDE), tuple(generator.integers(0, 60, 3).tolist()))
@@ -60,7 +60,7 @@ def make_data(folder: Path, counts: dict[str, int] = IMAGE_COUNTS) -> Path:
     for seed, (name, count) in enumerate(counts.items()):
         generator, rows = np.random.default_rng(seed), []
         for number in range(count):
-            image, answer = draw(generator)
+            image, answer = draw_image(generator)
             path = f"images/{name}_{number:04d}.png"
             image.save(folder / path)
             rows.append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})

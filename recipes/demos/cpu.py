@@ -49,7 +49,7 @@ from rlworker.trainers.stop import Stop, ending_well
 
 @dataclass(frozen=True)
 class DemoConfig(RunConfig):
-    """The demo: a RunConfig with a warm-up before it and a control beside it."""
+    """Settings of a demo: a RunConfig with a warm-up before it and a control beside it."""
 
     warm_up_steps: Annotated[int, Ge(1)] = 1000
     """Most supervised steps, of 256 questions each."""

@@ -143,7 +143,7 @@ def print_row(title: str, numbers: dict[str, float]) -> None:
     print(f"{title:28s}" + "  ".join(f"{name} {value * 1000:.0f}" for name, value in numbers.items()))
 
 
-def to_row(title: str, numbers: dict[str, float]) -> dict[str, str | float]:
+def make_row(title: str, numbers: dict[str, float]) -> dict[str, str | float]:
     return {"process": title} | {f"{name} ms": 1000 * value for name, value in numbers.items()}
 
 
@@ -158,13 +158,13 @@ def main() -> None:
         print("milliseconds of a step, medians:")
         worker = bench_worker(folder, OPTIONS.ranks, OPTIONS.rollouts, steps)
         print_row("rlworker", worker)
-        rows = [to_row(f"rlworker, {OPTIONS.ranks} rank(s)", worker)]
+        rows = [make_row(f"rlworker, {OPTIONS.ranks} rank(s)", worker)]
         for threads in (1, 2):
             single = bench_single_process(folder, steps, threads)
             print_row(f"one process, {threads} thread(s)", single)
             ratios = (f"{kind} {worker[f'{kind} step'] / single[f'{kind} step']:.2f}" for kind in ("wall", "cpu"))
             print(f"{'':28s}ours over it: {', '.join(ratios)}")
-            rows.append(to_row(f"one process, {threads} thread(s)", single))
+            rows.append(make_row(f"one process, {threads} thread(s)", single))
     write_figures(OPTIONS.json, rows)
 
 

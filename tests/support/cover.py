@@ -40,7 +40,7 @@ class Matrix:
 
     @cached_property
     def cases(self) -> list[Case]:
-        """Every allowed case of the product, the last factor changing fastest."""
+        """Allowed cases of the product, the last factor changing fastest."""
         cases = product(*self.factors.values())
         return [case for case in cases if self.allowed(dict(zip(self.factors, case, strict=True)))]
 

@@ -1,4 +1,4 @@
-"""What the ranks of the Megatron tests run: built here so that every process imports the same functions."""
+"""Ranks of the Megatron tests run these functions, which every process imports from here."""
 
 LENGTHS = (13, 2, 5, 30, 1, 9, 6, 21, 4)
 """Ids per sequence: one with a single input and one with none, no two alike, and an odd count of inputs at the end, so
@@ -104,8 +104,8 @@ def gather_logits(engine, shard):
 
         def keep(hidden):
             logits = engine.gather_states(hidden).transpose(0, 1) @ engine.module.module.output_weight.T
-            whole = gather_from_tensor_model_parallel_region(logits)
-            parts.append(layout.unpack(whole, mpu.get_context_parallel_group())[:, : engine.model.vocab])
+            full_logits = gather_from_tensor_model_parallel_region(logits)
+            parts.append(layout.unpack(full_logits, mpu.get_context_parallel_group())[:, : engine.model.vocab])
             return logits.sum(), torch.tensor(0), {}
 
         return engine.forward_micro_batch(module, micro, layout), keep

@@ -45,11 +45,11 @@ class ProcessTree:
             # One that is waited for meanwhile may be in its parent's reading as well as in its own.
             if all(process.is_running() for process in now):
                 break
-        ended = Counter()
+        ended_seconds = Counter()
         for process, reading in self._last.items():
             if process not in now:
-                ended[self._find_heir(process, now)] += reading.seconds
-        for heir, seconds in ended.items():
+                ended_seconds[self._find_heir(process, now)] += reading.seconds
+        for heir, seconds in ended_seconds.items():
             waited_for = now[heir].waited_for - self._last[heir].waited_for if heir else 0.0
             self._unaccounted += max(0.0, seconds - waited_for)
         self._last = now
