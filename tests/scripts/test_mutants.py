@@ -104,8 +104,8 @@ def test_a_mutant_is_its_original_but_for_one_statement(scripts, seed):
     for mutant in drawn:
         assert mutant.before == (ROOT / mutant.path).read_text()
         before, after = own(mutant.before), own(mutant.after)
-        assert len(before) == len(after) and sum(a != b for a, b in zip(before, after)) == 1, mutant.diff()
-        was, now = mutant.change()
+        assert len(before) == len(after) and sum(a != b for a, b in zip(before, after)) == 1, mutant.format_diff()
+        was, now = mutant.format_change()
         assert was != now and (now or mutant.mutation.operator == "drop")
 
 
