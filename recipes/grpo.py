@@ -20,7 +20,7 @@ def find_last_number(text: str) -> Decimal | None:
 
 
 def reward(text: str, row: Row) -> float:
-    """Return 1 where the last number is the answer, or the last line where the answer is no number."""
+    """Return 1 where the last number is the answer, or the last line if the answer is no number."""
     answer, last_line = row.answer.strip(), text.strip().rpartition("\n")[2].strip()
     if NUMBER.fullmatch(answer):
         return float(find_last_number(text) == find_last_number(answer))
