@@ -6,7 +6,7 @@ penalty for answers that run long, every token of a mini-batch counting alike, n
 """
 
 from recipes.common.mathematics import INSTRUCTION, math_reward
-from recipes.common.smoke import RecipeConfig, recipe_config
+from recipes.common.smoke import RecipeConfig, parse_recipe_config
 from rlworker import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -52,12 +52,12 @@ DEFAULT = RecipeConfig(
 
 
 def right_or_wrong(text: str, row: Row) -> float:
-    """1 where the answer is right, else -1: the scale that the penalty is made for (the paper, equation 7)."""
+    """Return 1 where the answer is right, else -1: the scale that the penalty is made for (the paper, equation 7)."""
     return 2 * math_reward(text, row) - 1
 
 
 def penalize_overlong(config: RecipeConfig) -> advantages.AdvantageFn:
-    """GRPO's advantages, after the penalty on the last fifth of the longest answer (the paper: 4,096 of 20,480)."""
+    """Make GRPO's advantage, after a penalty on the last fifth of the longest answer (the paper: 4,096 of 20,480)."""
     longest = config.rollout.max_new_tokens
 
     def advantage(batch: TrainBatch):
@@ -67,5 +67,5 @@ def penalize_overlong(config: RecipeConfig) -> advantages.AdvantageFn:
 
 
 if __name__ == "__main__":
-    config = recipe_config(DEFAULT, __doc__)
+    config = parse_recipe_config(DEFAULT, __doc__)
     launch(config, right_or_wrong, advantage=penalize_overlong(config))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from recipes import grpo_gsm8k
 from recipes.common.mathematics import math_reward
-from recipes.common.smoke import recipe_config
+from recipes.common.smoke import parse_recipe_config
 from rlworker import AlgorithmConfig, advantages, launch
 
 DEFAULT = replace(
@@ -21,4 +21,4 @@ DEFAULT = replace(
 )
 
 if __name__ == "__main__":
-    launch(recipe_config(DEFAULT, __doc__), math_reward, advantage=advantages.distill)
+    launch(parse_recipe_config(DEFAULT, __doc__), math_reward, advantage=advantages.distill)

@@ -15,12 +15,12 @@ NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 
 
 def find_last_number(text: str) -> Decimal | None:
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def reward(text: str, row: Row) -> float:
-    """1 where the last number is the answer, or the last line where the answer is no number."""
+    """Return 1 where the last number is the answer, or the last line if the answer is no number."""
     answer, last_line = row.answer.strip(), text.strip().rpartition("\n")[2].strip()
     if NUMBER.fullmatch(answer):
         return float(find_last_number(text) == find_last_number(answer))

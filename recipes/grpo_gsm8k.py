@@ -8,7 +8,7 @@ the sizes of a node of that platform.
 """
 
 from recipes.common.mathematics import INSTRUCTION, math_reward
-from recipes.common.smoke import RecipeConfig, recipe_config
+from recipes.common.smoke import RecipeConfig, parse_recipe_config
 from rlworker import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -43,4 +43,4 @@ DEFAULT = RecipeConfig(
 )
 
 if __name__ == "__main__":
-    launch(recipe_config(DEFAULT, __doc__), math_reward)
+    launch(parse_recipe_config(DEFAULT, __doc__), math_reward)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from recipes import grpo_gsm8k
 from recipes.common.mathematics import math_reward
-from recipes.common.smoke import recipe_config
+from recipes.common.smoke import parse_recipe_config
 from rlworker import AlgorithmConfig, CriticConfig, launch
 
 DEFAULT = replace(
@@ -22,4 +22,4 @@ DEFAULT = replace(
 )
 
 if __name__ == "__main__":
-    launch(recipe_config(DEFAULT, __doc__), math_reward)
+    launch(parse_recipe_config(DEFAULT, __doc__), math_reward)

@@ -10,7 +10,7 @@ is a HuggingFace folder that every RL recipe can start from.
 from dataclasses import replace
 
 from recipes import grpo_gsm8k
-from recipes.common.smoke import SftRecipeConfig, recipe_config
+from recipes.common.smoke import SftRecipeConfig, parse_recipe_config
 from rlworker import OptimizerConfig, launch_supervised
 
 DEFAULT = SftRecipeConfig(
@@ -26,4 +26,4 @@ DEFAULT = SftRecipeConfig(
 )
 
 if __name__ == "__main__":
-    launch_supervised(recipe_config(DEFAULT, __doc__))
+    launch_supervised(parse_recipe_config(DEFAULT, __doc__))

@@ -10,7 +10,7 @@ that every RL recipe can start from.
 from dataclasses import replace
 
 from recipes import grpo_geo3k
-from recipes.common.smoke import SftVlmRecipeConfig, recipe_config
+from recipes.common.smoke import SftVlmRecipeConfig, parse_recipe_config
 from rlworker import OptimizerConfig, launch_supervised
 
 DEFAULT = SftVlmRecipeConfig(
@@ -27,4 +27,4 @@ DEFAULT = SftVlmRecipeConfig(
 )
 
 if __name__ == "__main__":
-    launch_supervised(recipe_config(DEFAULT, __doc__))
+    launch_supervised(parse_recipe_config(DEFAULT, __doc__))

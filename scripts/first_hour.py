@@ -21,7 +21,7 @@ ENOUGH = 0.9
 """Share of the held-out rows that the trained model must answer right."""
 
 
-def blocks(page: str) -> list[tuple[str | None, str]]:
+def parse_blocks(page: str) -> list[tuple[str | None, str]]:
     """Return the page's blocks in order: ``(file name, text)``, the name being None where the text is run."""
     return [(name or None, text) for _, name, text in _BLOCK.findall(page)]
 
@@ -33,7 +33,7 @@ def follow(page: str, folder: Path) -> None:
         subprocess.CalledProcessError: a command failed.
     """
     exports = []
-    for name, text in blocks(page):
+    for name, text in parse_blocks(page):
         if name:
             (folder / name).write_text(text)
             continue
@@ -43,7 +43,7 @@ def follow(page: str, folder: Path) -> None:
         exports += [line for line in text.splitlines() if line.startswith("export ")]
 
 
-def heldout_rewards(run: Path) -> list[float]:
+def read_heldout_rewards(run: Path) -> list[float]:
     """Return the held-out rewards of a run folder, in the order of its steps."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [line["heldout"] for line in lines if "heldout" in line]
@@ -53,7 +53,7 @@ def main() -> int:
     folder = Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp(prefix="first_hour_"))
     folder.mkdir(parents=True, exist_ok=True)
     follow(PAGE.read_text(encoding="utf-8"), folder)
-    rewards = heldout_rewards(folder / "runs" / "mine")
+    rewards = read_heldout_rewards(folder / "runs" / "mine")
     print(f"\nheld-out reward: {rewards[0]:.3f} before, {rewards[-1]:.3f} after; everything is in {folder}")
     return int(rewards[-1] < max(ENOUGH, rewards[0]))
 

@@ -1,4 +1,4 @@
-"""Do the tests notice when the code is wrong? Small faults are planted one at a time, and the tests must find each.
+"""Plant small faults, one at a time: do the tests notice when the code is wrong? They must find each.
 
     python scripts/mutants.py --seed 1 [--count 20] [--list] [--only K] [--fast] [--out mutants.json]
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from mutations import Mutation, places
+from mutations import Mutation, list_mutations
 
 ROOT = Path(__file__).parent.parent
 _E, _H, _R = "tests/engines", "tests/hardware", "tests/rlworker"
@@ -78,7 +78,7 @@ MODULES = {
     "engines/megatron/checkpoint.py": (*_ENGINE, f"{_E}/megatron/test_bf16_engine.py"),
     "rlworker/tracking/run_folder.py": (f"{_R}/tracking/test_checkpoint.py", f"{_R}/trainers/test_run.py"),
 }
-"""Where faults are planted, and the tests that are asked first, those that say most in least time before the others."""
+"""File that faults are planted in -> tests that are asked first, those that say most in least time before others."""
 ENOUGH = 0.9
 OWN_TEST = "tests/scripts/test_mutants.py"
 """Not asked: it tests this script."""
@@ -103,44 +103,44 @@ class Mutant:
     def after(self) -> str:
         return self.mutation.apply(self.before)
 
-    def change(self) -> tuple[str, str]:
-        """The lines that differ, before and after, each put into one line."""
-        lines = [line for line in self.diff().splitlines()[2:] if line[:1] in "+-"]
+    def format_change(self) -> tuple[str, str]:
+        """Return the lines that differ, before and after, each put into one line."""
+        lines = [line for line in self.format_diff().splitlines()[2:] if line[:1] in "+-"]
         return tuple(" ".join(" ".join(x[1:].split()) for x in lines if x[0] == sign) for sign in "-+")
 
-    def diff(self) -> str:
+    def format_diff(self) -> str:
         texts = (text.splitlines(keepends=True) for text in (self.before, self.after))
         return "".join(difflib.unified_diff(*texts, f"a/{self.path}", f"b/{self.path}", n=1))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of tests came to: the test that ``failed``, or hung, with what it said; None where all passed."""
+    """The result of a run of tests: the test that ``failed`` or hung with its message; None where all passed."""
 
     failed: str | None = None
     how: str = ""
 
 
 def draw(root: Path, paths: list[str], seed: int, count: int) -> list[Mutant]:
-    """``count`` mutants, each of another statement: statements are drawn alike, then an operator, then its place.
+    """Draw ``count`` mutants, each of another statement: statements are drawn alike, then an operator, then its place.
 
     Raises:
         ValueError: the modules have fewer statements that can be broken.
     """
     texts = {path: (root / path).read_text(encoding="utf-8") for path in paths}
-    every = [(path, faults) for path in paths for faults in places(texts[path])]
-    if count > len(every):
-        raise ValueError(f"--count: the modules have {len(every)} statements to break, got {count}; ask for fewer")
-    drawn, rng = [], random.Random(seed)
-    for path, faults in rng.sample(every, count):
+    statements = [(path, faults) for path in paths for faults in list_mutations(texts[path])]
+    if count > len(statements):
+        raise ValueError(f"--count: the modules have {len(statements)} statements to break, got {count}; ask for fewer")
+    mutants, rng = [], random.Random(seed)
+    for path, faults in rng.sample(statements, count):
         operator = rng.choice(sorted({fault.operator for fault in faults}))
         fault = rng.choice([fault for fault in faults if fault.operator == operator])
-        drawn.append(Mutant(path, fault, texts[path]))
-    return drawn
+        mutants.append(Mutant(path, fault, texts[path]))
+    return mutants
 
 
 def copy_tree(root: Path, target: Path) -> Path:
-    """The project without what git ignores."""
+    """Copy the project to ``target`` without what git ignores."""
     ignore = root / ".gitignore"
     names = [line.strip("/") for line in ignore.read_text().split()] if ignore.exists() else []
     return Path(shutil.copytree(root, target, symlinks=True, ignore=shutil.ignore_patterns(".git", *names)))
@@ -164,11 +164,11 @@ def run_tests(tree: Path, arguments: list[str], silence_s: float) -> Outcome:
         )
         is_silent = _wait(process, log, silence_s)
         _end_children()
-    return _outcome(log.read_text(errors="replace"), None if is_silent else process.returncode, silence_s)
+    return _read_outcome(log.read_text(errors="replace"), None if is_silent else process.returncode, silence_s)
 
 
 def _wait(process: subprocess.Popen, log: Path, silence_s: float) -> bool:
-    """Until the process ends, or its log has not grown for so long: whether it is the latter.
+    """Wait until the process ends, or its log has not grown for so long: whether it is the latter.
 
     Imports and collection say nothing, and on a busy machine take their time: they may take ten times as long.
     """
@@ -194,50 +194,51 @@ def _end_children() -> None:
         psutil.wait_procs(children, timeout=10)
 
 
-def _outcome(log: str, code: int | None, silence_s: float) -> Outcome:
+def _read_outcome(log: str, code: int | None, silence_s: float) -> Outcome:
     """Read a log of ``pytest -x -v``; a ``code`` of None is a run that fell silent."""
     if code in (0, _EXIT_NOTHING):
         return Outcome()
     if code == _EXIT_UNUSABLE:
         raise ValueError(f"pytest could not begin: {log.strip()[-500:]!r}; do the tests named in MODULES exist?")
-    if code in (_EXIT_FAILED, _EXIT_INTERRUPTED) and (found := re.findall(r"(?m)^(?:FAILED|ERROR) (\S+\.py.*)$", log)):
-        test, _, said = found[-1].partition(" - ")
-        return Outcome(test, said or "failed")
+    failures = re.findall(r"(?m)^(?:FAILED|ERROR) (\S+\.py.*)$", log)
+    if code in (_EXIT_FAILED, _EXIT_INTERRUPTED) and failures:
+        test, _, message = failures[-1].partition(" - ")
+        return Outcome(test, message or "failed")
     running = re.findall(r"(?m)^(\S+\.py::.+?)(?: (?:PASSED|FAILED|SKIPPED|XFAIL|ERROR).*)?$", log) or [_NO_TEST]
-    ended = f"silent for {silence_s:.0f} s" if code is None else f"the run died with {code}"
-    return Outcome(running[-1].strip(), f"{ended} {log.strip()[-300:] if code is not None else ''}".strip())
+    ending = f"silent for {silence_s:.0f} s" if code is None else f"the run died with {code}"
+    return Outcome(running[-1].strip(), f"{ending} {log.strip()[-300:] if code is not None else ''}".strip())
 
 
 class Judge:
-    """Runs the tests against mutants, and against the untouched tree the tests that found one."""
+    """Runs tests against mutants, and against the untouched tree the tests that found one."""
 
     def __init__(self, root: Path, modules: dict[str, tuple[str, ...]], silence_s: float, fast: bool):
         self.root, self.modules, self.silence_s, self.fast = root, modules, silence_s, fast
         self.broken: dict[str, str] = {}
-        """Tests that fail without a mutant too, with what they said; they are not asked again."""
+        """Tests that fail without a mutant too -> their message; they are not asked again."""
         self._sound: set[str] = set()
 
     def decide(self, mutant: Mutant) -> Outcome:
-        """What found the mutant, if anything did."""
-        first = self.modules[mutant.path]
-        rest = [f"--ignore={test}" for test in (*first, OWN_TEST)]
+        """Run the tests against a mutant: which of them found it, if any did."""
+        module_tests = self.modules[mutant.path]
+        other_tests = [f"--ignore={test}" for test in (*module_tests, OWN_TEST)]
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
             tree = copy_tree(self.root, Path(folder, "tree"))
             (tree / mutant.path).write_text(mutant.after, encoding="utf-8")
-            for tests in (list(first),) if self.fast else (list(first), rest):
-                if (outcome := self._first_failure(tree, tests)).failed:
+            for tests in (list(module_tests),) if self.fast else (list(module_tests), other_tests):
+                if (outcome := self._find_failure(tree, tests)).failed:
                     return outcome
         return Outcome()
 
-    def _first_failure(self, tree: Path, tests: list[str]) -> Outcome:
+    def _find_failure(self, tree: Path, tests: list[str]) -> Outcome:
         while True:
-            left_out = [f"--deselect={test}" for test in self.broken]
-            outcome = run_tests(tree, tests + left_out, self.silence_s)
+            deselected = [f"--deselect={test}" for test in self.broken]
+            outcome = run_tests(tree, tests + deselected, self.silence_s)
             if outcome.failed is None or self._is_sound(outcome.failed):
                 return outcome
 
     def _is_sound(self, test: str) -> bool:
-        """Whether a test passes on the untouched tree; one that does not is left out from here on.
+        """Tell whether a test passes on the untouched tree; one that does not is left out from here on.
 
         Raises:
             ValueError: it does not, and cannot be left out either.
@@ -246,19 +247,20 @@ class Judge:
             return True
         if test in self.broken:
             raise ValueError(f"{test} cannot be left out and fails on the untouched tree; mend it: {self.broken[test]}")
-        if said := self._untouched(test).how:
-            self.broken[test] = said
+        if message := self._run_untouched(test).how:
+            self.broken[test] = message
         else:
             self._sound.add(test)
-        return not said
+        return not message
 
-    def _untouched(self, test: str) -> Outcome:
-        asked = [test] if "::" in test else ["--collect-only", *([] if test == _NO_TEST else [test])]
+    def _run_untouched(self, test: str) -> Outcome:
+        arguments = [test] if "::" in test else ["--collect-only", *([] if test == _NO_TEST else [test])]
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-            return run_tests(copy_tree(self.root, Path(folder, "tree")), asked, self.silence_s)
+            return run_tests(copy_tree(self.root, Path(folder, "tree")), arguments, self.silence_s)
 
 
-def options() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True, help="which statements are drawn")
     parser.add_argument("--count", type=int, default=20, help="how many")
@@ -267,65 +269,60 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--fast", action="store_true", help="only the tests that MODULES maps to the module")
     parser.add_argument("--timeout", type=float, default=600, help="seconds without a test ending that count as found")
     parser.add_argument("--out", type=Path, help="a JSON file for everything, written after each mutant")
-    parser.add_argument(
-        "--equivalent",
-        nargs="+",
-        default=[],
-        metavar="FILE:LINE:OPERATOR",
-        help="mutants of this seed that compute the same; they are not run and do not count",
-    )
+    equivalent_help = "mutants of this seed that compute the same; they are not run and do not count"
+    parser.add_argument("--equivalent", nargs="+", default=[], metavar="FILE:LINE:OPERATOR", help=equivalent_help)
     return parser
 
 
-def chosen(arguments: argparse.Namespace, drawn: list[Mutant]) -> list[tuple[int, Mutant]]:
-    """The mutants to run, with their numbers.
+def choose(arguments: argparse.Namespace, mutants: list[Mutant]) -> list[tuple[int, Mutant]]:
+    """Choose the mutants to run, with their numbers from 1.
 
     Raises:
         ValueError: an option names a mutant that was not drawn.
     """
-    if unknown := set(arguments.equivalent) - {mutant.name for mutant in drawn}:
+    if unknown := set(arguments.equivalent) - {mutant.name for mutant in mutants}:
         raise ValueError(f"--equivalent: seed {arguments.seed} draws no {sorted(unknown)}; --list shows what it draws")
-    if arguments.only is not None and not 1 <= arguments.only <= len(drawn):
-        raise ValueError(f"--only: expected a number from 1 to {len(drawn)}, got {arguments.only}")
-    numbered = list(enumerate(drawn, 1))
-    wanted = numbered if arguments.only is None else [numbered[arguments.only - 1]]
-    return [(number, mutant) for number, mutant in wanted if mutant.name not in arguments.equivalent]
+    if arguments.only is not None and not 1 <= arguments.only <= len(mutants):
+        raise ValueError(f"--only: expected a number from 1 to {len(mutants)}, got {arguments.only}")
+    numbered = list(enumerate(mutants, 1))
+    selected = numbered if arguments.only is None else [numbered[arguments.only - 1]]
+    return [(number, mutant) for number, mutant in selected if mutant.name not in arguments.equivalent]
 
 
 def judge_all(arguments: argparse.Namespace, mutants: list[tuple[int, Mutant]], judge: Judge) -> bool:
-    """Decide each mutant and tell it: whether enough were found."""
+    """Decide each mutant and print it: whether enough were found."""
     rows, survivors = [], []
     for number, mutant in mutants:
         start = time.monotonic()
-        outcome, (before, after) = judge.decide(mutant), mutant.change()
+        outcome, (before, after) = judge.decide(mutant), mutant.format_change()
         seconds = round(time.monotonic() - start, 1)
         verdict = f"found by {outcome.failed} ({outcome.how})" if outcome.failed else "SURVIVED"
         print(f"{number:3} {mutant.name}  {before}  ->  {after}  {verdict} after {seconds:.0f} s", flush=True)
-        rows.append(dict(number=number, name=mutant.name, diff=mutant.diff(), found_by=outcome.failed))
-        rows[-1] |= dict(said=outcome.how, seconds=seconds)
+        rows.append(dict(number=number, name=mutant.name, diff=mutant.format_diff(), found_by=outcome.failed))
+        rows[-1] |= dict(message=outcome.how, seconds=seconds)
         survivors += [] if outcome.failed else [mutant]
-        found = len(rows) - len(survivors)
+        found_count = len(rows) - len(survivors)
         if arguments.out:
-            summary = dict(seed=arguments.seed, count=arguments.count, fast=arguments.fast, found=found)
+            summary = dict(seed=arguments.seed, count=arguments.count, fast=arguments.fast, found=found_count)
             summary |= dict(equivalent=arguments.equivalent, fail_untouched=judge.broken, mutants=rows)
             arguments.out.write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"{found} of {len(rows)} found" + (", by the modules' own tests alone" if arguments.fast else ""))
-    for test, said in judge.broken.items():
-        print(f"not asked, since it fails on the untouched tree: {test} ({said})")
+    print(f"{found_count} of {len(rows)} found" + (", by the modules' own tests alone" if arguments.fast else ""))
+    for test, message in judge.broken.items():
+        print(f"not asked, since it fails on the untouched tree: {test} ({message})")
     for mutant in survivors:
-        print(f"\n{mutant.name} survived:\n{mutant.diff()}", end="")
-    return found >= ENOUGH * len(rows)
+        print(f"\n{mutant.name} survived:\n{mutant.format_diff()}", end="")
+    return found_count >= ENOUGH * len(rows)
 
 
 def main(root: Path = ROOT, modules: dict[str, tuple[str, ...]] = MODULES) -> int:
-    arguments = options().parse_args()
+    arguments = make_parser().parse_args()
     try:
         if missing := [name for tests in modules.values() for name in tests if not (root / name).is_file()]:
             raise ValueError(f"MODULES: {root} has no {missing}; name tests that exist")
-        mutants = chosen(arguments, draw(root, list(modules), arguments.seed, arguments.count))
+        mutants = choose(arguments, draw(root, list(modules), arguments.seed, arguments.count))
         if arguments.list:
             for number, mutant in mutants:
-                print(f"{number:3} {mutant.name}  {'  ->  '.join(mutant.change())}")
+                print(f"{number:3} {mutant.name}  {'  ->  '.join(mutant.format_change())}")
             return 0
         if not mutants:
             raise ValueError("--equivalent: no mutant is left to run; name fewer")

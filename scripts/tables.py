@@ -4,8 +4,8 @@
     python scripts/tables.py --check                  # exit status 1 where a page says otherwise
     python scripts/tables.py add SOURCE --name NAME   # store a result as docs/results/NAME.json
 
-SOURCE is a run folder, or a file that a benchmark's ``--json`` or pytest's ``--costs`` or ``--measured`` wrote. Where a
-table stands and which results are its rows is said by its page; ``*`` in a name stands for anything:
+SOURCE is a run folder, or a file that a benchmark's ``--json`` or pytest's ``--costs`` or ``--measured`` wrote. A page
+says where a table stands and which results are its rows; ``*`` in a name stands for anything:
 
     <!-- table: demo_seed* demo_shuffled -->
     <!-- end -->
@@ -27,7 +27,7 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 NEEDED = ("command", "commit", "date", "platform", "device")
 FIELDS = (*NEEDED, "note")
-"""What heads a table: one that its results do not share becomes a column."""
+"""Fields that head a table: one that its results do not share becomes a column."""
 BEGIN, END = "<!-- table: ", "<!-- end -->"
 TABLE = re.compile(rf"({BEGIN}(.+?) -->\n)(.*?)({END})", re.DOTALL)
 WIDTH = 100
@@ -43,8 +43,8 @@ class Result:
     rows: list[dict[str, Any]]
 
 
-def to_result(source: Path, stored: dict[str, Any]) -> Result:
-    """Check what a source says.
+def check_result(source: Path, stored: dict[str, Any]) -> Result:
+    """Check a stored result, and return it.
 
     Raises:
         ValueError: it lacks what a table needs, or was measured at sizes that only show that a program runs.
@@ -72,22 +72,26 @@ def _read_object(path: Path) -> dict[str, Any]:
 # -- from results to a table
 
 
-def render(results: list[Result]) -> str:
-    """Write results as a block of what heads them all and a table of their rows; what differs becomes a column."""
+def render_table(results: list[Result]) -> str:
+    """Write results as a block of the head that they share and a table of their rows.
+
+    Fields of the heads that differ become columns.
+    """
     heads = [head | {"date": head["date"][:10]} for head in (result.head for result in results)]
     shared = {field: heads[0].get(field, "") for field in FIELDS if len({head.get(field) for head in heads}) == 1}
     words = [head["command"].split() for head in heads]
-    prefix = [same[0] for same in takewhile(lambda same: len(set(same)) == 1, zip(*words))]
-    own = [{field: head.get(field, "") for field in FIELDS if field not in shared} for head in heads]
+    prefix = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*words))]
+    fields = [{field: head.get(field, "") for field in FIELDS if field not in shared} for head in heads]
     if "command" not in shared:
         while prefix and prefix[-1].startswith("-"):  # an option stays with its value
             prefix.pop()
         shared["command"] = " ".join([*prefix, "…"])
-        for row, command in zip(own, words, strict=True):
+        for row, command in zip(fields, words, strict=True):
             options = " ".join(command[len(prefix) :])
             row["command"] = f"`{options}`" if options else ""
-    notes = [{"note": extra.pop("note")} if "note" in extra else {} for extra in own]
-    rows = [a | row | z for a, z, result in zip(own, notes, results, strict=True) for row in result.rows]
+    notes = [{"note": extra.pop("note")} if "note" in extra else {} for extra in fields]
+    columns = zip(fields, notes, results, strict=True)
+    rows = [left | row | right for left, right, result in columns for row in result.rows]
     return f"```text\n{_render_head(shared)}\n```\n\n{_render_rows(rows)}"
 
 
@@ -119,14 +123,14 @@ def format_column(values: list[Any]) -> list[str]:
     """Write the values of a column: numbers to as many places as the largest needs for three digits."""
     largest = max((abs(value) for value in values if isinstance(value, float)), default=0.0)
     places = 0 if largest >= 100 else 1 if largest >= 10 else 2 if largest > 1 else 3
-    return [_format(value, places) for value in values]
+    return [_format_value(value, places) for value in values]
 
 
-def _format(value: Any, places: int) -> str:
+def _format_value(value: Any, places: int) -> str:
     if value is None:
         return ""
     if isinstance(value, dict):
-        return "; ".join(f"{name} {_format(each, places)}" for name, each in value.items())
+        return "; ".join(f"{name} {_format_value(figure, places)}" for name, figure in value.items())
     if isinstance(value, str):
         return value.replace("|", "\\|")
     if isinstance(value, int) or value == 0:
@@ -139,29 +143,29 @@ def _format(value: Any, places: int) -> str:
 # -- into the pages
 
 
-def fill(page: Path, results: dict[str, Result]) -> tuple[str, set[str]]:
+def fill_page(page: Path, results: dict[str, Result]) -> tuple[str, set[str]]:
     """Return a page's text with its tables as the results give them, and the names of those that it uses.
 
     Raises:
         ValueError: a table has no end, or names what there is no result of.
     """
-    text, used = page.read_text(), set()
+    text, used_names = page.read_text(), set()
 
-    def table(found: re.Match) -> str:
-        chosen = []
-        for pattern in found[2].split():
-            names = fnmatch.filter(results, pattern)
-            if not names:
+    def replace_table(match: re.Match) -> str:
+        names = []
+        for pattern in match[2].split():
+            matching_names = fnmatch.filter(results, pattern)
+            if not matching_names:
                 raise ValueError(f"{page}: table {pattern!r} has no docs/results/{pattern}.json; add it by tables.py")
-            chosen += names
-        used.update(chosen)
-        return f"{found[1]}{render([results[name] for name in chosen])}{found[4]}"
+            names += matching_names
+        used_names.update(names)
+        return f"{match[1]}{render_table([results[name] for name in names])}{match[4]}"
 
-    begun = text.count(BEGIN)
-    filled, count = TABLE.subn(table, text)
-    if not begun == count == text.count(END):
-        raise ValueError(f"{page}: {begun} tables begin and {text.count(END)} end; close each by {END}")
-    return filled, used
+    begin_count = text.count(BEGIN)
+    filled, count = TABLE.subn(replace_table, text)
+    if not begin_count == count == text.count(END):
+        raise ValueError(f"{page}: {begin_count} tables begin and {text.count(END)} end; close each by {END}")
+    return filled, used_names
 
 
 def fill_pages(docs: Path) -> dict[Path, str]:
@@ -170,9 +174,9 @@ def fill_pages(docs: Path) -> dict[Path, str]:
     Raises:
         ValueError: a result or a page is broken, or no page shows a result.
     """
-    results = {path.stem: to_result(path, _read_object(path)) for path in sorted((docs / "results").glob("*.json"))}
-    filled = {page: fill(page, results) for page in sorted(docs.glob("*.md"))}
-    if unused := sorted(set(results).difference(*(used for _, used in filled.values()))):
+    results = {path.stem: check_result(path, _read_object(path)) for path in sorted((docs / "results").glob("*.json"))}
+    filled = {page: fill_page(page, results) for page in sorted(docs.glob("*.md"))}
+    if unused := sorted(set(results).difference(*(names for _, names in filled.values()))):
         raise ValueError(f"{docs / 'results'}: no page shows {', '.join(unused)}; give it a table, or remove the file")
     return {page: text for page, (text, _) in filled.items()}
 
@@ -245,15 +249,15 @@ def sum_costs(files: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
             row["CPU-seconds"] += costs["cpu_s"]
             for kind, title in KINDS.items():
                 row[title] += costs[kind]
-    whole = rows.pop("all")
-    return [*rows.values(), whole]
+    total = rows.pop("all")
+    return [*rows.values(), total]
 
 
-def add(source: Path, target: Path, at: list[int], said: dict[str, str]) -> None:
+def add_result(source: Path, target: Path, at: list[int], fields: dict[str, str]) -> None:
     """Store a run folder, or what a benchmark or the suite wrote, as the result ``target``.
 
     Args:
-        said: fields of the head that the source lacks, or that are to stand in place of its own.
+        fields: of the head, which the source lacks, or which stand in place of its own.
 
     Raises:
         ValueError: it is none of these, or the head is not complete.
@@ -266,12 +270,12 @@ def add(source: Path, target: Path, at: list[int], said: dict[str, str]) -> None
         stored = _read_object(source)
         if "files" in stored:
             stored = {"head": stored.get("head", {}), "rows": sum_costs(stored["files"])}
-    stored["head"] = stored.get("head", {}) | said
-    to_result(source, stored)
+    stored["head"] = stored.get("head", {}) | fields
+    check_result(source, stored)
     target.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--docs", type=Path, default=DOCS, help=argparse.SUPPRESS)
@@ -285,11 +289,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = parse_arguments(arguments)
     try:
         if options.action == "add":
-            said = {field: value for field in FIELDS if (value := getattr(options, field))}
-            add(options.source, options.docs / "results" / f"{options.name}.json", options.at, said)
+            fields = {field: value for field in FIELDS if (value := getattr(options, field))}
+            add_result(options.source, options.docs / "results" / f"{options.name}.json", options.at, fields)
         elif options.check:
             faults = find_faults(options.docs)
             print("\n".join(faults or ["every table is what docs/results gives"]))

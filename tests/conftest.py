@@ -8,7 +8,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own 15 its workers
 os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide output that is not there when a process is killed
 
 import pytest
-from support.factors import world_of
+from support.factors import count_ranks
 from support.ranks.pool import Ranks
 
 pytest_plugins = ["support.suite.costs", "support.suite.lanes", "support.suite.measured"]
@@ -19,13 +19,13 @@ def make_hf_model(tmp_path_factory):
     """``make(name, tied)`` -> folder of a saved one of ``support.models.LANGUAGE_MODELS``."""
     from support import models
 
-    made = {}
+    folders = {}
 
     def make(name: str, tied: bool) -> str:
-        if (name, tied) not in made:
+        if (name, tied) not in folders:
             folder = tmp_path_factory.mktemp(f"{name}-{'tied' if tied else 'untied'}")
-            made[name, tied] = models.make_language_model(folder, name, tied)
-        return made[name, tied]
+            folders[name, tied] = models.make_language_model(folder, name, tied)
+        return folders[name, tied]
 
     return make
 
@@ -35,12 +35,12 @@ def make_critic(make_hf_model, tmp_path_factory):
     """``make(name)`` -> folder of a saved token classification with one label, its body the language model's."""
     from support import models
 
-    made = {}
+    folders = {}
 
     def make(name: str) -> str:
-        if name not in made:
-            made[name] = models.make_critic(tmp_path_factory.mktemp(f"{name}-critic"), make_hf_model(name, True))
-        return made[name]
+        if name not in folders:
+            folders[name] = models.make_critic(tmp_path_factory.mktemp(f"{name}-critic"), make_hf_model(name, True))
+        return folders[name]
 
     return make
 
@@ -75,19 +75,19 @@ def four_ranks():
 
 @pytest.fixture(scope="session")
 def two_ranks(four_ranks):
-    return four_ranks.first(2)
+    return four_ranks.take_first(2)
 
 
 @pytest.fixture(scope="session")
 def one_rank(four_ranks):
-    return four_ranks.first(1)
+    return four_ranks.take_first(1)
 
 
 @pytest.fixture
 def pool_of(four_ranks):
     """``pool_of(size)``: as many of the session's ranks as a parallel size takes, such as ``"TP2-CP2"``."""
 
-    def pool(size: str) -> Ranks:
-        return four_ranks.first(world_of(size))
+    def take_pool(size: str) -> Ranks:
+        return four_ranks.take_first(count_ranks(size))
 
-    return pool
+    return take_pool

@@ -42,8 +42,8 @@ class Kill:
     delay_ms: float
 
 
-def config_of(folder: Path, run: str, steps: int) -> RunConfig:
-    """A run of ``steps`` steps on the model and data in ``folder``, saved after every other one."""
+def make_config(folder: Path, run: str, steps: int) -> RunConfig:
+    """Make the settings of a run on the model and data in ``folder``, saved after every other of ``steps`` steps."""
     return RunConfig(
         model=str(folder / "model"),
         run_dir=str(folder / run),
@@ -62,7 +62,7 @@ def reward(text, row) -> float:
 
 
 def run_link(config: RunConfig, kill: Kill | None, pids: Path) -> None:
-    """One program of the chain, killed as told."""
+    """Run one program of the chain, killed as ``kill`` says."""
     import ray
 
     from rlworker.trainers.rl import Trainer
@@ -95,8 +95,8 @@ def run_link(config: RunConfig, kill: Kill | None, pids: Path) -> None:
 
 
 def start_link(config: RunConfig, kill: Kill | None, pids: Path) -> tuple[int, str]:
-    """Run a link in a program of its own. Returns its exit code and what it said."""
-    told = json.dumps(
+    """Run a link in a program of its own. Returns its exit code and its output."""
+    settings = json.dumps(
         {
             "folder": str(Path(config.run_dir).parent),
             "run": Path(config.run_dir).name,
@@ -106,15 +106,15 @@ def start_link(config: RunConfig, kill: Kill | None, pids: Path) -> tuple[int, s
             "pids": str(pids),
         }
     )
-    command = [sys.executable, "-W", "ignore", __file__, "--link", told]
-    done = subprocess.run(
+    command = [sys.executable, "-W", "ignore", __file__, "--link", settings]
+    process = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=os.environ | {"PYTHONPATH": os.getcwd()}
     )
-    return done.returncode, done.stdout + done.stderr
+    return process.returncode, process.stdout + process.stderr
 
 
-def seconds_until_gone(pids: list[int], since: float) -> float:
-    """How long after ``since`` (wall clock) the last of these processes was there."""
+def measure_survival(pids: list[int], since: float) -> float:
+    """Return the seconds after ``since`` (wall clock) until the last of these processes has ended."""
     while time.time() - since < SURVIVORS_END_S and any(_is_alive(p) for p in pids):
         time.sleep(0.1)
     return time.time() - since
@@ -128,16 +128,17 @@ def _is_alive(pid: int) -> bool:
 
 
 def check_folder(run: Path) -> None:
-    """Everything that a killed run left can be read; the last line of its metrics may be cut short."""
+    """Check that everything that a killed run left can be read; the last line of its metrics may be cut short."""
     json.loads((run / "config.json").read_text())
     for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]:
         json.loads(line)
     for checkpoint in (run / "checkpoints").glob("step_*"):
         assert json.loads((checkpoint / "trainer.json").read_text())["step"] == int(checkpoint.name[5:])
-        weights(checkpoint)
+        read_weights(checkpoint)
 
 
-def weights(checkpoint: Path) -> dict:
+def read_weights(checkpoint: Path) -> dict:
+    """Return the weights of a checkpoint's HuggingFace folder, by name."""
     tensors = {}
     for path in (checkpoint / "hf").glob("*.safetensors"):
         with safe_open(path, "np") as file:
@@ -146,20 +147,21 @@ def weights(checkpoint: Path) -> dict:
     return tensors
 
 
-def metrics(run: Path) -> list[dict]:
+def read_metrics_without_times(run: Path) -> list[dict]:
+    """Return the lines of a run's metrics without what depends on the machine's speed."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in x.items() if not k.startswith("time") and k != "tokens_per_second"} for x in lines]
 
 
-def check_kill(kill: Kill, said: str, code: int) -> None:
-    """The program ended, and named the worker that was killed, the phase and the step."""
+def check_kill(kill: Kill, output: str, code: int) -> None:
+    """Check that the program ended, and named the worker that was killed, the phase and the step."""
     assert code != 0, "the run went on without its victim"
     if kill.victim != "driver":
-        found = re.search(r"step (\d+), phase (\w+): (.*) died", said)
-        assert found, said[-3000:]
-        assert kill.victim in found[3], f"{kill}: blamed {found[3]}"
+        match = re.search(r"step (\d+), phase (\w+): (.*) died", output)
+        assert match, output[-3000:]
+        assert kill.victim in match[3], f"{kill}: blamed {match[3]}"
         # A kill that comes late in a phase is met in the next one.
-        assert int(found[1]) in (kill.step, kill.step + 1), f"{kill}: {found[0]}"
+        assert int(match[1]) in (kill.step, kill.step + 1), f"{kill}: {match[0]}"
 
 
 def run_chain(folder: Path, kills: list[Kill], steps: int) -> dict[str, float]:
@@ -168,43 +170,44 @@ def run_chain(folder: Path, kills: list[Kill], steps: int) -> dict[str, float]:
     Raises:
         AssertionError: something was corrupt, survived too long, went unnamed, or the ends differ.
     """
-    whole, killed = config_of(folder, "whole", steps), config_of(folder, "killed", steps)
-    code, said = start_link(whole, None, folder / "pids")
-    assert code == 0, said
+    whole_config, killed_config = make_config(folder, "whole", steps), make_config(folder, "killed", steps)
+    code, output = start_link(whole_config, None, folder / "pids")
+    assert code == 0, output
     longest = 0.0
     for kill in kills:
         resume = (folder / "killed" / "config.json").exists()
-        code, said = start_link(replace(killed, resume=resume), kill, folder / "pids")
-        check_kill(kill, said, code)
-        took = seconds_until_gone(json.loads((folder / "pids").read_text()), float((folder / "struck").read_text()))
-        longest = max(longest, took)
-        assert took < SURVIVORS_END_S, f"{kill}: processes were left"
+        code, output = start_link(replace(killed_config, resume=resume), kill, folder / "pids")
+        check_kill(kill, output, code)
+        seconds = measure_survival(json.loads((folder / "pids").read_text()), float((folder / "struck").read_text()))
+        longest = max(longest, seconds)
+        assert seconds < SURVIVORS_END_S, f"{kill}: processes were left"
         check_folder(folder / "killed")
-        print(kill, f"exit {code}, all gone after {took:.1f} s", flush=True)
-    code, said = start_link(replace(killed, resume=True), None, folder / "pids")
-    assert code == 0, said
-    assert metrics(folder / "killed") == metrics(folder / "whole")
-    ends = [weights(folder / run / "checkpoints" / f"step_{steps}") for run in ("whole", "killed")]
+        print(kill, f"exit {code}, all gone after {seconds:.1f} s", flush=True)
+    code, output = start_link(replace(killed_config, resume=True), None, folder / "pids")
+    assert code == 0, output
+    assert read_metrics_without_times(folder / "killed") == read_metrics_without_times(folder / "whole")
+    ends = [read_weights(folder / run / "checkpoints" / f"step_{steps}") for run in ("whole", "killed")]
     assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
     return {"kills": len(kills), "longest_seconds": longest}
 
 
 def draw_kills(count: int, seed: int, steps: int) -> list[Kill]:
-    """Kills in ascending steps, so that every link of the chain gets as far as its own."""
-    draw = random.Random(seed)
+    """Draw kills in ascending steps, so that every link of the chain gets as far as its own."""
+    generator = random.Random(seed)
     kills = []
     for i in range(count):
         step = 1 + i * (steps - 1) // count
-        phase = draw.choice([p for p in PHASES if p != "save" or step % 2 == 0])
-        kills.append(Kill(draw.choice(VICTIMS), step, phase, draw.uniform(0, PHASES[phase])))
+        phase = generator.choice([p for p in PHASES if p != "save" or step % 2 == 0])
+        kills.append(Kill(generator.choice(VICTIMS), step, phase, generator.uniform(0, PHASES[phase])))
     return kills
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--link":
-        told = json.loads(sys.argv[2])
-        config = replace(config_of(Path(told["folder"]), told["run"], told["steps"]), resume=told["resume"])
-        run_link(config, Kill(**told["kill"]) if told["kill"] else None, Path(told["pids"]))
+        settings = json.loads(sys.argv[2])
+        config = make_config(Path(settings["folder"]), settings["run"], settings["steps"])
+        config = replace(config, resume=settings["resume"])
+        run_link(config, Kill(**settings["kill"]) if settings["kill"] else None, Path(settings["pids"]))
     else:
         import tempfile
 

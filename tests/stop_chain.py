@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from kill_chain import PHASES, RAY_AGENTS, check_folder, metrics, seconds_until_gone, weights
+from kill_chain import PHASES, RAY_AGENTS, check_folder, measure_survival, read_metrics_without_times, read_weights
 
 STOPPED = 128 + signal.SIGTERM
 GONE_S = 5.0
-"""How long processes may outlive the program that started them."""
+"""Seconds that processes may outlive the program that started them."""
 START_S = 12.0
-"""How long a start takes, roughly."""
+"""Seconds that a start takes, roughly."""
 MODEL = ["--model", "model", "--data.train", "data/train.jsonl", "--data.heldout", "data/few.jsonl"]
 SIZES = ["--actor.ranks", "2", "--rollout.max-new-tokens", "4", "--rollout.max-model-len", "16"]
 SIZES += ["--rollout.max-num-seqs", "64", "--rollout.kv-cache-mb", "64", "--data.max-prompt-tokens", "8"]
@@ -48,8 +48,8 @@ def reward(text, row) -> float:
     return sum(c.isdigit() for c in text) / 4
 
 
-def recipe(moment: Moment | None, pids: Path) -> None:
-    """What a user's own recipe is, with a signal at the moment told."""
+def run_recipe(moment: Moment | None, pids: Path) -> None:
+    """Run a user's own recipe, with a signal at ``moment``."""
     from rlworker.config.command_line import parse_config
     from rlworker.config.run import RunConfig
     from rlworker.trainers.launch import launch
@@ -74,31 +74,31 @@ def recipe(moment: Moment | None, pids: Path) -> None:
 
 
 def start(folder: Path, run: str, steps: int, moment: Moment | None = None) -> subprocess.Popen:
-    told = json.dumps(asdict(moment) if moment and moment.phase else None)
+    settings = json.dumps(asdict(moment) if moment and moment.phase else None)
     options = [*MODEL, "--run-dir", run, "--steps", str(steps), "--resume", *SIZES, *STEPS, *RATE]
     root = str(Path(__file__).parent)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([root, str(Path(root).parent)])}
-    command = [sys.executable, "-W", "ignore", __file__, "--recipe", told, *options]
+    command = [sys.executable, "-W", "ignore", __file__, "--recipe", settings, *options]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **pipes)
 
 
 def run_link(folder: Path, run: str, steps: int, moment: Moment | None = None) -> tuple[int, str]:
-    """Exit status of a link, and what it said."""
+    """Run a link; return its exit status and its output."""
     link = start(folder, run, steps, moment)
     if moment and not moment.phase:
         time.sleep(moment.after)
         link.terminate()
-    said = link.communicate(timeout=280)[0]
-    return link.returncode, said
+    output = link.communicate(timeout=280)[0]
+    return link.returncode, output
 
 
-def check_stop(moment: Moment, status: int, said: str) -> None:
-    """The program ended as one that was asked to, said so in a line and left no process and no traceback."""
-    assert status in (STOPPED, -signal.SIGTERM), f"{moment}: exit {status}\n{said[-3000:]}"
-    assert "Traceback" not in said and "***" not in said, f"{moment}:\n{said[-3000:]}"
+def check_stop(moment: Moment, status: int, output: str) -> None:
+    """Check that the program ended as one that was asked to: it said so in a line and left no traceback."""
+    assert status in (STOPPED, -signal.SIGTERM), f"{moment}: exit {status}\n{output[-3000:]}"
+    assert "Traceback" not in output and "***" not in output, f"{moment}:\n{output[-3000:]}"
     if moment.phase:
-        assert said.count("SIGTERM: finishing step") == 1 and "stopped after step" in said, said[-3000:]
+        assert output.count("SIGTERM: finishing step") == 1 and "stopped after step" in output, output[-3000:]
 
 
 def prepare(folder: Path) -> None:
@@ -116,45 +116,45 @@ def run_chain(folder: Path, moments: list[Moment], steps: int) -> None:
     Raises:
         AssertionError: a stop was not as it should be, something is corrupt, or the ends differ.
     """
-    status, said = run_link(folder, "whole", steps)
-    assert status == 0, said
+    status, output = run_link(folder, "whole", steps)
+    assert status == 0, output
     for moment in moments:
-        began = time.monotonic()
-        status, said = run_link(folder, "stopped", steps, moment)
-        check_stop(moment, status, said)
+        start_s = time.monotonic()
+        status, output = run_link(folder, "stopped", steps, moment)
+        check_stop(moment, status, output)
         if (folder / "stopped" / "metrics.jsonl").exists():
             check_folder(folder / "stopped")
         if moment.phase:
-            took = seconds_until_gone(json.loads((folder / "pids").read_text()), time.time())
-            assert took < GONE_S, f"{moment}: processes were left"
-        last = [line for line in said.splitlines() if "SIGTERM" in line or "stopped after" in line]
-        print(moment, f"exit {status} after {time.monotonic() - began:.1f} s:", *last, sep="\n  ", flush=True)
-    status, said = run_link(folder, "stopped", steps)
-    assert status == 0, said
-    assert metrics(folder / "stopped") == metrics(folder / "whole")
-    ends = [weights(folder / run / "checkpoints" / f"step_{steps}") for run in ("whole", "stopped")]
+            seconds = measure_survival(json.loads((folder / "pids").read_text()), time.time())
+            assert seconds < GONE_S, f"{moment}: processes were left"
+        lines = [line for line in output.splitlines() if "SIGTERM" in line or "stopped after" in line]
+        print(moment, f"exit {status} after {time.monotonic() - start_s:.1f} s:", *lines, sep="\n  ", flush=True)
+    status, output = run_link(folder, "stopped", steps)
+    assert status == 0, output
+    assert read_metrics_without_times(folder / "stopped") == read_metrics_without_times(folder / "whole")
+    ends = [read_weights(folder / run / "checkpoints" / f"step_{steps}") for run in ("whole", "stopped")]
     assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
 
 
 def draw_moments(count: int, seed: int, steps: int) -> list[Moment]:
-    """A third of them while the program starts, the others in phases of ascending steps."""
-    draw = random.Random(seed)
-    early = [Moment(draw.uniform(0.05, START_S)) for _ in range(count // 3)]
+    """Draw a third of them while the program starts, the others in phases of ascending steps."""
+    generator = random.Random(seed)
+    early = [Moment(generator.uniform(0.05, START_S)) for _ in range(count // 3)]
     late = []
     for i in range(count - len(early)):
         step = 1 + i * (steps - 1) // (count - len(early))
-        phase = draw.choice([p for p in PHASES if p != "save" or step % 3 == 0])
-        late.append(Moment(draw.uniform(0, PHASES[phase]) / 1000, phase, step))
+        phase = generator.choice([p for p in PHASES if p != "save" or step % 3 == 0])
+        late.append(Moment(generator.uniform(0, PHASES[phase]) / 1000, phase, step))
     for moment in early:
-        late.insert(draw.randrange(len(late) + 1), moment)
+        late.insert(generator.randrange(len(late) + 1), moment)
     return late
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--recipe":
-        told = json.loads(sys.argv[2])
+        settings = json.loads(sys.argv[2])
         del sys.argv[1:3]
-        recipe(Moment(**told) if told else None, Path("pids"))
+        run_recipe(Moment(**settings) if settings else None, Path("pids"))
     else:
         options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
         count, seed = int(options.get("--stops", 10)), int(options.get("--seed", 0))

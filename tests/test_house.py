@@ -10,8 +10,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from support.family_choices import FAMILIES, FAMILY_NAMES, family_choices
-from support.prose import long_lines, sentences, word_count
+from support.family_choices import FAMILIES, FAMILY_NAMES, find_family_choices
+from support.prose import count_words, find_long_lines, split_sentences
 
 from hardware.platforms import PLATFORMS
 
@@ -263,7 +263,7 @@ def test_hardware_itself_does_know_mask_forms():
 )
 def test_what_a_family_is_stands_in_its_file(path):
     """So that a further family is a further file: nothing else in engines/ chooses by ``model_type``."""
-    assert not family_choices(ast.parse(path.read_text())), "state it in engines/models/families"
+    assert not find_family_choices(ast.parse(path.read_text())), "state it in engines/models/families"
 
 
 @pytest.mark.parametrize(
@@ -287,12 +287,12 @@ def test_what_a_family_is_stands_in_its_file(path):
     ],
 )
 def test_a_choice_by_family_is_found(code):
-    assert family_choices(ast.parse(code)) != []
+    assert find_family_choices(ast.parse(code)) != []
 
 
 def test_naming_a_family_is_no_choice():
     code = "config['model_type']; f'{model.model_type} lacks'; show(model='qwen2'); find(config.get('model_type'))"
-    assert {"llama", "qwen2_5_vl"} <= FAMILY_NAMES and family_choices(ast.parse(code)) == []
+    assert {"llama", "qwen2_5_vl"} <= FAMILY_NAMES and find_family_choices(ast.parse(code)) == []
 
 
 HEAVY = {"transformers", "ray", "vllm", "megatron", "datasets", "pyarrow", "torchvision"}
@@ -370,12 +370,12 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 def test_prose_can_be_read_once(page):
     """Lines have at most 100 characters, sentences at most 25 words."""
     text = page.read_text()
-    long = long_lines(text, 100) + [sentence for sentence in sentences(text) if word_count(sentence) > 25]
+    long = find_long_lines(text, 100) + [sentence for sentence in split_sentences(text) if count_words(sentence) > 25]
     assert not long
 
 
 def test_long_lines_and_sentences_are_found():
     wide, words = "word " * 20 + "end", "word " * 13
-    assert long_lines(f"{wide}\n| {wide} |\n```\n{wide}\n```\n[a](https://{'b' * 100})\n", 100) == [wide]
+    assert find_long_lines(f"{wide}\n| {wide} |\n```\n{wide}\n```\n[a](https://{'b' * 100})\n", 100) == [wide]
     page = f"# {words}\n{words}\n{words}\n- One. Two `a b`.\n- {words}; {words}\n\n| {words} | e.g. this (3.11). |\n"
-    assert list(map(word_count, sentences(page))) == [13, 26, 1, 2, 26, 13, 3]
+    assert list(map(count_words, split_sentences(page))) == [13, 26, 1, 2, 26, 13, 3]

@@ -1,1 +1,1 @@
-"""What recipes share: toys to learn, small likenesses of large runs, answers that are right as mathematics."""
+"""Recipes share these: toys to learn, a tiny version of large runs, answers that are right as mathematics."""

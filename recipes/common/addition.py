@@ -1,4 +1,4 @@
-"""The demo's toy: a character-level Qwen3 and two-digit additions, made on the spot.
+"""A character-level Qwen3 learns two-digit additions in the demo; both are made on the spot.
 
 Without torch and transformers at its top, so that settings are checked before either is imported.
 """
@@ -17,7 +17,7 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
 def make_tokenizer(chat_template: str | None = None, further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, and ``further`` special ones."""
+    """Make a tokenizer of one token per printable ASCII character, and of ``further`` special ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def make_model(folder: Path, seed: int, chat_template: str | None = None) -> Pat
 
 
 def is_heldout(a: int, b: int) -> bool:
-    """One pair in ten, by a hash, so that what is held out has no pattern that a model could learn around."""
+    """Tell whether a pair is held out: one in ten is, by a hash, so that no pattern can be learned around."""
     return zlib.crc32(f"{a}+{b}".encode()) % 10 == 0
 
 

@@ -1,4 +1,4 @@
-"""The settings of the recipes for real models, and what ``--smoke`` makes of them."""
+"""Recipes for real models take these settings, and ``--smoke`` makes a tiny run of them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assis
 
 @dataclass(frozen=True)
 class RecipeConfig(RunConfig):
-    """A recipe: a RunConfig that can be tried on any machine."""
+    """Settings of a recipe: a RunConfig that can be tried on any machine."""
 
     smoke: bool = False
     """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
@@ -29,7 +29,7 @@ class RecipeConfig(RunConfig):
 
 @dataclass(frozen=True)
 class VlmRecipeConfig(RecipeConfig):
-    """A recipe for vision-language models."""
+    """Settings of a recipe for vision-language models."""
 
     smoke_model: TinyVlm = "qwen2_5_vl"
     """Kind of the tiny model that smoke makes."""
@@ -37,7 +37,7 @@ class VlmRecipeConfig(RecipeConfig):
 
 @dataclass(frozen=True)
 class SftRecipeConfig(SftConfig):
-    """A recipe of supervised training that can be tried on any machine."""
+    """Settings of a recipe of supervised training that can be tried on any machine."""
 
     smoke: bool = False
     """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
@@ -49,7 +49,7 @@ class SftRecipeConfig(SftConfig):
 
 @dataclass(frozen=True)
 class SftVlmRecipeConfig(SftRecipeConfig):
-    """A recipe of supervised training for vision-language models."""
+    """Settings of a recipe of supervised training for vision-language models."""
 
     smoke_model: TinyVlm = "qwen2_5_vl"
     """Kind of the tiny model that smoke makes."""
@@ -58,16 +58,16 @@ class SftVlmRecipeConfig(SftRecipeConfig):
 Recipe = TypeVar("Recipe", RecipeConfig, SftRecipeConfig)
 
 
-def recipe_config(default: Recipe, description: str) -> Recipe:
-    """A recipe's settings from the command line, and with ``--smoke`` their small likeness."""
+def parse_recipe_config(default: Recipe, description: str) -> Recipe:
+    """Read a recipe's settings from the command line, shrunk where they say ``--smoke``."""
     config = parse_config(default, description)
     if config.smoke:
-        return small(config) if isinstance(config, RecipeConfig) else shrink_supervised(config)
+        return shrink_recipe(config) if isinstance(config, RecipeConfig) else shrink_supervised(config)
     return config
 
 
-def small(config: RecipeConfig) -> RecipeConfig:
-    """The recipe on two CPU ranks, models of 132 thousand parameters and sixteen questions.
+def shrink_recipe(config: RecipeConfig) -> RecipeConfig:
+    """Shrink a recipe to two CPU ranks, models of 132 thousand parameters and sixteen questions.
 
     What the recipe decides (algorithm, critic, reward, layout, rates) stays; what only its size decides does not.
     """
@@ -89,22 +89,22 @@ def small(config: RecipeConfig) -> RecipeConfig:
 
 
 def shrink_supervised(config: SftRecipeConfig) -> SftRecipeConfig:
-    """As ``small``, of supervised training."""
+    """Shrink a recipe of supervised training, as ``shrink_recipe`` does one with rollouts."""
     return replace(config, **_shrink_parts(config), rows_per_step=8, max_answer_tokens=64)
 
 
 def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
-    """The settings that small recipes of both kinds share."""
+    """Return the settings, by name, that shrunk recipes of both kinds share."""
     fields = dict(prompt_field="question", answer_field="answer", max_prompt_tokens=192)
     train = heldout = _QUESTIONS
     if isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
-        rows = make_data(_folder(config) / "data", {"train": 16, "heldout": 8})
+        rows = make_data(_find_folder(config) / "data", {"train": 16, "heldout": 8})
         train, heldout = str(rows / "train.jsonl"), str(rows / "heldout.jsonl")
         fields |= dict(prompt_field="prompt", image_field="images")
     sizes = dict(ranks=2, tp=1, pp=1, cp=1, dtype="float32", recompute="none", micro_batch_tokens=4096)
     return dict(
         model=_make_tiny_model(config, "model", config.seed),
-        run_dir=str(_folder(config) / "run"),
+        run_dir=str(_find_folder(config) / "run"),
         data=replace(config.data, train=train, heldout=heldout, **fields),
         actor=replace(config.actor, **sizes),
         platform=get_platform(config.platform).stand_in,
@@ -115,11 +115,11 @@ def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
 
 
 def _make_tiny_model(config: RecipeConfig | SftRecipeConfig, name: str, seed: int) -> str:
-    folder = _folder(config) / name
+    folder = _find_folder(config) / name
     if not isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
         return str(make_model(folder, seed, chat_template=_CHAT))
     return make_tiny_vlm(folder, config.smoke_model, make_tokenizer(_CHAT, IMAGE_TOKENS), 128, seed=seed)
 
 
-def _folder(config: RecipeConfig | SftRecipeConfig) -> Path:
+def _find_folder(config: RecipeConfig | SftRecipeConfig) -> Path:
     return Path(f"{config.run_dir}_smoke")

@@ -1,4 +1,4 @@
-"""A toy of images: squares of one colour on a dark ground, to be named and counted by a tiny Qwen2.5-VL."""
+"""A tiny Qwen2.5-VL learns from these images to name and count squares of one colour on a dark ground."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 # All are bright in every channel, so that what is learned of counting one colour holds for the others.
 COLOURS = {"red": (235, 90, 90), "green": (90, 220, 90), "blue": (100, 130, 250), "yellow": (240, 225, 90)}
-SIDE, CELL, MOST = 56, 14, 4
-WORDS = ("?", *COLOURS, *map(str, range(1, MOST + 1)))
+SIDE, CELL, MAX_COUNT = 56, 14, 4
+WORDS = ("?", *COLOURS, *map(str, range(1, MAX_COUNT + 1)))
 IMAGE_COUNTS = {"train": 4096, "heldout": 512}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word."""
+    """Make a tokenizer of one token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,31 +36,31 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(folder: Path, seed: int) -> Path:
     """Save a Qwen2.5-VL of 2.4 million random parameters, with its tokenizer and its image processor."""
-    plain = dict(initializer_range=0.02)
-    language = plain | dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=128)
-    vision = plain | dict(hidden_size=128, intermediate_size=192, num_heads=4)
+    shared = dict(initializer_range=0.02)
+    language = shared | dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=128)
+    vision = shared | dict(hidden_size=128, intermediate_size=192, num_heads=4)
     sizes = dict(language=language, vision=vision, pixels=(SIDE**2, SIDE**2), apart=0.0)
     return Path(make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, seed=seed, **sizes))
 
 
-def draw(generator: np.random.Generator) -> tuple[Image.Image, str]:
-    """Draw an image and say what is right about it, such as ``red 3``."""
-    colour, count = generator.choice(list(COLOURS)), int(generator.integers(1, MOST + 1))
+def draw_image(generator: np.random.Generator) -> tuple[Image.Image, str]:
+    """Draw an image, and return it with its right answer, such as ``red 3``."""
+    colour, count = generator.choice(list(COLOURS)), int(generator.integers(1, MAX_COUNT + 1))
     image = Image.new("RGB", (SIDE, SIDE), tuple(generator.integers(0, 60, 3).tolist()))
-    pen, across = ImageDraw.Draw(image), SIDE // CELL
-    for place in generator.choice(across**2, count, replace=False):
-        x, y = (int(v) * CELL + int(generator.integers(0, 4)) for v in (place % across, place // across))
+    pen, cells = ImageDraw.Draw(image), SIDE // CELL
+    for place in generator.choice(cells**2, count, replace=False):
+        x, y = (int(v) * CELL + int(generator.integers(0, 4)) for v in (place % cells, place // cells))
         pen.rectangle((x, y, x + 8, y + 8), fill=COLOURS[colour])
     return image, f"{colour} {count}"
 
 
 def make_data(folder: Path, counts: dict[str, int] = IMAGE_COUNTS) -> Path:
-    """Write images and train.jsonl and heldout.jsonl, which name them; so many of each."""
+    """Write images, and train.jsonl and heldout.jsonl that name them: ``counts`` has the rows of each file."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for seed, (name, count) in enumerate(counts.items()):
         generator, rows = np.random.default_rng(seed), []
         for number in range(count):
-            image, answer = draw(generator)
+            image, answer = draw_image(generator)
             path = f"images/{name}_{number:04d}.png"
             image.save(folder / path)
             rows.append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})

@@ -49,7 +49,7 @@ from rlworker.trainers.stop import Stop, ending_well
 
 @dataclass(frozen=True)
 class DemoConfig(RunConfig):
-    """The demo: a RunConfig with a warm-up before it and a control beside it."""
+    """Settings of a demo: a RunConfig with a warm-up before it and a control beside it."""
 
     warm_up_steps: Annotated[int, Ge(1)] = 1000
     """Most supervised steps, of 256 questions each."""
@@ -61,7 +61,7 @@ class DemoConfig(RunConfig):
 
 @dataclass(frozen=True)
 class Toy:
-    """What a demo learns, made on the spot.
+    """A task for a demo to learn, made on the spot.
 
     Attributes:
         make_data: writes train.jsonl and heldout.jsonl into a folder. make_model: saves a model of a seed in a folder.
@@ -96,26 +96,26 @@ DEFAULT = DemoConfig(
 
 
 def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.AdvantageFn:
-    """The same on the batch's own rewards in random order: the same numbers, without what they were given for."""
+    """Make the control's advantage: the same numbers, from the batch's rewards in random order."""
 
-    def of_shuffled(batch: TrainBatch):
+    def shuffled_advantage(batch: TrainBatch):
         order = torch.from_numpy(np.random.default_rng(int(batch.versions[0])).permutation(len(batch)))
         return advantage(replace(batch, rewards=batch.rewards[order]))
 
-    return of_shuffled
+    return shuffled_advantage
 
 
 def draw_warm_up_batches(
     examples: list[Example], model: ModelSpec, config: DemoConfig, rows: int
 ) -> Iterator[TrainBatch]:
-    """Questions with their answers, drawn anew for each step."""
-    draw = np.random.default_rng([config.seed, 1])
+    """Yield a batch of ``rows`` questions with their answers for each step, drawn anew."""
+    generator = np.random.default_rng([config.seed, 1])
     for _ in range(config.warm_up_steps):
-        yield to_batch([examples[i] for i in draw.integers(0, len(examples), rows)], model.vision)
+        yield to_batch([examples[i] for i in generator.integers(0, len(examples), rows)], model.vision)
 
 
 def warm_up(config: DemoConfig, toy: Toy, output: str) -> None:
-    """Supervised training of the model into ``output``, on the same ranks and layout as the run."""
+    """Train the model on answers and save it in ``output``, on the same ranks and layout as the run."""
     tokenizer, model = load_tokenizer(config.model), ModelSpec.from_folder(config.model)
     image_reader = build_image_reader(model, config.run_dir, config.image_memory_mb)
     answers = SftConfig(model=config.model, data=config.data, max_answer_tokens=config.rollout.max_new_tokens)
@@ -128,7 +128,7 @@ def warm_up(config: DemoConfig, toy: Toy, output: str) -> None:
 
 
 def summarise(config: DemoConfig, wall_seconds: float, warm_up_seconds: float) -> dict:
-    """The run in a few numbers."""
+    """Sum the run up in a few numbers."""
     lines = read_metrics(Path(config.run_dir))
     heldout = [line["heldout"] for line in lines if "heldout" in line]
     steps = [line for line in lines if "logprob_diff_mean" in line]
@@ -149,17 +149,17 @@ def summarise(config: DemoConfig, wall_seconds: float, warm_up_seconds: float) -
 
 
 def find_warm_model(config: DemoConfig) -> Path:
-    """Where the warmed-up model is, which GRPO starts from."""
+    """Return the folder of the warmed-up model, which GRPO starts from."""
     return Path(config.run_dir) / f"model_warm_seed{config.seed}"
 
 
 def prepare(config: DemoConfig, toy: Toy) -> tuple[DemoConfig, RunFolder]:
     """Claim the run folder, make the data and the model, which take no engine, and check everything against them."""
-    given = [
+    user_keys = [
         key for key, value in (("model", config.model), ("data", config.data.train or config.data.heldout)) if value
     ]
-    if given:
-        raise ValueError(f"demo: --{given[0]} is made on the spot; for your own use recipes.grpo")
+    if user_keys:
+        raise ValueError(f"demo: --{user_keys[0]} is made on the spot; for your own use recipes.grpo")
     folder = Path(config.run_dir)
     files = {name: str(folder / "data" / f"{name}.jsonl") for name in ("train", "heldout")}
     config = replace(config, data=replace(config.data, **files))
@@ -175,31 +175,31 @@ def prepare(config: DemoConfig, toy: Toy) -> tuple[DemoConfig, RunFolder]:
 
 def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     """Run the demo in ``config``, which ``prepare`` returned with its folder, and sum it up."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     folder = Path(config.run_dir)
-    warm = find_warm_model(config)
+    warm_model = find_warm_model(config)
     advantage = advantages.configure_advantage(config.critic)
     if config.shuffle_rewards:
         advantage = shuffle_advantage(advantage)
     with running_ray(config.num_workers, config.platform):  # once for both parts
         tell_start("Ray is up")
-        if not warm.exists():
-            warm_up(config, toy, str(warm))
+        if not warm_model.exists():
+            warm_up(config, toy, str(warm_model))
             tell_start("the model is warmed up")
-        warm_up_seconds = time.perf_counter() - began
+        warm_up_seconds = time.perf_counter() - start
         parts = dict(advantage=advantage, folder=run, stop=stop)
-        with Trainer(replace(config, model=str(warm)), rewards.exact_match, **parts) as trainer:
+        with Trainer(replace(config, model=str(warm_model)), rewards.exact_match, **parts) as trainer:
             trainer.fit()
     if stop.signal:
         return  # there is more to come
-    summary = summarise(config, time.perf_counter() - began, warm_up_seconds)
+    summary = summarise(config, time.perf_counter() - start, warm_up_seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
     print(tell_report(folder))
 
 
 def run(default: DemoConfig, description: str, toy: Toy = ADDITION) -> None:
-    """What ``python -m`` does: settings from the command line, everything checked, the run."""
+    """Run the demo as ``python -m`` does: settings from the command line, everything checked, the run."""
     config = parse_config(default, description)
     with ending_well() as stop:
         try:

@@ -1,4 +1,4 @@
-"""The demo's addition learned by PPO: a Megatron critic beside the actor, in the same processes.
+"""PPO learns the demo's addition: a Megatron critic beside the actor, in the same processes.
 
 A tiny Qwen3 is made and warmed up as in recipes.demos.cpu; then the critic, which starts as a copy of the warm model
 with a head of zeros, learns what a half-written answer is worth, and the actor from what each token changed in it.

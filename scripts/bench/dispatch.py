@@ -1,4 +1,4 @@
-"""How long a batch takes to four Ray actors and back.
+"""Measure how long a batch takes to four Ray actors and back.
 
     python scripts/bench/dispatch.py [--tiny] [--json FILE]
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import ray
 import torch
-from timing import median_ms, options, write_figures
+from timing import make_parser, measure_ms, write_figures
 
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
@@ -21,7 +21,7 @@ from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.workers import Role
 
-OPTIONS = options(__doc__).parse_args()
+OPTIONS = make_parser(__doc__).parse_args()
 ACTORS, MEGABYTES, ROUNDS = (4, 1, 1) if OPTIONS.tiny else (4, 50, 15)
 
 
@@ -31,7 +31,7 @@ class Echo:
 
 
 def make_batch() -> TrainBatch:
-    """Sequences of 512 inputs with every column of a GRPO step."""
+    """Make sequences of 512 inputs with every column of a GRPO step: ``MEGABYTES`` of them."""
     per_token = 3 * 8 + 1 + 4 * 4  # inputs, positions, targets; mask; four float columns
     count = MEGABYTES * 10**6 // (per_token * 512)
     batch = TrainBatch.from_ids(torch.randint(0, 1000, (count, 513)).tolist(), [100] * count)
@@ -42,11 +42,13 @@ def make_batch() -> TrainBatch:
     return TrainBatch(lengths=batch.lengths, **batch.columns() | floats)
 
 
-def round_trip(group: WorkerGroup, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """The columns, sent balanced over the actors and put back in order."""
+def send_and_return(group: WorkerGroup, batch: TrainBatch) -> dict[str, torch.Tensor]:
+    """Send the batch's columns ``[N]`` balanced over the actors, and return them in order, by name."""
     schedule = plan_schedule(batch.lengths, group.role.config, group.role.model.hidden, ACTORS)
-    back = [shard.batch for shard in group.call_sharded("forward", schedule.shards(batch))]
-    return {name: schedule.restore_order(torch.cat([getattr(part, name) for part in back])) for name in batch.columns()}
+    parts = [shard.batch for shard in group.call_sharded("forward", schedule.shards(batch))]
+    return {
+        name: schedule.restore_order(torch.cat([getattr(part, name) for part in parts])) for name in batch.columns()
+    }
 
 
 def main() -> None:
@@ -58,17 +60,17 @@ def main() -> None:
         actors = [ray.remote(Echo).options(num_cpus=1).remote() for _ in range(ACTORS)]
         role = Role("actor", SimpleNamespace(hidden=4096), MegatronConfig(ranks=ACTORS))
         group = WorkerGroup(role, platform, actors, [{"dp_rank": rank, "is_leader": True} for rank in range(ACTORS)])
-        back = round_trip(group, batch)
-        assert all(torch.equal(back[name], column) for name, column in batch.columns().items())
+        columns = send_and_return(group, batch)
+        assert all(torch.equal(columns[name], column) for name, column in batch.columns().items())
         chunks = [shard.columns() for shard in batch.split(ACTORS)]
-        ours, plain = median_ms(
-            lambda: round_trip(group, batch),
+        dispatch_ms, plain_ms = measure_ms(
+            lambda: send_and_return(group, batch),
             lambda: ray.get([a.forward.remote("actor", c) for a, c in zip(actors, chunks, strict=True)]),
             rounds=ROUNDS,
         )
-    print(f"{size:.0f} MB to {ACTORS} actors and back: {ours:.0f} ms; dicts of torch views {plain:.0f} ms")
-    row = {"MB": round(size), "actors": ACTORS, "ours ms": ours, "dicts of views ms": plain, "ratio": ours / plain}
-    write_figures(OPTIONS.json, [row])
+    print(f"{size:.0f} MB to {ACTORS} actors and back: {dispatch_ms:.0f} ms; dicts of torch views {plain_ms:.0f} ms")
+    times = {"ours ms": dispatch_ms, "dicts of views ms": plain_ms, "ratio": dispatch_ms / plain_ms}
+    write_figures(OPTIONS.json, [{"MB": round(size), "actors": ACTORS} | times])
 
 
 if __name__ == "__main__":

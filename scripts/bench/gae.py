@@ -1,27 +1,28 @@
-"""How long generalised advantage estimation takes for 1,024 sequences of 8,192 tokens, one thread.
+"""Measure how long generalised advantage estimation takes for 1,024 sequences of 8,192 tokens, one thread.
 
     python scripts/bench/gae.py [--tiny] [--json FILE]
 
-Where every token counts and where each sequence begins with a prompt, beside a loop over time in the same run. Medians.
+Every token counts, or each sequence begins with a prompt; beside it a loop over time, in the same run. Medians.
 """
 
 import os
 import sys
 
 import torch
-from timing import median_ms, options, write_figures
+from timing import make_parser, measure_ms, write_figures
 
 from engines.batch.batch import TrainBatch
 from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from rlworker.algorithms.advantages import gae
 
-OPTIONS = options(__doc__).parse_args()
+OPTIONS = make_parser(__doc__).parse_args()
 SEQUENCES, TOKENS, PROMPT, ROUNDS = (16, 64, 8, 1) if OPTIONS.tiny else (1024, 8192, 512, 9)
 TOLERANCE = 1e-3
-"""Both are of float32, and add in another order."""
+"""Largest difference from the loop: both are of float32, and add in another order."""
 
 
 def make_batch(prompt: int) -> TrainBatch:
+    """Make ``SEQUENCES`` of ``TOKENS`` targets each, of which the first ``prompt`` do not count."""
     generator = torch.Generator().manual_seed(0)
     n = SEQUENCES * TOKENS
     zeros, mask = torch.zeros(n, dtype=torch.long), torch.ones(SEQUENCES, TOKENS, dtype=torch.bool)
@@ -31,32 +32,33 @@ def make_batch(prompt: int) -> TrainBatch:
 
 
 def loop_over_time(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> torch.Tensor:
-    """The plain way, for sequences of one length without prompts."""
+    """Compute whitened advantages ``[N]`` the plain way, for sequences of one length without prompts."""
     values = batch.values.view(SEQUENCES, TOKENS)
     rewards = torch.zeros_like(values)
     rewards[:, -1] = batch.rewards
-    running, following, found = torch.zeros(SEQUENCES), torch.zeros(SEQUENCES), []
+    running, next_values, columns = torch.zeros(SEQUENCES), torch.zeros(SEQUENCES), []  # [sequences] each
     for t in reversed(range(TOKENS)):
-        running = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * running
-        following = values[:, t]
-        found.append(running)
-    advantages = torch.stack(found[::-1], dim=1).flatten()
+        running = rewards[:, t] + gamma * next_values - values[:, t] + gamma * lam * running
+        next_values = values[:, t]
+        columns.append(running)
+    advantages = torch.stack(columns[::-1], dim=1).flatten()
     return (advantages - advantages.mean()) / advantages.std(correction=0)
 
 
 def main() -> None:
     os.environ.update(get_platform(DEFAULT_PLATFORM).driver_env())
     torch.set_num_threads(1)
-    whole, prompted = make_batch(0), make_batch(PROMPT)
-    apart = float((gae(whole)[0] - loop_over_time(whole)).abs().max())
-    if not apart < TOLERANCE:
-        sys.exit(f"error: gae differs from the loop over time by {apart:.1e}, expected below {TOLERANCE:.0e}")
-    times = median_ms(lambda: gae(whole), lambda: gae(prompted), lambda: loop_over_time(whole), rounds=ROUNDS)
+    full_batch, prompted_batch = make_batch(0), make_batch(PROMPT)
+    difference = float((gae(full_batch)[0] - loop_over_time(full_batch)).abs().max())
+    if not difference < TOLERANCE:
+        sys.exit(f"error: gae differs from the loop over time by {difference:.1e}, expected below {TOLERANCE:.0e}")
+    calls = (lambda: gae(full_batch), lambda: gae(prompted_batch), lambda: loop_over_time(full_batch))
+    times = measure_ms(*calls, rounds=ROUNDS)
     print("every token counts {:.0f} ms, after prompts {:.0f} ms, loop over time {:.0f} ms".format(*times))
-    print(f"largest difference from the loop {apart:.1e}")
+    print(f"largest difference from the loop {difference:.1e}")
     row = dict(zip(("every token counts ms", "after prompts ms", "loop over time ms"), times, strict=True))
     sizes = {"sequences": SEQUENCES, "tokens of each": TOKENS}
-    write_figures(OPTIONS.json, [sizes | row | {"largest difference from the loop": apart}])
+    write_figures(OPTIONS.json, [sizes | row | {"largest difference from the loop": difference}])
 
 
 if __name__ == "__main__":

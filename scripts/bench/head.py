@@ -1,4 +1,4 @@
-"""Peak memory and time of logprobs and entropy from hidden states, forward and backward.
+"""Measure peak memory and time of logprobs and entropy from hidden states, forward and backward.
 
     python scripts/bench/head.py [--dtype bfloat16] [--tiny] [--json FILE]
 
@@ -15,18 +15,18 @@ import sys
 import time
 from pathlib import Path
 
-from timing import options, write_figures
+from timing import make_parser, write_figures
 
-PARSER = options(__doc__)
+PARSER = make_parser(__doc__)
 PARSER.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-PARSER.add_argument("--one", help=argparse.SUPPRESS)
+PARSER.add_argument("--kind", help=argparse.SUPPRESS)
 OPTIONS = PARSER.parse_args()
 TOKENS, HIDDEN, VOCAB = (512, 64, 20_000) if OPTIONS.tiny else (2048, 896, 151_936)
 ROUNDS = 1 if OPTIONS.tiny else 3
 
 
-def one(kind: str, dtype: str) -> dict[str, float]:
-    """Seconds of the fastest pass, and extra megabytes, of one kind in this process."""
+def measure_kind(kind: str, dtype: str) -> dict[str, float]:
+    """Return the seconds of the fastest pass, and the extra megabytes, of one kind of head in this process."""
     import torch
     import torch.distributed as dist
 
@@ -39,7 +39,7 @@ def one(kind: str, dtype: str) -> dict[str, float]:
     weight = (0.05 * torch.randn(VOCAB, HIDDEN, generator=generator)).to(getattr(torch, dtype)).requires_grad_()
     target = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
 
-    def outputs():
+    def score():
         if kind == "full softmax":
             log_p = (hidden @ weight.T).float().log_softmax(-1)
             return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -48,35 +48,35 @@ def one(kind: str, dtype: str) -> dict[str, float]:
         return out.logprobs, out.entropy
 
     Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is forgotten
-    before, seconds = resident("VmRSS"), []
+    start_megabytes, seconds = read_memory("VmRSS"), []
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        logprobs, entropy = outputs()
+        logprobs, entropy = score()
         (logprobs.sum() + 0.01 * entropy.sum()).backward()
         seconds.append(time.perf_counter() - start)
         hidden.grad = weight.grad = None
-    return {"seconds": min(seconds), "megabytes": resident("VmHWM") - before}
+    return {"seconds": min(seconds), "megabytes": read_memory("VmHWM") - start_megabytes}
 
 
-def resident(field: str) -> float:
-    """Megabytes that this process has in memory now (VmRSS) or had at most (VmHWM)."""
+def read_memory(field: str) -> float:
+    """Return the megabytes that this process has in memory now (VmRSS) or had at most (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def main() -> None:
-    if OPTIONS.one:
-        print(json.dumps(one(OPTIONS.one, OPTIONS.dtype)))
+    if OPTIONS.kind:
+        print(json.dumps(measure_kind(OPTIONS.kind, OPTIONS.dtype)))
         return
-    found = {}
+    figures = {}
     for kind in ("full softmax", "logits kept", "logits made again"):
-        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--one", kind]
+        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--kind", kind]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        found[kind] = json.loads(done.stdout.splitlines()[-1])
-    plain, rows = found["full softmax"], []
-    for kind, numbers in found.items():
-        memory, seconds = (numbers[name] / plain[name] for name in ("megabytes", "seconds"))
+        process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        figures[kind] = json.loads(process.stdout.splitlines()[-1])
+    full, rows = figures["full softmax"], []
+    for kind, numbers in figures.items():
+        memory, seconds = (numbers[name] / full[name] for name in ("megabytes", "seconds"))
         print(f"{kind:18s} {numbers['megabytes']:7.0f} MB {memory:5.2f}x  {numbers['seconds']:6.2f} s {seconds:5.2f}x")
         row = {"head": kind, "extra MB": numbers["megabytes"], "MB of full softmax": memory}
         rows.append(row | {"seconds": numbers["seconds"], "seconds of full softmax": seconds})

@@ -1,36 +1,37 @@
-"""Packing a micro-batch through one index map, against a plain loop over its sequences.
+"""Compare packing a micro-batch through one index map with a plain loop over its sequences.
 
     python scripts/bench/layout.py [--tiny] [--json FILE]
 
-512 sequences of log-normal length (median 128, at most 1024); eight columns are packed and two unpacked, the plan
-included. The bandwidth is that of a copy of as many bytes as the columns hold, in the same run.
+512 sequences of log-normal length (median 128, at most 1024); eight columns are packed and two unpacked, building the
+map included. The bandwidth is that of a copy of as many bytes as the columns hold, in the same run.
 """
 
 import numpy as np
 import torch
-from timing import median_ms, options, write_figures
+from timing import make_parser, measure_ms, write_figures
 
 from engines.megatron.layout import Layout
 
-OPTIONS = options(__doc__).parse_args()
+OPTIONS = make_parser(__doc__).parse_args()
 SEQUENCES, ROUNDS = (8, 1) if OPTIONS.tiny else (512, 15)
 COLUMNS, RESULTS = 8, 2
 
 
 def draw_lengths() -> tuple[int, ...]:
-    drawn = np.random.default_rng(0).lognormal(np.log(128), 0.8, SEQUENCES)
-    return tuple(int(n) for n in drawn.clip(1, 1024))
+    """Draw the lengths ``[SEQUENCES]`` of the sequences, in tokens."""
+    lengths = np.random.default_rng(0).lognormal(np.log(128), 0.8, SEQUENCES)
+    return tuple(int(n) for n in lengths.clip(1, 1024))
 
 
-def with_layout(lengths, kind: str, cp: int, columns: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the engine does: a plan, a scatter for each column, a gather for each result."""
+def pack_by_map(lengths, kind: str, cp: int, columns: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Pack columns ``[N]`` and unpack the first as the engine does: an index map, a scatter or gather for each."""
     layout = Layout.build(lengths, kind, cp=cp)
     packed = [layout.pack(column) for column in columns]
     return [layout.unpack(column) for column in packed[:RESULTS]]
 
 
-def with_loop(lengths, kind: str, cp: int, columns: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same, one sequence at a time: pad, cut into chunks, take those of the first rank, and back."""
+def pack_by_loop(lengths, kind: str, cp: int, columns: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Do the same one sequence at a time: pad, cut into chunks, take those of the first rank, and back."""
     unit = 2 * cp if cp > 1 else 1
     longest = max(lengths)
     sizes = [-(-(longest if kind == "bshd" else n) // unit) * unit for n in lengths]
@@ -68,24 +69,25 @@ def main() -> None:
     rows = []
     for kind in ("thd", "bshd"):
         for cp in (1, 4):
-            ours, theirs = (f(lengths, kind, cp, columns) for f in (with_layout, with_loop))
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            map_results, loop_results = (f(lengths, kind, cp, columns) for f in (pack_by_map, pack_by_loop))
+            assert all(torch.equal(a, b) for a, b in zip(map_results, loop_results, strict=True))
             slots = Layout.build(lengths, kind, cp=cp).valid.numel()
             # Read and written: the columns that go in and the results that come out.
-            moved = 2 * slots * sum(c.element_size() for c in columns + columns[:RESULTS])
-            source = torch.zeros(moved // 2, dtype=torch.uint8)
-            ours, loop, copy = median_ms(
-                lambda k=kind, c=cp: with_layout(lengths, k, c, columns),
-                lambda k=kind, c=cp: with_loop(lengths, k, c, columns),
+            moved_bytes = 2 * slots * sum(c.element_size() for c in columns + columns[:RESULTS])
+            source = torch.zeros(moved_bytes // 2, dtype=torch.uint8)
+            map_ms, loop_ms, copy_ms = measure_ms(
+                lambda k=kind, c=cp: pack_by_map(lengths, k, c, columns),
+                lambda k=kind, c=cp: pack_by_loop(lengths, k, c, columns),
                 lambda s=source: s.clone(),
                 rounds=ROUNDS,
             )
             print(
-                f"{kind:4s} cp={cp}  ours {ours:6.2f} ms  loop {loop:7.2f} ms  loop over ours {loop / ours:5.1f}  "
-                f"copy of the bytes {copy:5.2f} ms  ours over copy {ours / copy:4.1f}"
+                f"{kind:4s} cp={cp}  ours {map_ms:6.2f} ms  loop {loop_ms:7.2f} ms  "
+                f"loop over ours {loop_ms / map_ms:5.1f}  "
+                f"copy of the bytes {copy_ms:5.2f} ms  ours over copy {map_ms / copy_ms:4.1f}"
             )
-            row = {"layout": kind, "CP": cp, "ours ms": ours, "loop ms": loop, "loop over ours": loop / ours}
-            rows.append(row | {"copy of the bytes ms": copy, "ours over copy": ours / copy})
+            row = {"layout": kind, "CP": cp, "ours ms": map_ms, "loop ms": loop_ms, "loop over ours": loop_ms / map_ms}
+            rows.append(row | {"copy of the bytes ms": copy_ms, "ours over copy": map_ms / copy_ms})
     write_figures(OPTIONS.json, rows)
 
 

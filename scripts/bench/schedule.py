@@ -1,4 +1,4 @@
-"""How well and how fast sequences are balanced over many replicas.
+"""Measure how well and how fast sequences are balanced over many replicas.
 
     python scripts/bench/schedule.py [--tiny] [--json FILE]
 
@@ -7,11 +7,11 @@ distribution; beside it, in the same run, sorting the lengths alone, and dealing
 """
 
 import numpy as np
-from timing import median_ms, options, write_figures
+from timing import make_parser, measure_ms, write_figures
 
 from engines.batch.balance import balance_costs, estimate_costs
 
-OPTIONS = options(__doc__).parse_args()
+OPTIONS = make_parser(__doc__).parse_args()
 SEQUENCES, REPLICAS, ROUNDS = (640, 64, 1) if OPTIONS.tiny else (102_400, 1_024, 9)
 HIDDEN = 4096
 
@@ -19,24 +19,24 @@ HIDDEN = 4096
 def main() -> None:
     rows = []
     for sigma in (0.5, 1.0, 1.5):
-        drawn = np.random.default_rng(0).lognormal(np.log(512), sigma, SEQUENCES)
-        lengths = drawn.clip(1, 32_768).astype(np.int64)
+        draws = np.random.default_rng(0).lognormal(np.log(512), sigma, SEQUENCES)
+        lengths = draws.clip(1, 32_768).astype(np.int64)
         costs = estimate_costs(lengths, HIDDEN)
-        owner = balance_costs(costs, REPLICAS)
-        assert (np.bincount(owner) == SEQUENCES // REPLICAS).all()
-        loads, dealt = np.bincount(owner, weights=costs), costs.reshape(-1, REPLICAS).sum(axis=0)
-        ours, sort = median_ms(
+        replicas = balance_costs(costs, REPLICAS)
+        assert (np.bincount(replicas) == SEQUENCES // REPLICAS).all()
+        loads, dealt_loads = np.bincount(replicas, weights=costs), costs.reshape(-1, REPLICAS).sum(axis=0)
+        balance_ms, sort_ms = measure_ms(
             lambda costs=costs: balance_costs(costs, REPLICAS),
             lambda costs=costs: np.argsort(-costs, kind="stable").tolist(),
             rounds=ROUNDS,
         )
-        most, most_dealt = (float(costs.max() / costs.mean()) for costs in (loads, dealt))
+        max_ratio, dealt_ratio = (float(costs.max() / costs.mean()) for costs in (loads, dealt_loads))
         print(
-            f"sigma {sigma}: max/mean {most:.4f}, as they come {most_dealt:.4f}; {ours:.0f} ms, of which sorting "
-            f"{sort:.0f} ms"
+            f"sigma {sigma}: max/mean {max_ratio:.4f}, as they come {dealt_ratio:.4f}; {balance_ms:.0f} ms, "
+            f"of which sorting {sort_ms:.0f} ms"
         )
-        above = {"largest above mean %": 100 * (most - 1), "as they come %": 100 * (most_dealt - 1)}
-        rows.append({"sigma": sigma} | above | {"balancing ms": ours, "of which sorting ms": sort})
+        above = {"largest above mean %": 100 * (max_ratio - 1), "as they come %": 100 * (dealt_ratio - 1)}
+        rows.append({"sigma": sigma} | above | {"balancing ms": balance_ms, "of which sorting ms": sort_ms})
     write_figures(OPTIONS.json, rows)
 
 

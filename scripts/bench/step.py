@@ -1,4 +1,4 @@
-"""What one GRPO step costs, on the real engines and against a single process that does the same work.
+"""Measure what a GRPO step costs on the real engines, against a single process that does the same work.
 
     python scripts/bench/step.py [--ranks 1] [--rollouts 1] [--steps 12] [--tiny] [--json FILE]
 
@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import psutil
-from timing import options, write_figures
+from timing import make_parser, write_figures
 
-PARSER = options(__doc__)
+PARSER = make_parser(__doc__)
 for _name, _default in (("ranks", 1), ("rollouts", 1), ("steps", 12)):
     PARSER.add_argument(f"--{_name}", type=int, default=_default)
 OPTIONS = PARSER.parse_args()
@@ -28,7 +28,7 @@ NEW_TOKENS, PROMPT_TOKENS = 16, 6
 
 
 def make_inputs(folder: Path) -> None:
-    """A random model that knows characters, and two-digit additions as prompts."""
+    """Make a random model that knows characters, and two-digit additions as prompts."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -55,13 +55,14 @@ def reward(text: str, row) -> float:
     return len(set(text)) / NEW_TOKENS
 
 
-def cpu_seconds(pids: list[int]) -> float:
+def sum_cpu_seconds(pids: list[int]) -> float:
+    """Add up the CPU seconds, of user and system, that processes have used so far."""
     times = [psutil.Process(pid).cpu_times() for pid in pids]
     return sum(t.user + t.system for t in times)
 
 
 def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[str, float]:
-    """Medians of a step of the real thing."""
+    """Return the medians of a step of the real engines, in seconds, by phase and by process."""
     import ray
 
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
@@ -81,7 +82,7 @@ def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[st
         prompts_per_step=PROMPTS,
         samples_per_prompt=SAMPLES,
     )
-    measured = []
+    steps_seconds = []
     with Trainer(config, reward) as trainer:
         workers = trainer.name_workers()
         pids = {name: ray.get(worker.__ray_call__.remote(lambda _: os.getpid())) for name, worker in workers.items()}
@@ -89,16 +90,16 @@ def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[st
         for name, pid in pids.items():
             roles.setdefault("rollout" if name.startswith("rollout") else "trainers", []).append(pid)
         for _ in range(steps):
-            before = {role: cpu_seconds(members) for role, members in roles.items()}
+            start_cpu = {role: sum_cpu_seconds(members) for role, members in roles.items()}
             metrics, _ = trainer.step()
-            cpu = {f"cpu {role}": cpu_seconds(members) - before[role] for role, members in roles.items()}
+            cpu = {f"cpu {role}": sum_cpu_seconds(members) - start_cpu[role] for role, members in roles.items()}
             wall = {k.replace("time_", "wall "): v for k, v in metrics.items() if k.startswith("time_")}
-            measured.append(wall | cpu | {"cpu step": sum(cpu.values())})
-    return {name: statistics.median(m[name] for m in measured[1:]) for name in measured[0]}
+            steps_seconds.append(wall | cpu | {"cpu step": sum(cpu.values())})
+    return {name: statistics.median(m[name] for m in steps_seconds[1:]) for name in steps_seconds[0]}
 
 
 def bench_single_process(folder: Path, steps: int, threads: int) -> dict[str, float]:
-    """Medians of a step of the same work in one process: transformers' generate, one forward and backward, AdamW."""
+    """Return the same of one process that does the same work: transformers' generate, a forward and backward, AdamW."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -109,17 +110,17 @@ def bench_single_process(folder: Path, steps: int, threads: int) -> dict[str, fl
     tokenizer = load_tokenizer(str(folder / "model"))
     rows = [json.loads(line) for line in (folder / "train.jsonl").open()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    measured = []
+    steps_seconds = []
     for step in range(steps):
-        chosen = [rows[(step * PROMPTS + i) % len(rows)]["prompt"] for i in range(PROMPTS)]
-        prompts = torch.tensor(tokenizer(chosen)["input_ids"]).repeat_interleave(SAMPLES, 0)
+        questions = [rows[(step * PROMPTS + i) % len(rows)]["prompt"] for i in range(PROMPTS)]
+        prompts = torch.tensor(tokenizer(questions)["input_ids"]).repeat_interleave(SAMPLES, 0)
         start, cpu = time.perf_counter(), time.process_time()
         with torch.no_grad():
-            seen = torch.ones_like(prompts)
+            attention_mask = torch.ones_like(prompts)
             ids = model.generate(
-                prompts, attention_mask=seen, do_sample=True, max_new_tokens=NEW_TOKENS, pad_token_id=0
+                prompts, attention_mask=attention_mask, do_sample=True, max_new_tokens=NEW_TOKENS, pad_token_id=0
             )
-        generated = time.perf_counter()
+        rollout_end = time.perf_counter()
         texts = tokenizer.batch_decode(ids[:, PROMPT_TOKENS:], skip_special_tokens=True)
         rewards = torch.tensor([reward(text, None) for text in texts]).view(PROMPTS, SAMPLES)
         advantage = (rewards - rewards.mean(1, keepdim=True)).flatten()
@@ -131,18 +132,18 @@ def bench_single_process(folder: Path, steps: int, threads: int) -> dict[str, fl
         optimizer.step()
         optimizer.zero_grad()
         end = time.perf_counter()
-        measured.append(
-            {"wall rollout": generated - start, "wall update": end - generated, "wall step": end - start}
+        steps_seconds.append(
+            {"wall rollout": rollout_end - start, "wall update": end - rollout_end, "wall step": end - start}
             | {"cpu step": time.process_time() - cpu}
         )
-    return {name: statistics.median(m[name] for m in measured[1:]) for name in measured[0]}
+    return {name: statistics.median(m[name] for m in steps_seconds[1:]) for name in steps_seconds[0]}
 
 
-def show(title: str, numbers: dict[str, float]) -> None:
+def print_row(title: str, numbers: dict[str, float]) -> None:
     print(f"{title:28s}" + "  ".join(f"{name} {value * 1000:.0f}" for name, value in numbers.items()))
 
 
-def to_row(title: str, numbers: dict[str, float]) -> dict[str, str | float]:
+def make_row(title: str, numbers: dict[str, float]) -> dict[str, str | float]:
     return {"process": title} | {f"{name} ms": 1000 * value for name, value in numbers.items()}
 
 
@@ -155,15 +156,15 @@ def main() -> None:
         folder = Path(name)
         make_inputs(folder)
         print("milliseconds of a step, medians:")
-        ours = bench_worker(folder, OPTIONS.ranks, OPTIONS.rollouts, steps)
-        show("rlworker", ours)
-        rows = [to_row(f"rlworker, {OPTIONS.ranks} rank(s)", ours)]
+        worker = bench_worker(folder, OPTIONS.ranks, OPTIONS.rollouts, steps)
+        print_row("rlworker", worker)
+        rows = [make_row(f"rlworker, {OPTIONS.ranks} rank(s)", worker)]
         for threads in (1, 2):
             single = bench_single_process(folder, steps, threads)
-            show(f"one process, {threads} thread(s)", single)
-            ratios = (f"{kind} {ours[f'{kind} step'] / single[f'{kind} step']:.2f}" for kind in ("wall", "cpu"))
+            print_row(f"one process, {threads} thread(s)", single)
+            ratios = (f"{kind} {worker[f'{kind} step'] / single[f'{kind} step']:.2f}" for kind in ("wall", "cpu"))
             print(f"{'':28s}ours over it: {', '.join(ratios)}")
-            rows.append(to_row(f"one process, {threads} thread(s)", single))
+            rows.append(make_row(f"one process, {threads} thread(s)", single))
     write_figures(OPTIONS.json, rows)
 
 

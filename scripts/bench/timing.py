@@ -1,4 +1,4 @@
-"""How the benchmarks take time, the options that all of them have, and their figures as a file."""
+"""Benchmarks share this: how time is taken, the options that all of them have, and their figures as a file."""
 
 import argparse
 import json
@@ -14,16 +14,20 @@ _WARM_UP = 2
 """First rounds, which do not count."""
 
 
-def options(description: str) -> argparse.ArgumentParser:
-    """The parser of a benchmark's options: ``--tiny``, ``--json``, and what it adds."""
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark's options: ``--tiny`` and ``--json``; a benchmark adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs, in seconds")
-    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the figures here too, for a table")
+    parser.add_argument("--json", type=_parse_new_file, metavar="FILE", help="write the figures here too, for a table")
     return parser
 
 
-def _new_file(text: str) -> Path:
-    """A file that can be written once the benchmark is done, which may be an hour from now."""
+def _parse_new_file(text: str) -> Path:
+    """Check that a file can be written once the benchmark is done, which may be an hour from now.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a folder, or its folder does not exist.
+    """
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be a file: name one in a folder that exists")
@@ -31,7 +35,7 @@ def _new_file(text: str) -> Path:
 
 
 def write_figures(path: Path | None, rows: list[dict[str, str | int | float]]) -> None:
-    """Write what a table shows, headed by where it comes from; nothing where no file is named.
+    """Write the figures of a table, headed by where they come from; nothing where no file is named.
 
     Args:
         rows: of the table, each column's title -> value; titles name units, such as "ours ms".
@@ -44,12 +48,12 @@ def write_figures(path: Path | None, rows: list[dict[str, str | int | float]]) -
         )
 
 
-def median_ms(*calls: Callable[[], object], rounds: int) -> list[float]:
-    """Median milliseconds of each call, run in turn so that all of them see the same machine."""
+def measure_ms(*calls: Callable[[], object], rounds: int) -> list[float]:
+    """Return the median milliseconds of each call, run in turn so that all of them see the same machine."""
     times = [[] for _ in calls]
     for _ in range(rounds + _WARM_UP):
-        for call, taken in zip(calls, times, strict=True):
+        for call, milliseconds in zip(calls, times, strict=True):
             start = time.perf_counter()
             call()
-            taken.append(1000 * (time.perf_counter() - start))
-    return [statistics.median(taken[_WARM_UP:]) for taken in times]
+            milliseconds.append(1000 * (time.perf_counter() - start))
+    return [statistics.median(milliseconds[_WARM_UP:]) for milliseconds in times]

@@ -1,4 +1,4 @@
-"""What it saves that the samples of a prompt share one pass of the vision tower.
+"""Measure what it saves that the samples of a prompt share one pass of the vision tower.
 
     python scripts/bench/vision.py [--tiny] [--json FILE]
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image as PILImage
-from timing import median_ms, options, write_figures
+from timing import make_parser, measure_ms, write_figures
 
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
@@ -28,33 +28,33 @@ from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from recipes.common.squares import make_tokenizer
 from rlworker.checks.tiny_models import make_tiny_vlm
 
-OPTIONS = options(__doc__).parse_args()
+OPTIONS = make_parser(__doc__).parse_args()
 PROMPTS, SAMPLES, ROUNDS = (2, 2, 1) if OPTIONS.tiny else (8, 8, 7)
 SIDES = (56,) if OPTIONS.tiny else (56, 112, 224)
 
 
 def make_model(folder: Path) -> ModelSpec:
-    """The toy of recipes.common.squares, for images of any of the sizes."""
+    """Make the model of recipes.common.squares, for images of any of the sizes."""
     language = dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=256)
     vision = dict(hidden_size=128, intermediate_size=192, num_heads=4)
     pixels = (min(SIDES) ** 2, max(SIDES) ** 2)
-    made = make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, language=language, vision=vision, pixels=pixels)
-    return ModelSpec.from_folder(made)
+    sizes = dict(language=language, vision=vision, pixels=pixels)
+    return ModelSpec.from_folder(make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, **sizes))
 
 
 def make_batch(model: ModelSpec, folder: Path, side: int, image_count: int) -> TrainBatch:
-    """Every sequence has one of so many images, and three tokens after it that count."""
+    """Make sequences of one image each, of ``image_count`` different ones, and three tokens after it that count."""
     processor, vision, images = ImageProcessor(model.folder, model.vision), model.vision, []
     for number in range(image_count):
         path = folder / f"{side}-{number}.png"
         pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
         PILImage.fromarray(pixels).save(path)
         images.append(processor.open(path, f"image {number}"))
-    shown = [images[i * image_count // (PROMPTS * SAMPLES)] for i in range(PROMPTS * SAMPLES)]
-    prompt = [vision.start_token, *[vision.image_token] * shown[0].tokens(vision.merge), vision.end_token]
-    sequences = [[*prompt, 9, 10, 11] for _ in shown]
-    columns = make_image_columns(sequences, [(image,) for image in shown], vision)
-    return TrainBatch.from_ids(sequences, [len(prompt)] * len(shown), **columns)
+    row_images = [images[i * image_count // (PROMPTS * SAMPLES)] for i in range(PROMPTS * SAMPLES)]
+    prompt = [vision.start_token, *[vision.image_token] * row_images[0].tokens(vision.merge), vision.end_token]
+    sequences = [[*prompt, 9, 10, 11] for _ in row_images]
+    columns = make_image_columns(sequences, [(image,) for image in row_images], vision)
+    return TrainBatch.from_ids(sequences, [len(prompt)] * len(row_images), **columns)
 
 
 def main() -> None:
@@ -80,12 +80,14 @@ def main() -> None:
 
         rows = []
         for side in SIDES:
-            shared, apart = (make_batch(model, Path(folder), side, n) for n in (PROMPTS, PROMPTS * SAMPLES))
-            ours, each = median_ms(partial(update, shared), partial(update, apart), rounds=ROUNDS)
+            shared, distinct = (make_batch(model, Path(folder), side, n) for n in (PROMPTS, PROMPTS * SAMPLES))
+            shared_ms, distinct_ms = measure_ms(partial(update, shared), partial(update, distinct), rounds=ROUNDS)
             tokens = shared.images[0][0].tokens(model.vision.merge)
-            print(f"{side} pixels a side, {tokens} tokens: {ours:.0f} ms, all differ {each:.0f} ms, {ours / each:.2f}")
-            row = {"pixels a side": side, "image tokens": tokens, "shared ms": ours, "all differ ms": each}
-            rows.append(row | {"ratio": ours / each})
+            ratio = shared_ms / distinct_ms
+            times = f"{shared_ms:.0f} ms, all differ {distinct_ms:.0f} ms, {ratio:.2f}"
+            print(f"{side} pixels a side, {tokens} tokens: {times}")
+            row = {"pixels a side": side, "image tokens": tokens, "shared ms": shared_ms, "all differ ms": distinct_ms}
+            rows.append(row | {"ratio": ratio})
     write_figures(OPTIONS.json, rows)
 
 

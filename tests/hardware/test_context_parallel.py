@@ -1,6 +1,6 @@
 import torch
 from support.ranks.engines_cases import join_group, start_process
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 
 def gather_and_sum(rank, world, address):
@@ -21,7 +21,7 @@ def gather_and_sum(rank, world, address):
 
 
 def test_gather_and_sum_over_two_ranks(two_ranks):
-    first, second = two_ranks.run(gather_and_sum, free_address())
+    first, second = two_ranks.run(gather_and_sum, draw_address())
     weight = torch.arange(12.0).view(2, 6).t()
     for rank, result in enumerate((first, second)):
         own = slice(3 * rank, 3 * rank + 3)

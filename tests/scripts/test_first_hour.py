@@ -46,7 +46,7 @@ def test_files_are_written_and_commands_run_in_one_environment(tmp_path):
 
 
 def test_every_file_of_the_page_is_python_that_takes_names_of_the_face():
-    found = first_hour.blocks(first_hour.PAGE.read_text())
+    found = first_hour.parse_blocks(first_hour.PAGE.read_text())
     files = {name: ast.parse(text, name) for name, text in found if name}
     taken = [
         alias.name
@@ -62,4 +62,4 @@ def test_every_file_of_the_page_is_python_that_takes_names_of_the_face():
 
 def test_its_last_reward_is_what_is_told(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "heldout": 0.25}\n{"step": 1}\n{"step": 2, "heldout": 0.5}\n')
-    assert first_hour.heldout_rewards(tmp_path) == [0.25, 0.5]
+    assert first_hour.read_heldout_rewards(tmp_path) == [0.25, 0.5]

@@ -24,7 +24,7 @@ def scripts():
 
 def broken(mutations, text: str) -> set[tuple[str, str]]:
     """``(operator, text)`` of everything that a text can become."""
-    return {(fault.operator, fault.apply(text)) for faults in mutations.places(text) for fault in faults}
+    return {(fault.operator, fault.apply(text)) for faults in mutations.list_mutations(text) for fault in faults}
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_a_mutant_is_its_original_but_for_one_statement(scripts, seed):
     for mutant in drawn:
         assert mutant.before == (ROOT / mutant.path).read_text()
         before, after = own(mutant.before), own(mutant.after)
-        assert len(before) == len(after) and sum(a != b for a, b in zip(before, after)) == 1, mutant.diff()
-        was, now = mutant.change()
+        assert len(before) == len(after) and sum(a != b for a, b in zip(before, after)) == 1, mutant.format_diff()
+        was, now = mutant.format_change()
         assert was != now and (now or mutant.mutation.operator == "drop")
 
 
@@ -131,17 +131,17 @@ def test_a_seed_says_what_is_drawn(scripts):
     ],
 )
 def test_what_a_run_of_pytest_says(scripts, log, code, expected):
-    outcome = scripts[0]._outcome(log, code, 600)
+    outcome = scripts[0]._read_outcome(log, code, 600)
     assert (outcome.failed, outcome.how) == expected
 
 
 def test_a_run_that_dies_names_its_test_and_one_that_cannot_begin_is_no_verdict(scripts):
     mutants, _ = scripts
-    outcome = mutants._outcome("t.py::a PASSED [ 50%]\nt.py::b Fatal Python error: Segmentation fault", -11, 600)
+    outcome = mutants._read_outcome("t.py::a PASSED [ 50%]\nt.py::b Fatal Python error: Segmentation fault", -11, 600)
     assert outcome.failed.startswith("t.py::b") and "the run died with -11" in outcome.how
-    assert mutants._outcome("No module named pytest", 1, 600).failed == mutants._NO_TEST
+    assert mutants._read_outcome("No module named pytest", 1, 600).failed == mutants._NO_TEST
     with pytest.raises(ValueError, match=r"pytest could not begin: .*not found: t\.py"):
-        mutants._outcome("ERROR: file or directory not found: t.py", 4, 600)
+        mutants._read_outcome("ERROR: file or directory not found: t.py", 4, 600)
 
 
 TOY = """\
@@ -215,7 +215,7 @@ def test_what_was_not_drawn_is_an_error(scripts, toy, given):
     mutants, _ = scripts
     drawn = mutants.draw(toy, ["toy.py"], 0, 2)
     with pytest.raises(ValueError, match=f"^{given[0]}: .*{given[1] if given[0] != '--only' else 'from 1 to 2, got'}"):
-        mutants.chosen(mutants.options().parse_args(["--seed", "0", *given]), drawn)
+        mutants.choose(mutants.make_parser().parse_args(["--seed", "0", *given]), drawn)
 
 
 def test_a_hang_is_found_by_its_test_and_leaves_nothing_behind(toy):

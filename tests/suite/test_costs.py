@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from support.suite.costs import LEDGER_FOLDER, budget_of, is_watched
+from support.suite.costs import LEDGER_FOLDER, is_watched, read_budget
 from support.suite.ledger.process_ledger import VARIABLE, note
 from support.suite.process_tree import ProcessTree
 
@@ -204,7 +204,7 @@ def test_a_run_passes_at_its_budget_and_where_there_is_none(run, most, options, 
 def test_a_budget_that_limits_nothing_is_refused(tmp_path, text):
     (tmp_path / "pyproject.toml").write_text(f"[tool.rlworker.suite-budget]\n{text}\n")
     with pytest.raises(pytest.UsageError, match=f"{text.split()[0]} = .*whole number for any of vllm, rank, torch"):
-        budget_of(SimpleNamespace(rootpath=tmp_path))
+        read_budget(SimpleNamespace(rootpath=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -276,13 +276,13 @@ def test_the_time_of_ended_processes_is_counted_once(how):
         pids = dict(map(int, top.stdout.readline().split()) for _ in range(3))
         child, grandchild = family[1:] = map(psutil.Process, (pids[1], pids[2]))
         tree = ProcessTree(top.pid)
-        used = tree.seconds()
+        used = tree.read_seconds()
         assert used >= 3 * EACH_S - 0.05
         for killed, gone in ((child, child), (grandchild, grandchild)) if how == "orphaned" else ((grandchild, child),):
             killed.kill()
             psutil.wait_procs([gone], timeout=10)
             assert not gone.is_running() or gone.status() == psutil.STATUS_ZOMBIE
-            assert tree.seconds() == pytest.approx(used, abs=0.08)
+            assert tree.read_seconds() == pytest.approx(used, abs=0.08)
     finally:
         for process in family:
             if process.is_running():

@@ -113,7 +113,7 @@ EXAMPLE = {"size": ("one", "TP2", "CP2"), "layout": ("bshd", "thd"), "recompute"
 def runs_of(table: Matrix) -> dict[str, list[tuple]]:
     """Run -> values of its cases, by the marks of the parameters."""
     found = {"": [], "large": [], "product": []}
-    for param in table.params():
+    for param in table.make_params():
         (mark,) = param.marks or [None]
         found[mark.name if mark else ""].append(param.values)
     return found
@@ -132,8 +132,8 @@ def test_every_case_has_a_run_and_a_name():
     table = Matrix(EXAMPLE)
     runs = runs_of(table)
     assert [len(runs[run]) for run in ("", "large", "product")] == [6, 6, 0]
-    assert [param.values for param in table.params()] == list(product(*EXAMPLE.values()))
-    assert [param.id for param in table.params()][:2] == ["one-bshd-none", "one-bshd-full"]
+    assert [param.values for param in table.make_params()] == list(product(*EXAMPLE.values()))
+    assert [param.id for param in table.make_params()][:2] == ["one-bshd-none", "one-bshd-full"]
 
 
 def test_what_cannot_be_is_neither_taken_nor_wanted():

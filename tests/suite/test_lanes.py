@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.suite.lanes import lane_of, place_in_queue
+from support.suite.lanes import find_lane, make_sort_key
 
 pytest_plugins = ["pytester"]
 TESTS, ROOT = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
@@ -76,12 +76,12 @@ def test_a_pool_is_started_once_and_the_largest_of_each_test_is_told(pytester, m
 )
 def test_the_lane_of_a_file_is_the_pool_that_it_takes(tmp_path, text, lane):
     (tmp_path / "test_x.py").write_text(text)
-    assert lane_of(tmp_path / "test_x.py") == lane
+    assert find_lane(tmp_path / "test_x.py") == lane
 
 
 def test_the_pools_are_first_and_a_file_of_many_short_tests_is_last():
     counts = Counter({"test_many.py": 400, "cluster": 60, "test_few.py": 2, "ranks": 500})
-    assert sorted(counts, key=lambda lane: place_in_queue(lane, counts)) == [
+    assert sorted(counts, key=lambda lane: make_sort_key(lane, counts)) == [
         "ranks",
         "cluster",
         "test_few.py",

@@ -15,7 +15,19 @@ PAGES = ("CONTRIBUTING.md", *(f"docs/{name}.md" for name in NAMES))
 TOPS = ("hardware", "engines", "rlworker", "recipes", "tests", "scripts", "docs", "requirements")
 PLACEHOLDER = re.compile(r"\b[A-Z]+\b")
 """Such as NAME in ``hardware/NAME/platform.py``."""
-OTHER_OPTIONS = {"costs", "fast", "kills", "list", "memory-gb", "stops", "write", "algorithm"}
+OTHER_OPTIONS = {
+    "costs",
+    "measured",
+    "name",
+    "check",
+    "fast",
+    "kills",
+    "list",
+    "memory-gb",
+    "stops",
+    "write",
+    "algorithm",
+}
 """What stands after two dashes and is no setting: options of scripts, and a section."""
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from support.ranks.engines_cases import build_engine, run_case
-from support.ranks.pool import Ranks, free_address
+from support.ranks.pool import Ranks, draw_address
 
 
 @pytest.mark.large
@@ -21,7 +21,7 @@ def test_forked_ranks_compute_what_spawned_ones_do_bit_for_bit(make_hf_model):
     results = []
     for method in ("forkserver", "spawn"):
         ranks = Ranks(2, method)
-        results.append([ranks.run(run_case, free_address(), folder, case, timeout=250) for case in cases])
+        results.append([ranks.run(run_case, draw_address(), folder, case, timeout=250) for case in cases])
         ranks.close()
     for forked, spawned in zip(*results, strict=True):
         assert any(rank["weights"] for rank in forked) and any(rank["gradients"] for rank in forked)
@@ -55,7 +55,7 @@ def test_pools_of_all_sizes_are_the_same_processes(four_ranks, make_hf_model):
     """Groups of one size are never taken for those of another, in whatever order the sizes come."""
     folder, seen = make_hf_model("qwen2", True), {}
     for world in (2, 1, 2, 4, 1, 4):
-        results = four_ranks.first(world).run(whole_sum, free_address(), folder)
+        results = four_ranks.take_first(world).run(whole_sum, draw_address(), folder)
         assert [count for count, _ in results] == [world] * world
         for rank, (_, pid) in enumerate(results):
             assert seen.setdefault(rank, pid) == pid
@@ -64,9 +64,9 @@ def test_pools_of_all_sizes_are_the_same_processes(four_ranks, make_hf_model):
 @pytest.mark.large
 def test_ranks_of_a_run_that_fails_are_ended():
     pool = Ranks(3)
-    first = pool.first(1).run(fail)
+    first = pool.take_first(1).run(fail)
     with pytest.raises(AssertionError, match=r"rank 1 failed(.|\n)*as asked"):
-        pool.first(2).run(fail)
-    again = pool.first(1).run(fail)
+        pool.take_first(2).run(fail)
+    again = pool.take_first(1).run(fail)
     pool.close()
     assert first != again, "a rank that ran with one that failed is not used again"

@@ -40,28 +40,28 @@ class Matrix:
 
     @cached_property
     def cases(self) -> list[Case]:
-        """Every allowed case of the product, the last factor changing fastest."""
+        """Allowed cases of the product, the last factor changing fastest."""
         cases = product(*self.factors.values())
         return [case for case in cases if self.allowed(dict(zip(self.factors, case, strict=True)))]
 
     @cached_property
     def pairs(self) -> dict[Case, int]:
-        """Which pairs of two factors' values each case has: a set of them, as the bits of a number."""
-        return self._combinations(2)
+        """Case -> pairs of two factors' values that it has: a set of them, as the bits of a number."""
+        return self._number_combinations(2)
 
     @cached_property
     def triples(self) -> dict[Case, int]:
-        """The same for values of three factors."""
-        return self._combinations(3)
+        """Case -> triples of three factors' values that it has, as the bits of a number."""
+        return self._number_combinations(3)
 
-    def _combinations(self, strength: int) -> dict[Case, int]:
+    def _number_combinations(self, strength: int) -> dict[Case, int]:
         bits: dict[tuple, int] = {}
         # A table of fewer factors than that has nothing finer than its cases.
         groups = list(combinations(range(len(self.factors)), min(strength, len(self.factors))))
         sets = {}
         for case in self.cases:
-            met = ((group, tuple(case[factor] for factor in group)) for group in groups)
-            sets[case] = sum(1 << bits.setdefault(combination, len(bits)) for combination in met)
+            values = ((group, tuple(case[factor] for factor in group)) for group in groups)
+            sets[case] = sum(1 << bits.setdefault(combination, len(bits)) for combination in values)
         return sets
 
     def cover(self, wanted: Mapping[Case, int], start: Sequence[Case] = ()) -> list[Case]:
@@ -73,22 +73,23 @@ class Matrix:
         Args:
             start: cases that are taken in any event, and come first in the result.
         """
-        chosen = list(start)
-        left = reduce(or_, wanted.values(), 0) & ~reduce(or_, (wanted[case] for case in start), 0)
-        triples_left = ~reduce(or_, (self.triples[case] for case in start), 0)
-        while left:
-            gains = {case: (wanted[case] & left).bit_count() for case in self.cases}
-            most = max(gains.values())
-            equals = (case for case, gain in gains.items() if gain == most)
-            case = max(equals, key=lambda case: (self.triples[case] & triples_left).bit_count())
-            chosen.append(case)
-            left &= ~wanted[case]
-            triples_left &= ~self.triples[case]
-        return chosen
+        cases = list(start)
+        missing = reduce(or_, wanted.values(), 0) & ~reduce(or_, (wanted[case] for case in start), 0)
+        missing_triples = ~reduce(or_, (self.triples[case] for case in start), 0)
+        while missing:
+            gains = {case: (wanted[case] & missing).bit_count() for case in self.cases}
+            best_gain = max(gains.values())
+            equals = (case for case, gain in gains.items() if gain == best_gain)
+            case = max(equals, key=lambda case: (self.triples[case] & missing_triples).bit_count())
+            cases.append(case)
+            missing &= ~wanted[case]
+            missing_triples &= ~self.triples[case]
+        return cases
 
-    def params(self) -> list:
-        """Pytest's parameters of every case: those of the pairs bare, further ones of the triples marked ``large``,
-        the rest ``product``.
+    def make_params(self) -> list:
+        """Make pytest's parameters of every case.
+
+        Cases of the pairs are bare, further ones of the triples marked ``large``, the rest ``product``.
 
         They stand in the order of the product: where the first factor is what is expensive to change, neighbours share
         it.
@@ -116,6 +117,6 @@ def matrix(
 
     def decorate(test):
         test.matrix = table
-        return pytest.mark.parametrize(list(factors), table.params())(test)
+        return pytest.mark.parametrize(list(factors), table.make_params())(test)
 
     return decorate

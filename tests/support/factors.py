@@ -16,14 +16,14 @@ SIZES = ("one", *TWO_RANKS, *FOUR_RANKS)
 takes the earlier."""
 
 
-def settings_of(size: str) -> dict[str, int]:
-    """Parallel sizes as settings of the engine: ``"TP2-CP2"`` is ``{"tp": 2, "cp": 2}``.
+def parse_size(size: str) -> dict[str, int]:
+    """Read parallel sizes as settings of the engine: ``"TP2-CP2"`` is ``{"tp": 2, "cp": 2}``.
 
     Data parallelism is no setting: it takes the ranks that the others leave.
     """
     return {name.lower(): int(ways) for name, ways in re.findall(r"(TP|PP|CP)(\d+)", size)}
 
 
-def world_of(size: str) -> int:
-    """How many ranks a size takes: ``"one"`` takes 1, ``"TP2-CP2"`` 4."""
+def count_ranks(size: str) -> int:
+    """Count the ranks that a size takes: ``"one"`` takes 1, ``"TP2-CP2"`` 4."""
     return math.prod(int(ways) for ways in re.findall(r"\d+", size))

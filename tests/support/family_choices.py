@@ -1,4 +1,4 @@
-"""Where code does one thing for one family of models and another for the next."""
+"""Places where code does one thing for one family of models and another for the next."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ FAMILY_NAMES = {path.stem for path in FAMILIES.glob("[!_]*.py")}
 
 
 def is_family_name(node: ast.AST | None) -> bool:
-    """Whether an expression is the name of a family, written out or read as ``model_type``, or has one among others."""
+    """Tell whether an expression is the name of a family, written out or read as ``model_type``, or has one in it."""
     match node:
         case ast.Constant(value=value):
             return value in FAMILY_NAMES
@@ -23,27 +23,27 @@ def is_family_name(node: ast.AST | None) -> bool:
     return False
 
 
-def family_choices(tree: ast.AST) -> list[int]:
-    """Lines that do one thing for one family and another for the next: comparisons, dicts by name, matches."""
+def find_family_choices(tree: ast.AST) -> list[int]:
+    """List the lines that do one thing for one family and another for the next: comparisons, dicts by name, matches."""
     lines = []
     for node in ast.walk(tree):
-        looked_at: list[ast.AST | None] = []
+        names: list[ast.AST | None] = []
         match node:
             case ast.Compare(left=left, comparators=others):
-                looked_at = [left, *others]
+                names = [left, *others]
             case ast.Dict(keys=keys):
-                looked_at = list(keys)
+                names = list(keys)
             case ast.Subscript(slice=key):
-                looked_at = [key]
+                names = [key]
             case ast.Attribute(value=owner):  # model_type.startswith(...)
-                looked_at = [owner]
+                names = [owner]
             case ast.Call(func=ast.Name(id="dict"), keywords=keywords):
-                looked_at = [ast.Constant(keyword.arg) for keyword in keywords]
+                names = [ast.Constant(keyword.arg) for keyword in keywords]
             case ast.Call(func=ast.Attribute(attr="get" | "pop" | "setdefault" | "fromkeys"), args=arguments):
-                looked_at = arguments
+                names = arguments
             case ast.Match(subject=subject):
-                looked_at = [subject]
+                names = [subject]
             case ast.MatchValue(value=value):
-                looked_at = [value]
-        lines += [node.lineno] if any(map(is_family_name, looked_at)) else []
+                names = [value]
+        lines += [node.lineno] if any(map(is_family_name, names)) else []
     return lines

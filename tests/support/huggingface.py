@@ -22,7 +22,7 @@ def load_folder(folder: str):
 
 
 @torch.no_grad()
-def logprobs_of(model, batch: TrainBatch, temperature: float = 1.0, spec: ModelSpec | None = None) -> Tensor:
+def compute_logprobs(model, batch: TrainBatch, temperature: float = 1.0, spec: ModelSpec | None = None) -> Tensor:
     """Compute the logprob of every target, ``[N]`` float32.
 
     Args:
@@ -32,7 +32,7 @@ def logprobs_of(model, batch: TrainBatch, temperature: float = 1.0, spec: ModelS
         runs, banned = iterate_logits(model, batch), ()
     else:
         runs, banned = iterate_logits(model, batch, make_image_arguments(spec)), spec.banned_tokens
-    return torch.cat([score_tokens(logits, one.targets, banned, temperature).logprobs for one, logits in runs])
+    return torch.cat([score_tokens(logits, part.targets, banned, temperature).logprobs for part, logits in runs])
 
 
 def make_batch(
@@ -48,7 +48,7 @@ def make_batch(
     return to_batch(rows, completions, [0.0] * samples, spec.vision if spec else None)
 
 
-def differences(
+def measure_differences(
     model,
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
@@ -57,4 +57,4 @@ def differences(
 ) -> Tensor:
     """Compare the logprobs that tokens were sampled with: ``|rollout - HuggingFace|`` of each sampled token."""
     batch = make_batch(prompts, completions, spec)
-    return (batch.rollout_logprobs - logprobs_of(model, batch, temperature, spec))[batch.mask].abs()
+    return (batch.rollout_logprobs - compute_logprobs(model, batch, temperature, spec))[batch.mask].abs()

@@ -1,4 +1,4 @@
-"""The tiny models that tests run: each family of ``support.factors``, and some with a setting of their own.
+"""Tests run these tiny models: each family of ``support.factors``, and some with a setting of their own.
 
 ``rlworker.checks.tiny_models`` makes them, as it does those of ``rlworker check``.
 """

@@ -1,4 +1,4 @@
-"""A platform as somebody adds one: a folder of its own and a line in hardware/platforms.py.
+"""Add a platform as a contributor does: a folder of its own and a line in hardware/platforms.py.
 
 It is the CPU's under another name, so that its numbers are known.
 """
@@ -13,7 +13,7 @@ from unittest.mock import patch
 CPU = Path(__file__).parents[2] / "hardware" / "cpu"
 NAME = "twin"
 LINE = {NAME: f"hardware.{NAME}.platform:CpuPlatform"}
-"""Its line in PLATFORMS."""
+"""Line of the platform in PLATFORMS."""
 
 
 def write_platform(folder: Path) -> Path:
@@ -44,7 +44,7 @@ def added_platform(folder: Path) -> Iterator[None]:
 
 
 def run_on_added(folder: Path, function: Callable, rank: int, world: int, *args: Any):
-    """``function(rank, world, *args)`` in a rank's process, where the platform is added for as long as it runs."""
+    """Call ``function(rank, world, *args)`` in a rank's process, with the platform added for as long as it runs."""
     with added_platform(folder):
         result = function(rank, world, *args)
         assert f"hardware.{NAME}.attention" in sys.modules, "it ran on another platform"

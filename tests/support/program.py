@@ -14,13 +14,13 @@ from unittest.mock import patch
 
 
 def run_program(main: Callable[[], object], *arguments: object) -> CompletedProcess[str]:
-    """What a program says to these arguments, and the status that it ends with.
+    """Run a program's ``main`` with arguments; return its output and exit status.
 
     What would be a traceback in a process of its own is raised.
     """
-    said, complained, status = StringIO(), StringIO(), 0
+    output, errors, status = StringIO(), StringIO(), 0
     argv = ["program", *map(str, arguments)]
-    with patch.object(sys, "argv", argv), redirect_stdout(said), redirect_stderr(complained):
+    with patch.object(sys, "argv", argv), redirect_stdout(output), redirect_stderr(errors):
         try:
             main()
         except SystemExit as end:
@@ -28,11 +28,11 @@ def run_program(main: Callable[[], object], *arguments: object) -> CompletedProc
             if not isinstance(status, int):  # as Python ends a program that gives a message for a status
                 print(status, file=sys.stderr)
                 status = 1
-    return CompletedProcess(argv, int(status), said.getvalue(), complained.getvalue())
+    return CompletedProcess(argv, int(status), output.getvalue(), errors.getvalue())
 
 
 def run_recipe(name: str, *arguments: object) -> CompletedProcess[str]:
-    """What ``python -m recipes.NAME`` does."""
+    """Run a recipe as ``python -m recipes.NAME`` does."""
     module = f"recipes.{name}"
     imported = sys.modules.pop(module, None)  # or runpy warns of it
     try:

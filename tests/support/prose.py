@@ -1,4 +1,4 @@
-"""What of a markdown page is prose, and how long its lines and sentences are."""
+"""The prose of a markdown page, and the length of its lines and sentences."""
 
 import re
 
@@ -9,29 +9,29 @@ _END = re.compile(r"(?<=[.?!])[\"')*_]*\s+(?![a-z])")
 """Where a sentence ends: ``e.g. this`` goes on, and so does ``3.11``."""
 
 
-def outside_code(page: str) -> list[str]:
+def strip_code(page: str) -> list[str]:
     """List a page's lines; those of fenced blocks are empty."""
-    lines, fenced = [], False
+    lines, in_fence = [], False
     for line in page.splitlines():
         is_fence = line.lstrip().startswith("```")
-        fenced ^= is_fence
-        lines.append("" if fenced or is_fence else line)
+        in_fence ^= is_fence
+        lines.append("" if in_fence or is_fence else line)
     return lines
 
 
-def long_lines(page: str, most: int) -> list[str]:
-    """List the lines of more than ``most`` characters: those of tables and code, and the targets of links, aside."""
-    prose = (line for line in outside_code(page) if not line.startswith("|"))
-    return [line for line in prose if len(_LINK.sub(r"\1", line)) > most]
+def find_long_lines(page: str, limit: int) -> list[str]:
+    """List the lines of more than ``limit`` characters: those of tables and code, and the targets of links, aside."""
+    prose = (line for line in strip_code(page) if not line.startswith("|"))
+    return [line for line in prose if len(_LINK.sub(r"\1", line)) > limit]
 
 
-def sentences(page: str) -> list[str]:
-    """List a page's sentences, as ``word_count`` counts them: paragraphs, items, headings and cells of tables.
+def split_sentences(page: str) -> list[str]:
+    """List a page's sentences, as ``count_words`` counts them: paragraphs, items, headings and cells of tables.
 
     A span of code is one word, and so is a name in a link. A colon or a semicolon ends no sentence.
     """
     blocks, open_block = [], False
-    for line in outside_code(page):
+    for line in strip_code(page):
         text = _CODE.sub("Code", _LINK.sub(r"\1", line)).strip()
         if text.startswith("|"):
             blocks += [cell.strip() for cell in text.strip("|").split("|")]
@@ -41,9 +41,9 @@ def sentences(page: str) -> list[str]:
         elif text:
             blocks.append(text)
         open_block = bool(text) and not text.startswith(("|", "#"))
-    return [sentence for block in blocks for sentence in _END.split(block) if word_count(sentence)]
+    return [sentence for block in blocks for sentence in _END.split(block) if count_words(sentence)]
 
 
-def word_count(sentence: str) -> int:
+def count_words(sentence: str) -> int:
     """Count the words of a sentence; signs that stand alone are none."""
     return sum(any(map(str.isalnum, word)) for word in sentence.split())

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks.engines_cases import build_engine, make_batch, plan
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 from engines.batch.balance import balance_costs, estimate_costs
 from engines.batch.batch import TrainBatch
@@ -212,8 +212,8 @@ def unmasked_loss(outputs, batch):
 
 def test_a_replica_without_a_sequence_adds_nothing_and_other_plans_are_refused(one_rank, two_ranks, make_hf_model):
     folder = make_hf_model("qwen2", False)
-    ((norm, metrics, _),) = one_rank.run(few_sequences, free_address(), folder)
-    ranks = two_ranks.run(few_sequences, free_address(), folder)
+    ((norm, metrics, _),) = one_rank.run(few_sequences, draw_address(), folder)
+    ranks = two_ranks.run(few_sequences, draw_address(), folder)
     for got, _, said in ranks:
         assert got == pytest.approx(norm, rel=1e-5)
         assert all("ranks [1] were given another plan of this batch than rank 0" in text for text in said)

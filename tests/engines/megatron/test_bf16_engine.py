@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.huggingface import logprobs_of
+from support.huggingface import compute_logprobs
 from support.ranks.engines_cases import build_engine, leave_groups, make_batch, plan
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
@@ -22,7 +22,7 @@ def huggingface(make_hf_model):
     def of(family: str) -> tuple[torch.Tensor, float]:
         if family not in made:
             spec, types = ModelSpec.from_folder(make_hf_model(family, False)), (torch.float32, torch.bfloat16)
-            want, rounded = (logprobs_of(load_huggingface(spec, dtype), make_batch()) for dtype in types)
+            want, rounded = (compute_logprobs(load_huggingface(spec, dtype), make_batch()) for dtype in types)
             made[family] = want, float((rounded - want).abs().mean())
         return made[family]
 
@@ -40,7 +40,7 @@ def compute_outputs(rank: int, world: int, address: str, folder: str, settings: 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
 def test_it_is_as_exact_as_huggingface_in_bfloat16(one_rank, make_hf_model, huggingface, family, layout):
     ((schedule, _, outputs),) = one_rank.run(
-        compute_outputs, free_address(), make_hf_model(family, False), {"layout": layout}
+        compute_outputs, draw_address(), make_hf_model(family, False), {"layout": layout}
     )
     want, limit = huggingface(family)
     assert 0 < float((schedule.restore([outputs]).logprobs - want).abs().mean()) <= 1.5 * limit
@@ -48,7 +48,7 @@ def test_it_is_as_exact_as_huggingface_in_bfloat16(one_rank, make_hf_model, hugg
 
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=["TP2", "PP2", "CP2"])
 def test_it_is_as_exact_over_two_ranks(two_ranks, make_hf_model, huggingface, settings):
-    ranks = two_ranks.run(compute_outputs, free_address(), make_hf_model("qwen2", False), settings)
+    ranks = two_ranks.run(compute_outputs, draw_address(), make_hf_model("qwen2", False), settings)
     (schedule, outputs), *_ = [(schedule, outputs) for schedule, _, outputs in ranks if outputs]
     want, limit = huggingface("qwen2")
     assert 0 < float((schedule.restore([outputs]).logprobs - want).abs().mean()) <= 1.5 * limit
@@ -99,7 +99,7 @@ def by_torch(before: dict, gradients: list[dict], dtype: torch.dtype) -> dict:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_steps_are_those_of_torchs_adamw_in_fp32_and_matrices_alone_decay(one_rank, make_hf_model, family, dtype):
     """Biases are qwen2's, norms of queries and keys qwen3's; without its decay a matrix would be 9e-5 apart."""
-    (found,) = one_rank.run(watched_steps, free_address(), make_hf_model(family, False), dtype)
+    (found,) = one_rank.run(watched_steps, draw_address(), make_hf_model(family, False), dtype)
     assert {g.dtype for step in found["gradients"] for g in step.values()} == {torch.float32}
     want = by_torch(found["before"], found["gradients"], torch.float32)
     for name, master in found["masters"].items():
@@ -110,7 +110,7 @@ def test_steps_are_those_of_torchs_adamw_in_fp32_and_matrices_alone_decay(one_ra
 
 def test_steps_that_bfloat16_would_round_away_add_up(one_rank, make_hf_model):
     """Weights above 1/16 are 2^-11 apart in bfloat16, and a step is a fifth of that."""
-    (found,) = one_rank.run(watched_steps, free_address(), make_hf_model("llama", False), "bfloat16")
+    (found,) = one_rank.run(watched_steps, draw_address(), make_hf_model("llama", False), "bfloat16")
     assert set(found["is_bf16"]) == {True}, "which no number shows: masters follow the type of the parameters"
     rounded = by_torch(found["before"], found["gradients"], torch.bfloat16)
     moved, moved_alone, of = 0, 0, 0
@@ -153,7 +153,7 @@ def resumed(rank: int, world: int, first: str, second: str, folder: str, target:
 
 @pytest.mark.parametrize("settings", [{}, pytest.param({"tp": 2}, marks=pytest.mark.large)], ids=["DP2", "TP2"])
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(two_ranks, make_hf_model, tmp_path, settings):
-    addresses = free_address(), free_address()
+    addresses = draw_address(), draw_address()
     for want, got in two_ranks.run(resumed, *addresses, make_hf_model("qwen2", True), str(tmp_path), settings):
         assert got["rates"] == want["rates"]
         for kind in ("masters", "moments"):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, settings_of
+from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
 from support.ranks.engines_cases import build_engine, make_batch, plan
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import ValueOutputs
@@ -74,18 +74,18 @@ def check(ranks: list[dict], folder: str, measured) -> None:
 
 @matrix({"size": (*TWO_RANKS, "TP2-PP2", "TP2-CP2"), "family": FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE})
 def test_parity(pool_of, make_critic, measured, size, family, layout, recompute):
-    settings = settings_of(size) | {"layout": layout, "recompute": recompute}
+    settings = parse_size(size) | {"layout": layout, "recompute": recompute}
     if "PP" in size:
         settings["micro_batch_tokens"] = 24
     folder = make_critic(family)
-    ranks = pool_of(size).run(critic_case, free_address(), folder, settings)
+    ranks = pool_of(size).run(critic_case, draw_address(), folder, settings)
     check(ranks, folder, measured)
 
 
 def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf_model, tmp_path):
     """The body is the language model's, every value is 0, and what is saved is read by HuggingFace and by us."""
     folder, target = make_hf_model("qwen2", True), str(tmp_path / "saved")
-    ranks = two_ranks.run(critic_case, free_address(), folder, {"tp": 2}, target)
+    ranks = two_ranks.run(critic_case, draw_address(), folder, {"tp": 2}, target)
     assert all(not rank["values"].any() for rank in ranks if rank["values"] is not None)
     from transformers import AutoModelForTokenClassification
 
@@ -98,7 +98,7 @@ def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf
             saved.model.layers[3].mlp.down_proj.weight, start.get_tensor("model.layers.3.mlp.down_proj.weight")
         )
     assert saved.score.weight.shape == (1, 128) and not saved.score.weight.any()
-    again = two_ranks.run(critic_case, free_address(), target, {"tp": 2})
+    again = two_ranks.run(critic_case, draw_address(), target, {"tp": 2})
     assert all(not rank["values"].any() for rank in again if rank["values"] is not None)
 
 
@@ -120,6 +120,6 @@ def test_a_checkpoint_holds_the_head(two_ranks, make_critic, tmp_path, before, a
         return trained, loaded
 
     folder = make_critic("qwen2")
-    results = two_ranks.run(run, free_address(), free_address(), folder, str(tmp_path))
+    results = two_ranks.run(run, draw_address(), draw_address(), folder, str(tmp_path))
     trained, loaded = (next(r[i] for r in results if r[i]) for i in (0, 1))
     assert "score.weight" in trained and all(torch.equal(trained[name], loaded[name]) for name in trained)

@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, settings_of
+from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, parse_size
 from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import LENGTHS, make_batch, run_case
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 from engines.batch.shard import TokenOutputs
 from engines.models.spec import ModelSpec
@@ -57,7 +57,7 @@ def unsplit(one_rank, make_hf_model):
     def run(family: str, tied: bool) -> dict:
         if (family, tied) not in made:
             folder = make_hf_model(family, tied)
-            (rank,) = one_rank.run(run_case, free_address(), folder, {"layout": "bshd", "micro_batch_tokens": 10**6})
+            (rank,) = one_rank.run(run_case, draw_address(), folder, {"layout": "bshd", "micro_batch_tokens": 10**6})
             made[family, tied] = rank["gradients"]
         return made[family, tied]
 
@@ -72,8 +72,8 @@ def compare(pool_of, make_hf_model, reference, unsplit, measured):
     """
 
     def run(size: str, family: str, tied: bool, settings: dict, platform="cpu", run_on_rank=run_case) -> None:
-        settings = settings_of(size) | settings
-        ranks = pool_of(size).run(run_on_rank, free_address(), make_hf_model(family, tied), settings, platform)
+        settings = parse_size(size) | settings
+        ranks = pool_of(size).run(run_on_rank, draw_address(), make_hf_model(family, tied), settings, platform)
         label = f"{size} {family} tied={tied} {settings}"
         check(ranks, reference(family, tied), unsplit(family, tied), measured, label)
 

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.ranks.engines_cases import join_group, start_process
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 VOCAB, PADDED, TOKENS, HIDDEN = 11, 12, 13, 8
 
@@ -60,6 +60,6 @@ def outputs_and_gradient(rank, world, address, temperature, entropy_weight, keep
 @pytest.mark.parametrize(("temperature", "entropy_weight"), [(1.0, 0.0), (0.7, 0.3)])
 @pytest.mark.parametrize("world", [1, 2])
 def test_against_the_whole_vocabulary(four_ranks, world, temperature, entropy_weight, keep, at_once):
-    ranks = four_ranks.first(world)
-    for differences in ranks.run(in_chunks, free_address(), at_once, temperature, entropy_weight, keep):
+    ranks = four_ranks.take_first(world)
+    for differences in ranks.run(in_chunks, draw_address(), at_once, temperature, entropy_weight, keep):
         assert max(differences) <= 1e-6, differences

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import LAYOUTS, PLATFORMS, SIZES, settings_of
-from support.ranks.engines_cases import build_engine, logits_of, make_batch, plan
-from support.ranks.pool import Ranks, free_address
+from support.factors import LAYOUTS, PLATFORMS, SIZES, parse_size
+from support.ranks.engines_cases import build_engine, gather_logits, make_batch, plan
+from support.ranks.pool import Ranks, draw_address
 
 from engines.batch.batch import TrainBatch
 from engines.models.spec import ModelSpec
@@ -91,7 +91,7 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
             leaks = [*probe_attention(engine, kind, rule, PROBED), *probe_tokens(engine, kind, (rule,), PROBED)]
             gradients = compute_gradients(engine, kind, batch, probe_loss, float(batch.mask.sum()))
         schedule, shard = plan(engine, batch)
-        logits = logits_of(engine, shard)
+        logits = gather_logits(engine, shard)
         results[kind, name] = leaks, None if logits is None else schedule.restore_order(logits), gradients
     return results
 
@@ -102,7 +102,7 @@ def check_rules(make_hf_model, reference, measured):
     where it is another, in each layout and rule of ``places``."""
 
     def run(pool, settings: dict, platform: str, places: list[tuple[str, str]], label: str) -> None:
-        case = free_address(), make_hf_model("qwen2", True), settings
+        case = draw_address(), make_hf_model("qwen2", True), settings
         ranks = pool.run(run_rules, *case, platform, places, True)
         on_cpu = ranks if platform == "cpu" else pool.run(run_rules, *case, "cpu", places, False)
         for place in places:
@@ -132,7 +132,7 @@ def differences(results: list[tuple], on_cpu: list[tuple], want: tuple) -> dict[
     allowed=lambda case: is_honoured(case["platform"], case["layout"], case["rule"]),
 )
 def test_rules_at_every_size(pool_of, check_rules, size, platform, layout, rule):
-    check_rules(pool_of(size), settings_of(size), platform, [(layout, rule)], size)
+    check_rules(pool_of(size), parse_size(size), platform, [(layout, rule)], size)
 
 
 @pytest.mark.large
@@ -174,7 +174,7 @@ def test_the_probe_hears_a_wrong_rule(one_rank, make_hf_model):
         engine.model = dataclasses.replace(engine.model, rules=(Rule(window=2),))
         return [probe_tokens(engine, kind, (CAUSAL,), PROBED) for kind in ("bshd", "thd")]
 
-    for (influence,) in one_rank.run(call, free_address(), make_hf_model("qwen2", True))[0]:
+    for (influence,) in one_rank.run(call, draw_address(), make_hf_model("qwen2", True))[0]:
         # Four layers of two tokens reach back four places; the sequence of 14 has 45 pairs further apart, that of nine
         # 10 and that of six 1.
         assert influence.missing == sum(max(0, n - 5) * (n - 4) // 2 for n in PROBED.lengths)

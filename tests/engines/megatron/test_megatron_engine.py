@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.models import VOCAB
 from support.ranks.engines_cases import build_engine, make_batch, plan
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 from engines.config import OptimizerConfig
 from rlworker.checks.huggingface import probe_loss
@@ -51,13 +51,13 @@ def test_moments_behind_a_padded_bucket_are_resumed(two_ranks, tmp_path):
     """The tied embedding has a bucket of its own, after one that ends between two multiples of 128."""
     folder = make_tiny_text(tmp_path / "model", "qwen2", VOCAB, num_hidden_layers=2, num_key_value_heads=1)
     (tmp_path / "out").mkdir()
-    for straight, resumed in two_ranks.run(resumed_step, free_address(), folder, str(tmp_path / "out")):
+    for straight, resumed in two_ranks.run(resumed_step, draw_address(), folder, str(tmp_path / "out")):
         assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
 
 
 @pytest.mark.parametrize("settings", [{}, {"tp": 2}, {"pp": 2, "micro_batch_tokens": 16}], ids=["DP2", "TP2", "PP2"])
 def test_a_gradient_that_is_not_finite_is_not_taken_by_any_rank(two_ranks, make_hf_model, settings):
-    ranks = two_ranks.run(poisoned_step, free_address(), make_hf_model("qwen2", False), settings)
+    ranks = two_ranks.run(poisoned_step, draw_address(), make_hf_model("qwen2", False), settings)
     for rank in ranks:
         (norm, _, after), (bad, _, same), (again, _, moved) = rank["steps"]
         assert norm > 0 and math.isnan(bad) and again > 0

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.huggingface import load_folder, logprobs_of
+from support.huggingface import compute_logprobs, load_folder
 from support.ranks.engines_cases import build_engine, leave_groups, make_batch, plan, start_process
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 from engines.config import OptimizerConfig
 from rlworker.checks.huggingface import probe_loss
@@ -35,7 +35,7 @@ def test_weights_come_out_bit_for_bit_as_they_went_in(two_ranks, make_hf_model, 
         return export(build_engine(rank, world, address, folder, settings))
 
     folder = make_hf_model("qwen2", tied)
-    exported = two_ranks.run(load_and_export, free_address(), folder, settings)
+    exported = two_ranks.run(load_and_export, draw_address(), folder, settings)
     want = load_file(f"{folder}/model.safetensors")
     (got,) = (e for e in exported if e)
     assert set(got) == set(want)
@@ -53,7 +53,7 @@ def test_missing_and_unknown_tensors_are_named(one_rank, make_hf_model, tmp_path
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.0.extra.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    error = one_rank.run(load, free_address(), str(tmp_path))[0]
+    error = one_rank.run(load, draw_address(), str(tmp_path))[0]
     assert "missing ['model.layers.1.mlp.up_proj.weight']" in error
     assert "unexpected ['model.layers.0.extra.weight']" in error
 
@@ -66,7 +66,7 @@ def test_warm_up_starts_above_zero_and_the_last_step_of_a_decay_learns(one_rank,
         engines = (build_engine(rank, world, address, folder, {"optimizer": each}) for each in optimizers)
         return [[r.lr for r in steps(engine, 9)] for engine in engines]
 
-    cosine, straight = one_rank.run(rates, free_address(), make_hf_model("qwen2", False))[0]
+    cosine, straight = one_rank.run(rates, draw_address(), make_hf_model("qwen2", False))[0]
     assert cosine[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
     assert cosine[4:8] == pytest.approx([1e-4 + 9e-4 * (1 + math.cos(math.pi * k / 5)) / 2 for k in (1, 2, 3, 4)])
     assert cosine[8:] == pytest.approx([1e-4])
@@ -82,8 +82,8 @@ def test_a_reference_model_computes_the_same_and_holds_no_optimizer(one_rank, ma
         schedule, shard = plan(engine, make_batch())
         return schedule.restore([engine.forward(shard)]).logprobs
 
-    got = one_rank.run(outputs, free_address(), make_hf_model("qwen2", False), frozen)[0]
-    want = logprobs_of(load_folder(make_hf_model("qwen2", False)), make_batch(), temperature=0.5)
+    got = one_rank.run(outputs, draw_address(), make_hf_model("qwen2", False), frozen)[0]
+    want = compute_logprobs(load_folder(make_hf_model("qwen2", False)), make_batch(), temperature=0.5)
     assert torch.allclose(got, want, atol=1e-5)
 
 
@@ -105,7 +105,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(two_ranks, make_hf_
         engine.load(target)
         return uninterrupted, ([r.lr for r in steps(engine, 2, seed=2)], export(engine))
 
-    addresses = free_address(), free_address()
+    addresses = draw_address(), draw_address()
     results = two_ranks.run(run, *addresses, make_hf_model("qwen2", True), str(tmp_path), before, after)
     (want_lr, _), (got_lr, _) = results[0]
     assert got_lr == want_lr
@@ -125,5 +125,5 @@ def test_an_incomplete_checkpoint_is_refused(one_rank, make_hf_model, tmp_path):
 
     assert (
         "not a complete checkpoint"
-        in one_rank.run(load, free_address(), make_hf_model("qwen2", True), str(tmp_path))[0]
+        in one_rank.run(load, draw_address(), make_hf_model("qwen2", True), str(tmp_path))[0]
     )

@@ -1,10 +1,10 @@
 """The planner's bytes against engines that are built."""
 
 from support.cover import matrix
-from support.factors import IMAGE_FAMILIES, TWO_RANKS, settings_of
+from support.factors import IMAGE_FAMILIES, TWO_RANKS, parse_size
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 MODELS = {
     "qwen2-tied": ("qwen2", True, "language"),
@@ -48,16 +48,16 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
 @matrix({"size": TWO_RANKS, "model": tuple(MODELS), "dtype": ("float32", "bfloat16")})
 def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, model, dtype):
     family, tied, head = MODELS[model]
-    folder, settings = make_hf_model(family, tied), settings_of(size)
-    for rank in two_ranks.run(bytes_held, free_address(), folder, settings | {"dtype": dtype}, head):
+    folder, settings = make_hf_model(family, tied), parse_size(size)
+    for rank in two_ranks.run(bytes_held, draw_address(), folder, settings | {"dtype": dtype}, head):
         assert rank["parameters"] == rank["wanted"]
         assert rank["held"] == rank["planned"]
 
 
 @matrix({"size": TWO_RANKS, "family": IMAGE_FAMILIES})
 def test_planned_bytes_of_a_vision_language_model(two_ranks, tmp_path, size, family):
-    folder, settings = make_vlm(tmp_path, family), settings_of(size)
+    folder, settings = make_vlm(tmp_path, family), parse_size(size)
     for freeze in ((), ("vision",), ("vision", "projector"), *([("language",)] if "pp" not in settings else [])):
-        for rank in two_ranks.run(bytes_held, free_address(), folder, settings | {"freeze": freeze}, "language"):
+        for rank in two_ranks.run(bytes_held, draw_address(), folder, settings | {"freeze": freeze}, "language"):
             assert rank["parameters"] == rank["wanted"]
             assert rank["held"] == rank["planned"], freeze

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
-from support.ranks.pool import free_address
-from support.ranks.vlm_cases import make_images, part_of_hf, rename, vlm_batch
+from support.ranks.pool import draw_address
+from support.ranks.vlm_cases import make_images, make_vlm_batch, name_part, rename
 
 from engines.config import MegatronConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
@@ -27,7 +27,7 @@ def run_steps(rank: int, world: int, address: str, folder: str, paths, settings:
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": OptimizerConfig(lr=1e-3)})
     from engines.models.hf_folder import save_hf_folder
 
-    batch = vlm_batch(engine.model, paths)
+    batch = make_vlm_batch(engine.model, paths)
     _, shard = plan(engine, batch)
 
     def step(engine) -> None:
@@ -51,7 +51,7 @@ def run_steps(rank: int, world: int, address: str, folder: str, paths, settings:
 def step_once(rank: int, world: int, address: str, folder: str, paths, settings: dict) -> dict:
     """One step: its gradient's norm, the weights before and after it, and how many moments the optimizer has."""
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": OptimizerConfig(lr=1e-3)})
-    batch = vlm_batch(engine.model, paths)
+    batch = make_vlm_batch(engine.model, paths)
     _, shard = plan(engine, batch)
     found = {"before": copy_weights(engine)}
     found["norm"] = engine.train_step(shard, probe_loss, float(batch.mask.sum())).grad_norm
@@ -70,12 +70,12 @@ def step_once(rank: int, world: int, address: str, folder: str, paths, settings:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family, frozen):
     folder, paths = make_vlm(tmp_path / "model", family), make_images(tmp_path)
-    (found,) = one_rank.run(step_once, free_address(), folder, paths, {"freeze": frozen})
+    (found,) = one_rank.run(step_once, draw_address(), folder, paths, {"freeze": frozen})
     learning = 0
     for name, tensor in found["before"].items():
         moved = not torch.equal(tensor, found["after"][name])
-        assert moved == (part_of_hf(name) not in frozen), name
-        learning += tensor.numel() * (part_of_hf(name) not in frozen)
+        assert moved == (name_part(name) not in frozen), name
+        learning += tensor.numel() * (name_part(name) not in frozen)
     assert found["moments"] == 2 * learning
     assert found["norm"] > 0
 
@@ -88,7 +88,7 @@ def test_saved_and_gone_on_from(two_ranks, tmp_path, family, settings):
     folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_images(tmp_path)
     (tmp_path / "out").mkdir()
     args = folder, paths, settings, str(tmp_path / "out")
-    found = next(rank for rank in two_ranks.run(run_steps, free_address(), *args) if rank["before"])
+    found = next(rank for rank in two_ranks.run(run_steps, draw_address(), *args) if rank["before"])
     for name in found["first"]:
         assert torch.equal(found["loaded"][name], found["first"][name]), name
         assert torch.equal(found["resumed"][name], found["second"][name]), name
@@ -127,7 +127,7 @@ def kept_by_the_tower(rank: int, world: int, address: str, folder: str, paths, r
     engine = build_engine(rank, world, address, folder, {"recompute": recompute})
     import torch
 
-    images = [image for own in vlm_batch(engine.model, paths).images for image in own]
+    images = [image for own in make_vlm_batch(engine.model, paths).images for image in own]
     kept = []
     engine.module.train()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x):
@@ -139,7 +139,7 @@ def kept_by_the_tower(rank: int, world: int, address: str, folder: str, paths, r
 def test_a_recomputed_tower_keeps_the_inputs_of_its_blocks_alone(one_rank, tmp_path, family):
     folder, paths = make_vlm(tmp_path / "model", family), make_images(tmp_path)
     (whole,), (few,) = (
-        one_rank.run(kept_by_the_tower, free_address(), folder, paths, recompute) for recompute in ("none", "full")
+        one_rank.run(kept_by_the_tower, draw_address(), folder, paths, recompute) for recompute in ("none", "full")
     )
     assert few < 0.6 * whole, "what is left is mostly the projector's"
 
@@ -150,7 +150,7 @@ def go_on_otherwise(
     """A step and a checkpoint at one size; or the checkpoint and the step after it at another."""
     optimizer = OptimizerConfig(lr=1e-3, adam_eps=1e-5)
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": optimizer})
-    batch = vlm_batch(engine.model, paths)
+    batch = make_vlm_batch(engine.model, paths)
     _, shard = plan(engine, batch)
     if not save:
         engine.load(out)
@@ -168,7 +168,7 @@ def test_gone_on_from_at_another_size(two_ranks, tmp_path, family):
     found = []
     for settings, save in (({"tp": 2}, True), ({"pp": 2}, False), ({"cp": 2}, False)):
         args = folder, paths, str(tmp_path / "out"), settings, save
-        found.append(next(weights for weights in two_ranks.run(go_on_otherwise, free_address(), *args) if weights))
+        found.append(next(weights for weights in two_ranks.run(go_on_otherwise, draw_address(), *args) if weights))
     for name, straight in found[0].items():
         for other in found[1:]:
             assert float((other[name] - straight).abs().max()) <= 2e-6, name

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, settings_of
+from support.factors import IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, parse_size
 from support.models import make_vlm
-from support.ranks.pool import free_address
-from support.ranks.vlm_cases import ROWS, make_images, part_of_hf, run_vlm_case, vlm_batch
+from support.ranks.pool import draw_address
+from support.ranks.vlm_cases import ROWS, make_images, make_vlm_batch, name_part, run_vlm_case
 
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
@@ -43,8 +43,8 @@ def compare(pool_of, folders, images, reference, measured):
     once at most."""
 
     def run(size: str, family: str, settings: dict) -> int:
-        args = folders[family], images, settings_of(size) | settings
-        ranks = pool_of(size).run(run_vlm_case, free_address(), *args)
+        args = folders[family], images, parse_size(size) | settings
+        ranks = pool_of(size).run(run_vlm_case, draw_address(), *args)
         check(ranks, reference(family), measured, f"{size} {family} {settings}", settings.get("freeze", ()))
         return max(max(rank["decoded"], default=0) for rank in ranks)
 
@@ -53,7 +53,7 @@ def compare(pool_of, folders, images, reference, measured):
 
 def hf_results(folder: str, images, rows=ROWS) -> dict:
     spec = ModelSpec.from_folder(folder)
-    model, batch = load_huggingface(spec), vlm_batch(spec, images, rows)
+    model, batch = load_huggingface(spec), make_vlm_batch(spec, images, rows)
     found = run_forward(model, spec, batch, probe_loss)
     (found.loss / batch.mask.sum()).backward()
     return {
@@ -97,7 +97,7 @@ def test_parity(compare, size, family, layout, recompute, micro, vision, project
 def test_parity_where_some_ranks_see_no_image(four_ranks, folders, images, measured, family):
     """One image over four ranks, in two of three sequences."""
     rows = ((2,), (), (2,))
-    ranks = four_ranks.run(run_vlm_case, free_address(), folders[family], images, {"tp": 2, "cp": 2}, "cpu", rows)
+    ranks = four_ranks.run(run_vlm_case, draw_address(), folders[family], images, {"tp": 2, "cp": 2}, "cpu", rows)
     check(ranks, hf_results(folders[family], images, rows), measured, f"{family} TP2-CP2 one image")
 
 
@@ -129,7 +129,7 @@ def check(ranks: list[dict], want: dict, measured, label: str, frozen: tuple[str
     for rank in ranks:
         assert set(rank["gradients"]) == set(want["gradients"])
         for name, gradient in rank["gradients"].items():
-            if part_of_hf(name) in frozen:
+            if name_part(name) in frozen:
                 assert not gradient.any()
                 continue
             difference = float((gradient - want["gradients"][name]).abs().max())

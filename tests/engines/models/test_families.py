@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.ranks.engines_cases import run_case
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 from engines.config import MegatronConfig
 from engines.models import families
@@ -89,7 +89,7 @@ def test_an_added_family_trains_as_the_one_that_it_copies_bit_for_bit(one_rank, 
 
     folder, added = make_hf_model("llama", False), write_family(tmp_path / "families", "llama_again")
     copied = copy_model(folder, tmp_path / "model", "llama_again")
-    (want,), (got,) = (one_rank.run(run_with_family, free_address(), each, added) for each in (folder, copied))
+    (want,), (got,) = (one_rank.run(run_with_family, draw_address(), each, added) for each in (folder, copied))
     assert torch.equal(got["outputs"].logprobs, want["outputs"].logprobs) and want["outputs"].logprobs.min() < -1
     assert torch.equal(got["logits"], want["logits"])
     for kind in ("gradients", "weights"):

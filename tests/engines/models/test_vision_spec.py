@@ -6,7 +6,7 @@ import json
 import pytest
 from support.factors import IMAGE_FAMILIES
 from support.models import make_vlm
-from support.ranks.vlm_cases import QWEN2_5_VL_7B, part_of_hf
+from support.ranks.vlm_cases import QWEN2_5_VL_7B, name_part
 
 from engines.models.spec import ModelSpec
 
@@ -43,7 +43,7 @@ def test_names_and_shapes_are_those_of_the_saved_model(tmp_path, family):
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     assert {name: spec.find_hf_shape(name) for name in spec.list_hf_names()} == shapes
-    assert {name: spec.find_part(name) for name in shapes} == {name: part_of_hf(name) for name in shapes}
+    assert {name: spec.find_part(name) for name in shapes} == {name: name_part(name) for name in shapes}
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)

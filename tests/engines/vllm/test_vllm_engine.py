@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.huggingface import differences, load_folder, logprobs_of
+from support.huggingface import compute_logprobs, load_folder, measure_differences
 from support.models import VOCAB
 from support.rollout_workers import ask, send
 
@@ -52,7 +52,7 @@ def patched(cluster):
 
 def worst(model, completions, temperature=1.0, prompts=PROMPTS) -> float:
     """Largest |vLLM - HuggingFace| over every sampled token."""
-    return float(differences(model, prompts, completions, temperature).max())
+    return float(measure_differences(model, prompts, completions, temperature).max())
 
 
 def weights_of(model, tied):
@@ -214,7 +214,7 @@ def test_experts_are_packed_anew(patched, mixture):
         """Largest |vLLM - HuggingFace| for the same weights."""
         got = ask(patched.__ray_call__, replace_experts, mixture, with_workaround)
         model = AutoModelForCausalLM.from_pretrained(mixture, attn_implementation="eager")
-        return float((torch.tensor(got) - logprobs_of(model, TrainBatch.from_ids([TEXT], [1]))).abs().max())
+        return float((torch.tensor(got) - compute_logprobs(model, TrainBatch.from_ids([TEXT], [1]))).abs().max())
 
     assert apart(with_workaround=True) <= 1e-5
     assert apart(with_workaround=False) > 1e-2

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 from support import rollout_workers
-from support.huggingface import differences, make_batch
-from support.ranks.vlm_cases import make_images, prompts_of, rename
+from support.huggingface import make_batch, measure_differences
+from support.ranks.vlm_cases import make_images, make_prompts, rename
 from support.rollout_workers import ask
 
 from engines.batch.samples import Sampling
@@ -28,7 +28,7 @@ def rollout(request, cluster, tmp_path_factory):
     model = ModelSpec.from_folder(folder)
     with Rollouts("cpu", 1) as rollouts:
         (worker,) = rollouts.start(model, CONFIG).wait().workers
-        yield worker, model, prompts_of(model, make_images(tmp_path_factory.mktemp("images")))
+        yield worker, model, make_prompts(model, make_images(tmp_path_factory.mktemp("images")))
 
 
 def sampling(count=3, temperature=1.0):
@@ -41,7 +41,7 @@ def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict
     for kind, has_images in (("images", True), ("text", False)):
         pairs = [pair for pair in zip(prompts, completions, strict=True) if bool(pair[0].images) == has_images]
         chosen, groups = zip(*pairs)
-        found[kind] = differences(hf, chosen, groups, temperature, model)
+        found[kind] = measure_differences(hf, chosen, groups, temperature, model)
     return found
 
 

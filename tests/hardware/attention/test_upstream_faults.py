@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.dense_attention import DIM, dense_attention, draw_qkv, influence
+from support.dense_attention import DIM, dense_attention, draw_qkv, probe_influence
 from support.ranks.engines_cases import start_process
 from torch.utils.checkpoint import checkpoint
 
@@ -65,7 +65,7 @@ def run_here(one_rank, function):
 def test_a_block_diagonal_mask_beside_a_causal_kernel(one_rank):
     spec = Layout.build(LENGTHS, "thd").mask_spec()
     see = spec.visible()
-    leaks = influence(sdpa(is_causal=True), *see.shape[:2]) & ~see
+    leaks = probe_influence(sdpa(is_causal=True), *see.shape[:2]) & ~see
     assert int(leaks.sum()) == 5 * 1 + 6 * 7, "the causal kernel lets a document see every one before it"
     with pytest.raises(ValueError, match="te_causal/thd/no-cp/causal is refused: TransformerEngine raises"):
         find_backend(("te_causal",), "thd", 1, CAUSAL)
@@ -74,7 +74,7 @@ def test_a_block_diagonal_mask_beside_a_causal_kernel(one_rank):
     assert "cu_seqlens" in TABLE["te_padding_causal", "thd", False, "causal"].text
 
     def ours():
-        return influence(through_platform(Layout.build(LENGTHS, "thd")), 1, sum(LENGTHS))
+        return probe_influence(through_platform(Layout.build(LENGTHS, "thd")), 1, sum(LENGTHS))
 
     assert torch.equal(run_here(one_rank, ours), see)
 
@@ -97,7 +97,7 @@ def test_none_is_given_where_it_means_the_rule(one_rank):
     layout = Layout.build(LENGTHS, "bshd")
     see = layout.mask_spec().visible()
     valid = layout.valid
-    leaks = influence(sdpa(attn_mask=None, is_causal=False), *see.shape[:2]) & ~see & valid[:, :, None]
+    leaks = probe_influence(sdpa(attn_mask=None, is_causal=False), *see.shape[:2]) & ~see & valid[:, :, None]
     assert leaks.any(), "None without is_causal sees the future and the padding"
     for mode in range(9):
         assert "mask None" not in TABLE[f"npu_mode{mode}", "bshd", False, "causal"].text.split(";")[0]
@@ -105,7 +105,7 @@ def test_none_is_given_where_it_means_the_rule(one_rank):
     assert name == "npu_mode2" and "2048 x 2048 upper triangle" in cell.text
 
     def ours():
-        return influence(through_platform(Layout.build(LENGTHS, "bshd")), len(LENGTHS), max(LENGTHS))
+        return probe_influence(through_platform(Layout.build(LENGTHS, "bshd")), len(LENGTHS), max(LENGTHS))
 
     found = run_here(one_rank, ours)
     assert torch.equal(found & valid[:, :, None], see & valid[:, :, None])
@@ -122,10 +122,10 @@ def test_polarity():
     for mask in (kept, added):
         assert torch.allclose(sdpa(attn_mask=mask)(query, key, value), want, atol=1e-6)
     # The same bits in the other sense: only the future is seen, and the last row sees nothing at all.
-    wrong = influence(sdpa(attn_mask=blocked), 1, 6)
+    wrong = probe_influence(sdpa(attn_mask=blocked), 1, 6)
     assert (wrong & ~see).any() and not (wrong & see)[0, :-1].any()
     # Added as numbers, a bool mask hides nothing.
-    unmasked = influence(sdpa(attn_mask=kept.float()), 1, 6)
+    unmasked = probe_influence(sdpa(attn_mask=kept.float()), 1, 6)
     assert unmasked.all()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from support.ranks.engines_cases import build_engine, join_group, leave_groups, make_batch, plan, start_process
-from support.ranks.pool import Ranks, free_address
+from support.ranks.pool import Ranks, draw_address
 
 from rlworker.checks.huggingface import probe_loss
 
@@ -63,20 +63,20 @@ def patched_ranks():
 @pytest.mark.large
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_step_fails_without(patched_ranks, make_hf_model, name):
-    error = patched_ranks.first(1).run(train_without, free_address(), make_hf_model("qwen2", False), name, {})[0]
+    error = patched_ranks.take_first(1).run(train_without, draw_address(), make_hf_model("qwen2", False), name, {})[0]
     assert SYMPTOMS[name] in str(error), f"megatron no longer needs the shim {name!r}: remove it"
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("name", ["synchronize", "tensor_cuda"])
 def test_a_tied_pipeline_fails_without(patched_ranks, make_hf_model, name):
-    errors = patched_ranks.run(train_without, free_address(), make_hf_model("qwen2", True), name, {"pp": 2})
+    errors = patched_ranks.run(train_without, draw_address(), make_hf_model("qwen2", True), name, {"pp": 2})
     assert all(SYMPTOMS[name] in str(e) for e in errors), f"megatron no longer needs the shim {name!r}: remove it"
 
 
 @pytest.mark.large
 def test_sequence_parallelism_fails_without_rng(patched_ranks, make_hf_model):
-    errors = patched_ranks.run(train_without, free_address(), make_hf_model("qwen2", False), "rng", {"tp": 2})
+    errors = patched_ranks.run(train_without, draw_address(), make_hf_model("qwen2", False), "rng", {"tp": 2})
     assert all(SYMPTOMS["rng"] in str(e) for e in errors), "megatron no longer needs the shim 'rng': remove it"
 
 
@@ -100,7 +100,9 @@ def test_resuming_fails_without_adam(patched_ranks, make_hf_model, tmp_path):
             again()
         return None
 
-    error = patched_ranks.first(1).run(save_and_load, free_address(), make_hf_model("qwen2", False), str(tmp_path))[0]
+    error = patched_ranks.take_first(1).run(
+        save_and_load, draw_address(), make_hf_model("qwen2", False), str(tmp_path)
+    )[0]
     assert SYMPTOMS["adam"] in str(error), "torch's AdamW now resumes: remove the shim 'adam' and FusedAdam"
 
 
@@ -133,7 +135,7 @@ def test_megatron_compiles_while_it_is_imported(patched_ranks):
                 imported_anew("megatron.core.fusions.fused_bias_swiglu")
         return hasattr(swiglu, "_torchdynamo_orig_callable"), compiled
 
-    is_compiled, compiled = patched_ranks.first(1).run(call)[0]
+    is_compiled, compiled = patched_ranks.take_first(1).run(call)[0]
     assert not is_compiled, "the ranks import megatron without the identity"
     assert "swiglu" in compiled, "megatron no longer compiles at import: remove import_megatron_without_compile"
 
@@ -164,7 +166,7 @@ def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks)
         tensor_parallel.checkpoint(region, False, x).sum().backward()
         return masks, x.grad
 
-    (first, gradient), (second, _) = two_ranks.run(draw, free_address())
+    (first, gradient), (second, _) = two_ranks.run(draw, draw_address())
     inside, outside, inside_again, outside_again = first
     assert inside.equal(inside_again) and outside.equal(outside_again)
     assert gradient.tolist() == (2.0 * inside.float() + 2.0 * outside.float()).tolist()

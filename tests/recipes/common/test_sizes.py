@@ -10,7 +10,7 @@ from engines.config import MegatronConfig
 from hardware.platform import Node
 from hardware.platforms import PLATFORMS, get_platform
 from recipes.common.sizes import fit_to_node
-from recipes.common.smoke import RecipeConfig, SftRecipeConfig, recipe_config
+from recipes.common.smoke import RecipeConfig, SftRecipeConfig, parse_recipe_config
 
 RECIPE = RecipeConfig(actor=MegatronConfig(ranks=8, tp=4), prompts_per_step=256)
 SUPERVISED = SftRecipeConfig(actor=MegatronConfig(ranks=8, tp=4))
@@ -61,18 +61,18 @@ def test_where_no_machine_is_known_a_recipe_keeps_its_sizes():
 )
 def test_a_key_that_is_given_wins(monkeypatch, arguments, want):
     monkeypatch.setattr(sys, "argv", ["recipe", *arguments])
-    config = recipe_config(RECIPE, "")
+    config = parse_recipe_config(RECIPE, "")
     assert (config.platform, config.actor.ranks, config.rollout.engines, config.rollout.kv_cache_mb) == want
 
 
 def test_a_recipe_that_states_a_platform_states_its_sizes_for_it(monkeypatch):
     own = replace(RECIPE, platform="npu")
     monkeypatch.setattr(sys, "argv", ["recipe", "--platform", "npu"])
-    assert recipe_config(own, "") == own
+    assert parse_recipe_config(own, "") == own
 
 
 @pytest.mark.parametrize("arguments", [("--platform", "tpu"), ("--platform",)])
 def test_what_is_wrong_with_a_platform_is_said_with_its_choices(arguments):
-    done = run_program(lambda: recipe_config(RECIPE, ""), *arguments)
+    done = run_program(lambda: parse_recipe_config(RECIPE, ""), *arguments)
     assert done.returncode == 2 and "--platform" in done.stdout + done.stderr
     assert arguments == ("--platform",) or all(name in done.stdout + done.stderr for name in PLATFORMS)

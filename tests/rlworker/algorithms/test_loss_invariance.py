@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import LAYOUTS, settings_of
+from support.factors import LAYOUTS, parse_size
 from support.ranks.engines_cases import build_engine, make_batch, plan
-from support.ranks.pool import free_address
+from support.ranks.pool import draw_address
 
 from engines.batch.batch import TrainBatch
 from rlworker.algorithms import losses
@@ -96,7 +96,7 @@ def whole(one_rank, folders):
 
     def run(head: str, cases: dict) -> dict:
         if head not in made:
-            (made[head],) = one_rank.run(compute_gradients, free_address(), folders[head], WHOLE, head, cases)
+            (made[head],) = one_rank.run(compute_gradients, draw_address(), folders[head], WHOLE, head, cases)
         return made[head]
 
     return run
@@ -111,8 +111,8 @@ def folders(make_hf_model, make_critic) -> dict[str, str]:
 def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, measured, cut, head, layout):
     (size, settings), cases = CUTS[cut], HEADS[head]
     want = whole(head, cases)
-    args = (folders[head], settings_of(size) | settings | {"layout": layout}, head, cases, want["logprobs"])
-    ranks = pool_of(size).run(compute_gradients, free_address(), *args)
+    args = (folders[head], parse_size(size) | settings | {"layout": layout}, head, cases, want["logprobs"])
+    ranks = pool_of(size).run(compute_gradients, draw_address(), *args)
     leaders = [rank["found"] for rank in ranks if rank["leader"]]
     for name, (gradients, sums) in want["found"].items():
         apart = {

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.factors import IMAGE_FAMILIES
 from support.models import make_vlm
 from support.ranks.engines_cases import make_batch
-from support.ranks.vlm_cases import make_images, vlm_batch
+from support.ranks.vlm_cases import make_images, make_vlm_batch
 
 from engines.batch.batch import TrainBatch
 from engines.models.spec import ModelSpec
@@ -100,6 +100,6 @@ def test_language_model(make_hf_model, family, tied):
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
 def test_model_that_sees_images(tmp_path, family):
     spec, paths = ModelSpec.from_folder(make_vlm(tmp_path / "model", family)), make_images(tmp_path)
-    batch = vlm_batch(spec, paths, ROWS)
+    batch = make_vlm_batch(spec, paths, ROWS)
     assert set(batch.targets.tolist()) & set(spec.banned_tokens)
     check(spec, batch, [[paths[number] for number in row] for row in ROWS])

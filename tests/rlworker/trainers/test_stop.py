@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from kill_chain import check_folder, seconds_until_gone
+from kill_chain import check_folder, measure_survival
 from stop_chain import STOPPED, draw_moments, prepare, run_chain, run_link, start
 
 PROGRAM = """
@@ -57,7 +57,7 @@ def test_the_second_and_the_first_without_a_step_end_everything_at_once(number, 
     assert time.monotonic() - began < 5 and running.returncode == 128 + number and said == ""
     why = "the newest checkpoint stands" if in_hand else "no step was under way"
     assert complained == f"{number.name}: ends at once; {why}\n"
-    assert seconds_until_gone([child.pid], time.time()) < 2
+    assert measure_survival([child.pid], time.time()) < 2
 
 
 def read_until(link: subprocess.Popen, text: str) -> str:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.huggingface import load_folder, logprobs_of
+from support.huggingface import compute_logprobs, load_folder
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.addition import make_data, make_tokenizer
@@ -392,7 +392,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
         batch.greedy_rewards[::4], batch.greedy_rewards[3::4]
     )
     one = batch.select(5, 6)
-    want = logprobs_of(load_folder(teacher), one)
+    want = compute_logprobs(load_folder(teacher), one)
     assert float((one.ref_logprobs - want).abs().max()) <= 1e-5
     assert torch.equal(one.penalties, -0.1 * (one.rollout_logprobs - one.ref_logprobs) * one.mask)
     state = json.loads(next((tmp_path / "run" / "checkpoints" / "step_1").glob("*.json")).read_text())

@@ -1,4 +1,4 @@
-"""What the ranks of the Megatron tests run: built here so that every process imports the same functions."""
+"""Ranks of the Megatron tests run these functions, which every process imports from here."""
 
 LENGTHS = (13, 2, 5, 30, 1, 9, 6, 21, 4)
 """Ids per sequence: one with a single input and one with none, no two alike, and an odd count of inputs at the end, so
@@ -6,7 +6,7 @@ that alignment pads after the last one too."""
 
 
 def start_process(rank: int, name: str = "cpu"):
-    """Platform and device; Megatron is imported and patched once per process."""
+    """Return platform and device; Megatron is imported and patched once per process."""
     from hardware.platforms import get_platform
 
     platform = get_platform(name)
@@ -24,7 +24,7 @@ def start_process(rank: int, name: str = "cpu"):
 
 
 def join_group(rank: int, world: int, address: str):
-    """A plain process group over all ranks, in place of whatever was there."""
+    """Make a plain process group over all ranks, in place of whatever was there."""
     import torch.distributed as dist
 
     leave_groups()
@@ -47,8 +47,10 @@ def leave_groups() -> None:
 
 
 def build_engine(rank: int, world: int, address: str, model, settings: dict, platform: str = "cpu", **options):
-    """A fresh engine of a ModelSpec, or of the language model in a folder. The parallel groups of the one before it are
-    kept where they are of the same sizes."""
+    """Build a fresh engine of a ModelSpec, or of the language model in a folder.
+
+    The parallel groups of the engine before it are kept where they are of the same sizes.
+    """
     platform = start_process(rank, platform)
     import torch
 
@@ -67,7 +69,7 @@ def build_engine(rank: int, world: int, address: str, model, settings: dict, pla
 
 
 def make_batch(seed: int = 1, vocab: int = 99):
-    """Sequences of ``LENGTHS`` random ids with prompts of one to three, and advantages of both signs."""
+    """Make sequences of ``LENGTHS`` random ids with prompts of one to three, and advantages of both signs."""
     import torch
 
     from engines.batch.batch import TrainBatch
@@ -80,15 +82,15 @@ def make_batch(seed: int = 1, vocab: int = 99):
 
 
 def plan(engine, batch):
-    """The schedule of a batch over an engine's replicas, and this replica's shard."""
+    """Return the schedule of a batch over an engine's replicas, and this replica's shard."""
     from engines.batch.schedule import plan_schedule
 
     schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size)
     return schedule, schedule.shards(batch)[engine.dp_rank]
 
 
-def logits_of(engine, shard):
-    """Logits of this replica's shard, ``[N, vocab]``, put together from every rank; the engine's own packing."""
+def gather_logits(engine, shard):
+    """Gather the logits ``[N, vocab]`` of this replica's shard from every rank, by the engine's own packing."""
     import torch
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -102,8 +104,8 @@ def logits_of(engine, shard):
 
         def keep(hidden):
             logits = engine.gather_states(hidden).transpose(0, 1) @ engine.module.module.output_weight.T
-            whole = gather_from_tensor_model_parallel_region(logits)
-            parts.append(layout.unpack(whole, mpu.get_context_parallel_group())[:, : engine.model.vocab])
+            full_logits = gather_from_tensor_model_parallel_region(logits)
+            parts.append(layout.unpack(full_logits, mpu.get_context_parallel_group())[:, : engine.model.vocab])
             return logits.sum(), torch.tensor(0), {}
 
         return engine.forward_micro_batch(module, micro, layout), keep
@@ -124,7 +126,7 @@ def logits_of(engine, shard):
 
 
 def run_case(rank: int, world: int, address: str, folder: str, settings: dict, platform: str = "cpu") -> dict:
-    """Logits, logprobs, gradients and weights of one parallel configuration, for the comparison with HuggingFace."""
+    """Compute logits, logprobs, gradients and weights of one parallel configuration, to compare with HuggingFace."""
     import torch
 
     from engines.config import OptimizerConfig
@@ -138,14 +140,14 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict, p
     schedule, shard = plan(engine, batch)
     denominator = float(batch.mask.sum())
     outputs = engine.forward(shard)
-    logits = logits_of(engine, shard)
+    logits = gather_logits(engine, shard)
     gradients, optimizer_step = [], engine.optimizer.step
 
-    def watched_step():
+    def take_watched_step():
         gradients.append(gather_gradients(engine) if not gradients else None)
         return optimizer_step()
 
-    engine.optimizer.step = watched_step  # gradients are clipped in place by the step, so they are read before it
+    engine.optimizer.step = take_watched_step  # gradients are clipped in place by the step, so they are read before it
     results = [engine.train_step(shard, probe_loss, denominator) for _ in range(2)]
     weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
     return {

@@ -24,7 +24,7 @@ from support.suite.ledger.process_ledger import note
 TESTS = Path(__file__).parents[2]
 
 
-def free_address() -> str:
+def draw_address() -> str:
     """Find a port for rank 0, between those of Ray and those that the kernel hands to whoever connects.
 
     It is drawn apart from the seeds of tests, which processes beside each other have alike.
@@ -36,7 +36,7 @@ def free_address() -> str:
 
 
 def set_environment() -> None:
-    """What a rank needs before torch is imported."""
+    """Set what a rank needs before torch is imported."""
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1")
 
 
@@ -95,8 +95,8 @@ class Ranks:
             _start_server()
         self._running = _Running()
 
-    def first(self, world: int) -> "Ranks":
-        """The first ``world`` of these ranks, as a pool of that size: the processes are the same.
+    def take_first(self, world: int) -> "Ranks":
+        """Return the first ``world`` of these ranks as a pool of that size: the processes are the same.
 
         Process groups that the ranks have are theirs as long as the same number of them runs: all leave theirs where
         it is another, so that none takes for the others' what it has from before.
@@ -105,14 +105,14 @@ class Ranks:
         ranks.world = world
         return ranks
 
-    def _pipe(self, rank: int) -> Connection:
-        """The pipe to a rank, which is started where it is not there."""
+    def _open_pipe(self, rank: int) -> Connection:
+        """Return the pipe to a rank, which is started where it is not there."""
         if rank not in self._running.ranks:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            pipe, far_end = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, far_end), daemon=True)
             process.start()
-            theirs.close()
-            self._running.ranks[rank] = process, ours
+            far_end.close()
+            self._running.ranks[rank] = process, pipe
         return self._running.ranks[rank][1]
 
     def run(self, function, *args: Any, timeout: float = 120) -> list:
@@ -124,7 +124,7 @@ class Ranks:
         """
         call = cloudpickle.dumps((function, self.world, args, self.world != self._running.last_world))
         self._running.last_world = self.world
-        ranks = {self._pipe(rank): rank for rank in range(self.world)}
+        ranks = {self._open_pipe(rank): rank for rank in range(self.world)}
         try:
             for pipe in ranks:
                 pipe.send_bytes(call)
@@ -132,8 +132,8 @@ class Ranks:
             while waiting:
                 ready = wait(waiting, timeout)
                 if not ready:
-                    late = [ranks[pipe] for pipe in waiting]
-                    raise TimeoutError(f"ranks {late} did not answer within {timeout} s")
+                    late_ranks = [ranks[pipe] for pipe in waiting]
+                    raise TimeoutError(f"ranks {late_ranks} did not answer within {timeout} s")
                 for pipe in ready:
                     ok, results[ranks[pipe]] = cloudpickle.loads(pipe.recv_bytes())
                     if not ok:

@@ -1,4 +1,4 @@
-"""What the fork server of the ranks loads once, before it forks the first: torch, Megatron and the engine.
+"""The fork server of the ranks loads torch, Megatron and the engine once, before it forks the first.
 
 Nothing here may start a thread or a process group: neither would live on in a fork.
 """

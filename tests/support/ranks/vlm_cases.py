@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.ranks.engines_cases import build_engine, logits_of, plan
+from support.ranks.engines_cases import build_engine, gather_logits, plan
 
 QWEN2_5_VL_7B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -45,7 +45,7 @@ QWEN2_5_VL_7B = {
         "temporal_patch_size": 2,
     },
 }
-"""What config.json of Qwen2.5-VL-7B says: older than ``text_config``, its language model's keys among the others."""
+"""The config.json of Qwen2.5-VL-7B: older than ``text_config``, its language model's keys among the others."""
 IMAGE_SIZES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
 """Width and height of each image: one of a single token, one of several attention windows, one that is resized to
 whole patches, and one that is made smaller because it is over the limit."""
@@ -54,6 +54,7 @@ ROWS = ((), (0,), (1, 2, 3), (), (0,), (4, 5))
 
 
 def make_images(folder) -> list[str]:
+    """Save an image of each of ``IMAGE_SIZES``, and return their paths."""
     import numpy as np
     from PIL import Image
 
@@ -65,8 +66,8 @@ def make_images(folder) -> list[str]:
     return paths
 
 
-def prompts_of(model, paths, rows=ROWS, seed: int = 1):
-    """Random text around the images of each row."""
+def make_prompts(model, paths, rows=ROWS, seed: int = 1):
+    """Make prompts of random text around the images of each row."""
     import torch
 
     from engines.batch.samples import Prompt
@@ -76,16 +77,16 @@ def prompts_of(model, paths, rows=ROWS, seed: int = 1):
     text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
     prompts, spec = [], model.vision
     for row, numbers in enumerate(rows):
-        own = tuple(processor.open(paths[n], f"row {row}, image {i}") for i, n in enumerate(numbers))
+        images = tuple(processor.open(paths[n], f"row {row}, image {i}") for i, n in enumerate(numbers))
         ids = text(2 + row)
-        for image in own:
+        for image in images:
             ids += [spec.start_token, *[spec.image_token] * image.tokens(spec.merge), spec.end_token, *text(row)]
-        prompts.append(Prompt(tuple(ids), own))
+        prompts.append(Prompt(tuple(ids), images))
     return prompts
 
 
-def vlm_batch(model, paths, rows=ROWS, seed: int = 1):
-    """A batch that goes on from ``prompts_of`` with a few random ids, which count, and advantages."""
+def make_vlm_batch(model, paths, rows=ROWS, seed: int = 1):
+    """Make a batch that goes on from ``make_prompts`` with a few random ids, which count, and advantages."""
     import dataclasses
 
     import torch
@@ -93,7 +94,7 @@ def vlm_batch(model, paths, rows=ROWS, seed: int = 1):
     from engines.batch.batch import TrainBatch
     from engines.images.columns import make_image_columns
 
-    prompts, generator = prompts_of(model, paths, rows, seed), torch.Generator().manual_seed(seed)
+    prompts, generator = make_prompts(model, paths, rows, seed), torch.Generator().manual_seed(seed)
     text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
     sequences = [[*prompt.token_ids, *text(3 + row % 3)] for row, prompt in enumerate(prompts)]
     columns = make_image_columns(sequences, [prompt.images for prompt in prompts], model.vision)
@@ -102,11 +103,12 @@ def vlm_batch(model, paths, rows=ROWS, seed: int = 1):
 
 
 def rename(name: str) -> str:
-    """A weight's name without what differs between transformers' modules and its saved folders."""
+    """Return a weight's name without what differs between transformers' modules and its saved folders."""
     return name.replace("language_model.", "").removeprefix("model.")
 
 
-def part_of_hf(name: str) -> str:
+def name_part(name: str) -> str:
+    """Return the part of the model that a weight of HuggingFace's name belongs to."""
     if "visual." not in name:
         return "language"
     return "projector" if "merger" in name else "vision"
@@ -115,7 +117,7 @@ def part_of_hf(name: str) -> str:
 def run_vlm_case(
     rank: int, world: int, address: str, folder: str, paths, settings: dict, platform: str = "cpu", rows=ROWS
 ) -> dict:
-    """Logits, logprobs and gradients of one parallel configuration."""
+    """Compute logits, logprobs and gradients of one parallel configuration."""
     budget = settings.get("budget")
     engine = build_engine(
         rank, world, address, folder, {name: x for name, x in settings.items() if name != "budget"}, platform
@@ -125,12 +127,12 @@ def run_vlm_case(
     from engines.probes.megatron import gather_gradients
     from rlworker.checks.huggingface import probe_loss
 
-    batch, decoded = vlm_batch(engine.model, paths, rows), []
+    batch, decoded = make_vlm_batch(engine.model, paths, rows), []
     if engine.vision:
         patches = engine.vision.processor.patches
         engine.vision.processor.patches = lambda images: (decoded.append(len(images)), patches(images))[1]
     schedule, shard = plan(engine, batch)
-    logits, outputs = logits_of(engine, shard), engine.forward(shard)
+    logits, outputs = gather_logits(engine, shard), engine.forward(shard)
     engine.backward(shard, probe_loss, float(batch.mask.sum()))
 
     return {

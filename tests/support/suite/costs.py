@@ -1,4 +1,4 @@
-"""Pytest plugin: what a run costs, and the budget of process starts that the default run is held to.
+"""Pytest plugin: the costs of a run, and the budget of process starts that the default run is held to.
 
 Counted are all processes below the run, Ray's workers and those of subprocesses included, by what they became:
 
@@ -35,13 +35,13 @@ NAMES = {"vllm": "vLLM processes", "rank": "ranks", "torch": "heavy Python start
 TABLE = "suite-budget"
 """The budget is ``[tool.rlworker.suite-budget]`` of pyproject.toml: the most processes of a kind that a run starts."""
 COLLECTION = "collection"
-"""Where costs go that come before the first test."""
+"""Name for costs that come before the first test."""
 LEDGER_FOLDER = str(Path(__file__).parent / "ledger")
-_OF_WORKER = "suite-costs"
+_WORKER_COSTS = "suite-costs"
 _READ_EVERY_S = 1.0
 """A reading of the process tree takes 10 ms, most tests take less."""
 _NAMED = 10
-"""How many tests a broken budget names."""
+"""Number of tests that a broken budget names."""
 
 
 def pytest_addoption(parser) -> None:
@@ -56,8 +56,10 @@ def pytest_configure(config) -> None:
         config.pluginmanager.register(Report(costs, config), "suite-costs")
 
 
-def budget_of(config) -> dict[str, int]:
-    """The budget that this run is held to: none but in the default run, whose marker expression is that of addopts.
+def read_budget(config) -> dict[str, int]:
+    """Read the budget that this run is held to.
+
+    There is none but in the default run, whose marker expression is that of addopts.
 
     Raises:
         pytest.UsageError: it limits something that is not counted, or not by a number.
@@ -65,10 +67,10 @@ def budget_of(config) -> dict[str, int]:
     project = config.rootpath / "pyproject.toml"
     tools = tomllib.loads(project.read_text())["tool"] if project.exists() else {}
     budget = tools.get("rlworker", {}).get(TABLE, {})
-    for kind, most in budget.items():
-        if kind not in NAMES or type(most) is not int:
+    for kind, limit in budget.items():
+        if kind not in NAMES or type(limit) is not int:
             raise pytest.UsageError(
-                f"{project}: [tool.rlworker.{TABLE}] has {kind} = {most!r}; give a whole number for any of "
+                f"{project}: [tool.rlworker.{TABLE}] has {kind} = {limit!r}; give a whole number for any of "
                 f"{', '.join(NAMES)}"
             )
     options = config.getini("addopts")
@@ -77,7 +79,7 @@ def budget_of(config) -> dict[str, int]:
 
 
 class Costs:
-    """What tests started and used.
+    """Processes that tests started, and CPU-seconds that they used.
 
     Attributes:
         starts: test -> how many processes of each kind it started. cpu_s: file -> CPU-seconds.
@@ -92,14 +94,14 @@ class Costs:
             self.starts[test].update(kinds)
         self.cpu_s.update(cpu_s)
 
-    def rows(self, place_of: Callable[[str], str]) -> dict[str, dict[str, float]]:
-        """Place -> kind -> processes, with the CPU-seconds; ``place_of`` says of a file where it belongs."""
-        rows = {place_of(file): dict.fromkeys((*NAMES, "cpu_s"), 0) for file in sorted(self.cpu_s)}
+    def sum_by_place(self, find_place: Callable[[str], str]) -> dict[str, dict[str, float]]:
+        """Return place -> kind -> processes, with the CPU-seconds; ``find_place`` names the place of a file."""
+        rows = {find_place(file): dict.fromkeys((*NAMES, "cpu_s"), 0) for file in sorted(self.cpu_s)}
         for test, kinds in self.starts.items():
             for kind, count in kinds.items():
-                rows[place_of(file_of(test))][kind] += count
+                rows[find_place(get_file(test))][kind] += count
         for file, seconds in self.cpu_s.items():
-            rows[place_of(file)]["cpu_s"] += seconds
+            rows[find_place(file)]["cpu_s"] += seconds
         return rows
 
 
@@ -128,7 +130,7 @@ class Meter:
         os.unlink(self._path)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        if file_of(nodeid) != file_of(self.test):
+        if get_file(nodeid) != get_file(self.test):
             self._read_cpu()
         self.test = nodeid
 
@@ -143,7 +145,7 @@ class Meter:
         self._read_cpu()
         if hasattr(self.config, "workeroutput"):
             starts = {test: dict(kinds) for test, kinds in self.costs.starts.items()}
-            self.config.workeroutput[_OF_WORKER] = (starts, dict(self.costs.cpu_s))
+            self.config.workeroutput[_WORKER_COSTS] = (starts, dict(self.costs.cpu_s))
 
     def _audit(self, event: str, arguments: tuple) -> None:
         if event == "subprocess.Popen" and not is_watched(*arguments):
@@ -156,91 +158,91 @@ class Meter:
                 self.costs.starts[self.test][line.split()[0]] += 1
 
     def _read_cpu(self) -> None:
-        used = self._tree.seconds()
-        self.costs.cpu_s[file_of(self.test)] += round(used - self._used, 2)
-        self._used, self._read_at = used, time.monotonic()
+        seconds = self._tree.read_seconds()
+        self.costs.cpu_s[get_file(self.test)] += round(seconds - self._used, 2)
+        self._used, self._read_at = seconds, time.monotonic()
 
 
 class Report:
     """Holds the run to its budget, and tells what it cost at its end."""
 
     def __init__(self, costs: Costs, config):
-        self.costs, self.config, self.budget = costs, config, budget_of(config)
+        self.costs, self.config, self.budget = costs, config, read_budget(config)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node) -> None:
         """A worker of pytest-xdist has ended; one that crashed tells nothing, and its test has failed."""
-        self.costs.add(*getattr(node, "workeroutput", {}).get(_OF_WORKER, ({}, {})))
+        self.costs.add(*getattr(node, "workeroutput", {}).get(_WORKER_COSTS, ({}, {})))
 
     def pytest_sessionfinish(self, session) -> None:
         if self.config.getoption("numprocesses", None):
             self.costs.add({}, {COLLECTION: time.process_time()})
-        if self._exceeded() and session.exitstatus == pytest.ExitCode.OK:
+        if self._find_exceeded() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         if set(self.costs.cpu_s) - {COLLECTION}:
             terminalreporter.section("costs")
-            for line in self._table():
+            for line in self._format_table():
                 terminalreporter.write_line(line)
-            for kind in self._exceeded():
-                terminalreporter.write_line(self._complaint(kind), red=True)
+            for kind in self._find_exceeded():
+                terminalreporter.write_line(self._format_complaint(kind), red=True)
         if path := self.config.getoption("costs"):
-            Path(path).write_text(json.dumps(self._told(), indent=1) + "\n")
+            Path(path).write_text(json.dumps(self._collect(), indent=1) + "\n")
 
-    def _exceeded(self) -> list[str]:
-        started = sum(self.costs.starts.values(), Counter())
-        return [kind for kind, most in self.budget.items() if started[kind] > most]
+    def _find_exceeded(self) -> list[str]:
+        counts = sum(self.costs.starts.values(), Counter())
+        return [kind for kind, limit in self.budget.items() if counts[kind] > limit]
 
-    def _table(self) -> list[str]:
-        rows = self.costs.rows(lambda file: file if file == COLLECTION else str(Path(file).parent))
-        (whole,) = self.costs.rows(lambda file: "the run").values()
-        texts = {place: {**row, "cpu_s": f"{row['cpu_s']:.1f}"} for place, row in (rows | {"the run": whole}).items()}
+    def _format_table(self) -> list[str]:
+        rows = self.costs.sum_by_place(lambda file: file if file == COLLECTION else str(Path(file).parent))
+        (total,) = self.costs.sum_by_place(lambda file: "the run").values()
+        texts = {place: {**row, "cpu_s": f"{row['cpu_s']:.1f}"} for place, row in (rows | {"the run": total}).items()}
         if self.budget:
             texts["at most"] = self.budget
         heads = NAMES | {"cpu_s": "CPU-s"}
-        first = max(map(len, texts))
-        lines = [" " * first + "".join(f"  {head}" for head in heads.values())]
+        width = max(map(len, texts))
+        lines = [" " * width + "".join(f"  {head}" for head in heads.values())]
         for place, row in texts.items():
             cells = (f"  {row.get(kind, ''):>{len(head)}}" for kind, head in heads.items())
-            lines.append(f"{place:<{first}}" + "".join(cells))
+            lines.append(f"{place:<{width}}" + "".join(cells))
         return lines
 
-    def _complaint(self, kind: str) -> str:
+    def _format_complaint(self, kind: str) -> str:
         by_test = Counter({test: kinds[kind] for test, kinds in self.costs.starts.items() if kinds[kind]})
-        named = [f"{count:>5}  {test}" for test, count in by_test.most_common(_NAMED)]
+        lines = [f"{count:>5}  {test}" for test, count in by_test.most_common(_NAMED)]
         if len(by_test) > _NAMED:
-            named.append(f"       and {len(by_test) - _NAMED} more tests, which --costs FILE lists")
+            lines.append(f"       and {len(by_test) - _NAMED} more tests, which --costs FILE lists")
         return "\n".join(
             (
                 f"FAILED: {sum(by_test.values())} {NAMES[kind]} started, of at most {self.budget[kind]} "
                 f"([tool.rlworker.{TABLE}] of pyproject.toml), by",
-                *named,
+                *lines,
                 "A new test takes the processes that others keep: a fixture of tests/conftest.py, or a function of the",
                 "module in place of a program. One that cannot displaces one of these, or is marked large or product.",
                 'CONTRIBUTING.md, "What a test may cost", has the rule.',
             )
         )
 
-    def _told(self) -> dict:
+    def _collect(self) -> dict:
         from rlworker.tracking.provenance import collect_provenance
 
         return {
             "head": asdict(collect_provenance("cpu")),
             "markers": self.config.option.markexpr,
             "budget": self.budget,
-            "files": self.costs.rows(lambda file: file),
+            "files": self.costs.sum_by_place(lambda file: file),
             "tests": self.costs.starts,
         }
 
 
-def file_of(test: str) -> str:
-    """The file of a test, by its node id."""
+def get_file(test: str) -> str:
+    """Return the file of a test, by its node id."""
     return test.split("::")[0]
 
 
 def is_watched(executable, command: list, cwd, environment: Mapping | None) -> bool:
-    """Whether a program that ``subprocess`` starts is no Python, or one whose processes are counted."""
+    """Tell whether a program that ``subprocess`` starts is no Python, or one whose processes are counted."""
     if not Path(os.fsdecode(executable)).name.startswith("python"):
         return True
     options = takewhile(lambda option: not option.endswith(("-c", "-m", ".py")), map(os.fsdecode, command[1:]))

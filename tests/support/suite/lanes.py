@@ -15,8 +15,8 @@ POOLS = {"cluster": ("cluster",), "ranks": ("four_ranks", "two_ranks", "one_rank
 
 
 @cache
-def lane_of(file: Path) -> str:
-    """What a file of tests must stay together with: the pool that its tests or fixtures take, or the file itself."""
+def find_lane(file: Path) -> str:
+    """Return what a file of tests must stay together with: the pool that its tests or fixtures take, or itself."""
     text = file.read_text(encoding="utf-8")
     for pool, fixtures in POOLS.items():
         if re.search(rf"\b(def \w+|usefixtures)\([^)]*\b({'|'.join(fixtures)})\b", text):
@@ -28,12 +28,12 @@ def lane_of(file: Path) -> str:
 def pytest_collection_modifyitems(config, items) -> None:
     """Put the pools first, then the files of fewest tests, which have the long ones: none should begin at the end."""
     if hasattr(config, "workerinput"):
-        counts = Counter(lane_of(item.path) for item in items)
-        items.sort(key=lambda item: place_in_queue(lane_of(item.path), counts))
+        counts = Counter(find_lane(item.path) for item in items)
+        items.sort(key=lambda item: make_sort_key(find_lane(item.path), counts))
 
 
-def place_in_queue(lane: str, counts: Counter) -> tuple[bool, int]:
-    """Return what lanes are sorted by. ``counts``: tests of each lane."""
+def make_sort_key(lane: str, counts: Counter) -> tuple[bool, int]:
+    """Make the key by which lanes are sorted. ``counts``: tests of each lane."""
     return (lane not in POOLS, counts[lane] if lane not in POOLS else -counts[lane])
 
 
@@ -46,6 +46,6 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByLane(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:  # the method that is there to be overridden
-            return lane_of(config.rootpath / nodeid.split("::")[0])
+            return find_lane(config.rootpath / nodeid.split("::")[0])
 
     return ByLane(config, log)

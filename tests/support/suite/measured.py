@@ -26,7 +26,7 @@ def measured(record_property) -> Callable[[Mapping[str, float]], None]:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    if rows := largest(terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", [])):
+    if rows := find_largest(terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", [])):
         terminalreporter.section("measured, the largest of each test")
         for test, (count, values) in sorted(rows.items()):
             numbers = "  ".join(f"{k} {v}" if isinstance(v, int) else f"{k} {v:.1e}" for k, v in values.items())
@@ -34,13 +34,13 @@ def pytest_terminal_summary(terminalreporter) -> None:
     if path := terminalreporter.config.getoption("measured"):
         from rlworker.tracking.provenance import collect_provenance
 
-        told = [{"test": test, "cases": count, "largest": values} for test, (count, values) in sorted(rows.items())]
+        results = [{"test": test, "cases": count, "largest": values} for test, (count, values) in sorted(rows.items())]
         head = asdict(collect_provenance("cpu"))
-        Path(path).write_text(json.dumps({"head": head, "rows": told}, indent=1) + "\n")
+        Path(path).write_text(json.dumps({"head": head, "rows": results}, indent=1) + "\n")
 
 
-def largest(reports: list[pytest.TestReport]) -> dict[str, tuple[int, dict[str, float]]]:
-    """Test without its parameters -> how often it measured, and the largest value under each name."""
+def find_largest(reports: list[pytest.TestReport]) -> dict[str, tuple[int, dict[str, float]]]:
+    """Return test, without its parameters -> how often it measured, and the largest value under each name."""
     counts, rows = defaultdict(int), defaultdict(dict)
     for report in reports:
         test = report.nodeid.split("[")[0]

@@ -9,7 +9,7 @@ _TRIES = 3
 
 
 class Reading(NamedTuple):
-    """What a process had used, and who will be told of it when it ends.
+    """CPU-seconds of a process, and the parent that will be told of them when it ends.
 
     Attributes:
         seconds: its own CPU-seconds, and those of its children that ended and were waited for.
@@ -38,25 +38,25 @@ class ProcessTree:
         self._last: dict[psutil.Process, Reading] = {}
         self._unaccounted = 0.0
 
-    def seconds(self) -> float:
-        """CPU-seconds that the tree has used by now. It takes some 10 ms where thirty processes live."""
+    def read_seconds(self) -> float:
+        """Read the CPU-seconds that the tree has used by now. It takes some 10 ms where thirty processes live."""
         for _ in range(_TRIES):
             now = self._read()
             # One that is waited for meanwhile may be in its parent's reading as well as in its own.
             if all(process.is_running() for process in now):
                 break
-        ended = Counter()
+        ended_seconds = Counter()
         for process, reading in self._last.items():
             if process not in now:
-                ended[self._heir(process, now)] += reading.seconds
-        for heir, seconds in ended.items():
-            told = now[heir].waited_for - self._last[heir].waited_for if heir else 0.0
-            self._unaccounted += max(0.0, seconds - told)
+                ended_seconds[self._find_heir(process, now)] += reading.seconds
+        for heir, seconds in ended_seconds.items():
+            waited_for = now[heir].waited_for - self._last[heir].waited_for if heir else 0.0
+            self._unaccounted += max(0.0, seconds - waited_for)
         self._last = now
         return self._unaccounted + sum(reading.seconds for reading in now.values())
 
-    def _heir(self, process: psutil.Process, now: dict[psutil.Process, Reading]) -> psutil.Process | None:
-        """The nearest living ancestor, to which its time has gone where everyone waited; None where there is none."""
+    def _find_heir(self, process: psutil.Process, now: dict[psutil.Process, Reading]) -> psutil.Process | None:
+        """Find the nearest living ancestor, which has its time where everyone waited; None where there is none."""
         while process and process not in now:
             process = self._last[process].parent if process in self._last else None
         return process
@@ -71,9 +71,9 @@ class ProcessTree:
         for process in reversed(members):  # so that one which ends meanwhile is in its parent's reading
             try:
                 with process.oneshot():
-                    used, parent = process.cpu_times(), by_pid.get(process.ppid())
+                    times, parent = process.cpu_times(), by_pid.get(process.ppid())
             except psutil.NoSuchProcess:
                 continue
-            waited_for = used.children_user + used.children_system
-            readings[process] = Reading(used.user + used.system + waited_for, waited_for, parent)
+            waited_for = times.children_user + times.children_system
+            readings[process] = Reading(times.user + times.system + waited_for, waited_for, parent)
         return readings
