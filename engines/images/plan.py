@@ -68,7 +68,7 @@ class VisionPlan:
             first |= {image.digest: start for image, start in zip(part, starts)}
         rows = torch.full((micro.num_tokens,), -1, dtype=torch.long)
         numbers = [np.arange(image.tokens(merge)) + first[image.digest] for image in named]
-        is_image = rows.ne(-1) if micro.image_block is None else micro.image_block.cpu() >= 0
+        is_image = rows.ne(-1) if micro.image_block is None else micro.image_block >= 0
         have = micro.sum_per_sequence(is_image.long()).tolist()
         for number, own in enumerate(micro.images or ((),) * len(micro)):
             if have[number] != (wanted := sum(image.tokens(merge) for image in own)):

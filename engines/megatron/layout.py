@@ -10,6 +10,7 @@ from torch import Tensor
 from hardware.attention.mask_spec import LayoutKind, MaskSpec
 from hardware.attention.rules import CAUSAL, Rule, slot_unit
 from hardware.collectives import sum_over_ranks
+from hardware.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Layout:
         held, tokens = _held_slots(np.asarray(lengths, dtype=np.int64), padded, cp, cp_rank)
         rows = len(lengths) if kind == "bshd" else 1
         shape = rows, int(padded.sum()) // cp // rows
-        indices = (None if x is None else torch.from_numpy(x).to(device) for x in (held, tokens))
+        indices = (None if x is None else to_device(x, device) for x in (held, tokens))
         return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, *indices)
 
     @property
@@ -129,12 +130,12 @@ class Layout:
         """The attention rules of this micro-batch, one per layer or one for all.
 
         Args:
-            image_block: ``[N]``, the image of its sequence that each token belongs to, -1 for text.
+            image_block: ``[N]`` on the host, the image of its sequence that each token belongs to, -1 for text.
             prefixes: tokens of each sequence's prefix.
         """
         if prefixes is not None:
             prefixes = prefixes + (0,) * (len(self.lengths) - len(prefixes))  # what fills a fixed size has none
-        blocks = None if image_block is None else image_block.cpu().numpy()
+        blocks = None if image_block is None else image_block.numpy()
         return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, rules, blocks, prefixes)
 
 

@@ -34,6 +34,7 @@ class _VocabParallelHead(torch.autograd.Function):
         column = torch.where(local, target - first, 0)[:, None]
         top, total, moment, chosen = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         ctx.kept = []
+        ctx.set_materialize_grads(False)
         for rows in _chunks(len(hidden), len(weight)):
             logits = _logits(hidden[rows], weight, scale, banned)
             chosen[rows] = logits.gather(-1, column[rows])[:, 0]
@@ -53,17 +54,18 @@ class _VocabParallelHead(torch.autograd.Function):
         return chosen - log_total, entropy
 
     @staticmethod
-    def backward(ctx, d_logprob: Tensor, d_entropy: Tensor):
+    def backward(ctx, d_logprob: Tensor | None, d_entropy: Tensor | None):
         hidden, weight, local, column, log_sum, entropy = ctx.saved_tensors
+        d_logprob = torch.zeros_like(entropy) if d_logprob is None else d_logprob
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        with_entropy, kept = bool(d_entropy.any()), ctx.kept[::-1]
+        kept = ctx.kept[::-1]
         ctx.kept = []
         for rows in _chunks(len(hidden), len(weight)):
             logits = kept.pop() if kept else _logits(hidden[rows], weight, ctx.scale, ctx.banned)
             log_softmax = logits.sub_(log_sum[rows, None])
             gradient = log_softmax.exp()
-            if with_entropy:
+            if d_entropy is not None:
                 log_softmax.add_(entropy[rows, None]).mul_(d_entropy[rows, None]).add_(d_logprob[rows, None])
                 gradient.mul_(log_softmax.neg_())
             else:

@@ -26,6 +26,7 @@ from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
+from hardware.transfer import to_device
 
 
 def add_tower(module: GPTModel, vision: VisionSpec) -> None:
@@ -113,7 +114,7 @@ class Vision:
         if not plan.height:  # every rank knows it
             return embedded, inputs
         features = gather_ranks(self._features(plan, group.rank()), group).flatten(0, 1)
-        slots, rows = self._places(plan.rows.to(self.device), layout)
+        slots, rows = self._places(to_device(plan.rows, self.device), layout)
         merged = embedded.flatten(0, 1).index_copy(0, slots, features[:, 0].index_select(0, rows)).view_as(embedded)
         if not self.spec.deepstack:
             return merged, inputs
@@ -139,8 +140,8 @@ class Vision:
     def see(self, images: Sequence[Image]) -> Tensor:
         """Features of pictures in one pass of the tower: ``[rows, levels, h]``."""
         pixels = self.processor.patches(images)
-        grid = torch.tensor([image.grid for image in images], device=self.device)
-        found = self.module.vision(pixels.to(self.device, self.module.config.params_dtype), grid_thw=grid)
+        grid = to_device(torch.tensor([image.grid for image in images]), self.device)
+        found = self.module.vision(to_device(pixels.to(self.module.config.params_dtype), self.device), grid_thw=grid)
         return torch.stack([found.pooler_output, *(found.deepstack_features if self.spec.deepstack else ())], 1)
 
     def _places(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from hardware.platform import ray_resources
 from hardware.platforms import get_platform
 
 _CLOSE_S = 30.0
@@ -76,18 +77,12 @@ def _make_room(platform: str, count: int) -> None:
     idle = [(key, actor) for key, actors in _kept.idle.items() for actor in actors]
     needed = Counter()
     for name in [platform] * count + [key[1] for key in _kept.made.values()] + [key[1] for key, _ in idle]:
-        needed.update(_resources(name))
+        needed.update(ray_resources(get_platform(name)))
     have = ray.cluster_resources()
     if any(need > have.get(resource, 0) for resource, need in needed.items()):
         _kept.idle.clear()
         for _, actor in idle:
             ray.kill(actor)
-
-
-def _resources(platform: str) -> dict[str, float]:
-    """What Ray sets aside for a worker."""
-    options = get_platform(platform).ray_options
-    return {"CPU": options["num_cpus"], **options.get("resources", {})}
 
 
 def end_workers(actors: Sequence[ActorHandle], keep: bool) -> None:

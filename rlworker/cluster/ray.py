@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from hardware.platform import ray_resources
 from hardware.platforms import get_platform
 from rlworker.errors import RunError
 
@@ -48,8 +49,8 @@ def ray_for(actors: int, platform: str) -> Iterator[None]:
                 "a cluster, see that it runs"
             ) from error
     try:
-        options, have = get_platform(platform).ray_options, ray.cluster_resources()
-        for name, each in {"CPU": options["num_cpus"], **options.get("resources", {})}.items():
+        have = ray.cluster_resources()
+        for name, each in ray_resources(get_platform(platform)).items():
             if have.get(name, 0) < actors * each:
                 raise RunError(
                     f"ray: the run's actors need {actors * each} {name}s and Ray has {have.get(name, 0):.0f}; start it "
