@@ -46,8 +46,7 @@ def seen_in(call: VarlenCall, keys: int) -> torch.Tensor:
     assert len(places) == len(key) and (call.query_index is None or len(call.query_index) == len(query))
     see = torch.zeros(len(query), keys, dtype=torch.bool)
     for queries, own, allowed in told.groups():
-        for rows, columns in zip(queries, places[own]):
-            see[rows[:, None], columns] = allowed
+        see[queries[:, :, None], places[own][:, None]] = allowed
     return see
 
 
@@ -73,7 +72,8 @@ def end_to_end(spec: MaskSpec, visible: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_each_slot_sees_what_the_oracle_says_and_nothing_else(rule):
     """In both layouts, on every context-parallel rank, and in a pack of a fixed size; a pair at a time."""
-    for lengths, cp, (kind, slots) in itertools.product(LENGTHS, (1, 2, 4), (("bshd", 0), ("thd", 0), ("thd", 192))):
+    packs = ((LENGTHS[0], "bshd", 0), (LENGTHS[0], "thd", 0), (LENGTHS[0], "thd", 80), (LENGTHS[1], "thd", 0))
+    for (lengths, kind, slots), cp in itertools.product(packs, (1, 2, 4)):
         for rank in range(cp):
             spec, calls = calls_of(lengths, kind, rule, cp, rank, slots)
             want = end_to_end(spec, spec.visible())

@@ -1,6 +1,6 @@
 """What the CUDA platforms are made of beyond attention: what they refuse, their processes, their settings."""
 
-import inspect
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -79,7 +79,7 @@ def test_a_torch_without_the_operator_is_refused(card, monkeypatch):
 
 def test_a_torch_for_cpus_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(RuntimeError, match="needs a torch that was built for CUDA, .* or take 'cuda-emulated'"):
+    with pytest.raises(RuntimeError, match=r"needs a torch that was built for CUDA, .* or take 'cuda-emulated'"):
         CudaPlatform().init_process(0)
 
 
@@ -121,27 +121,16 @@ def test_an_engine_asks_for_shared_devices_before_it_builds(two_ranks):
     assert all("share devices (GPU-1)" in text for text in two_ranks.run(start, free_address()))
 
 
-def test_only_what_cuda_needs_is_patched():
-    assert {shim.name for shim in megatron_shims.SHIMS if shim.on_cuda} == {"adam", "gradient_norm"}
+def test_only_what_cuda_needs_is_patched(monkeypatch):
+    applied = []
+    noting = [replace(shim, apply=lambda _, name=shim.name: applied.append(name)) for shim in megatron_shims.SHIMS]
+    monkeypatch.setattr(megatron_shims, "SHIMS", tuple(noting))
     with patch.object(megatron_shims, "import_megatron") as imported, patch.dict(megatron_shims.INSTALLED, clear=True):
-        applied = []
-        for shim in megatron_shims.SHIMS:
-            object.__setattr__(shim, "apply", _noting(applied, shim, shim.apply))
-        try:
-            megatron_shims.install(None)
-        finally:
-            for shim in megatron_shims.SHIMS:
-                object.__setattr__(shim, "apply", inspect.unwrap(shim.apply))
-    assert applied == ["adam", "gradient_norm"] and imported.call_args.kwargs == {"with_compile": True}
-
-
-def _noting(applied, shim, apply):
-    def note(runtime):
-        assert runtime is None
-        applied.append(shim.name)
-
-    note.__wrapped__ = apply
-    return note
+        megatron_shims.install(None)
+        assert applied == ["adam", "gradient_norm"] and imported.call_args.kwargs == {"with_compile": True}
+        applied.clear()
+        megatron_shims.install(megatron_shims.CPU)
+        assert len(applied) == len(noting) and imported.call_args.kwargs == {"with_compile": False}
 
 
 def test_each_platform_says_what_it_shows():
