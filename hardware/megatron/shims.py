@@ -145,9 +145,8 @@ def _rng(runtime: Runtime) -> Undo:
 
 def _gradient_norm(_: Runtime | None) -> Undo:
     from megatron.core.optimizer import clip_grads
-    from megatron.core.utils import local_multi_tensor_l2_norm
 
-    if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
+    if clip_grads.l2_norm_impl.__name__ != "local_multi_tensor_l2_norm":
         return lambda: None  # TransformerEngine's or Apex's, which is one kernel
 
     def norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):

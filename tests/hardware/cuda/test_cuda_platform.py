@@ -177,7 +177,7 @@ def test_a_plan_travels_so(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kw: moved.append(kw) or move(self, *args, **kw))
     lengths, rules = (16, 16, 9), (Rule(images=True, window=3), Rule(window=3), Rule(causal=False))
-    blocks = torch.tensor(([0] * 5 + [-1] * 4) * 4 + [-1] * 5)
+    blocks = torch.tensor([number for n in lengths for number in [0] * 5 + [-1] * 4 + [1] * (n - 9)])
     layout = Layout.build(lengths, "thd", cp=2, device="meta")
     assert layout.slots.device.type == "meta"
     for dtype in (torch.bfloat16, torch.float32):
