@@ -203,6 +203,21 @@ def test_each_layer_has_its_rule_and_a_pack_may_be_of_a_fixed_size(one_rank, pla
         assert max(differences) <= 5e-6, (layer, slots, differences)
 
 
+def attend_by_sdpa(rank, world, *args):
+    from hardware.cuda.platform import EmulatedCudaPlatform
+
+    with patch.object(EmulatedCudaPlatform, "varlen_types", ()):
+        return attend_all_ranks(rank, world, "cuda-emulated", *args)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_cuda_attends_by_sdpa_what_its_kernel_does_not_take(one_rank, kind, cp):
+    for rule in (CAUSAL, Rule(window=3, images=True)):
+        differences = one_rank.run(attend_by_sdpa, LENGTHS[0], kind, cp, (rule,), 1, 0)[0]
+        assert max(differences) <= 5e-6, differences
+
+
 def test_no_mask_is_as_large_as_the_pack():
     """Masks stay within a group's own length, whatever the number of tokens in the pack."""
     from hardware.cpu.platform import CpuPlatform
