@@ -9,6 +9,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def refuse_shared_devices(key: str | None, group: dist.ProcessGroup) -> None:
+    """Compare ``Platform.device_key`` over the ranks. It goes through their store: no device takes part.
+
+    Raises:
+        RuntimeError: two ranks have one device, on which collectives of most backends fail late, or hang.
+    """
+    if key is None:
+        return
+    store = dist.PrefixStore("device_key", group.get_group_store())
+    store.set(str(group.rank()), key)
+    keys = [store.get(str(rank)).decode() for rank in range(group.size())]
+    if sharing := [rank for rank, other in enumerate(keys) if keys.count(other) > 1]:
+        shared = ", ".join(sorted({keys[rank] for rank in sharing}))
+        raise RuntimeError(
+            f"platform: ranks {sharing} of {group.size()} share devices ({shared}), and each needs its own; lower "
+            "--actor.ranks, or see that each process is given another device"
+        )
+
+
 class _GatherRanks(torch.autograd.Function):
     """``x [...] -> [group, ...]``; the gradient of a rank's x is the sum of all ranks' gradients of its slice."""
 

@@ -59,6 +59,9 @@ class Platform(Protocol):
     def init_process(self, local_rank: int) -> torch.device:
         """Bind this process to its device and prepare Megatron for it. Call before megatron is imported."""
 
+    def device_key(self) -> str | None:
+        """What tells this process's device from all others; None where ranks may share one."""
+
     def layer_spec(self, config) -> Any:
         """Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
 
@@ -93,6 +96,13 @@ class Platform(Protocol):
 
     def rollout_env(self) -> dict[str, str]:
         """Environment of a vLLM process, set before vllm is imported."""
+
+
+def list_ray_resources(platform: Platform) -> dict[str, float]:
+    """List what Ray sets aside for one worker that holds a device: resource -> amount."""
+    options = platform.ray_options
+    named = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **options.get("resources", {})}
+    return {name: count for name, count in named.items() if count}
 
 
 def describe(platform: Platform) -> str:

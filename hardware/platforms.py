@@ -7,6 +7,8 @@ from hardware.platform import Platform
 
 PLATFORMS = {
     "cpu": "hardware.cpu.platform:CpuPlatform",
+    "cuda": "hardware.cuda.platform:CudaPlatform",
+    "cuda-emulated": "hardware.cuda.platform:EmulatedCudaPlatform",
     "npu": "hardware.npu.platform:NpuPlatform",
     "npu-emulated": "hardware.npu.platform:EmulatedNpuPlatform",
 }

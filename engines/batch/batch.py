@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.batch.samples import Image
+from hardware.transfer import to_device
 
 
 def _column(kind: str, default: Any = None) -> Any:
@@ -34,7 +35,8 @@ class TrainBatch:
         lengths: inputs per sequence; a sequence of L ids has L - 1.
         inputs, positions: ``[N]`` long, what goes in and its place in its own sequence; positions ``[N, 3]`` in time,
             height and width where the model has them (``engines.images.columns``).
-        image_block: ``[N]`` long, which image of its sequence an input belongs to, -1 for text.
+        image_block: ``[N]`` long, which image of its sequence an input belongs to, -1 for text; it stays in the
+            host's memory.
         images: those of each sequence, in their order; None where there are none.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
@@ -125,7 +127,7 @@ class TrainBatch:
 
     def repeat_per_token(self, per_sequence: Tensor) -> Tensor:
         """Repeat one value per sequence over its tokens: ``[B] -> [N]``."""
-        lengths = torch.tensor(self.lengths, device=per_sequence.device)
+        lengths = to_device(torch.tensor(self.lengths), per_sequence.device)
         return per_sequence.repeat_interleave(lengths, output_size=self.num_tokens)
 
     def sum_per_sequence(self, per_token: Tensor) -> Tensor:
@@ -169,8 +171,9 @@ class TrainBatch:
         return [self.select(a, b) for a, b in zip(bounds, bounds[1:])]
 
     def to(self, device: torch.device) -> "TrainBatch":
-        """The same batch with its columns on ``device``."""
-        return replace(self, **{name: column.to(device) for name, column in self.columns().items()})
+        """The same batch with its columns on ``device``, all but what only plans are made of, which the host makes."""
+        moved = {name: to_device(column, device) for name, column in self.columns().items() if name != "image_block"}
+        return replace(self, **moved)
 
     # Numpy arrays cross process borders without a copy; a torch view would pickle the storage it looks into.
     def __getstate__(self) -> dict:

@@ -81,7 +81,7 @@ class VisionPlan:
         rows = torch.full((micro.num_tokens,), -1, dtype=torch.long)
         # For each image that a sequence names, in the order of the stream: the rows of its tokens, one after another.
         numbers = [np.arange(image.tokens(merge)) + first_rows[image.digest] for image in uses]
-        is_image = rows.ne(-1) if micro.image_block is None else micro.image_block.cpu() >= 0
+        is_image = rows.ne(-1) if micro.image_block is None else micro.image_block >= 0
         token_counts = micro.sum_per_sequence(is_image.long()).tolist()
         for number, shown in enumerate(micro.images or ((),) * len(micro)):
             if token_counts[number] != (expected := sum(image.tokens(merge) for image in shown)):

@@ -25,15 +25,21 @@ from engines.megatron.rotary import Rotary
 from engines.megatron.vision import Vision
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
+from hardware.collectives import refuse_shared_devices
 from hardware.platform import Platform
 
 
 def init_distributed(platform: Platform, config: MegatronConfig, rank: int, address: str, seed: int) -> None:
-    """Join the ranks of one engine: ``address`` is ``host:port`` of rank 0. ``leave_distributed`` undoes it."""
+    """Join the ranks of one engine: ``address`` is ``host:port`` of rank 0. ``leave_distributed`` undoes it.
+
+    Raises:
+        RuntimeError: two ranks have one device.
+    """
     timeout = datetime.timedelta(seconds=config.timeout_s)
     dist.init_process_group(
         platform.dist_backend, init_method=f"tcp://{address}", rank=rank, world_size=config.ranks, timeout=timeout
     )
+    refuse_shared_devices(platform.device_key(), dist.group.WORLD)
     mpu.initialize_model_parallel(
         config.tp,
         config.pp,
@@ -216,9 +222,8 @@ class MegatronEngine:
             banned=self.model.banned_tokens,
             group=mpu.get_tensor_model_parallel_group(),
         )
-        return TokenOutputs(
-            *layout.scatter_tokens(torch.stack([scores.logprobs, scores.entropy], -1), ranks).unbind(-1)
-        )
+        # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.
+        return TokenOutputs(layout.scatter_tokens(scores.logprobs, ranks), layout.scatter_tokens(scores.entropy, ranks))
 
     def gather_states(self, hidden: Tensor) -> Tensor:
         """Gather ``[s / tp, b, h] -> [s, b, h]``, which a layer that is cut over the vocabulary takes in."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from hardware.attention.mask_spec import LayoutKind, MaskSpec
 from hardware.attention.rules import CAUSAL, Rule, slot_unit
 from hardware.collectives import sum_over_ranks
+from hardware.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Layout:
         # Both kinds have the same flat slots: a row of bshd is a sequence, thd has all of them in one row.
         rows = len(lengths) if kind == "bshd" else 1
         shape = rows, int(padded.sum()) // cp // rows
-        indices = (None if x is None else torch.from_numpy(x).to(device) for x in (indices, tokens))
+        indices = (None if x is None else to_device(x, device) for x in (indices, tokens))
         return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, *indices)
 
     @property
@@ -139,12 +140,12 @@ class Layout:
 
         Args:
             rules: one per layer, or one for all.
-            image_block: ``[N]``, the image of its sequence that each token belongs to, -1 for text.
+            image_block: ``[N]`` on the host, the image of its sequence that each token belongs to, -1 for text.
             prefixes: tokens of each sequence's prefix.
         """
         if prefixes is not None:
             prefixes = prefixes + (0,) * (len(self.lengths) - len(prefixes))  # what fills a fixed size has none
-        blocks = None if image_block is None else image_block.cpu().numpy()
+        blocks = None if image_block is None else image_block.numpy()
         return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, rules, blocks, prefixes)
 
 

@@ -36,6 +36,7 @@ class _VocabParallelHead(torch.autograd.Function):
         # [n] each, over this rank's columns: max z, sum exp(z - max), sum exp(z - max) (z - max), z of the target.
         highest_local, total, moment, target_logit = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         ctx.kept = []
+        ctx.set_materialize_grads(False)
         for rows in _cut_chunks(len(hidden), len(weight)):
             logits = _compute_logits(hidden[rows], weight, scale, banned)  # [rows, v / tp]
             target_logit[rows] = logits.gather(-1, column[rows])[:, 0]
@@ -58,18 +59,19 @@ class _VocabParallelHead(torch.autograd.Function):
         return target_logit - log_total, entropy  # the target's logit is less the largest one by now
 
     @staticmethod
-    def backward(ctx, d_logprob: Tensor, d_entropy: Tensor):
+    def backward(ctx, d_logprob: Tensor | None, d_entropy: Tensor | None):
         hidden, weight, local, column, log_sum, entropy = ctx.saved_tensors
+        d_logprob = torch.zeros_like(entropy) if d_logprob is None else d_logprob
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        with_entropy, chunks = bool(d_entropy.any()), ctx.kept[::-1]
+        chunks = ctx.kept[::-1]
         ctx.kept = []
         for rows in _cut_chunks(len(hidden), len(weight)):
             # All [rows, v / tp] and in place, since logits are the largest tensors of the pass.
             logits = chunks.pop() if chunks else _compute_logits(hidden[rows], weight, ctx.scale, ctx.banned)
             log_softmax = logits.sub_(log_sum[rows, None])
             gradient = log_softmax.exp()
-            if with_entropy:  # -p * (d_logprob + d_entropy * (log p + entropy))
+            if d_entropy is not None:  # -p * (d_logprob + d_entropy * (log p + entropy))
                 log_softmax.add_(entropy[rows, None]).mul_(d_entropy[rows, None]).add_(d_logprob[rows, None])
                 gradient.mul_(log_softmax.neg_())
             else:

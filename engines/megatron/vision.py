@@ -26,6 +26,7 @@ from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
+from hardware.transfer import to_device
 
 
 def add_tower(module: GPTModel, vision: VisionSpec) -> None:
@@ -116,7 +117,7 @@ class Vision:
             return embedded, inputs
         # [ranks, height, levels, h] -> [ranks * height, levels, h], which is how the plan numbers rows.
         features = gather_ranks(self._features(plan, group.rank()), group).flatten(0, 1)
-        slots, rows = self._places(plan.rows.to(self.device), layout)
+        slots, rows = self._places(to_device(plan.rows, self.device), layout)
         # By index, not by mask: an image token's slot [s / tp * b] takes level 0 of its row, wherever both lie.
         merged = embedded.flatten(0, 1).index_copy(0, slots, features[:, 0].index_select(0, rows)).view_as(embedded)
         if not self.spec.deepstack:
@@ -143,8 +144,9 @@ class Vision:
     def see(self, images: Sequence[Image]) -> Tensor:
         """Compute features of images in one pass of the tower: ``[rows, levels, h]``, level 0 being the last."""
         pixels = self.processor.patches(images)
-        grid = torch.tensor([image.grid for image in images], device=self.device)
-        output = self.module.vision(pixels.to(self.device, self.module.config.params_dtype), grid_thw=grid)
+        grid = to_device(torch.tensor([image.grid for image in images]), self.device)
+        pixels = to_device(pixels.to(self.module.config.params_dtype), self.device)
+        output = self.module.vision(pixels, grid_thw=grid)
         return torch.stack([output.pooler_output, *(output.deepstack_features if self.spec.deepstack else ())], 1)
 
     def _places(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

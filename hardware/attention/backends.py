@@ -51,16 +51,27 @@ def _torch_sdpa() -> Rows:
     return _rows(rows | causal, rows | groups, gathered, gathered)
 
 
-def _packed_kernel(says: str, cp_causal: Cell) -> Rows:
-    """torch 2.13 ``varlen_attn`` and flash-attn 2 varlen: int32 cu_seqlens, fp16 and bf16, an accelerator."""
-    no_mask = _no(f"{says} takes lengths and a window, and no mask", "flex_attention, or bshd with torch_sdpa")
+def _torch_varlen() -> Rows:
+    """torch 2.11 to 2.14 ``varlen_attn``: int32 cu_seqlens and a window, fp16 and bf16, an accelerator.
+
+    Under every rule a query sees one interval of keys, which runs of queries and a window can say.
+    """
+    runs = "cu_seqlens, a run of queries with the keys up to its end; those that see the future in a second call"
+    alone = _all(_mask(runs, "emulated")) | {"causal": _mask("cu_seqlens, window (-1, 0)", "emulated")}
+    gathered = _all(_mask(f"keys gathered over the ranks, low and high chunks as runs; {runs}", "emulated"))
+    return _rows(alone, alone, gathered, gathered)
+
+
+def _flash_varlen() -> Rows:
+    """flash-attn 2.1 and later, its varlen kernel: int32 cu_seqlens, fp16 and bf16, an accelerator."""
+    no_mask = _no("flash-attention's varlen kernel takes lengths and a window, and no mask", "torch_varlen")
     thd = _all(no_mask) | {
-        "full": _no("tokens would see the padding between their sequence and the next", "te_padding"),
+        "full": _no("tokens would see the padding between their sequence and the next", "te_padding, or torch_varlen"),
         "causal": _said("cu_seqlens, window (-1, 0)"),
         "window": _said("cu_seqlens, window (tokens_before(w), 0)"),
     }
-    cp = _all(_no(_UNPROVEN, "torch_sdpa")) | {"causal": cp_causal}
-    only_thd = _all(_no(f"{says} takes packed sequences alone", "thd"))
+    cp = _all(_no(_UNPROVEN, "torch_varlen")) | {"causal": _said(_CP_CALLS)}
+    only_thd = _all(_no("flash-attention's varlen kernel takes packed sequences alone", "thd, or torch_varlen"))
     return _rows(only_thd, thd, only_thd, cp)
 
 
@@ -71,14 +82,20 @@ def _flex_attention() -> Rows:
     return _rows(forward, forward, rule, rule)
 
 
-_TE_PACKED = dict.fromkeys(RULES, "flex_attention") | {
+_TE_RING = (
+    "cp_comm_type all_gather, or the p2p ring with pad_between_seqs=True: without it padding at an end is computed as "
+    "tokens (TransformerEngine issues 3331, 1930), and with it no kernel takes heads of 256 (Megatron-LM PR 7417)"
+)
+"""TransformerEngine 2.20.2, packs under context parallelism."""
+_TE_GATHER = "cp_comm_type all_gather, which takes windows; the p2p ring does not"
+_TE_PACKED = dict.fromkeys(RULES, "torch_varlen, or flex_attention") | {
     "causal": "te_padding_causal",
     "window": "te_padding_causal",
     "full": "te_padding",
 }
 _TE_THD = _each("TransformerEngine raises for this mask type in thd", _TE_PACKED)
 _TE_ROWS_CP = _each("no kernel for bshd with padding under CP", _TE_PACKED | {"causal": "te_causal"})
-_TE_IGNORED = _no("the mask would be ignored (Megatron-LM issue 2357)", "te_arbitrary, or flex_attention")
+_TE_IGNORED = _no("the mask would be ignored (Megatron-LM issue 2357)", "torch_varlen, te_arbitrary or flex_attention")
 _TE_DENSE = "TransformerEngine's unfused kernel is the only one that reads a dense mask, and it takes bshd without CP"
 
 
@@ -96,7 +113,7 @@ def _te_causal() -> Rows:
     window = {"window": _said("mask None, window_size (tokens_before(w), 0)")}
     cp = {
         "causal": _said("mask None, its own ring over zigzag chunks"),
-        "window": _no(_UNPROVEN, "te_causal without CP"),
+        "window": _said(f"mask None, window_size (tokens_before(w), 0); {_TE_GATHER}"),
     }
     refused = _all(_TE_IGNORED) | full
     return _rows(refused | causal | window, _TE_THD, refused | cp, _TE_THD)
@@ -107,7 +124,7 @@ def _te_padding() -> Rows:
     refused = _all(_no("padding sees both ways within a sequence", "te_padding_causal, or te_arbitrary"))
     bshd = refused | {"full": _said("[b, 1, 1, s] mask, True blocks")}
     thd = refused | {"full": _said("int32 cu_seqlens, and cu_seqlens_padded beside them")}
-    cp = refused | {"full": _said("cu_seqlens and cu_seqlens_padded, zigzag within each sequence")}
+    cp = refused | {"full": _said(f"cu_seqlens and cu_seqlens_padded, zigzag within each sequence; {_TE_RING}")}
     return _rows(bshd, thd, _TE_ROWS_CP, cp)
 
 
@@ -123,8 +140,8 @@ def _te_padding_causal() -> Rows:
         "window": _said("mask None, cu_seqlens and cu_seqlens_padded, window_size (tokens_before(w), 0)"),
     }
     cp = refused | {
-        "causal": _said("cu_seqlens and cu_seqlens_padded, its own ring, zigzag within each sequence"),
-        "window": _no(_UNPROVEN, "te_padding_causal without CP"),
+        "causal": _said(f"cu_seqlens and cu_seqlens_padded, zigzag within each sequence; {_TE_RING}"),
+        "window": _said(f"cu_seqlens and cu_seqlens_padded, window_size (tokens_before(w), 0); {_TE_GATHER}"),
     }
     return _rows(bshd, thd, _TE_ROWS_CP, cp)
 
@@ -229,8 +246,8 @@ def _npu(mode: int) -> Rows:
 
 BACKENDS: dict[str, Rows] = {
     "torch_sdpa": _torch_sdpa(),
-    "torch_varlen": _packed_kernel("varlen_attn", _no(_UNPROVEN, "flash_varlen")),
-    "flash_varlen": _packed_kernel("flash-attention's varlen kernel (2.1 and later)", _said(_CP_CALLS)),
+    "torch_varlen": _torch_varlen(),
+    "flash_varlen": _flash_varlen(),
     "flex_attention": _flex_attention(),
     "te_no_mask": _te_no_mask(),
     "te_causal": _te_causal(),

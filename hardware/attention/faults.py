@@ -21,34 +21,39 @@ Patch = tuple[object, str, Callable]
 def attention_faults(
     *,
     packs: Iterable[Place],
-    dense_masks: Iterable[Place],
     without_mask: Iterable[Patch],
+    dense_masks: Iterable[Place] = (),
+    calls: Iterable[Place] = (),
     rule_calls: Iterable[Place] = (),
+    inverted: Iterable[Patch] = (),
 ) -> dict[str, list[Patch]]:
     """The patches that plant each fault into a platform. A fault without a place has none: see ``collect_faults``.
 
     Args:
         packs: functions ``(spec, ...)`` that plan a pack over one rank, from its lengths.
-        dense_masks: functions ``(spec, rule, ...) -> bool tensor or None``, True where a query sees a key.
         without_mask: patches after which a kernel gets no mask where it was to be causal, and all see all.
-        rule_calls: functions ``(rule, ...)`` that tell a kernel a rule without a dense mask.
+        dense_masks: functions ``(spec, rule, ...) -> bool tensor or None``, True where a query sees a key.
+        calls: functions ``(spec, rule, ...)`` that tell a kernel a rule of a batch without a dense mask.
+        rule_calls: functions ``(rule, ...)`` that tell a kernel a rule alone without a dense mask.
+        inverted: patches after which a kernel without dense masks sees what it should not, and not what it should.
     """
+    lowerings = [*dense_masks, *calls]
 
     def everywhere(places: Iterable[Place], wrap: Callable) -> list[Patch]:
         return [(*place, wrap) for place in places]
 
     def of_another_rule(change: Callable) -> list[Patch]:
-        masks = everywhere(dense_masks, lambda mask: lambda spec, rule, *args: mask(spec, change(rule), *args))
+        masks = everywhere(lowerings, lambda lower: lambda spec, rule, *args: lower(spec, change(rule), *args))
         return masks + everywhere(rule_calls, lambda call: lambda rule, *args: call(change(rule), *args))
 
     return {
         "whole-buffer causal": everywhere(packs, _changing_spec(_one_sequence)),
         "boundaries off by one": everywhere(packs, _changing_spec(_second_boundary_moved)),
-        "inverted polarity": everywhere(dense_masks, _inverted),
+        "inverted polarity": everywhere(dense_masks, _inverted) + list(inverted),
         "None where None means full": list(without_mask),
         "window off by one": of_another_rule(lambda rule: replace(rule, window=rule.window and rule.window + 1)),
         "causal where the image rule was asked": of_another_rule(lambda rule: replace(rule, images=False)),
-        "padding seen": everywhere(dense_masks, _open_to_padding),
+        "padding seen": everywhere(lowerings, _open_to_padding),
     }
 
 
@@ -98,13 +103,13 @@ def _inverted(mask: Callable) -> Callable:
     return inverted
 
 
-def _open_to_padding(mask: Callable) -> Callable:
+def _open_to_padding(lower: Callable) -> Callable:
     def open_to_padding(spec, rule, *args):
         full = spec if rule.causal else replace(spec, lengths=spec.padded, image_block=None)
-        return mask(full, rule, *args)
+        return lower(full, rule, *args)
 
     return open_to_padding
 
 
-ATTENTION_FAULTS = tuple(attention_faults(packs=(), dense_masks=(), without_mask=()))
+ATTENTION_FAULTS = tuple(attention_faults(packs=(), without_mask=()))
 """Names of the faults that every platform must be able to have."""

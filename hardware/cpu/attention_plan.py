@@ -10,6 +10,7 @@ from hardware.attention.dense_mask import dense_mask
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.mask_spec import MaskSpec, gathered_slots, zigzag_positions
 from hardware.attention.rules import Rule
+from hardware.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,25 @@ class CpuPlan:
 
 def attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
     """``CpuPlatform.attention_inputs``, for rules that the capability table lets through."""
-    return AttentionInputs.of(spec, rotary, _plan_bshd(spec) if spec.kind == "bshd" else _plan_thd(spec))
+    plan = _plan_bshd if spec.kind == "bshd" else _plan_thd
+    return AttentionInputs.of(spec, rotary, plan(spec, rotary[0].device))
 
 
-def _group(spec: MaskSpec, members: np.ndarray, keys: int) -> Group:
+def _group(spec: MaskSpec, members: np.ndarray, keys: int, device: torch.device) -> Group:
     """The group of these sequences, each of ``keys`` slots over all context-parallel ranks."""
     query = zigzag_positions(keys, spec.cp, spec.cp_rank)
-    return Group(
-        len(members), len(query), keys, {rule: dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
-    )
+    masks = {rule: dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
+    masks = {rule: None if mask is None else to_device(mask, device) for rule, mask in masks.items()}
+    return Group(len(members), len(query), keys, masks)
 
 
-def _plan_bshd(spec: MaskSpec) -> CpuPlan:
+def _plan_bshd(spec: MaskSpec, device: torch.device) -> CpuPlan:
     length = spec.padded[0]
-    group = _group(spec, np.arange(len(spec.padded)), length)
+    group = _group(spec, np.arange(len(spec.padded)), length, device)
     if spec.cp == 1:
         return CpuPlan((group,))
     key_index = _gathered(spec, np.zeros(1, np.int64), length, length // spec.cp)
-    return CpuPlan((group,), key_index=torch.from_numpy(key_index))
+    return CpuPlan((group,), key_index=to_device(key_index, device))
 
 
 def _gathered(spec: MaskSpec, start: np.ndarray, length: int, slots: int) -> np.ndarray:
@@ -78,7 +80,7 @@ def _bucket(length: int, spec: MaskSpec) -> int:
     return -(-length // step) * step
 
 
-def _plan_thd(spec: MaskSpec) -> CpuPlan:
+def _plan_thd(spec: MaskSpec, device: torch.device) -> CpuPlan:
     padded = np.asarray(spec.padded, dtype=np.int64)
     local = padded // spec.cp
     start = np.cumsum(local) - local
@@ -96,10 +98,10 @@ def _plan_thd(spec: MaskSpec) -> CpuPlan:
         slot_row[queries[own]] = base + np.arange(own.size).reshape(own.shape)[own]
         query_index.append(queries.ravel())
         key_index.append(_gathered(spec, start[members, None], keys, slots).ravel() if spec.cp > 1 else queries.ravel())
-        groups.append(_group(spec, members, keys))
+        groups.append(_group(spec, members, keys, device))
         base += own.size
     flat = np.concatenate(query_index)
     if spec.cp == 1 and np.array_equal(flat, np.arange(slots)):
         return CpuPlan(tuple(groups))
-    tensors = (torch.from_numpy(x) for x in (flat, np.concatenate(key_index), slot_row))
+    tensors = (to_device(x, device) for x in (flat, np.concatenate(key_index), slot_row))
     return CpuPlan(tuple(groups), *tensors)

@@ -44,6 +44,9 @@ class CpuPlatform:
         install(CPU)
         return torch.device("cpu")
 
+    def device_key(self) -> str | None:
+        return None
+
     def layer_spec(self, config):
         from hardware.cpu.attention import CpuAttention
         from hardware.megatron.layers import layer_spec

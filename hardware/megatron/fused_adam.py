@@ -1,6 +1,12 @@
 """AdamW with the interface of Apex's FusedAdam, on torch's multi-tensor operations."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
+from torch import Tensor
+
+AT_ONCE = 100_000_000
+"""Elements of parameters that are stepped together: a step holds a copy of their second moments."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -23,16 +29,18 @@ class FusedAdam(torch.optim.Optimizer):
             if params:
                 self._step_group(group, params)
 
-    def _step_group(self, group: dict, params: list[torch.Tensor]) -> None:
+    def _step_group(self, group: dict, params: list[Tensor]) -> None:
         for p in params:
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        group["step"] = step = group["step"] + 1
-        beta1, beta2 = group["betas"]
-        lr, decay = group["lr"], group["weight_decay"]
-        grads = [p.grad for p in params]
-        first = [self.state[p]["exp_avg"] for p in params]
-        second = [self.state[p]["exp_avg_sq"] for p in params]
+        group["step"] += 1
+        for columns in _slices((p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params):
+            self._step_slice(group, *columns)
+
+    def _step_slice(
+        self, group: dict, params: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor]
+    ) -> None:
+        step, (beta1, beta2), lr, decay = group["step"], group["betas"], group["lr"], group["weight_decay"]
         if decay and self.adam_w_mode:
             torch._foreach_mul_(params, 1 - lr * decay)
         elif decay:
@@ -44,3 +52,17 @@ class FusedAdam(torch.optim.Optimizer):
         torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
         torch._foreach_add_(denominator, group["eps"])
         torch._foreach_addcdiv_(params, first, denominator, -lr / (1 - beta1**step))
+
+
+def _slices(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
+    """The columns of rows of tensors, in runs of at most ``AT_ONCE`` elements each; larger tensors in parts."""
+    run: list[tuple[Tensor, ...]] = []
+    held = 0
+    for row in rows:
+        for parts in [row] if row[0].numel() <= AT_ONCE else zip(*(x.view(-1).split(AT_ONCE) for x in row)):
+            if held + parts[0].numel() > AT_ONCE:
+                yield [list(column) for column in zip(*run)]
+                run, held = [], 0
+            run.append(parts)
+            held += parts[0].numel()
+    yield [list(column) for column in zip(*run)]

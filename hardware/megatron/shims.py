@@ -1,4 +1,5 @@
-"""What megatron-core 0.16 needs where the accelerator is not CUDA: narrow patches, in training processes only.
+"""What megatron-core 0.16 needs without TransformerEngine and Apex, and where the accelerator is not CUDA: narrow
+patches, in training processes only.
 
 Each shim names one fault, says why it exists and returns how to take it back; the tests take each back alone and expect
 a training step to fail, so that a shim which upstream no longer needs does not stay.
@@ -44,11 +45,16 @@ CPU = Runtime(
 
 @dataclass(frozen=True)
 class Shim:
-    """One patch. ``apply`` installs it for a runtime and returns the function that removes it."""
+    """One patch. ``apply`` installs it for a runtime and returns the function that removes it.
+
+    Attributes:
+        on_cuda: CUDA needs it too; it asks nothing of the runtime.
+    """
 
     name: str
     reason: str
-    apply: Callable[[Runtime], Undo]
+    apply: Callable[[Runtime | None], Undo]
+    on_cuda: bool = False
 
 
 def _replace(owner, attribute: str, value) -> Undo:
@@ -137,7 +143,19 @@ def _rng(runtime: Runtime) -> Undo:
     )
 
 
-def _adam(_: Runtime) -> Undo:
+def _gradient_norm(_: Runtime | None) -> Undo:
+    from megatron.core.optimizer import clip_grads
+
+    if clip_grads.l2_norm_impl.__name__ != "local_multi_tensor_l2_norm":
+        return lambda: None  # TransformerEngine's or Apex's, which is one kernel
+
+    def norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
+        return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
+
+    return _replace(clip_grads, "l2_norm_impl", norm)
+
+
+def _adam(_: Runtime | None) -> Undo:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -152,15 +170,16 @@ def _adam(_: Runtime) -> Undo:
     )
 
 
-def import_megatron_without_compile() -> None:
-    """Import megatron-core with ``torch.compile`` as the identity, and without the tracker of its inference engine.
+def import_megatron(with_compile: bool) -> None:
+    """Import megatron-core without the tracker of its inference engine, and with ``torch.compile`` or the identity.
 
     Megatron wraps its small fusions in torch.compile while it is imported, before its own ``disable_jit_fuser`` can be
     called; on a CPU every one of them then starts a C++ compiler in the first step. Weights & Biases, which it imports
     where it finds it, takes each rank half a second and is not used in training processes.
     """
     compile_, tracker = torch.compile, sys.modules.get("wandb")
-    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
+    if not with_compile:
+        torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
     sys.modules["wandb"] = None  # how Python marks a module that cannot be imported
     try:
         import megatron.core.models.gpt
@@ -210,6 +229,14 @@ SHIMS = (
         "without TransformerEngine or Apex megatron falls back to torch.optim.AdamW, whose distributed checkpoint does "
         "not resume: the step count is kept per parameter and is lost",
         _adam,
+        on_cuda=True,
+    ),
+    Shim(
+        "gradient_norm",
+        "without TransformerEngine or Apex megatron reads the norm of every parameter's gradient back from the device "
+        "by itself, before it adds them up there",
+        _gradient_norm,
+        on_cuda=True,
     ),
 )
 
@@ -218,8 +245,13 @@ INSTALLED: dict[str, Undo] = {}
 """Shims in place in this process, by name, with what takes each back."""
 
 
-def install(runtime: Runtime) -> None:
-    """Import megatron-core and apply every shim. Call once per process, before anything else imports megatron."""
-    import_megatron_without_compile()
+def install(runtime: Runtime | None) -> None:
+    """Import megatron-core and apply what it needs. Call once per process, before anything else imports megatron.
+
+    Args:
+        runtime: what stands in for ``torch.cuda``; None where that is there itself.
+    """
+    import_megatron(with_compile=runtime is None)
     for shim in SHIMS:
-        INSTALLED[shim.name] = shim.apply(runtime)
+        if runtime or shim.on_cuda:
+            INSTALLED[shim.name] = shim.apply(runtime)

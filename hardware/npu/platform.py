@@ -75,6 +75,9 @@ class NpuPlatform:
         )
         return torch.device("npu", 0)
 
+    def device_key(self) -> str | None:
+        return None  # torch_npu names no device beyond its number in the process
+
     def layer_spec(self, config):
         from hardware.megatron.layers import layer_spec
         from hardware.npu.attention import NpuAttention

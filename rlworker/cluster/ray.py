@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from hardware.platform import list_ray_resources
 from hardware.platforms import get_platform
 from rlworker.errors import RunError
 
@@ -48,8 +49,8 @@ def running_ray(workers: int, platform: str) -> Iterator[None]:
                 "a cluster, see that it runs"
             ) from error
     try:
-        options, have = get_platform(platform).ray_options, ray.cluster_resources()
-        for name, each in {"CPU": options["num_cpus"], **options.get("resources", {})}.items():
+        have = ray.cluster_resources()
+        for name, each in list_ray_resources(get_platform(platform)).items():
             if have.get(name, 0) < workers * each:
                 raise RunError(
                     f"ray: the run's workers need {workers * each} {name}s and Ray has {have.get(name, 0):.0f}; start "

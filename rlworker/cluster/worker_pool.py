@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from hardware.platform import list_ray_resources
 from hardware.platforms import get_platform
 
 _CLOSE_S = 30.0
@@ -76,18 +77,12 @@ def _make_room(platform: str, count: int) -> None:
     idle = [(key, worker) for key, workers in _pool.idle.items() for worker in workers]
     needed = Counter()
     for name in [platform] * count + [key[1] for key in _pool.started.values()] + [key[1] for key, _ in idle]:
-        needed.update(_list_resources(name))
+        needed.update(list_ray_resources(get_platform(name)))
     have = ray.cluster_resources()
     if any(need > have.get(resource, 0) for resource, need in needed.items()):
         _pool.idle.clear()
         for _, worker in idle:
             ray.kill(worker)
-
-
-def _list_resources(platform: str) -> dict[str, float]:
-    """List what Ray sets aside for a worker: resource -> amount."""
-    options = get_platform(platform).ray_options
-    return {"CPU": options["num_cpus"], **options.get("resources", {})}
 
 
 def end_workers(workers: Sequence[ActorHandle], keep: bool) -> None:

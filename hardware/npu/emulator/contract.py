@@ -6,12 +6,10 @@ refuses. What the page alone says is not allowed, and what a device then does is
 computed as something else, without an error, is ``silent``.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from hardware.attention.contract import Requirement, Source, check_call
 from hardware.npu.emulator.conditions import (
     band_is_not_empty,
     cut_band_covers_its_keys,
@@ -33,37 +31,8 @@ from hardware.npu.emulator.conditions import (
 from hardware.npu.kernel_call import LAYOUTS, NO_LIMIT, Call
 from hardware.npu.limits import MAX_PACK_SEQUENCES
 
-
-class NpuError(RuntimeError):
-    """A call that the device refuses, or that its documentation does not allow."""
-
-
-class NpuSilentError(RuntimeError):
-    """A call that the device takes and computes wrong, or not as documented."""
-
-
-class NotEmulatedError(NotImplementedError):
-    """A call that the device computes and the emulator does not."""
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """One rule: ``holds`` of a call that keeps it; ``source`` says where it is written; ``text`` says what is wrong."""
-
-    name: str
-    source: str
-    holds: Callable[[Call], bool]
-    text: Callable[[Call], str]
-    silent: bool = False
-
-    @property
-    def on_a_device(self) -> str:
-        if self.silent:
-            return "computed as something else, without an error"
-        return "not allowed; what happens is not known" if self.source == _D else "refused"
-
-
-_D, _H, _T = "op-plugin documentation", "op-plugin host code", "CANN tiling"
+_D = Source("op-plugin documentation", refuses=False)
+_H, _T = Source("op-plugin host code"), Source("CANN tiling")
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -295,11 +264,5 @@ REQUIREMENTS = (
 
 
 def check(call: Call) -> None:
-    """Raise NpuError or NpuSilentError at the first requirement that a call does not meet."""
-    for requirement in REQUIREMENTS:
-        if not requirement.holds(call):
-            kind = NpuSilentError if requirement.silent else NpuError
-            raise kind(
-                f"npu_fusion_attention, emulated: {requirement.name} ({requirement.source}; on a device: "
-                f"{requirement.on_a_device}): {requirement.text(call)}"
-            )
+    """Raise RefusedError or SilentError at the first requirement that a call does not meet."""
+    check_call("npu_fusion_attention", REQUIREMENTS, call)

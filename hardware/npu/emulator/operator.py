@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hardware.npu.emulator.contract import NotEmulatedError, check
+from hardware.attention.contract import NotEmulatedError
+from hardware.npu.emulator.contract import check
 from hardware.npu.kernel_call import Call
 
 OPERATOR = "npu_fusion_attention"

@@ -37,7 +37,7 @@ EXECUTED = (
     | {("megatron_local", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
 )
 """What this file and test_core_attention.py run."""
-EMULATED = {
+NPU = {
     (f"npu_mode{mode}", kind, cp, rule)
     for mode, kind, cp, rules in (
         (0, "bshd", False, ("causal", "window", "chunk")),
@@ -55,6 +55,8 @@ EMULATED = {
     for rule in rules
 }
 """What this file, and test_core_attention.py for those under context parallelism, run through the emulated operator."""
+EMULATED = NPU | {("torch_varlen", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
+"""test_core_attention.py runs ``varlen_attn`` like SDPA."""
 
 
 def spec_of(kind: str, rule: Rule) -> MaskSpec:
@@ -134,12 +136,13 @@ def test_flex_attention_has_no_backward_on_a_cpu():
 
 
 def test_varlen_attention_does_not_run_on_a_cpu():
-    from torch.nn.attention.varlen import varlen_attn
+    """But for the kernel that the emulator gives it, where it has been in this process."""
+    from torch.nn.attention import varlen
 
     query = torch.zeros(4, HEADS, DIM, dtype=torch.bfloat16)
     bounds = torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        varlen_attn(query, query, query, bounds, bounds, 4, 4)
+    with varlen._varlen_attn.set_kernel_enabled("cpu", False), pytest.raises((NotImplementedError, RuntimeError)):
+        varlen.varlen_attn(query, query, query, bounds, bounds, 4, 4)
 
 
 def megatron_local(rank, world, rule, dense):
@@ -235,7 +238,7 @@ def npu_arguments(mode: int, spec, rule: Rule) -> dict:
     return dict(sparse_mode=mode, atten_mask=mask)
 
 
-@pytest.mark.parametrize("place", sorted(place for place in EMULATED if not place[2]), ids=place_name)
+@pytest.mark.parametrize("place", sorted(place for place in NPU if not place[2]), ids=place_name)
 def test_the_emulated_operator_honours_what_the_table_says(place):
     backend, kind, _, rule = place
     install()
@@ -290,7 +293,7 @@ def test_rules_told_by_different_means_do_not_add_up():
 
 
 def test_an_override_must_name_a_refused_cell():
-    check_override(("te_causal/bshd/cp/window",))
+    check_override(("flash_varlen/thd/cp/window",))
     with pytest.raises(ValueError, match="'te_causal/window' names no cell"):
         check_override(("te_causal/window",))
     with pytest.raises(ValueError, match="is honoured and needs no override"):

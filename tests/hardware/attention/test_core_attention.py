@@ -78,11 +78,11 @@ def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, 
 
 
 def honoured(platform: str, kind: str, cp: int, rule: Rule) -> bool:
-    """What a platform's kernel computes. The CPU's takes every rule.
+    """What a platform's kernel computes. The CPU's and CUDA's take every rule.
 
     The NPU's takes any rule in bshd. In thd it takes a band, and without CP anything of the position alone.
     """
-    if platform == "cpu" or kind == "bshd" or rule in (CAUSAL, Rule(window=3)):
+    if platform != "npu-emulated" or kind == "bshd" or rule in (CAUSAL, Rule(window=3)):
         return True
     return cp == 1 and rule == Rule(chunk=4)
 
@@ -191,16 +191,31 @@ def test_an_override_that_no_call_can_follow_is_refused(rule, cp):
 
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
 @pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("platform", ["cpu", "npu-emulated"])
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_each_layer_has_its_rule_and_a_pack_may_be_of_a_fixed_size(one_rank, platform, kind, cp):
     rules = (CAUSAL, Rule(window=4), Rule(images=True))
     for layer, slots in itertools.product((1, 2, 3), (0, 64)):
-        if platform == "cpu" or kind == "bshd":
+        if platform != "npu-emulated" or kind == "bshd":
             args = (LENGTHS[0], kind, cp, rules, layer, slots)
         else:  # without the rule that a pack on an NPU cannot have
             args = (LENGTHS[0], kind, cp, rules[:2], min(layer, 2), slots)
         differences = one_rank.run(attend_all_ranks, platform, *args)[0]
         assert max(differences) <= 5e-6, (layer, slots, differences)
+
+
+def attend_by_sdpa(rank, world, *args):
+    from hardware.cuda.platform import EmulatedCudaPlatform
+
+    with patch.object(EmulatedCudaPlatform, "varlen_types", ()):
+        return attend_all_ranks(rank, world, "cuda-emulated", *args)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_cuda_attends_by_sdpa_what_its_kernel_does_not_take(one_rank, kind, cp):
+    for rule in (CAUSAL, Rule(window=3, images=True)):
+        differences = one_rank.run(attend_by_sdpa, LENGTHS[0], kind, cp, (rule,), 1, 0)[0]
+        assert max(differences) <= 5e-6, differences
 
 
 def test_no_mask_is_as_large_as_the_pack():

@@ -5,8 +5,8 @@ import torch
 from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv
 
 from engines.megatron.layout import Layout
+from hardware.attention.contract import RefusedError, SilentError
 from hardware.attention.rules import CAUSAL
-from hardware.npu.emulator.contract import NpuError, NpuSilentError
 from hardware.npu.emulator.operator import install
 from hardware.platforms import get_platform
 
@@ -44,12 +44,12 @@ def test_5878_the_mask_that_forward_receives_is_not_the_one_that_unpads(platform
     query, key, value = draw_qkv(*layouts[0].shape)
     whole = one_mask_for_everything(Layout.build(LENGTHS, "bshd", multiple=8))
     if cp == 1:
-        with pytest.raises(NpuSilentError, match="rows that see nothing"):
+        with pytest.raises(SilentError, match="rows that see nothing"):
             attend(query, key, value, atten_mask=one_mask_for_everything(layouts[0]), sparse_mode=1)
-        with pytest.raises(NpuError, match="mask shape"):
+        with pytest.raises(RefusedError, match="mask shape"):
             attend(query, key, value, atten_mask=~layouts[0].valid, sparse_mode=1)
     else:
-        with pytest.raises(NpuError, match="mask shape"):
+        with pytest.raises(RefusedError, match="mask shape"):
             attend(query, key, value, atten_mask=whole, sparse_mode=1)
     # Here forward receives no tensor of the batch's shape, and unpadding needs none of what it receives.
     flat = torch.arange(float(sum(LENGTHS)))
@@ -65,7 +65,7 @@ def test_5904_no_mask_for_the_kernel_leaves_unpadding_what_it_needs(platform):
     nor is None what the kernel calls causal."""
     layout = Layout.build(LENGTHS, "bshd")
     query, key, value = draw_qkv(*layout.shape)
-    with pytest.raises(NpuSilentError, match="without atten_mask everyone sees everyone"):
+    with pytest.raises(SilentError, match="without atten_mask everyone sees everyone"):
         attend(query, key, value, sparse_mode=2)
     full, causal = attend(query, key, value), dense_attention(query, key, value, layout.mask_spec().visible())
     assert float((full - causal)[layout.valid].abs().max()) > 0.1, "None alone is full attention"
@@ -101,10 +101,10 @@ def test_7372_a_pack_knows_its_padding_though_forward_receives_none(platform):
 
     (call,) = lowered(platform, layout).plan.calls[CAUSAL]
     ends = dict(actual_seq_qlen=call.actual_seq_qlen, actual_seq_kvlen=call.actual_seq_kvlen)
-    with pytest.raises(NpuError, match="mask shape"):
+    with pytest.raises(RefusedError, match="mask shape"):
         pack(**ends, atten_mask=~Layout.build(LENGTHS, "bshd").valid, sparse_mode=1)
     real = torch.tensor(LENGTHS).cumsum(0).tolist()  # without the padding, which would be left to nobody
-    with pytest.raises(NpuSilentError, match="a tail that no sequence covers"):
+    with pytest.raises(SilentError, match="a tail that no sequence covers"):
         pack(atten_mask=call.atten_mask, actual_seq_qlen=real, actual_seq_kvlen=real)
     out = pack(**ends, atten_mask=call.atten_mask)
     key[~layout.valid[0]] = value[~layout.valid[0]] = 1e3

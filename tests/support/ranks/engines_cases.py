@@ -7,13 +7,13 @@ that alignment pads after the last one too."""
 
 def start_process(rank: int, name: str = "cpu"):
     """Return platform and device; Megatron is imported and patched once per process."""
+    from importlib import import_module
+
     from hardware.platforms import get_platform
 
     platform = get_platform(name)
-    if name == "npu-emulated":  # in a pool that has started as another platform too: beyond that it adds the operator
-        from hardware.npu.emulator.operator import install
-
-        install()
+    if name.endswith("-emulated"):  # in a pool that has started as another platform too: beyond that it adds operators
+        import_module(f"hardware.{name.removesuffix('-emulated')}.emulator.operator").install()
     if not getattr(start_process, "done", False):
         import warnings
 

@@ -1,0 +1,68 @@
+"""What an attention kernel requires of a call, as data: one form for every kernel that is emulated.
+
+An emulated kernel checks each call. It is strict: what a device computes as something else, without a word, raises.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Call = TypeVar("Call")
+
+
+class RefusedError(RuntimeError):
+    """A call that the device refuses, or that its documentation does not allow."""
+
+
+class SilentError(RuntimeError):
+    """A call that the device takes and computes wrong, or not as documented."""
+
+
+class NotEmulatedError(NotImplementedError):
+    """A call that the device computes and the emulator does not."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a requirement is written.
+
+    Attributes:
+        refuses: that code itself raises at a call which breaks it. A page of documentation does not.
+    """
+
+    name: str
+    refuses: bool = True
+
+
+@dataclass(frozen=True)
+class Requirement(Generic[Call]):
+    """One rule of a kernel.
+
+    Attributes:
+        holds: the check, true of a call that keeps it. It may rely on the requirements before.
+        text: what is wrong with a call that does not.
+        silent: a device computes such a call as something else, without an error.
+    """
+
+    name: str
+    source: Source
+    holds: Callable[[Call], bool]
+    text: Callable[[Call], str]
+    silent: bool = False
+
+    @property
+    def on_a_device(self) -> str:
+        if self.silent:
+            return "computed as something else, without an error"
+        return "refused" if self.source.refuses else "not allowed; what happens is not known"
+
+
+def check_call(operator: str, requirements: Iterable[Requirement[Call]], call: Call) -> None:
+    """Raise RefusedError or SilentError at the first requirement that a call does not meet."""
+    for requirement in requirements:
+        if not requirement.holds(call):
+            kind = SilentError if requirement.silent else RefusedError
+            raise kind(
+                f"{operator}, emulated: {requirement.name} ({requirement.source.name}; on a device: "
+                f"{requirement.on_a_device}): {requirement.text(call)}"
+            )

@@ -1,0 +1,60 @@
+"""Core attention of the CUDA platforms: ``varlen_attn``, told its lengths, window and scale at every call."""
+
+import inspect
+
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from hardware.attention.rules import Rule
+from hardware.cpu.attention import attend_groups
+from hardware.cpu.attention_plan import CpuPlan
+from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
+from hardware.megatron.layers import CoreAttention
+
+_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+"""torch 2.11 has no such argument and takes fewer key heads as they are."""
+
+
+class CudaAttention(CoreAttention):
+    """One call of the kernel for a micro-batch, two where tokens see the future; SDPA where the plan is the CPU's."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: VarlenPlan | CpuPlan, rule: Rule) -> Tensor:
+        if isinstance(plan, CpuPlan):
+            return attend_groups(query, key, value, plan, rule, self.softmax_scale)
+        if query.dim() == 3:
+            return self._attend_pack(query, key, value, plan.calls[rule]).flatten(1)
+        slots, rows = query.shape[:2]
+        pack = (_rows_end_to_end(x, slots) for x in (query, key, value))
+        out = self._attend_pack(*pack, plan.calls[rule]).flatten(1)
+        return out.unflatten(0, (rows, slots)).transpose(0, 1).contiguous()
+
+    def _attend_pack(self, query: Tensor, key: Tensor, value: Tensor, calls: RuleCalls) -> Tensor:
+        out = self._call(query, key, value, calls.base)
+        if calls.opened is None:
+            return out
+        opened = self._call(query, key, value, calls.opened)
+        return out.index_copy(0, calls.slots, opened if calls.rows is None else opened.index_select(0, calls.rows))
+
+    def _call(self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall) -> Tensor:
+        if call.query_index is not None:
+            query = query.index_select(0, call.query_index)
+        if call.key_index is not None:
+            key, value = (x.index_select(0, call.key_index) for x in (key, value))
+        grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_FOR_GROUPS else {}
+        return varlen.varlen_attn(
+            query,
+            key,
+            value,
+            call.cu_seq_q,
+            call.cu_seq_k,
+            call.max_q,
+            call.max_k,
+            scale=self.softmax_scale,
+            window_size=call.window_size,
+            **grouped,
+        )
+
+
+def _rows_end_to_end(x: Tensor, slots: int) -> Tensor:
+    """``[cp * s, b, h, d] -> [cp * b * s, h, d]``: of each rank one row after another."""
+    return x.unflatten(0, (-1, slots)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,64 @@
+"""What a GPU and its torch must have before a model is built on them."""
+
+import inspect
+
+import torch
+
+LEAST_CAPABILITY = (8, 0)
+"""Of the flash kernels (ATen's ``flash_api.cpp``)."""
+
+
+def check_device() -> None:
+    """Take this process's one GPU.
+
+    Raises:
+        RuntimeError: torch has no CUDA or no kernel that is needed, the driver does not start, or the process does not
+            see exactly one GPU that is new enough.
+    """
+    if torch.version.cuda is None:
+        raise RuntimeError(
+            f"platform: 'cuda' needs a torch that was built for CUDA, and this is {torch.__version__}; install "
+            "requirements/cuda.txt, or take 'cuda-emulated', which runs the same code on a CPU"
+        )
+    _check_operator()
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"platform: 'cuda' did not start: {error}; this torch is built for CUDA {torch.version.cuda}, which needs "
+            "a GPU and a driver at least as new: update the driver, or install a torch for an older CUDA"
+        ) from error
+    if (count := torch.cuda.device_count()) != 1:
+        raise RuntimeError(
+            f"platform: a training process is to see its own GPU alone and sees {count}; unset "
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started, and without Ray set "
+            "CUDA_VISIBLE_DEVICES to one"
+        )
+    if (capability := torch.cuda.get_device_capability(0)) < LEAST_CAPABILITY:
+        raise RuntimeError(
+            f"platform: {torch.cuda.get_device_name(0)} has compute capability {_version(capability)}, and the "
+            f"attention kernels need {_version(LEAST_CAPABILITY)} (A100) or later; take another GPU"
+        )
+
+
+def _check_operator() -> None:
+    if not torch.backends.cuda.is_flash_attention_available():
+        raise RuntimeError(
+            f"platform: torch {torch.__version__} was built without flash attention, which 'cuda' attends by; install "
+            "the torch of requirements/cuda.txt"
+        )
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        lacking = {"scale", "window_size"} - inspect.signature(varlen_attn).parameters.keys()
+    except ImportError:
+        lacking = {"varlen_attn"}
+    if lacking:
+        raise RuntimeError(
+            f"platform: torch {torch.__version__} has no {' and no '.join(sorted(lacking))} in "
+            "torch.nn.attention.varlen, which 'cuda' attends by; install torch 2.11 or later"
+        )
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,1 @@
+"""``varlen_attn`` on a CPU: torch's own function over kernels that check and compute."""

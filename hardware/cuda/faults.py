@@ -1,0 +1,24 @@
+"""Where CUDA's masks can be made wrong, for the self-test."""
+
+from collections.abc import Callable
+
+from hardware.attention.faults import Patch, attention_faults
+from hardware.cuda import attention_plan
+
+
+def faults() -> dict[str, list[Patch]]:
+    """``CudaPlatform.faults``."""
+    return attention_faults(
+        packs=[(attention_plan, "_plan_pack")],
+        calls=[(attention_plan, "_calls")],
+        inverted=[(attention_plan, "_window", _past_and_future_swapped)],
+        without_mask=[(attention_plan, "_window", _no_window)],
+    )
+
+
+def _past_and_future_swapped(window: Callable) -> Callable:
+    return lambda *args: window(*args)[::-1]
+
+
+def _no_window(_: Callable) -> Callable:
+    return lambda rule, sees_future, longest: (longest, -1)

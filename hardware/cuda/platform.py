@@ -1,0 +1,133 @@
+"""The CUDA platforms: NVIDIA over nccl with ``varlen_attn``; and the same path emulated on a CPU.
+
+This module is read to check settings, so it imports torch and Megatron only where they are used.
+"""
+
+import contextlib
+import os
+from typing import ClassVar
+
+from hardware.attention.capabilities import find_backend
+from hardware.cpu.platform import CpuPlatform
+from hardware.platform import Node
+
+NOT_COVERED = (
+    "the precision of the device's arithmetic",
+    "which device a tensor is on",
+    "the order in which the device's streams run",
+    "nccl",
+    "vllm on a GPU (the rollout is vLLM on this CPU)",
+)
+"""What a check that passes against the emulated kernels does not speak of."""
+
+
+class CudaPlatform:
+    """Runs Megatron-core over nccl, with ``varlen_attn`` in bf16 and fp16 and SDPA for all else."""
+
+    name = "cuda"
+    evidence = "executed"
+    not_covered: tuple[str, ...] = ()
+    proven = "untested"
+    stand_in = "cuda-emulated"
+    node = Node(devices=8, device_gb=80)
+    dist_backend = "nccl"
+    ray_options: ClassVar[dict] = {"num_cpus": 1, "num_gpus": 1}
+    attention_backends = ("torch_varlen", "torch_sdpa")
+    varlen_types = ("bfloat16", "float16")
+    max_pack_sequences = None
+    rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # untested: sizes of vllm's flash kernels
+    rollout_block_tokens = 16  # vllm, config/cache
+    rollout_kv_cache_mb = 16 * 1024
+
+    def init_process(self, local_rank: int):
+        import torch
+
+        from hardware.cuda.device import check_device
+        from hardware.megatron.shims import install
+
+        check_device()
+        torch.cuda.set_device(0)
+        torch.backends.cudnn.allow_tf32 = False  # its default rounds fp32, in which images enter a tower, to 10 bits
+        install(None)
+        return torch.device("cuda", 0)
+
+    def device_key(self) -> str | None:
+        import torch
+
+        return str(torch.cuda.get_device_properties(0).uuid)
+
+    def layer_spec(self, config):
+        from hardware.cuda.attention import CudaAttention
+        from hardware.megatron.layers import layer_spec
+
+        return layer_spec(config, CudaAttention)
+
+    def attention_inputs(self, spec, rotary, override=()):
+        from hardware.cpu.attention_plan import attention_inputs as grouped
+        from hardware.cuda.attention_plan import attention_inputs as varlen
+        from hardware.cuda.kernel_call import HEAD_UNIT, MAX_HEAD
+
+        head, dtype = rotary[0].shape[-1], str(rotary[0].dtype).removeprefix("torch.")
+        takes = dtype in self.varlen_types and head <= MAX_HEAD and head % HEAD_UNIT == 0
+        backend = "torch_varlen" if takes else "torch_sdpa"
+        for rule in set(spec.rules):
+            find_backend((backend,), spec.kind, spec.cp, rule, override)
+        return varlen(spec, rotary) if takes else grouped(spec, rotary)
+
+    def around_forward(self, inputs):
+        return contextlib.nullcontext()
+
+    def faults(self):
+        from hardware.cuda.faults import faults
+
+        return faults()
+
+    def driver_env(self) -> dict[str, str]:
+        return {}
+
+    def train_env(self) -> dict[str, str]:
+        # expandable_segments: micro-batches differ in length, and blocks of fixed sizes would be left in pieces. What
+        # lies in such a segment may not be open to another process: a tensor that is to be, by a handle, is for
+        # whoever hands it over to allocate elsewhere.
+        # One connection: a collective that is started before a product also runs before it, as Megatron counts on.
+        return {
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+            "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def rollout_env(self) -> dict[str, str]:
+        # No allocator settings: vLLM's own allocator, by which an engine sleeps, refuses expandable segments.
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+
+class EmulatedCudaPlatform(CpuPlatform):
+    """CUDA's lowering and core attention on a CPU: the kernels are emulated, the rest is the CPU platform.
+
+    fp32 stands for bf16, so that results can be compared with others to rounding.
+    """
+
+    name = "cuda-emulated"
+    evidence = "emulated"
+    not_covered = NOT_COVERED
+    proven = "emulated"
+    stand_in = "cuda-emulated"
+    attention_backends = CudaPlatform.attention_backends
+    varlen_types = (*CudaPlatform.varlen_types, "float32")
+    max_pack_sequences = CudaPlatform.max_pack_sequences
+
+    layer_spec = CudaPlatform.layer_spec
+    attention_inputs = CudaPlatform.attention_inputs
+    faults = CudaPlatform.faults
+
+    def init_process(self, local_rank: int):
+        from hardware.cuda.emulator.operator import install
+
+        device = super().init_process(local_rank)
+        install()
+        return device

@@ -1,0 +1,17 @@
+"""What a micro-batch needs on the device, brought there without waiting."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(values: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of ``values`` on ``device``.
+
+    What lies in the host's memory is pinned first. The device then fetches it by itself, while the host goes on: torch
+    keeps pinned memory until the copy is done.
+    """
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if torch.device(device).type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,158 @@
+"""The emulated ``varlen_attn``: for each requirement a call that breaks it and one that does not; its arithmetic."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from hardware.attention.contract import RefusedError, SilentError
+from hardware.cuda.emulator.contract import REQUIREMENTS, check
+from hardware.cuda.emulator.examples import DIM, HEADS, KEY_HEADS, example_call, examples
+from hardware.cuda.emulator.operator import install
+from hardware.cuda.kernel_call import Call
+
+EXAMPLES = examples()
+TORCH_CHECKS = {"rank", "grouped heads"}
+"""What torch's Python finds before it calls the operator."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator():
+    install()
+
+
+def attend(**changes):
+    arguments = example_call() | changes
+    return varlen.varlen_attn(**arguments, enable_gqa=arguments["query"].shape[1] != arguments["key"].shape[1])
+
+
+def test_every_requirement_has_its_calls():
+    assert list(EXAMPLES) == [requirement.name for requirement in REQUIREMENTS]
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda requirement: requirement.name)
+def test_a_call_that_breaks_it_raises_and_one_that_keeps_it_does_not(requirement):
+    wrong, right = EXAMPLES[requirement.name]
+    with pytest.raises((RefusedError, SilentError), match=f"emulated: {requirement.name} \\(") as raised:
+        check(Call(**example_call() | wrong))
+    assert isinstance(raised.value, SilentError) == requirement.silent
+    assert requirement.source.name in str(raised.value) and requirement.on_a_device in str(raised.value)
+    query = (example_call() | right)["query"].clone().requires_grad_()
+    out = attend(**right | {"query": query})
+    out.float().sum().backward()
+    assert out.isfinite().all() and query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "device"])
+def test_torch_own_function_comes_to_the_check(name):
+    """All of them but that of the device: a CPU has one."""
+    kind = ValueError if name in TORCH_CHECKS else (RefusedError, SilentError)
+    with pytest.raises(kind):
+        attend(**EXAMPLES[name][0])
+
+
+def test_backward_is_checked_too():
+    """What torch keeps for it may be changed between the two passes."""
+    arguments = example_call()
+    query = arguments["query"].requires_grad_()
+    out = attend(**arguments)
+    with torch.no_grad():
+        arguments["cu_seq_q"].data[-1] = 7
+    with pytest.raises(SilentError, match="every token covered"):
+        out.float().sum().backward()
+    assert query.grad is None
+
+
+def test_fp32_stands_for_bf16_and_a_device_is_not_said_to_take_it():
+    call = Call(**example_call(dtype=torch.float32))
+    with pytest.raises(RefusedError, match=r"dtype \(flash_api.cpp; on a device: refused\): .*all fp16 or all bf16"):
+        check(call)
+    check(replace(call, stands_for_16_bits=torch.float32))
+    assert attend(**example_call(dtype=torch.float32)).dtype == torch.float32
+
+
+# -- arithmetic
+
+
+def by_hand(query, key, value, bounds, key_bounds, window):
+    """One pair at a time, in fp64: query i of n sees key j of m where its distance from the diagonal, which ends in the
+    last corner, is within the window."""
+    outs = []
+    for (start, end), (key_start, key_end) in zip(itertools.pairwise(bounds), itertools.pairwise(key_bounds)):
+        for i in range(end - start):
+            diagonal = i + (key_end - key_start) - (end - start)
+            seen = [
+                key_start + j
+                for j in range(key_end - key_start)
+                if (window[0] < 0 or diagonal - j <= window[0]) and (window[1] < 0 or j - diagonal <= window[1])
+            ]
+            heads = []
+            for head in range(query.shape[1]):
+                own = head * key.shape[1] // query.shape[1]
+                weights = (key[seen, own] @ query[start + i, head] * 0.3).softmax(0)
+                heads.append(weights @ value[seen, own])
+            outs.append(torch.stack(heads))
+    return torch.stack(outs)
+
+
+CASES = {
+    "causal": ((3, 1, 5), (3, 1, 5), (-1, 0)),
+    "all": ((3, 1, 5), (3, 1, 5), (5, -1)),
+    "more keys": ((2, 3), (6, 4), (-1, 0)),
+    "fewer keys": ((4, 3), (2, 5), (9, -1)),
+    "window": ((6, 4), (6, 7), (2, 0)),
+    "window to both sides": ((6, 4), (6, 4), (2, 1)),
+    "window and the future": ((5, 3), (7, 3), (2, -1)),
+    "alike": ((4, 2, 4, 4), (4, 3, 4, 4), (-1, 0)),
+}
+"""Queries and keys of each sequence, and the window."""
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_the_definition(case, heads):
+    queries, keys, window = CASES[case]
+    torch.manual_seed(0)
+    exact = [
+        torch.randn(sum(n), h, DIM, dtype=torch.float64, requires_grad=True)
+        for n, h in zip((queries, keys, keys), (heads[0], heads[1], heads[1]))
+    ]
+    bounds = [[0, *itertools.accumulate(n)] for n in (queries, keys)]
+    want = by_hand(*exact, *bounds, window)
+    drawn = [x.detach().float().requires_grad_() for x in exact]
+    cu_seq = [torch.tensor(ends, dtype=torch.int32) for ends in bounds]
+    got, log_sum = varlen.varlen_attn(
+        *drawn,
+        *cu_seq,
+        max(queries),
+        max(keys),
+        scale=0.3,
+        window_size=window,
+        enable_gqa=heads[0] != heads[1],
+        return_aux=varlen.AuxRequest(lse=True),
+    )
+    assert torch.allclose(got.double(), want, atol=1e-6) and log_sum.shape == (heads[0], sum(queries))
+    weight = torch.randn_like(want)
+    gradients = torch.autograd.grad((got * weight).sum(), drawn), torch.autograd.grad((want * weight).sum(), exact)
+    assert all(torch.allclose(a.double(), b, atol=2e-6) for a, b in zip(*gradients))
+
+
+def test_the_log_of_the_sum_is_what_a_uniform_query_gets():
+    _, log_sum = attend(query=torch.zeros(8, HEADS, DIM, dtype=torch.bfloat16), return_aux=varlen.AuxRequest(lse=True))
+    assert torch.allclose(log_sum[0].exp(), torch.tensor([1.0, 2, 3, 1, 2, 3, 4, 5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_rounded_once(dtype):
+    """The sums are in fp32, as on the device: half a unit in the last place from the definition."""
+    arguments = example_call(dtype=dtype)
+    tensors = [arguments.pop(name).requires_grad_() for name in ("query", "key", "value")]
+    out = varlen.varlen_attn(*tensors, **arguments, enable_gqa=True)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    factor = arguments["scale"] / 0.3
+    want = by_hand(exact[0] * factor, *exact[1:], [0, 3, 8], [0, 3, 8], (-1, 0))
+    assert out.dtype == dtype and torch.allclose(out.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    out.double().sum().backward()
+    assert all(x.grad.dtype == dtype and x.shape[1] in (HEADS, KEY_HEADS) for x in tensors)
