@@ -19,6 +19,7 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     import torch
     from megatron.core import parallel_state as mpu
 
+    from engines.megatron.activations import MicroBatch
     from engines.megatron.memory import compute_rank_memory, list_parameters
     from engines.megatron.weights import _name_parameters
     from engines.models.spec import ModelSpec
@@ -38,7 +39,8 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
         "optimizer": sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor)),
     }
     stage, place = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank(with_context_parallel=True)
-    planned = vars(compute_rank_memory(model, engine.config, stage, place))
+    memory = compute_rank_memory(model, engine.config, stage, place, MicroBatch(), engine.platform.kernel_memory)
+    planned = vars(memory)
     parameters = [(name, tuple(p.shape)) for name, p in _name_parameters(engine.module.module).items()]
     wanted = [(p.name, p.shape) for p in list_parameters(model, engine.config, stage)]
     planned = {name: planned[name] for name in held}
