@@ -30,22 +30,35 @@ class Node:
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """What attention kernels allocate in a layer's backward pass, beside what they are given and hand back.
+    """What kernels allocate and keep beside what they are given and hand back.
 
     Attributes:
-        expands_kv: gradients of keys and values of every query head, before those that share a key head are added up.
-        query_gradient_bytes: bytes of each number in a gradient of the queries that is added up apart.
-        slots_per_sequence: further slots that each sequence has in it.
+        fuses_norms: a norm keeps its input alone; others keep it and what they made of it, both in fp32.
+        copies_output: core attention of a pack keeps its output, of which it hands back a copy.
+        expands_kv: attention's backward has gradients of keys and values of every query head, before those that share
+            a key head are added up.
+        query_gradient_bytes: it also adds up the gradient of the queries apart, in numbers of so many bytes.
+        slots_per_sequence: further slots that each sequence has in that.
     """
 
+    fuses_norms: bool = False
+    copies_output: bool = False
     expands_kv: bool = False
     query_gradient_bytes: int = 0
     slots_per_sequence: int = 0
 
+    def count_norm_input_bytes(self, itemsize: int) -> int:
+        """Bytes that a norm keeps of each number that comes in."""
+        return itemsize if self.fuses_norms else 8
+
+    def keeps_own_input(self, itemsize: int) -> bool:
+        """A norm keeps its input as it is, so that who else keeps it adds nothing."""
+        return self.fuses_norms or itemsize == 4
+
     def count_backward_bytes(
         self, queries: float, keys: float, sequences: float, heads: int, kv_heads: int, head_dim: int, itemsize: int
     ) -> float:
-        """Bytes of one layer's backward pass.
+        """Bytes that attention's backward takes in one layer.
 
         Args:
             queries, keys: slots. heads, kv_heads: on this rank.

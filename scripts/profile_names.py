@@ -204,7 +204,7 @@ class Wheel:
                 origin = self._origin(package, node)
                 for alias in node.names:
                     if alias.name == "*":
-                        found |= self.names(origin)
+                        found |= {name: (origin, name) for name in self.names(origin)}
                     else:
                         found[alias.asname or alias.name] = (origin, alias.name)
         return found

@@ -27,7 +27,7 @@ class CpuPlatform:
     ray_options: ClassVar[dict] = {"num_cpus": 1}
     attention_backends = ("torch_sdpa",)
     max_pack_sequences = None
-    kernel_memory = KernelMemory()
+    kernel_memory = KernelMemory(copies_output=True)
     repeats = True
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
     rollout_block_tokens = 128  # vllm 0.32, platforms/cpu
