@@ -126,8 +126,8 @@ def estimate_activations(
     every token is an image's. Gradients on their way from one operator to the next are left out.
     """
     size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
-    head = 0.0
-    if stage == config.pp - 1 and model.head == "language":
+    head, is_last = 0.0, stage == config.pp - 1
+    if is_last and model.head == "language":
         head = FP32 * 2 * min(slots * model.vocab / tp, _HEAD_LOGITS)
         head += (FP32 + size) * model.vocab * model.hidden / tp if trainable else 0.0
     tower = 0.0
@@ -136,7 +136,7 @@ def estimate_activations(
     if not trainable:
         return int(max(_count_layer(model, config, micro, kernels).whole, head) + tower)
     kept = count_kept(model, config, stage, micro, kernels)
-    sent = (config.pp - 1 - stage) * model.hidden * size * slots / tp  # to the next stage, by a micro-batch in flight
+    sent = 0.0 if is_last else (config.pp - stage) * model.hidden * size * slots / tp  # on to the next stage
     heads = model.heads // tp, model.kv_heads // tp
     kernel = kernels.count_backward_bytes(slots, micro.slots, micro.sequences, *heads, model.head_dim, size)
     return int(kept.layers + sent + tower + max(kept.again + kernel, kept.loss + head))
