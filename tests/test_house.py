@@ -55,6 +55,7 @@ def test_no_hardware_word_outside_hardware(path):
 
 NAMES_OF_PLATFORMS = {
     # torch's kind of device, where no platform is asked.
+    ("engines/megatron/host.py", "cpu"),
     ("engines/megatron/layout.py", "cpu"),
     # Seconds of a processor.
     ("scripts/bench/step.py", "cpu"),
