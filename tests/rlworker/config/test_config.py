@@ -227,7 +227,7 @@ def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where,
 
 def test_other_names_are_those_of_the_installed_packages():
     assert VllmConfig(vllm={"enable_prefix_caching": False, "block_size": 64}).vllm["block_size"] == 64
-    assert MegatronConfig(megatron={"deterministic_mode": True, "cp_comm_type": "p2p"}).megatron
+    assert MegatronConfig(megatron={"barrier_with_L1_time": False, "cp_comm_type": "p2p"}).megatron
     with pytest.raises(
         ValueError, match="vllm has 'blok_size', which is not there to be set; did you mean 'block_size'"
     ):
