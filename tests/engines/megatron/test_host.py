@@ -52,7 +52,9 @@ def hosted_steps(rank: int, world: int, address: str, folder: str, dtype: str, f
     }
 
 
-@pytest.mark.parametrize(("dtype", "fraction"), [("float32", 0.5), ("bfloat16", 1.0)])
+@pytest.mark.parametrize(
+    ("dtype", "fraction"), [pytest.param("float32", 1.0, marks=pytest.mark.large), ("bfloat16", 0.5)]
+)
 def test_a_step_on_the_host_is_the_same_step(two_ranks, make_hf_model, tmp_path, dtype, fraction):
     arguments = (free_address(), make_hf_model("qwen2", False), dtype, fraction, str(tmp_path))
     for rank in two_ranks.run(hosted_steps, *arguments):

@@ -72,7 +72,7 @@ def test_planned_bytes_of_a_vision_language_model(two_ranks, tmp_path, size, fam
 
 # -- activations: every tensor that an engine saves for its backward pass
 
-WITHIN = 0.1
+WITHIN = 0.07
 TOKENS, SEQUENCES = 64, 8
 """Inputs of each sequence, and sequences of the step."""
 
@@ -127,14 +127,14 @@ def measure_kept(rank: int, world: int, address: str, folder: str, settings: dic
 
 
 CASES = [
-    ("qwen3", "one", {}),
     ("qwen2", "one", {"recompute": "core"}),
-    ("llama", "one", {"recompute": "full", "dtype": "bfloat16"}),
     ("qwen3", "TP2", {"recompute": "full", "layout": "bshd"}),
     ("qwen2", "CP2", {}),
     ("qwen3", "PP2", {}),
 ]
 MORE_CASES = [
+    ("qwen3", "one", {}),
+    ("llama", "one", {"recompute": "full", "dtype": "bfloat16"}),
     ("qwen3", "one", {"layout": "bshd", "dtype": "bfloat16"}),
     ("qwen3", "one", {"recompute": "full"}),
     ("qwen3", "one", {"recompute": "core", "dtype": "bfloat16"}),
