@@ -52,7 +52,8 @@ MEGATRON_OWN = _names(
     "params_dtype pipeline_dtype bf16 init_method output_layer_init_method variable_seq_lengths "
     "moe_token_dispatcher_type batch_p2p_comm calculate_per_token_loss finalize_model_grads_func "
     "bias_activation_fusion bias_dropout_fusion masked_softmax_fusion gradient_accumulation_fusion apply_rope_fusion "
-    "persist_layer_norm recompute_granularity recompute_modules recompute_method recompute_num_layers"
+    "persist_layer_norm recompute_granularity recompute_modules recompute_method recompute_num_layers "
+    "deterministic_mode"
 )
 """Fields of Megatron's TransformerConfig that the engine sets itself."""
 
@@ -103,6 +104,8 @@ class OptimizerConfig:
     """Added to the root of the mean of squared gradients."""
     clip_grad: Annotated[float, Ge(0), FINITE] = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    host_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of the optimizer's masters and moments that the host's memory holds and its processor steps."""
 
     def __post_init__(self):
         check_types("actor.optimizer", self)
@@ -144,6 +147,8 @@ class MegatronConfig:
     """Most slots, tokens and their padding, in one forward pass of a replica; a longer sequence goes alone."""
     recompute: Literal["none", "core", "full"] = "none"
     """Recompute nothing, the core attention or whole layers in the backward pass."""
+    deterministic: bool = False
+    """Repeat the numbers of training bit by bit, at some cost; a CPU does so in any case."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     image_memory_mb: Annotated[int, Ge(1)] = 1024
     """Memory that a process's images may take at once while they are decoded; the others wait."""

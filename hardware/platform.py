@@ -28,6 +28,56 @@ class Node:
     device_gb: int
 
 
+@dataclass(frozen=True)
+class KernelMemory:
+    """What kernels allocate and keep beside what they are given and hand back.
+
+    Attributes:
+        fuses_norms: a norm keeps its input alone; others keep it and what they made of it, both in fp32.
+        copies_output: core attention of a pack keeps its output, of which it hands back a copy.
+        expands_kv: attention's backward has gradients of keys and values of every query head, before those that share
+            a key head are added up.
+        query_gradient_bytes: it also adds up the gradient of the queries apart, in numbers of so many bytes.
+        slots_per_sequence: further slots that each sequence has in that.
+    """
+
+    fuses_norms: bool = False
+    copies_output: bool = False
+    expands_kv: bool = False
+    query_gradient_bytes: int = 0
+    slots_per_sequence: int = 0
+
+    def count_norm_input_bytes(self, itemsize: int) -> int:
+        """Bytes that a norm keeps of each number that comes in."""
+        return itemsize if self.fuses_norms else 8
+
+    def keeps_own_input(self, itemsize: int) -> bool:
+        """A norm keeps its input as it is, so that who else keeps it adds nothing."""
+        return self.fuses_norms or itemsize == 4
+
+    def count_backward_bytes(
+        self, queries: float, keys: float, sequences: float, heads: int, kv_heads: int, head_dim: int, itemsize: int
+    ) -> float:
+        """Bytes that attention's backward takes in one layer.
+
+        Args:
+            queries, keys: slots. heads, kv_heads: on this rank.
+        """
+        expanded = 2 * keys * heads * itemsize if self.expands_kv and heads != kv_heads else 0
+        apart = (queries + self.slots_per_sequence * sequences) * heads * self.query_gradient_bytes
+        return (expanded + apart) * head_dim
+
+
+class Profiler(Protocol):
+    """What takes a trace, as ``torch.profiler.profile`` does."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def export_chrome_trace(self, path: str) -> None: ...
+
+
 class Platform(Protocol):
     """One kind of machine. Everything that depends on the accelerator goes through these members."""
 
@@ -49,6 +99,10 @@ class Platform(Protocol):
     """Backends of the capability table that it has, the one to be preferred first."""
     max_pack_sequences: int | None
     """Sequences that its kernels take in one pack; None is any number."""
+    kernel_memory: KernelMemory
+    """What its attention kernels allocate."""
+    repeats: bool
+    """Its numbers are the same bits each time, whether that is asked for or not."""
     rollout_head_dims: tuple[int, ...]
     """Attention head sizes that vLLM has kernels for here."""
     rollout_block_tokens: int
@@ -93,6 +147,13 @@ class Platform(Protocol):
 
     def train_env(self) -> dict[str, str]:
         """Environment of a training process, set before torch is imported."""
+
+    def deterministic_env(self) -> dict[str, str]:
+        """Environment in which a training process repeats its numbers, beside torch's deterministic algorithms; set
+        before it computes anything or talks to other ranks."""
+
+    def build_profiler(self) -> Profiler:
+        """What records the operators of this process and of its device."""
 
     def rollout_env(self) -> dict[str, str]:
         """Environment of a vLLM process, set before vllm is imported."""

@@ -55,11 +55,13 @@ def test_no_hardware_word_outside_hardware(path):
 
 NAMES_OF_PLATFORMS = {
     # torch's kind of device, where no platform is asked.
+    ("engines/megatron/host.py", "cpu"),
     ("engines/megatron/layout.py", "cpu"),
     # Seconds of a processor.
     ("scripts/bench/step.py", "cpu"),
     # What a platform's packages hold is looked up in them.
-    ("scripts/npu_profile.py", "npu"),
+    ("scripts/profile_names.py", "cuda"),
+    ("scripts/profile_names.py", "npu"),
 }
 """Files outside hardware/ that may say a word which is a platform's name as well."""
 

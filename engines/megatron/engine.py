@@ -1,6 +1,8 @@
 """The training engine: one rank of a Megatron model that computes, learns and gives out its weights."""
 
+import contextlib
 import datetime
+import os
 from collections.abc import Iterator
 
 import torch
@@ -11,12 +13,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.profiler import record_function
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, Shard, TokenOutputs, ValueOutputs, join_outputs
 from engines.config import MegatronConfig
 from engines.interfaces import LossFn, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
+from engines.megatron.host import HostedWeights
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
 from engines.megatron.model import build_model, build_transformer_config
@@ -35,6 +39,9 @@ def init_distributed(platform: Platform, config: MegatronConfig, rank: int, addr
     Raises:
         RuntimeError: two ranks have one device.
     """
+    if config.deterministic:
+        os.environ.update(platform.deterministic_env())  # read with the first product and the first collective
+    torch.use_deterministic_algorithms(config.deterministic)
     timeout = datetime.timedelta(seconds=config.timeout_s)
     dist.init_process_group(
         platform.dist_backend, init_method=f"tcp://{address}", rank=rank, world_size=config.ranks, timeout=timeout
@@ -64,6 +71,7 @@ class MegatronEngine:
         model: what to build, its weights read from ``model.folder``; its head decides what kind the outputs are of.
         temperature: divides the logits before logprobs and entropy, as the sampler does.
         trainable: False builds neither gradients nor an optimizer (a reference model).
+        on_host: weights that do not learn are on the device during a forward alone.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class MegatronEngine:
         *,
         temperature: float = 1.0,
         trainable: bool = True,
+        on_host: bool = False,
     ):
         self.model, self.config, self.platform, self.device = model, config, platform, device
         self.temperature = temperature
@@ -98,6 +107,7 @@ class MegatronEngine:
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.module = DistributedDataParallel(self.transformer, ddp, module) if trainable else _Frozen(module)
         self.optimizer, self.schedule = build_optimizer(self.module, config) if trainable else (None, None)
+        self.weights_on_device = HostedWeights(module, device) if on_host else contextlib.nullcontext()
 
     # -- forward and backward
 
@@ -111,7 +121,7 @@ class MegatronEngine:
 
         self._check_schedule(shard)
         self.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.weights_on_device:
             self.run(shard, keep, forward_only=True)
         return self._collect_outputs(shard, parts)
 
@@ -122,7 +132,8 @@ class MegatronEngine:
         if self._are_gradients_finite():
             # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
             self.schedule.step(increment=1)
-            _, grad_norm, _ = self.optimizer.step()
+            with record_function("optimizer_step"):
+                _, grad_norm, _ = self.optimizer.step()
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr)
 
@@ -197,6 +208,7 @@ class MegatronEngine:
         sizes = dict(tp=config.tp, cp=config.cp, cp_rank=cp_rank, multiple=config.pad_to_multiple_of)
         return Layout.build(lengths, config.layout, **sizes, slots=config.slots, device=self.device)
 
+    @record_function("forward_micro_batch")
     def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
         """Run this stage on a micro-batch ``[N]``: hidden states ``[s / tp, b, h]``, for the next stage or the head."""
         rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)
@@ -208,6 +220,7 @@ class MegatronEngine:
         with self.platform.around_forward(inputs):
             return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs)
 
+    @record_function("outputs")
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
         """Compute outputs ``[N]`` of a whole micro-batch from last hidden states ``[s / tp, b, h]``, on every rank."""
         module, ranks = self.module.module, mpu.get_context_parallel_group()

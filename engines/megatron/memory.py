@@ -5,18 +5,20 @@ cuts it over the data- and context-parallel ranks. Activations are an estimate.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.config import MegatronConfig
+from engines.megatron.activations import FP32, MicroBatch, estimate_activations, get_itemsize
 from engines.models.family import EMBEDDING, OUTPUT, Part
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import slot_unit
+from hardware.platform import KernelMemory
 
 _ALIGNED, _BUCKET = 64, 128
 """Numbers to a multiple of which Megatron starts a parameter in its buffer, and ends a bucket (core 0.16)."""
-_FP32 = 4
-_HEAD_LOGITS = 2**25
-"""Logits that the head has at once (engines/megatron/logprobs.py)."""
+_HOSTED = 4 * FP32
+"""Bytes of a number on the host: its master, two moments and, in a step, its gradient."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,26 @@ class RankMemory:
 
     Attributes:
         parameters, gradients, optimizer: exact. activations: of the micro-batches in flight, estimated.
+        host: exact; in the host's memory, and no part of the total.
+        is_visiting: the parameters are on the host but while the model computes, of which ``host`` has the bytes.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    host: int = 0
+    is_visiting: bool = False
+
+    @property
+    def computing(self) -> int:
+        """What is held for as long as the model computes."""
+        return self.activations + (self.parameters if self.is_visiting else 0)
 
     @property
     def total(self) -> int:
         """Sum of all four, in bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations
-
-
-def get_itemsize(dtype: str) -> int:
-    """Get the bytes of a number of this type."""
-    return {"float32": 4, "bfloat16": 2}[dtype]
 
 
 def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> list[Parameter]:
@@ -83,30 +89,53 @@ def _find_stage(name: str, model: ModelSpec, config: MegatronConfig) -> int:
 
 
 def compute_rank_memory(
-    model: ModelSpec, config: MegatronConfig, stage: int, rank: int, tokens: int = 0, trainable: bool = True
+    model: ModelSpec,
+    config: MegatronConfig,
+    stage: int,
+    rank: int,
+    micro: MicroBatch,
+    kernels: KernelMemory,
+    *,
+    trainable: bool = True,
+    on_host: bool = False,
 ) -> RankMemory:
     """Compute the memory of a pipeline stage's rank.
 
     Args:
-        tokens: slots of a micro-batch, over all context-parallel ranks.
         rank: among the data- and context-parallel ranks that hold the same parameters.
-        trainable: with gradients and an optimizer.
+        micro: what it computes at a time, by these kernels.
+        trainable: with gradients and an optimizer. on_host: weights that do not learn wait on the host.
     """
     parameters, size = list_parameters(model, config, stage), get_itemsize(config.dtype)
-    numbers, moments = sum(parameter.numbers for parameter in parameters), 0
+    numbers = sum(parameter.numbers for parameter in parameters)
+    activations = estimate_activations(model, config, stage, micro, kernels, trainable)
     if not trainable:
-        return RankMemory(numbers * size, 0, 0, estimate_activations(model, config, stage, tokens, trainable=False))
+        return RankMemory(numbers * size, 0, 0, activations, numbers * size if on_host else 0, on_host)
     learning = [parameter for parameter in parameters if parameter.part not in config.freeze]
     frozen = numbers - sum(parameter.numbers for parameter in learning)
     places, buckets = _buffer(learning, config.dp * config.cp)
+    moments: list[int] = []
     for start, end in buckets:
         share = (end - start) // (config.dp * config.cp)
         part = start + rank * share, start + (rank + 1) * share
-        moments += sum(max(0, min(stop, part[1]) - max(begin, part[0])) for begin, stop in places)
-    masters = _FP32 * moments if config.dtype != "float32" else 0
+        moments += (max(0, min(stop, part[1]) - max(begin, part[0])) for begin, stop in places)
+    hosted = sum(moments[place] for place in choose_hosted(moments, config.optimizer.host_fraction))
+    bytes_each = (2 if config.dtype == "float32" else 3) * FP32
     buffer = buckets[-1][1]
-    activations = estimate_activations(model, config, stage, tokens)
-    return RankMemory((buffer + frozen) * size, buffer * _FP32, 2 * _FP32 * moments + masters, activations)
+    state = (sum(moments) - hosted) * bytes_each
+    return RankMemory((buffer + frozen) * size, buffer * FP32, state, activations, hosted * _HOSTED)
+
+
+def choose_hosted(sizes: Sequence[int], fraction: float) -> set[int]:
+    """Choose the places of the tensors that the host keeps: the largest, until they have the fraction of all."""
+    chosen: set[int] = set()
+    total = 0
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        if total >= fraction * sum(sizes):
+            break
+        chosen.add(place)
+        total += sizes[place]
+    return chosen
 
 
 def _buffer(parameters: list[Parameter], ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -132,58 +161,6 @@ def _buffer(parameters: list[Parameter], ranks: int) -> tuple[list[tuple[int, in
 
 def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
-
-
-def estimate_activations(
-    model: ModelSpec, config: MegatronConfig, stage: int, tokens: int, trainable: bool = True
-) -> int:
-    """Estimate the bytes that the forward passes of a stage keep for their backward passes.
-
-    Per token and layer, cut over tp by sequence parallelism: inputs and outputs of both norms and the residual (5 h),
-    queries, keys and values before and after rotation, attention's output, and the MLP's four tensors (4 ffn). With
-    full recomputation a layer keeps its input alone, and one layer at a time has all of it. Stage i of p has p - i
-    micro-batches in flight. The last stage also has the logits of some tokens and their gradient, and the output
-    weight's gradient in fp32 and as it is handed on; the first what a vision tower keeps where every token is an
-    image's.
-    """
-    tokens, size, tp = tokens / config.cp, get_itemsize(config.dtype), config.tp
-    heads = (2 * (model.heads + 2 * model.kv_heads) + model.heads) * model.head_dim
-    layer = (5 * model.hidden + heads + 4 * model.ffn) * size / tp
-    layers = model.layers // config.pp
-    if not trainable:
-        bytes_per_token = layer
-    elif config.recompute == "full":
-        bytes_per_token = layers * model.hidden * size / tp * (config.pp - stage) + layer
-    else:
-        bytes_per_token = layers * layer * (config.pp - stage)
-    head = 0.0
-    if model.vision and stage == 0:
-        head = _estimate_tower(model, config, tokens, trainable) * (config.pp if trainable else 1)
-    if stage == config.pp - 1 and model.head == "language":
-        head += _FP32 * 2 * min(tokens * model.vocab / tp, _HEAD_LOGITS)
-        if trainable:
-            head += (_FP32 + size) * model.vocab * model.hidden / tp
-    return int(tokens * bytes_per_token + head)
-
-
-def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
-    """Estimate the bytes that a vision tower keeps of so many image tokens of each context-parallel rank.
-
-    Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and after
-    rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are
-    held for all of a replica's tokens by each rank: as they are made, gathered, and as they are merged.
-    """
-    vision, size = model.vision, get_itemsize(config.dtype)
-    gated = vision.tower.gated
-    layer = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * _FP32 * vision.width * gated
-    if not trainable or "vision" in config.freeze:
-        bytes_per_patch = layer
-    elif config.recompute == "full":
-        bytes_per_patch = vision.depth * vision.width * size + layer
-    else:
-        bytes_per_patch = vision.depth * layer
-    features = 3 * tokens * config.cp * vision.levels * vision.out * size
-    return tokens * vision.merge**2 / config.tp * bytes_per_patch + features
 
 
 def estimate_padding(config: MegatronConfig, longest: int) -> float:

@@ -70,6 +70,7 @@ def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> Transf
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        deterministic_mode=config.deterministic,
     )
     settings |= _RECOMPUTE[config.recompute]
     return TransformerConfig(**settings | config.megatron)

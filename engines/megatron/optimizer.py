@@ -6,6 +6,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from engines.config import MegatronConfig
+from engines.megatron.host import HostedState
 
 
 def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
@@ -42,6 +43,9 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
     optimizer = get_megatron_optimizer(settings, [module], use_gloo_process_groups=False)
+    if config.optimizer.host_fraction:
+        for part in optimizer.chained_optimizers:
+            HostedState(part, config.optimizer.host_fraction)
     # The n-th step takes the rate at n: the peak at the last of the warm-up (the first step without one) and min_lr at
     # the first after the decay, so that the last step of a run that decays to 0 still learns.
     warmup = max(config.optimizer.lr_warmup_steps, 1)

@@ -8,6 +8,7 @@ import os
 from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
+from hardware.platform import KernelMemory
 
 # Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -26,6 +27,8 @@ class CpuPlatform:
     ray_options: ClassVar[dict] = {"num_cpus": 1}
     attention_backends = ("torch_sdpa",)
     max_pack_sequences = None
+    kernel_memory = KernelMemory(copies_output=True)
+    repeats = True
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
     rollout_block_tokens = 128  # vllm 0.32, platforms/cpu
 
@@ -74,6 +77,14 @@ class CpuPlatform:
     def train_env(self) -> dict[str, str]:
         # Ray gives an actor as many threads as it has CPUs, one, unless the user says otherwise.
         return _MEMORY | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+
+    def deterministic_env(self) -> dict[str, str]:
+        return {}
+
+    def build_profiler(self):
+        from torch.profiler import profile
+
+        return profile()
 
     def rollout_env(self) -> dict[str, str]:
         # TORCH_COMPILE_DISABLE: building inductor kernels costs 15 s at the first request and gains nothing here.

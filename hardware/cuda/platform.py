@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
 from hardware.cpu.platform import CpuPlatform
-from hardware.platform import Node
+from hardware.platform import KernelMemory, Node
 
 NOT_COVERED = (
     "the precision of the device's arithmetic",
@@ -35,6 +35,9 @@ class CudaPlatform:
     attention_backends = ("torch_varlen", "torch_sdpa")
     varlen_types = ("bfloat16", "float16")
     max_pack_sequences = None
+    # torch's fused rms_norm; flash attention's backward expands dk and dv to all heads and sums dq in fp32.
+    kernel_memory = KernelMemory(fuses_norms=True, expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128)
+    repeats = False
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # untested: sizes of vllm's flash kernels
     rollout_block_tokens = 16  # vllm, config/cache
     rollout_kv_cache_mb = 16 * 1024
@@ -95,6 +98,16 @@ class CudaPlatform:
             "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+    def deterministic_env(self) -> dict[str, str]:
+        # cuBLAS repeats itself with a workspace of its own; NCCL sums in one order along a ring.
+        names = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+        return {name: os.environ.get(name, value) for name, value in names.items()}
+
+    def build_profiler(self):
+        from torch.profiler import profile
+
+        return profile()
 
     def rollout_env(self) -> dict[str, str]:
         # No allocator settings: vLLM's own allocator, by which an engine sleeps, refuses expandable segments.

@@ -9,7 +9,7 @@ from typing import ClassVar
 from hardware.attention.capabilities import find_backend
 from hardware.cpu.platform import CpuPlatform
 from hardware.npu.limits import MAX_PACK_SEQUENCES
-from hardware.platform import Node
+from hardware.platform import KernelMemory, Node
 
 NOT_COVERED = (
     "pse",
@@ -38,6 +38,8 @@ class NpuPlatform:
     ray_options: ClassVar[dict] = {"num_cpus": 1, "resources": {"NPU": 1}}
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
     max_pack_sequences = MAX_PACK_SEQUENCES
+    kernel_memory = KernelMemory()
+    repeats = False
     rollout_head_dims = (64, 128, 192, 256)  # untested: sizes of the models that vllm-ascend's documentation lists
     rollout_block_tokens = 128  # vllm-ascend 0.23, utils.refresh_block_size
     rollout_kv_cache_mb = 16 * 1024
@@ -112,6 +114,14 @@ class NpuPlatform:
             "PYTORCH_NPU_ALLOC_CONF": os.environ.get("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True"),
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+    def deterministic_env(self) -> dict[str, str]:
+        return {"HCCL_DETERMINISTIC": os.environ.get("HCCL_DETERMINISTIC", "true")}
+
+    def build_profiler(self):
+        import torch_npu
+
+        return torch_npu.profiler.profile()
 
     def rollout_env(self) -> dict[str, str]:
         # NZ: weights would be kept in another order than the one in which a sync writes them.

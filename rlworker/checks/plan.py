@@ -13,7 +13,8 @@ from types import ModuleType
 import psutil
 
 from engines.config import MegatronConfig
-from engines.megatron.memory import RankMemory, compute_rank_memory, estimate_padding, get_itemsize, list_parameters
+from engines.megatron.activations import MicroBatch, get_itemsize
+from engines.megatron.memory import RankMemory, compute_rank_memory, estimate_padding, list_parameters
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import slot_unit
 from hardware.platforms import get_platform
@@ -24,6 +25,7 @@ from rlworker.config.sft import SftConfig
 Config = RunConfig | SftConfig
 
 _GB = 2**30
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "host")
 _PROCESS = {"trainer": 0.5 * _GB, "rollout": 1.7 * _GB, "ray": 0.6 * _GB}
 """Bytes that a process takes before it holds a model, where all share one machine's memory (measured on a CPU)."""
 
@@ -44,9 +46,15 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Engines that share a process run one after the other, so that their activations do not add up."""
-        held = sum(memory.total - memory.activations for memory in self.roles.values())
-        return held + max(memory.activations for memory in self.roles.values())
+        """Engines that share a process run one after the other, so that their activations do not add up, nor does
+        what visits the device to compute."""
+        held = sum(memory.total - memory.computing for memory in self.roles.values())
+        return held + max(memory.computing for memory in self.roles.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory."""
+        return sum(memory.host for memory in self.roles.values())
 
     @property
     def is_rollout(self) -> bool:
@@ -134,7 +142,7 @@ def _judge(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: 
     if not memory_gb:
         held = _PROCESS["ray"]
         for need in plan.needs:
-            held += need.count * (need.total + _PROCESS["rollout" if need.is_rollout else "trainer"])
+            held += need.count * (need.total + need.host + _PROCESS["rollout" if need.is_rollout else "trainer"])
         need, have = held / _GB, psutil.virtual_memory().total / _GB
         return f"All processes on this machine: {need:.1f} GB of {have:.1f} GB", need <= have
     if not (large := list_misfits(plan, memory_gb)):
@@ -203,7 +211,7 @@ def _plan_trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Nee
     shared = [role for role in models if role not in separate]
     for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(separate))):
         for stage in range(config.actor.pp):
-            held = {role: find_largest_rank(models[role], config, stage, role != "reference") for role in roles}
+            held = {role: find_largest_rank(models[role], config, stage, role) for role in roles}
             where = f"{name} ranks, stage {stage}" if config.actor.pp > 1 else f"{name} ranks"
             yield Need(where, config.actor.ranks // config.actor.pp, held)
 
@@ -216,13 +224,18 @@ def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
     return Need("rollout engines", config.rollout.engines, {"rollout": RankMemory(weights, 0, 0, cache)})
 
 
-def find_largest_rank(model: ModelSpec, config: Config, stage: int, trainable: bool) -> RankMemory:
+def find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) -> RankMemory:
     """Find the rank with the most optimizer state among those that hold the same parameters."""
-    actor, slots = config.actor, count_micro_batch_slots(config)
+    actor, kernels, slots = config.actor, get_platform(config.platform).kernel_memory, count_micro_batch_slots(config)
+    trainable = role != "reference"
+    on_host = isinstance(config, RunConfig) and role in config.placement.on_host
+    micro = MicroBatch(slots, max(1, slots // _count_row_slots(config)))
     ranks = range(actor.dp * actor.cp if trainable else 1)
-    return max(
-        (compute_rank_memory(model, actor, stage, rank, slots, trainable) for rank in ranks), key=lambda m: m.total
+    memories = (
+        compute_rank_memory(model, actor, stage, rank, micro, kernels, trainable=trainable, on_host=on_host)
+        for rank in ranks
     )
+    return max(memories, key=lambda memory: memory.total)
 
 
 def count_micro_batch_slots(config: Config) -> int:
@@ -288,18 +301,22 @@ def describe_plan(plan: Plan) -> str:
     lines.append(f"{'padding'.ljust(width)}  about {100 * plan.padding:.1f} % of the trainer's slots, at even lengths")
     lines += [
         "",
-        f"{'GB':24s}{'parameters':>12s}{'gradients':>12s}{'optimizer':>12s}{'activations':>12s}{'total':>12s}",
+        f"{'GB':24s}" + "".join(f"{name:>12s}" for name in (*_PARTS, "total")),
     ]
     for need in plan.needs:
         for role, memory in need.roles.items():
             name = need.name if len(need.roles) == 1 else f"{need.name}: {role}"
-            parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total)
+            parts = (*(getattr(memory, part) for part in _PARTS), memory.total)
             lines.append(f"{name:24s}" + "".join(f"{part / _GB:12.3f}" for part in parts))
         if len(need.roles) > 1:
-            lines.append(f"{need.name:24s}{need.total / _GB:60.3f}")
+            lines.append(f"{need.name:24s}{need.host / _GB:{12 * len(_PARTS)}.3f}{need.total / _GB:12.3f}")
     lines.append(
         "Parameters, gradients and optimizer are exact; activations are an estimate; a rollout engine's are its cache."
     )
+    if any(need.host for need in plan.needs):
+        lines.append(
+            "What is on the host is no part of a total, but for the weights of a model that computes at the time."
+        )
     if plan.sees:
         lines.append("The vision tower is counted as if every token of a micro-batch were an image's.")
     return "\n".join(lines)

@@ -18,6 +18,8 @@ from rlworker.cluster.ray import pausing_collection
 
 if TYPE_CHECKING:
     from engines.interfaces import RolloutEngine, TrainEngine
+    from engines.trace import Tracer
+    from hardware.platform import Platform
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Role:
     Attributes:
         name: "actor", "reference", "critic".
         temperature: divides the logits. trainable: False has neither gradients nor an optimizer.
+        on_host: its weights are on the device while it computes alone.
     """
 
     name: str
@@ -34,9 +37,31 @@ class Role:
     config: MegatronConfig
     temperature: float = 1.0
     trainable: bool = True
+    on_host: bool = False
 
 
-class TrainWorker:
+class _Worker:
+    """A process that traces what it computes when it is asked to."""
+
+    platform: Platform
+    _tracer: Tracer | None = None
+
+    def begin_trace(self, phase: str) -> None:
+        from engines.trace import Tracer
+
+        self._tracer = Tracer(self.platform.build_profiler)
+        self._tracer.begin(phase)
+
+    def end_trace(self, path: str) -> None:
+        self._tracer.end(path)
+        self._tracer = None
+
+    def _note_work(self) -> None:
+        if self._tracer:
+            self._tracer.worked = True
+
+
+class TrainWorker(_Worker):
     """One rank of the training engines that share its process; each method but the first few is of the ``role`` named.
 
     Args:
@@ -91,6 +116,7 @@ class TrainWorker:
                     self.device,
                     temperature=role.temperature,
                     trainable=role.trainable,
+                    on_host=role.on_host,
                 )
                 self.engines[role.name] = engine
         return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
@@ -109,16 +135,20 @@ class TrainWorker:
         gc.collect()
         leave_distributed()
 
+    def _use(self, role: str) -> TrainEngine:
+        self._note_work()
+        return self.engines[role]
+
     def forward(self, role: str, shard):
-        return self.engines[role].forward(shard)
+        return self._use(role).forward(shard)
 
     def run(self, role: str, function: str, *args):
         """Call ``function(engine, *args)``, named as ``module:function``: the controller cannot import where it
         stands."""
-        return _named(function)(self.engines[role], *args)
+        return _named(function)(self._use(role), *args)
 
     def train_step(self, role: str, shard, loss_fn, denominator: float):
-        return self.engines[role].train_step(shard, loss_fn, denominator)
+        return self._use(role).train_step(shard, loss_fn, denominator)
 
     def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
         """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
@@ -126,25 +156,25 @@ class TrainWorker:
 
         from engines.weight_sync import pack_buckets
 
-        for bucket, last in pack_buckets(self.engines[role].export_weights(), bucket_bytes):
+        for bucket, last in pack_buckets(self._use(role).export_weights(), bucket_bytes):
             reference = ray.put(bucket)
             ray.get([rollout.load_weights.remote(reference, version, last) for rollout in rollouts])
 
     def save(self, role: str, folder: str) -> None:
-        self.engines[role].save(folder)
+        self._use(role).save(folder)
 
     def load(self, role: str, folder: str) -> None:
-        self.engines[role].load(folder)
+        self._use(role).load(folder)
 
     def save_hf(self, role: str, folder: str, shard_bytes: int) -> None:
         """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from."""
         from engines.models.hf_folder import save_hf_folder
 
-        engine = self.engines[role]
+        engine = self._use(role)
         save_hf_folder(engine.export_weights(), engine.model, folder, shard_bytes)
 
 
-class RolloutWorker:
+class RolloutWorker(_Worker):
     """One vLLM engine."""
 
     def __init__(self, platform: str, index: int):
@@ -183,12 +213,14 @@ class RolloutWorker:
             engine.close()
 
     def generate(self, prompts, sampling):
+        self._note_work()
         return self.engine.generate(prompts, sampling)
 
     def get_version(self) -> int:
         return self.engine.version
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
+        self._note_work()
         self.engine.load_weights(bucket, version, last)
 
     def run(self, function: str, *args):

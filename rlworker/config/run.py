@@ -1,5 +1,6 @@
 """Settings of a run. Every value is checked before Ray, Megatron or vLLM starts."""
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, Self
 
@@ -46,6 +47,24 @@ def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
     return replace(engine, optimizer=replace(optimizer, lr_decay_steps=optimizer.lr_decay_steps or whole))
 
 
+def parse_steps(text: str, steps: int) -> range:
+    """The steps that ``A:B`` names, both among them; an empty text names none.
+
+    Raises:
+        ValueError: it is not two whole numbers, from 1 to ``steps`` and in their order.
+    """
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last <= steps:
+        raise ValueError(
+            f"config: profile_steps={text!r} must name a first and a last step A:B, from 1 to steps={steps} and A at "
+            "most B; set --profile-steps, such as 2:3"
+        )
+    return range(first, last + 1)
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """Settings that every run which trains has."""
@@ -68,12 +87,21 @@ class TrainingConfig:
     """Decides the order of prompts and every sample."""
     resume: bool = False
     """Go on from the newest checkpoint in run_dir; where there is no run yet, begin one."""
+    profile_steps: str = ""
+    """Steps A:B, from the A-th to the B-th, of which run_dir/profile receives traces of what every engine computes in
+    every phase; empty takes none."""
     trackers: tuple[TrackerName, ...] = ()
     """Trackers that get the metrics beside metrics.jsonl, in run_dir and on this machine unless the tracker's own
     variables, such as WANDB_MODE, say otherwise."""
 
     def __post_init__(self):
         check_types("config", self)
+        parse_steps(self.profile_steps, self.steps)
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of which traces are taken."""
+        return parse_steps(self.profile_steps, self.steps)
 
     def move_to_platform(self, name: PlatformName) -> Self:
         """Move the run to another kind of machine. A recipe that takes its sizes from the machine overrides this."""
@@ -101,6 +129,11 @@ class RunConfig(TrainingConfig):
             raise ValueError(
                 f"config: placement.separate names {unused}, which this run does not have; leave "
                 "--placement.separate out, or set --critic.train or --algorithm.kl-coef"
+            )
+        if idle := [role for role in self.placement.on_host if role not in self.models]:
+            raise ValueError(
+                f"config: placement.on_host names {idle}, which this run does not have; leave --placement.on-host "
+                "out, or set --algorithm.kl-coef"
             )
         if self.critic.train and self.critic.warmup_steps >= self.steps:
             raise ValueError(

@@ -136,6 +136,8 @@ class PlacementConfig:
 
     separate: tuple[Literal["critic", "reference"], ...] = ()
     """Models that get processes of their own; the others share the actor's."""
+    on_host: tuple[Literal["reference"], ...] = ()
+    """Models whose weights wait in the host's memory while they do not compute."""
 
     def __post_init__(self):
         check_types("placement", self)

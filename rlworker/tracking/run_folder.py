@@ -26,7 +26,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "trackers"}
 _MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
 _MAY_CHANGE |= {"rollout.max_num_seqs", "actor.timeout_s", "reward.workers", "reward.time_limit_s"}
-_MAY_CHANGE |= {"actor.image_memory_mb", "rollout.image_memory_mb"}
+_MAY_CHANGE |= {"actor.image_memory_mb", "rollout.image_memory_mb", "actor.deterministic", "profile_steps"}
+_MAY_CHANGE |= {"actor.optimizer.host_fraction"}
 _MAY_CHANGE_IN = ("checkpoint.", "placement.", "limits.")
 """Settings, and sections of them, that a resumed run may change: how it is spread, how far it goes, what it says."""
 
@@ -40,8 +41,8 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, rewards.log, rollouts/, checkpoints/,
-    report.html."""
+    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, rewards.log, rollouts/, profile/,
+    checkpoints/, report.html."""
 
     def __init__(self, path: str):
         self.given = path

@@ -121,7 +121,8 @@ class Trainer(Run):
         roles = {"actor": Role("actor", self.models["actor"], config.actor_of_run, temperature)}
         if "reference" in self.models:
             model = self.models["reference"]
-            roles["reference"] = Role("reference", model, config.actor_of_run, temperature, trainable=False)
+            on_host = "reference" in config.placement.on_host
+            roles["reference"] = Role("reference", model, config.actor_of_run, temperature, False, on_host)
         if "critic" in self.models:
             roles["critic"] = Role("critic", self.models["critic"], config.critic_of_run)
         shared = tuple(role for name, role in roles.items() if name not in config.placement.separate)

@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Self, TypeVar
 
@@ -27,6 +27,7 @@ from rlworker.tracking.log import RunLog, StepClock, is_due, tell_skipped
 from rlworker.tracking.report import tell_report
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
+from rlworker.tracking.traces import tracing
 from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
 from rlworker.trainers.rejected_step import refuse_step
 from rlworker.trainers.step_metrics import take_optimizer_step
@@ -168,6 +169,8 @@ class Run:
         LOGGER.info(text)
         if (platform := get_platform(config.platform)).proven != "executed":
             LOGGER.info(f"NOTE platform: {describe(platform)}")
+        if config.actor.deterministic and platform.repeats:
+            LOGGER.info(f"NOTE actor.deterministic: {platform.name} repeats its numbers without it")
         for warning in override_warnings(config.actor.attention_override):
             LOGGER.warning(warning)
         tell_skipped(self.skipped)
@@ -261,5 +264,12 @@ class Run:
         step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
         where = f"step {step}, phase {name}" if self.log else f"phase {name}"
         advice = ". What was saved is whole: go on from it with --resume" if self.log else ""
-        with clock.phase(name), naming_failures(where, self.name_workers(), advice):
+        with clock.phase(name), naming_failures(where, self.name_workers(), advice), self._tracing(step, name):
             yield
+
+    def _tracing(self, step: int, phase: str) -> AbstractContextManager[None]:
+        if not self.log or step not in self.config.profiled_steps:
+            return nullcontext()
+        engines = [each for each in self.processes if isinstance(each, StartingGroup | Rollouts)]
+        workers = {name: worker for each in engines for name, worker in each.name_workers().items()}
+        return tracing(self.folder.path, step, phase, workers)

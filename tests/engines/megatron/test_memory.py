@@ -1,10 +1,16 @@
 """The planner's bytes against engines that are built."""
 
+from collections import Counter
+
+import pytest
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, TWO_RANKS, parse_size
 from support.models import make_vlm
-from support.ranks.engines_cases import build_engine
+from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import draw_address
+
+from engines.megatron.activations import MicroBatch, count_kept
+from rlworker.checks.huggingface import probe_loss
 
 MODELS = {
     "qwen2-tied": ("qwen2", True, "language"),
@@ -38,7 +44,8 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
         "optimizer": sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor)),
     }
     stage, place = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank(with_context_parallel=True)
-    planned = vars(compute_rank_memory(model, engine.config, stage, place))
+    memory = compute_rank_memory(model, engine.config, stage, place, MicroBatch(), engine.platform.kernel_memory)
+    planned = vars(memory)
     parameters = [(name, tuple(p.shape)) for name, p in _name_parameters(engine.module.module).items()]
     wanted = [(p.name, p.shape) for p in list_parameters(model, engine.config, stage)]
     planned = {name: planned[name] for name in held}
@@ -61,3 +68,88 @@ def test_planned_bytes_of_a_vision_language_model(two_ranks, tmp_path, size, fam
         for rank in two_ranks.run(bytes_held, draw_address(), folder, settings | {"freeze": freeze}, "language"):
             assert rank["parameters"] == rank["wanted"]
             assert rank["held"] == rank["planned"], freeze
+
+
+# -- activations: every tensor that an engine saves for its backward pass
+
+WITHIN = 0.07
+TOKENS, SEQUENCES = 64, 8
+"""Inputs of each sequence, and sequences of the step."""
+
+
+class Kept:
+    """Bytes of the storages that autograd holds, by hooks on saved tensors."""
+
+    def __init__(self, apart: set[int]):
+        self.apart, self.holders, self.bytes, self.most = apart, Counter(), 0, 0
+
+    def pack(self, tensor):
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self.apart or not size:
+            return tensor
+        return Held(self, tensor, place, size)
+
+
+class Held:
+    """A saved tensor, for as long as the graph has it."""
+
+    def __init__(self, kept: Kept, tensor, place: int, size: int):
+        self.kept, self.tensor, self.place, self.size = kept, tensor, place, size
+        kept.bytes += 0 if kept.holders[place] else size
+        kept.most = max(kept.most, kept.bytes)
+        kept.holders[place] += 1
+
+    def __del__(self):
+        self.kept.holders[self.place] -= 1
+        self.kept.bytes -= 0 if self.kept.holders[self.place] else self.size
+
+
+def measure_kept(rank: int, world: int, address: str, folder: str, settings: dict) -> tuple[int, float]:
+    """The most bytes that a rank's autograd held in a step, and what was planned."""
+    import torch
+    from megatron.core import parallel_state as mpu
+
+    from engines.batch.batch import TrainBatch
+
+    engine = build_engine(rank, world, address, folder, settings)
+    batch = TrainBatch.from_ids([[3] * (TOKENS + 1)] * SEQUENCES, [1] * SEQUENCES)
+    batch = TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": torch.ones(batch.num_tokens)})
+    _, shard = plan(engine, batch)
+    kept = Kept({parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()})
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: getattr(held, "tensor", held)):
+        engine.backward(shard, probe_loss, 7.0)
+    assert not kept.bytes, "everything is given back"
+    sequences = shard.counts[0]
+    assert set(shard.counts) == {sequences} and len(shard.counts) >= engine.config.pp
+    micro, stage = MicroBatch(sequences * TOKENS, sequences), mpu.get_pipeline_model_parallel_rank()
+    return kept.most, count_kept(engine.model, engine.config, stage, micro, engine.platform.kernel_memory).most
+
+
+CASES = [
+    ("qwen2", "one", {"recompute": "core"}),
+    ("qwen3", "TP2", {"recompute": "full", "layout": "bshd"}),
+    ("qwen2", "CP2", {}),
+    ("qwen3", "PP2", {}),
+]
+MORE_CASES = [
+    ("qwen3", "one", {}),
+    ("llama", "one", {"recompute": "full", "dtype": "bfloat16"}),
+    ("qwen3", "one", {"layout": "bshd", "dtype": "bfloat16"}),
+    ("qwen3", "one", {"recompute": "full"}),
+    ("qwen3", "one", {"recompute": "core", "dtype": "bfloat16"}),
+    ("qwen2", "TP2", {}),
+    ("qwen3", "CP2", {"recompute": "core", "layout": "bshd"}),
+    ("llama", "PP2", {"recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "settings"), [*CASES, *(pytest.param(*case, marks=pytest.mark.large) for case in MORE_CASES)]
+)
+def test_what_autograd_keeps_is_planned(pool_of, make_hf_model, measured, family, size, settings):
+    settings = parse_size(size) | {"micro_batch_tokens": 2 * TOKENS} | settings
+    for found, planned in pool_of(size).run(measure_kept, draw_address(), make_hf_model(family, False), settings):
+        apart = planned / found - 1
+        measured({"planned over kept - 1": abs(apart)})
+        assert abs(apart) < WITHIN

@@ -1,59 +1,17 @@
 """What the NPU platforms are made of beyond attention: names that exist, MindSpeed's place, errors."""
 
-import json
-import runpy
-import shutil
 import sys
 import types
-from functools import partial
-from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import torch
 from support.dense_attention import DIM
-from support.program import run_program
 
 from engines.megatron.layout import Layout
 from hardware.npu import mindspeed
 from hardware.npu.platform import NpuPlatform
 from hardware.platform import describe
 from hardware.platforms import get_platform
-
-ROOT = Path(__file__).parents[3]
-
-
-def look_up(tree: Path) -> CompletedProcess[str]:
-    script = partial(runpy.run_path, str(ROOT / "scripts" / "npu_profile.py"), run_name="__main__")
-    return run_program(script, "--tree", tree)
-
-
-def test_every_name_is_in_the_npu_profile():
-    """Calls of torch_npu with their keywords, imports of transformers, vllm and megatron, in the profile's versions."""
-    done = look_up(ROOT)
-    assert done.returncode == 0, done.stdout
-    stored = json.loads((ROOT / "hardware" / "npu" / "profile.json").read_text())
-    assert {"torch_npu.npu.set_device", "vllm.LLM", "transformers.AutoConfig"} < set(stored["names"])
-    assert len(stored["names"]) >= 50
-
-
-def test_a_name_that_is_not_there_is_found(tmp_path):
-    shutil.copytree(ROOT / "hardware", tmp_path / "hardware")
-    (tmp_path / "hardware" / "wrong.py").write_text(
-        "import torch\nimport torch_npu\nfrom vllm import LLMs\n"
-        "torch_npu.npu.set_device(devices=0)\ntorch_npu.npu_flash_attention()\n"
-        "torch.ops.npu.npu_fusion_attention(1, 2, 3, 4, 'TND', attention_mask=None)\n"
-        "torch.ops.npu.npu_fusion_attention(1, 2, 3, 4, 'TND', **{})\n"
-    )
-    done = look_up(tmp_path)
-    assert done.returncode == 1
-    for line in (
-        "vllm.LLMs is not known to be in the npu profile",
-        "torch_npu.npu.set_device takes no ['devices'], it takes ['device']",
-        "torch_npu.npu_flash_attention is not known",
-        "torch.ops.npu.npu_fusion_attention takes no ['**', 'attention_mask']",
-    ):
-        assert line in done.stdout
 
 
 def test_a_pack_of_more_sequences_than_the_kernel_takes_is_refused():

@@ -10,6 +10,7 @@ from support.program import run_program
 from engines.config import MegatronConfig, VllmConfig
 from engines.megatron.memory import estimate_padding
 from engines.models.spec import ModelSpec
+from hardware.platform import KernelMemory
 from rlworker.checks.plan import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe
 from rlworker.cli import main
 from rlworker.config.run import RunConfig
@@ -102,6 +103,32 @@ def test_engines_that_share_a_process_add_up_but_for_activations(folder):
     assert shared.total == actor.total + critic.total - min(actor.activations, critic.activations)
     apart = make_plan(replace(config, placement=PlacementConfig(("critic",))), models).needs
     assert [need.name for need in apart] == ["actor ranks", "critic ranks", "rollout engines"]
+
+
+def test_what_waits_on_the_host_is_not_on_the_device(folder):
+    """16 bytes on the host for 12 on the device of each number; a reference comes when the actor does not compute."""
+    model, config = ModelSpec.from_folder(folder), config_of(folder, algorithm=AlgorithmConfig(kl_coef=0.1))
+    models = {"actor": model, "reference": model}
+    plain = make_plan(config, models).needs[0]
+    actor = replace(config.actor, optimizer=replace(config.actor.optimizer, host_fraction=0.5))
+    plan = make_plan(replace(config, actor=actor, placement=PlacementConfig(on_host=("reference",))), models)
+    hosted, before = plan.needs[0], plain.roles["actor"]
+    policy, reference = hosted.roles["actor"], hosted.roles["reference"]
+    assert policy.host % 16 == 0 and before.optimizer - policy.optimizer == policy.host // 16 * 12
+    assert 0.5 <= (policy.host / 16) / (before.optimizer / 12) < 0.6
+    assert reference.host == reference.parameters == plain.roles["reference"].parameters
+    visit = max(policy.activations, reference.activations + reference.parameters)
+    assert hosted.total == policy.total - policy.activations + visit < plain.total
+    assert hosted.host == policy.host + reference.host
+    assert "What is on the host is no part of a total" in describe_plan(plan)
+
+
+def test_what_a_backward_kernel_takes_by_hand():
+    """1,000 slots of 2 sequences, 8 heads of 64 that share 2 key heads, in bf16."""
+    kernels = KernelMemory(expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128)
+    sizes = (1000, 1000, 2, 8, 2, 64, 2)
+    assert kernels.count_backward_bytes(*sizes) == 2 * 1000 * 8 * 64 * 2 + (1000 + 256) * 8 * 64 * 4
+    assert KernelMemory().count_backward_bytes(*sizes) == 0
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_that_does(folder):

@@ -32,6 +32,7 @@ from rlworker.config.sections import (
     LimitsConfig,
     PlacementConfig,
 )
+from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
 
 
@@ -70,6 +71,7 @@ def test_a_separate_reference_takes_as_many_workers_as_the_policy():
         (dict(critic=CriticConfig(train=True, warmup_steps=100)), "leaves the actor none of steps=100"),
         (dict(algorithm=AlgorithmConfig(dynamic_sampling=1), samples_per_prompt=1), "needs samples that can differ"),
         (dict(placement=PlacementConfig(("critic",))), "which this run does not have"),
+        (dict(placement=PlacementConfig(on_host=("reference",))), r"placement.on_host names \['reference'\]"),
     ],
 )
 def test_settings_that_do_nothing_are_refused(settings, message):
@@ -77,6 +79,22 @@ def test_settings_that_do_nothing_are_refused(settings, message):
         RunConfig(**settings)
     with pytest.raises(ValueError, match="needs a weight of the KL penalty"):
         AlgorithmConfig(kl_in="reward")
+
+
+WRONG_STEPS = ["3:2", "0:2", "1:8", "2", "2:", "a:b", "1:2:3", "-1:2", "1.0:2", " 1:2", "1:2\n", "٣:٤"]
+
+
+@pytest.mark.parametrize("text", WRONG_STEPS)
+def test_steps_to_profile_that_a_run_does_not_have_are_refused(text):
+    for config in (RunConfig, SftConfig):
+        with pytest.raises(ValueError, match=r"^config: profile_steps=.* must name a first and a last step A:B, from"):
+            config(steps=7, profile_steps=text)
+
+
+def test_steps_to_profile_are_those_from_the_first_to_the_last():
+    assert [*RunConfig(steps=7, profile_steps="2:4").profiled_steps] == [2, 3, 4]
+    assert [*SftConfig(steps=7, profile_steps="7:7").profiled_steps] == [7]
+    assert [*RunConfig().profiled_steps] == []
 
 
 def test_another_model_is_checked_by_its_own_name(make_hf_model, tmp_path):
@@ -209,7 +227,7 @@ def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where,
 
 def test_other_names_are_those_of_the_installed_packages():
     assert VllmConfig(vllm={"enable_prefix_caching": False, "block_size": 64}).vllm["block_size"] == 64
-    assert MegatronConfig(megatron={"deterministic_mode": True, "cp_comm_type": "p2p"}).megatron
+    assert MegatronConfig(megatron={"barrier_with_L1_time": False, "cp_comm_type": "p2p"}).megatron
     with pytest.raises(
         ValueError, match="vllm has 'blok_size', which is not there to be set; did you mean 'block_size'"
     ):

@@ -81,13 +81,16 @@ def test_the_loss_is_huggingfaces_and_falls(finished):
 
 
 def test_a_resumed_run_is_the_unbroken_one(finished, tmp_path, capsys):
-    """Of a run that was cut off after its first step."""
+    """Of a run that was cut off after its first step; the second is traced this time."""
     config, whole, part = finished, Path(finished.run_dir), tmp_path / "part"
     shutil.copytree(whole, part)
     for step in (2, 3):
         shutil.rmtree(part / "checkpoints" / f"step_{step}")
     capsys.readouterr()
-    fit(replace(config, run_dir=str(part), resume=True))
+    fit(replace(config, run_dir=str(part), resume=True, profile_steps="2:2"))
+    traces = {str(path.relative_to(part / "profile")) for path in part.glob("profile/*/*")}
+    assert {f"step_2/update.actor_rank_{rank}.json.gz" for rank in range(config.actor.ranks)} <= traces
+    assert all(trace.startswith("step_2/") for trace in traces)
     told = [line.split("s  ", 1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
     read, *rest = told
     assert re.fullmatch(r"rows are read: \d+ to train on, \d+ held out", read)

@@ -1,0 +1,162 @@
+"""What forward passes keep for their backward passes, and what these take beside it, from the model's shape alone."""
+
+from dataclasses import dataclass
+
+from engines.config import MegatronConfig
+from engines.models.spec import ModelSpec
+from hardware.platform import KernelMemory
+
+FP32 = 4
+_HEAD_LOGITS = 2**25
+"""Logits that the head has at once (engines/megatron/logprobs.py)."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Attributes:
+    slots: over all context-parallel ranks. sequences: that share them.
+    """
+
+    slots: int = 0
+    sequences: int = 1
+
+
+def get_itemsize(dtype: str) -> int:
+    return {"float32": 4, "bfloat16": 2}[dtype]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes of one layer's micro-batch on a rank.
+
+    Attributes:
+        input: what comes in. norms, mlp: what they keep. before: what attention keeps of queries, keys and values
+            before they are rotated. core: what core attention keeps. output: what the projection after it keeps.
+        core_input: what is kept in place of ``core`` where that is computed again.
+    """
+
+    input: float
+    norms: float
+    before: float
+    core: float
+    output: float
+    core_input: float
+    mlp: float
+
+    @property
+    def whole(self) -> float:
+        return self.norms + self.before + self.core + self.output + self.mlp
+
+
+def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, kernels: KernelMemory) -> _Layer:
+    """Count what a layer keeps for its backward pass, tensor by tensor.
+
+    Sequence parallelism cuts over tp what has the width of the hidden size; all else is cut by heads or columns. Values
+    are a view into the projection's output, which therefore stays whole, unless context parallelism gathers them. The
+    MLP keeps the projection's two halves, the activation of one, the other, and their product.
+    """
+    size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
+    query, key = (heads * model.head_dim * size * slots for heads in (model.heads, model.kv_heads))
+    norm_input = kernels.count_norm_input_bytes(size) * slots
+    hidden, ffn = model.hidden * size * slots, model.ffn * size * slots
+    before, core_input = query + 2 * key, query
+    if model.qk_norm:  # a fused norm keeps its input, and of keys that is a view into what is there
+        queries, keys = (heads * model.head_dim * norm_input for heads in (model.heads, model.kv_heads))
+        before += queries + keys - (key if kernels.keeps_own_input(size) else 0)
+        core_input += key
+    elif config.cp > 1 and config.recompute != "core":
+        before = 0.0
+    keys_and_values = 2 * key * config.cp if config.cp > 1 else key
+    sums = model.heads * FP32 * slots
+    copied = query if kernels.copies_output and config.layout == "thd" else 0.0
+    out = query - copied  # with a copy the kernel keeps its own
+    return _Layer(
+        input=hidden,
+        norms=2 * (model.hidden * norm_input + hidden),
+        before=before,
+        core=query + keys_and_values + sums + copied,
+        output=out + copied,
+        core_input=core_input,
+        mlp=5 * ffn,
+    )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that autograd keeps on a rank of a stage, vision towers aside.
+
+    Attributes:
+        layers: of the micro-batches in flight. again: of a layer that is computed again, beside that.
+        loss: what comes after the last layer, which has gone before a layer is computed again.
+    """
+
+    layers: float
+    again: float
+    loss: float
+
+    @property
+    def most(self) -> float:
+        return self.layers + max(self.again, self.loss)
+
+
+def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory) -> Kept:
+    """Count what autograd keeps. Stage i of p has p - i micro-batches in flight."""
+    layer = _count_layer(model, config, micro, kernels)
+    size, slots = get_itemsize(config.dtype), micro.slots / config.cp
+    each, again, loss = layer.whole, 0.0, 0.0
+    if config.recompute == "core":  # when a layer's core is computed again, what came after it in the layer has gone
+        each += layer.core_input - layer.core
+        again = max(0.0, layer.core - layer.mlp - layer.output - layer.norms / 2)
+    elif config.recompute == "full":  # the first norm keeps what the layer keeps
+        each, again = layer.input, layer.whole - (layer.input if kernels.keeps_own_input(size) else 0)
+    kept = model.layers // config.pp * each + 2 * model.head_dim * size * slots
+    if stage == config.pp - 1:
+        loss = model.hidden * (size + kernels.count_norm_input_bytes(size) / config.tp) * slots
+    return Kept(kept * (config.pp - stage), again, loss)
+
+
+def estimate_activations(
+    model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory, trainable: bool
+) -> int:
+    """What a rank of a stage holds beside its weights, gradients and optimizer at most, about.
+
+    That is what autograd keeps, and what comes on top at one time: either a layer that is computed again with what its
+    attention's backward kernel takes, or on the last stage the logits of some tokens with their gradient, and the
+    output weight's gradient in fp32 and as it is handed on. The first stage also has what a vision tower keeps where
+    every token is an image's. Gradients on their way from one operator to the next are left out.
+    """
+    size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
+    head, is_last = 0.0, stage == config.pp - 1
+    if is_last and model.head == "language":
+        head = FP32 * 2 * min(slots * model.vocab / tp, _HEAD_LOGITS)
+        head += (FP32 + size) * model.vocab * model.hidden / tp if trainable else 0.0
+    tower = 0.0
+    if model.vision and stage == 0:
+        tower = _estimate_tower(model, config, slots, trainable) * (config.pp if trainable else 1)
+    if not trainable:
+        return int(max(_count_layer(model, config, micro, kernels).whole, head) + tower)
+    kept = count_kept(model, config, stage, micro, kernels)
+    sent = 0.0 if is_last else (config.pp - stage) * model.hidden * size * slots / tp  # on to the next stage
+    heads = model.heads // tp, model.kv_heads // tp
+    kernel = kernels.count_backward_bytes(slots, micro.slots, micro.sequences, *heads, model.head_dim, size)
+    return int(kept.layers + sent + tower + max(kept.again + kernel, kept.loss + head))
+
+
+def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
+    """What a vision tower keeps of so many image tokens of each context-parallel rank, about.
+
+    Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and after
+    rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are
+    held for all of a replica's tokens by each rank: as they are made, gathered, and as they are merged.
+    """
+    vision, size = model.vision, get_itemsize(config.dtype)
+    gated = vision.tower.gated
+    whole = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * FP32 * vision.width * gated
+    if not trainable or "vision" in config.freeze:
+        kept = whole
+    elif config.recompute == "full":
+        kept = vision.depth * vision.width * size + whole
+    else:
+        kept = vision.depth * whole
+    features = 3 * tokens * config.cp * vision.levels * vision.out * size
+    return tokens * vision.merge**2 / config.tp * kept + features

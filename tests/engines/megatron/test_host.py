@@ -1,0 +1,135 @@
+"""What waits in the host's memory: it is there, it comes when it is needed, and no number changes."""
+
+import pytest
+import torch
+from support.ranks.engines_cases import build_engine, make_batch, plan
+from support.ranks.pool import draw_address
+
+from engines.config import OptimizerConfig
+from engines.megatron.memory import choose_hosted
+from rlworker.checks.huggingface import probe_loss
+
+
+def hosted_steps(rank: int, world: int, address: str, folder: str, dtype: str, fraction: float, out: str) -> dict:
+    """Weights after two steps: straight on, with state on the host, and resumed between the steps with and without it;
+    and where that state is."""
+
+    def build(share: float):
+        optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, host_fraction=share)
+        return build_engine(rank, world, address, folder, {"dtype": dtype, "optimizer": optimizer})
+
+    def step(engine) -> None:
+        engine.train_step(shard, probe_loss, float(batch.mask.sum()))
+
+    plain, hosted, batch = build(0.0), build(fraction), make_batch()
+    _, shard = plan(plain, batch)
+    (part,) = hosted.optimizer.chained_optimizers
+    state, seen = part.prepare_grads.__self__, []
+
+    def look(*_) -> None:
+        kept = {tensor.data_ptr() for tensor in state.kept}
+        own = [(p.data_ptr() in kept, p.grad is not None) for p in state.parameters]
+        seen.append((all(on_host for on_host, _ in own), all(has_gradient for _, has_gradient in own)))
+
+    part.optimizer.register_step_pre_hook(look)
+    step(plain)
+    step(hosted)
+    hosted.save(out)
+    resumed = [build(fraction), build(0.0)]
+    for engine in resumed:
+        engine.load(out)
+    every = [plain, hosted, *resumed]
+    for engine in every:
+        step(engine)
+    look()
+    weights = [{name: tensor.clone() for name, tensor in engine.export_weights()} for engine in every]
+    prepared = sum(tensor.untyped_storage().nbytes() for tensor in state.likenesses)
+    numbers = [sum(p.numel() for p in x) for x in (state.parameters, part.optimizer.param_groups[0]["params"])]
+    moments = [value for p in state.parameters for value in part.optimizer.state[p].values()]
+    return {"weights": weights, "seen": seen, "likeness_bytes": prepared, "tensors": len(state.kept)} | {
+        "moments": len(moments),
+        "numbers": numbers,
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fraction"), [pytest.param("float32", 1.0, marks=pytest.mark.large), ("bfloat16", 0.5)]
+)
+def test_a_step_on_the_host_is_the_same_step(two_ranks, make_hf_model, tmp_path, dtype, fraction):
+    arguments = (draw_address(), make_hf_model("qwen2", False), dtype, fraction, str(tmp_path))
+    for rank in two_ranks.run(hosted_steps, *arguments):
+        plain, *others = rank["weights"]
+        for other in others:
+            assert all(torch.equal(tensor, other[name]) for name, tensor in plain.items())
+        assert rank["seen"] == [(True, True), (True, True), (True, False)], "on the host in a step and after it"
+        assert rank["likeness_bytes"] == 4 * rank["tensors"] > 0, "a number each"
+        assert rank["moments"] == 2 * rank["tensors"]
+        assert rank["numbers"][0] >= fraction * rank["numbers"][1]
+
+
+def test_the_largest_tensors_go_until_the_share_is_there():
+    assert choose_hosted([5, 1, 3, 1], 0.5) == {0}
+    assert choose_hosted([5, 1, 3, 1], 0.51) == {0, 2}
+    assert choose_hosted([5, 1, 3, 1], 1.0) == {0, 1, 2, 3}
+    assert choose_hosted([5, 1, 3, 1], 0.0) == choose_hosted([], 1.0) == set()
+
+
+def visiting_forward(rank: int, world: int, address: str, folder: str) -> dict:
+    """Logprobs of a model that stays on the device and of one that visits it twice; where its weights were."""
+    stays = build_engine(rank, world, address, folder, {"tp": 2}, trainable=False)
+    visits = build_engine(rank, world, address, folder, {"tp": 2}, trainable=False, on_host=True)
+    _, shard = plan(stays, make_batch())
+    kept = {tensor.data_ptr() for _, tensor in visits.weights_on_device.kept}
+    where = []
+
+    def look(*_) -> None:
+        parameters = list(visits.module.parameters())
+        where.append({parameter.data_ptr() in kept for parameter in parameters})
+        assert len(parameters) == len(kept)
+
+    look()
+    visits.module.register_forward_pre_hook(look)
+    found = [stays.forward(shard), visits.forward(shard), visits.forward(shard)]
+    look()
+    return {"found": found, "where": where, "micro_batches": len(shard.micro_batches())}
+
+
+def test_a_reference_on_the_host_visits_the_device(two_ranks, make_hf_model):
+    ranks = two_ranks.run(visiting_forward, draw_address(), make_hf_model("qwen3", True))
+    for rank in ranks:
+        assert rank["where"] == [{True}, *[{False}] * 2 * rank["micro_batches"], {True}]
+    stays, *visits = next(rank["found"] for rank in ranks if rank["found"][0] is not None)
+    for each in visits:
+        assert torch.equal(each.logprobs, stays.logprobs) and torch.equal(each.entropy, stays.entropy)
+
+
+def repeated(rank: int, world: int, address: str, folder: str) -> dict:
+    """What a process is set to, and the gradient norm of a step, with and without determinism."""
+    import os
+    from unittest.mock import patch
+
+    from support.ranks.engines_cases import leave_groups, start_process
+
+    platform, found = start_process(rank), []
+    with (
+        patch.dict(os.environ),
+        patch.object(type(platform), "deterministic_env", lambda self: {"NUMBERS_REPEAT": "1"}),
+    ):
+        for deterministic in (True, False):
+            leave_groups()
+            os.environ.pop("NUMBERS_REPEAT", None)
+            engine = build_engine(rank, world, address, folder, {"deterministic": deterministic})
+            _, shard = plan(engine, make_batch())
+            result = engine.train_step(shard, probe_loss, 7.0)
+            settings = torch.are_deterministic_algorithms_enabled(), engine.transformer.deterministic_mode
+            found.append((settings, os.environ.get("NUMBERS_REPEAT"), result.grad_norm))
+        leave_groups()
+    return {"found": found}
+
+
+def test_determinism_is_set_and_taken_back(one_rank, make_hf_model):
+    (rank,) = one_rank.run(repeated, draw_address(), make_hf_model("qwen2", False))
+    (on, variable, norm), (off, without, plain) = rank["found"]
+    assert on == (True, True) and off == (False, False)
+    assert variable == "1" and without is None
+    assert norm == pytest.approx(plain, rel=1e-5) and norm > 0
