@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlworker.checks.huggingface import probe_loss
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ENGINE = "engines/megatron/engine.py"
 PER_STEP = {
     f"{ENGINE} MegatronEngine._check_schedule": "the ranks' schedules are compared",
