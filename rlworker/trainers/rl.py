@@ -270,7 +270,7 @@ class Trainer(Run):
         """Send the actor's weights to every rollout engine, as the next version."""
         self.version += 1
         self.actor.call("sync_weights", self.rollouts.workers, self.version, BUCKET_BYTES)
-        if (versions := self.rollouts.call("version")) != [self.version] * len(versions):
+        if (versions := self.rollouts.call("get_version")) != [self.version] * len(versions):
             raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
 
     def check_canary(self) -> None:

@@ -17,7 +17,7 @@ def ask(method, *args) -> Any:
 
 def send(worker, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int = 2**30) -> int:
     """Send weights as the next version, which is returned."""
-    version = ask(worker.version) + 1
+    version = ask(worker.get_version) + 1
     for bucket, last in pack_buckets(iter(weights), bucket_bytes):
         ask(worker.load_weights, bucket, version, last)
     return version

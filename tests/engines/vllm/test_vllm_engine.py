@@ -236,7 +236,7 @@ def test_an_engine_that_was_handed_on_samples_what_a_new_one_does(patched, make_
     with Rollouts("cpu", 1) as rollouts:
         (kept,) = rollouts.start(first, CONFIG).wait().workers
         assert kept == before, "the process was handed on"
-        assert ask(kept.version) == 0
+        assert ask(kept.get_version) == 0
         for seed in (1, 2):
             got, want = (ask(worker.generate, PROMPTS, sampling(seed=seed)) for worker in (kept, patched))
             assert got == want, "tokens and logprobs, bit for bit"

@@ -37,7 +37,7 @@ def counting():
             score = next(self.scores, None)
             return {} if score is None else {"heldout": score}
 
-        def learning(self):
+        def list_learners(self):
             return []
 
         def _save(self, score):
