@@ -52,14 +52,20 @@ SMOKES = [
     ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
 ]
+BY_HAND = {("grpo_gsm8k", NPU), ("grpo_geo3k", NPU)}
+"""Those that no suite runs: the rest of the emulated platform's matrix."""
 ALWAYS = {("dapo_math", ()), ("grpo_geo3k", ())}
 """Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with images
 and a KL penalty. Tests of the trainers have what else differs in the others."""
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options"), [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.large) for case in SMOKES]
-)
+def mark_smoke(case: tuple) -> tuple | pytest.MarkDecorator:
+    if case in ALWAYS:
+        return ()
+    return pytest.mark.product if case in BY_HAND else pytest.mark.large
+
+
+@pytest.mark.parametrize(("recipe", "options"), [pytest.param(*case, marks=mark_smoke(case)) for case in SMOKES])
 def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
     done = run_recipe(recipe, "--smoke", "--run-dir", tmp_path / recipe, *options)
     assert done.returncode == 0, done.stderr

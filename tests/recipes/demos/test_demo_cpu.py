@@ -63,15 +63,17 @@ def test_it_runs_and_sums_itself_up(cluster, tmp_path):
 PPO = ["--critic.warmup-steps", "1", "--shuffle-rewards", "--actor.layout", "bshd"]
 
 
-@pytest.mark.large
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        ("demos.ppo", PPO),
-        ("demos.vlm", ["--actor.layout", "bshd", "--shuffle-rewards"]),
-        ("demos.vlm", ["--actor.tp", "2", "--platform", "npu-emulated"]),
+        pytest.param("demos.ppo", PPO, marks=pytest.mark.large, id="ppo-dp2"),
+        pytest.param(
+            "demos.vlm", ["--actor.layout", "bshd", "--shuffle-rewards"], marks=pytest.mark.large, id="vlm-dp2"
+        ),
+        pytest.param(
+            "demos.vlm", ["--actor.tp", "2", "--platform", "npu-emulated"], marks=pytest.mark.product, id="vlm-tp2-npu"
+        ),
     ],
-    ids=["ppo-dp2", "vlm-dp2", "vlm-tp2-npu"],
 )
 def test_others_run_as_programs(tmp_path, recipe, options):
     run = tmp_path / "demo"

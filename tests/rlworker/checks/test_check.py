@@ -54,8 +54,10 @@ def test_a_model_that_sees_images_passes(cluster, tmp_path, tiny, sizes):
 
 
 @pytest.mark.timeout(820)
-@pytest.mark.large
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param(name, marks=pytest.mark.large if name == "cpu" else pytest.mark.product) for name in PLATFORMS],
+)
 def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
     command = [Path(sys.executable).parent / "rlworker", "check", "--json", "--self-test", "--platform", platform]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
