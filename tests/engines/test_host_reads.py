@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlworker.checks.huggingface import probe_loss
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("hardware", "engines", "rlworker")
 ENGINE = "engines/megatron/engine.py"
 PER_STEP = {
     f"{ENGINE} MegatronEngine._check_schedule": "the ranks' schedules are compared",
@@ -37,7 +38,7 @@ def place() -> str:
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname.split(".<locals>")[0]
         if "/megatron/core/" in file:
             return f"megatron/core/{file.rpartition('/megatron/core/')[2]} {name}"
-        if Path(file).is_relative_to(ROOT) and not Path(file).is_relative_to(ROOT / "tests"):
+        if any(Path(file).is_relative_to(ROOT / package) for package in PACKAGES):
             return f"{Path(file).relative_to(ROOT)} {name}"
         frame = frame.f_back
     return "elsewhere"

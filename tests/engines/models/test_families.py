@@ -51,7 +51,9 @@ def copy_model(folder: str, target: Path, model_type: str) -> str:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_model, tmp_path, tied):
+    from engines.megatron.activations import MicroBatch
     from engines.megatron.memory import compute_rank_memory, list_parameters
+    from hardware.platform import KernelMemory
 
     folder, ours = make_hf_model("llama", tied), families.list_families()
     copied = copy_model(folder, tmp_path / "model", "llama_again")
@@ -70,9 +72,8 @@ def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_m
             for config in (MegatronConfig(**size) for size in SIZES):
                 for stage in range(config.pp):
                     assert list_parameters(got, config, stage) == list_parameters(want, config, stage)
-                    assert compute_rank_memory(got, config, stage, 0, 64) == compute_rank_memory(
-                        want, config, stage, 0, 64
-                    )
+                    sizes = config, stage, 0, MicroBatch(64, 2), KernelMemory()
+                    assert compute_rank_memory(got, *sizes) == compute_rank_memory(want, *sizes)
     with pytest.raises(ValueError, match="model_type 'llama_again', expected one of"):
         ModelSpec.from_folder(copied)
 

@@ -27,7 +27,7 @@ SHARED = """
     "attention_override": [], "dtype": "float32", "micro_batch_tokens": 16384, "recompute": "none", "lr": 0.0007,
     "min_lr": 0.0001, "lr_warmup_steps": 40, "lr_decay": "linear", "lr_decay_steps": 90, "weight_decay": 0.01,
     "adam_beta1": 0.8, "adam_beta2": 0.99, "adam_eps": 1e-05, "clip_grad": 0.5, "image_memory_mb": 1024, "freeze": [],
-    "timeout_s": 600, "megatron": {"deterministic_mode": true}}"""
+    "timeout_s": 600, "megatron": {"disable_bf16_reduced_precision_matmul": true}}"""
 RL = """,
   "rollout": {"engines": 1, "max_new_tokens": 4, "temperature": 0.7, "max_model_len": 16, "max_num_seqs": 256,
     "kv_cache_mb": 0, "dtype": "float32", "image_memory_mb": 8192, "vllm": {}},
@@ -53,7 +53,9 @@ OPTIMIZER = OptimizerConfig(
 AS_SHARED = dict(
     model="m",
     data=DataConfig("t.jsonl", max_prompt_tokens=8),
-    actor=MegatronConfig(ranks=2, pad_to_multiple_of=16, optimizer=OPTIMIZER, megatron={"deterministic_mode": True}),
+    actor=MegatronConfig(
+        ranks=2, pad_to_multiple_of=16, optimizer=OPTIMIZER, megatron={"disable_bf16_reduced_precision_matmul": True}
+    ),
     checkpoint=CheckpointConfig(save_every=7, save_minutes=5.0, keep_newest=1, keep_best=False),
     steps=240,
     eval_every=40,
@@ -87,7 +89,7 @@ def test_the_same_settings_take_it_up(older):
     folder.check(replace(config, actor=spread, checkpoint=CheckpointConfig()))
 
 
-OTHERS = {"lr_scheduler": "cosine", "lr_warmup_steps": 41}
+OTHERS = {"host_fraction": 0.5, "lr_scheduler": "cosine", "lr_warmup_steps": 41}
 """Other values for the optimizer's keys; a number is halved where none is named."""
 
 
