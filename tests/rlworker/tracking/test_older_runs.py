@@ -89,13 +89,15 @@ def test_the_same_settings_take_it_up(older):
     folder.check(replace(config, actor=spread, checkpoint=CheckpointConfig()))
 
 
-OTHERS = {"host_fraction": 0.5, "lr_scheduler": "cosine", "lr_warmup_steps": 41}
+OTHERS = {"lr_scheduler": "cosine", "lr_warmup_steps": 41}
 """Other values for the optimizer's keys; a number is halved where none is named."""
 
 
 def test_another_setting_is_named_by_its_key(older):
     folder, config = older
     for key, value in vars(OPTIMIZER).items():
+        if key == "host_fraction":  # where a number is kept changes none
+            continue
         optimizer = replace(OPTIMIZER, **{key: OTHERS.get(key, value / 2 if isinstance(value, float) else 91)})
         with pytest.raises(ValueError, match=rf"other settings: actor\.optimizer\.{key} was {value!r}, is [^,]*$"):
             folder.check(replace(config, actor=replace(config.actor, optimizer=optimizer)))
