@@ -126,7 +126,7 @@ class MaskSpec:
         sequence, position = slot_places(self.padded, self.cp, cp_rank)
         segment = np.where(position < np.asarray(self.lengths, dtype=np.int64)[sequence], sequence, -1)
         rows = len(self.padded) if self.kind == "bshd" else 1
-        return tuple(torch.from_numpy(x.reshape(rows, -1)) for x in (segment, position))
+        return torch.from_numpy(segment.reshape(rows, -1)), torch.from_numpy(position.reshape(rows, -1))
 
     @cached_property
     def _starts(self) -> np.ndarray:

@@ -19,7 +19,8 @@ class CpuAttention(CoreAttention):
     def _attend_bshd(self, query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule) -> Tensor:
         if plan.key_index is not None:
             key, value = (x.index_select(0, plan.key_index) for x in (key, value))
-        out = self._sdpa(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), plan.groups[0].masks[rule])
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, h, s, d]
+        out = self._sdpa(query, key, value, plan.groups[0].masks[rule])
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_thd(self, query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule) -> Tensor:
@@ -32,8 +33,8 @@ class CpuAttention(CoreAttention):
         for group, q, k, v in zip(
             plan.groups, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
         ):
-            rows = (x.unflatten(0, (group.rows, -1)).transpose(1, 2) for x in (q, k, v))  # [rows, h, len, d]
-            outs.append(self._sdpa(*rows, group.masks[rule]).transpose(1, 2).flatten(0, 1).flatten(1))
+            q, k, v = (x.unflatten(0, (group.rows, -1)).transpose(1, 2) for x in (q, k, v))  # [rows, h, len, d]
+            outs.append(self._sdpa(q, k, v, group.masks[rule]).transpose(1, 2).flatten(0, 1).flatten(1))
         out = torch.cat(outs)
         return out if plan.slot_row is None else out.index_select(0, plan.slot_row)
 

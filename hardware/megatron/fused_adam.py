@@ -1,6 +1,7 @@
 """AdamW with the interface of Apex's FusedAdam, on torch's multi-tensor operations."""
 
 import torch
+from torch._C import _VariableFunctions as multi_tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -30,17 +31,17 @@ class FusedAdam(torch.optim.Optimizer):
         group["step"] = step = group["step"] + 1
         beta1, beta2 = group["betas"]
         lr, decay = group["lr"], group["weight_decay"]
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
         first = [self.state[p]["exp_avg"] for p in params]
         second = [self.state[p]["exp_avg_sq"] for p in params]
         if decay and self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - lr * decay)
+            multi_tensor._foreach_mul_(params, 1 - lr * decay)
         elif decay:
-            grads = torch._foreach_add(grads, params, alpha=decay)
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        denominator = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
-        torch._foreach_add_(denominator, group["eps"])
-        torch._foreach_addcdiv_(params, first, denominator, -lr / (1 - beta1**step))
+            grads = multi_tensor._foreach_add(grads, params, alpha=decay)
+        multi_tensor._foreach_lerp_(first, grads, 1 - beta1)
+        multi_tensor._foreach_mul_(second, beta2)
+        multi_tensor._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        denominator = multi_tensor._foreach_sqrt(second)
+        multi_tensor._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+        multi_tensor._foreach_add_(denominator, group["eps"])
+        multi_tensor._foreach_addcdiv_(params, first, denominator, -lr / (1 - beta1**step))

@@ -129,7 +129,7 @@ class RewardPool:
         self._sent = self._failed_starts = 0
         self.workers = [self._remote_class.remote(*self._arguments) for _ in range(config.workers)]
 
-    def name_workers(self) -> dict[str, ray.actor.ActorHandle]:
+    def name_workers(self) -> dict[str, ActorHandle]:
         """List every worker by the name that a message gives it."""
         return {f"reward worker {i}": worker for i, worker in enumerate(self.workers)}
 

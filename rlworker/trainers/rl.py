@@ -37,7 +37,7 @@ MOST_EMPTY_STEPS = 10
 """Steps in a row without a group to learn from, at which a run ends."""
 
 
-class Trainer(Run):
+class Trainer(Run[RunConfig]):
     """A run of rollouts and updates, used as ``Run`` says.
 
     Args:
@@ -89,14 +89,14 @@ class Trainer(Run):
         self.value_loss = partial(value_loss, clip=critic.clip)
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.version = self.empty_steps = 0
-        self.rollouts: Rollouts | None = None
+        self.starting_rollouts: Rollouts | None = None
 
     # -- engines
 
     def start_engines(self, clock: StepClock) -> None:
-        """Start every engine at the same time. ``rollouts`` may be on their way already."""
+        """Start every engine at the same time. ``starting_rollouts`` are on their way already."""
         config = self.config
-        rollouts = self.start_processes(self.rollouts or Rollouts(config.platform, config.rollout.engines))
+        rollouts = self.start_processes(self.starting_rollouts or Rollouts(config.platform, config.rollout.engines))
         rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
         trainers = [self.start_processes(StartingGroup(*group)) for group in self._list_groups()]
         with self._phase(clock, "start_trainers"):

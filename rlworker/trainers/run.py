@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from ray.actor import ActorHandle
 
@@ -32,6 +32,7 @@ from rlworker.trainers.rejected_step import refuse_step
 from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
+Config = TypeVar("Config", bound=TrainingConfig)
 Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
@@ -40,7 +41,7 @@ _BETWEEN_STEPS = ("evaluate", "save", "restore")
 """Phases that belong to the last step that was done rather than to the one that runs."""
 
 
-class Run:
+class Run(Generic[Config]):
     """A run that trains, around its steps.
 
     Everything that a user can get wrong is checked when this is built; ``start`` then starts the engines, and ``fit``
@@ -62,12 +63,14 @@ class Run:
     """Metrics that the terminal shows of a step."""
     score: Score
     """The measure of how well the held-out rows are answered."""
+    log: RunLog
+    """Where metrics and samples go, once the run has begun."""
     tokenizer: Any
     """The tokenizer of the model that is trained."""
 
     def __init__(
         self,
-        config: TrainingConfig,
+        config: Config,
         folder: RunFolder | None = None,
         stop: Stop | None = None,
         trackers: Sequence[Tracker] = (),
@@ -81,7 +84,7 @@ class Run:
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
         self.processes: list[Rollouts | StartingGroup | RewardPool] = []
-        self.log: RunLog | None = None
+        self.has_begun = False
 
     # -- what kinds of runs differ in
 
@@ -165,6 +168,7 @@ class Run:
         self.log = self.running.enter_context(
             RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line)
         )
+        self.has_begun = True
         LOGGER.info(text)
         if (platform := get_platform(config.platform)).proven != "executed":
             LOGGER.info(f"NOTE platform: {describe(platform)}")
@@ -259,7 +263,7 @@ class Run:
     def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
         """Time a phase on the clock, in which a worker that fails is named."""
         step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
-        where = f"step {step}, phase {name}" if self.log else f"phase {name}"
-        advice = ". What was saved is whole: go on from it with --resume" if self.log else ""
+        where = f"step {step}, phase {name}" if self.has_begun else f"phase {name}"
+        advice = ". What was saved is whole: go on from it with --resume" if self.has_begun else ""
         with clock.phase(name), naming_failures(where, self.name_workers(), advice):
             yield

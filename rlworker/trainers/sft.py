@@ -25,7 +25,7 @@ from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
 
-class SftTrainer(Run):
+class SftTrainer(Run[SftConfig]):
     """A run of supervised training, used as ``Run`` says.
 
     Args:

@@ -30,7 +30,7 @@ class Stop:
     def __init__(self):
         self.signal: int | None = None
         self.in_hand = ""
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():  # Python lets no other ask for signals
