@@ -65,7 +65,7 @@ class Schedule:
         if num_dummies:
             lengths = np.asarray(self.lengths)
             # Dummies compute the batch's shortest sequence with a token: a forward pass needs one.
-            parts.append(np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin(keepdims=True))
+            parts.append(np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin()[None])
         return Shard(batch.gather(np.concatenate(parts)), counts, num_dummies, replica, self.digest)
 
     def restore(self, parts: Sequence[Outputs]) -> Outputs:

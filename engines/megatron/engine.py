@@ -2,12 +2,15 @@
 
 import datetime
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
@@ -83,6 +86,7 @@ class MegatronEngine:
         self.rotary = Rotary(model, device)
         module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
         load_weights(module, model)
+        self.decoder = module
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trainable and model.find_parameter_part(name) not in config.freeze)
         self.vision = None
@@ -90,8 +94,11 @@ class MegatronEngine:
             self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
         # fp32 gradients, because a bf16 sum over micro-batches loses the small ones.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.module = DistributedDataParallel(self.transformer, ddp, module) if trainable else _Frozen(module)
-        self.optimizer, self.schedule = build_optimizer(self.module, config) if trainable else (None, None)
+        wrapped = DistributedDataParallel(self.transformer, ddp, module) if trainable else _Frozen(module)
+        learner = build_optimizer(wrapped, config) if trainable else (None, None)
+        # By the types of an engine that learns: only there is any of them asked for what a model itself has not.
+        self.module = cast(DistributedDataParallel, wrapped)
+        self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
 
     # -- forward and backward
 
@@ -204,7 +211,7 @@ class MegatronEngine:
 
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
         """Compute outputs ``[N]`` of a whole micro-batch from last hidden states ``[s / tp, b, h]``, on every rank."""
-        module, ranks = self.module.module, mpu.get_context_parallel_group()
+        module, ranks = self.decoder, mpu.get_context_parallel_group()
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
         scores = score_tokens(
@@ -257,7 +264,7 @@ class MegatronEngine:
         """
         if self.dp_rank or mpu.get_context_parallel_rank():
             return
-        for name, tensor in export_weights(self.module.module, self.model):
+        for name, tensor in export_weights(self.decoder, self.model):
             if self.is_leader:
                 yield name, tensor
 

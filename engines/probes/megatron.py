@@ -22,6 +22,7 @@ from engines.batch.shard import TokenOutputs
 from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn
 from engines.megatron.engine import MegatronEngine
+from engines.megatron.groups import get_data_and_context_group
 from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from hardware.attention.rules import Rule
@@ -46,7 +47,7 @@ def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCa
         repeated = part.repeated()
         attend, draw = _attention(engine, kind, rule, repeated)
         baseline, changed = draw(), draw(repeated.changed)
-        for layer in engine.module.module.decoder.layers:
+        for layer in engine.decoder.decoder.layers:
             effects = _changes(attend(layer, baseline), attend(layer, changed), len(part.columns)).T
             heard_by_layer.setdefault(layer, []).append(effects)
     influences = []
@@ -209,7 +210,7 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
         flat = layouts[-1].unpack(hidden.transpose(0, 1), mpu.get_context_parallel_group())
         states.setdefault(layer.layer_number, []).append(flat.float().cpu())
 
-    hooks = [layer.register_forward_hook(keep) for layer in engine.module.module.decoder.layers]
+    hooks = [layer.register_forward_hook(keep) for layer in engine.decoder.decoder.layers]
     engine.layout = layout
     try:
         compute_outputs(engine, kind, batch)
@@ -240,7 +241,7 @@ def compute_gradients(
 def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
     """Gather what the last backward pass left, reduced over all replicas: HF name -> whole tensor, on every rank."""
     # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
-    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    group = get_data_and_context_group()
     for buffer in engine.module.buffers:
         for bucket in buffer.buckets:
             parts = bucket.grad_data.chunk(group.size())
@@ -248,7 +249,7 @@ def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
             dist.all_gather(reduced, parts[group.rank()].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(reduced))
     gradient = lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)  # noqa: E731 (a frozen one has none)
-    exported = export_weights(engine.module.module, engine.model, gradient)
+    exported = export_weights(engine.decoder, engine.model, gradient)
     return {name: tensor.clone().cpu() for name, tensor in exported}
 
 
@@ -264,7 +265,7 @@ def scale_weights(engine: MegatronEngine, factor: float) -> None:
 
 def restore_weights(engine: MegatronEngine) -> None:
     """Load the weights of the model's folder again."""
-    load_weights(engine.module.module, engine.model)
+    load_weights(engine.decoder, engine.model)
 
 
 # -- parts

@@ -17,6 +17,7 @@ from torch import Tensor
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 from hardware.collectives import gather_keys_values
+from hardware.megatron.marks import mark_sequence_parallel
 
 
 class RMSNorm(torch.nn.Module):
@@ -25,8 +26,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each rank sees a part of the tokens: Megatron sums this weight's gradient over TP.
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark_sequence_parallel([self.weight], config)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class NpuPlatform:
         import torch
 
         try:
-            import torch_npu
+            import torch_npu  # pyright: ignore[reportMissingImports]  there on machines with an NPU alone
         except ImportError as error:
             raise RuntimeError(
                 f"platform: 'npu' needs torch_npu and CANN in every training process, and importing it said: {error}; "

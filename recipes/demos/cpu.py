@@ -198,7 +198,7 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     print(tell_report(folder))
 
 
-def run(default: DemoConfig, description: str, toy: Toy = ADDITION) -> None:
+def run(default: DemoConfig, description: str | None, toy: Toy = ADDITION) -> None:
     """Run the demo as ``python -m`` does: settings from the command line, everything checked, the run."""
     config = parse_config(default, description)
     with ending_well() as stop:

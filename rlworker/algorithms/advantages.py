@@ -19,12 +19,13 @@ from rlworker.config.sections import CriticConfig
 from rlworker.errors import RunError
 
 AdvantageFn = Callable[[TrainBatch], Tensor | tuple[Tensor, Tensor]]
+Advantage = TypeVar("Advantage", bound=AdvantageFn)
 
 
 # -- of a prompt's group
 
 
-def group_relative(advantage: AdvantageFn) -> AdvantageFn:
+def group_relative(advantage: Advantage) -> Advantage:
     """Mark an advantage that compares a prompt's completions with each other, and so is zero where there is but one."""
     advantage.group_relative = True
     return advantage

@@ -137,7 +137,8 @@ def probe_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[s
 
 def name_gradients(model: "PreTrainedModel", spec: ModelSpec) -> dict[str, Tensor]:
     """Name what the last backward pass left as the weights are named in the folder; nothing is copied."""
-    return {spec.find_folder_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    parameters = model.named_parameters()
+    return {spec.find_folder_name(name): p.grad for name, p in parameters if p.grad is not None}
 
 
 def make_image_arguments(spec: ModelSpec) -> Arguments:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import ray
+from ray import cloudpickle
+from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -96,7 +98,7 @@ def pickle_reward(reward: RewardFn | BatchRewardFn) -> bytes:
         ValueError: it holds something that cannot be sent to another process.
     """
     try:
-        return ray.cloudpickle.dumps(reward)
+        return cloudpickle.dumps(reward)
     except Exception as error:  # whatever an object of the user's raises when it is pickled
         raise ValueError(
             f"reward: {getattr(reward, '__qualname__', reward)!r} cannot be sent to another process "
@@ -186,7 +188,7 @@ class RewardPool:
         numbers[0] = -1
         chosen = dict(zip(index[start:end], rows[start:end], strict=True))
         # Pickled here, because Ray's own way with a list of small objects takes three times as long.
-        job = ray.cloudpickle.dumps((texts[start:end], index[start:end], chosen))
+        job = cloudpickle.dumps((texts[start:end], index[start:end], chosen))
         return _Part(slot, start, end, path, numbers, self.workers[slot].score.remote(job, path))
 
     def _finish(self, part: "_Part", stalled: bool, bounds: list[int], outcomes) -> list[tuple[int, int]]:
