@@ -9,6 +9,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completion, Prompt, Sampling
 from engines.batch.shard import Outputs, Shard
+from engines.models.spec import ModelSpec
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """``loss_fn(outputs, batch) -> (sum, metrics)``: a scalar SUM over the batch's tokens, never a mean, and metric sums.
@@ -39,6 +40,7 @@ class StepResult:
 class TrainEngine(Protocol):
     """A model that learns, spread over ranks; every rank holds one and every method is collective."""
 
+    model: ModelSpec
     dp_rank: int
     dp_size: int
     is_leader: bool

@@ -123,7 +123,7 @@ class MegatronEngine:
         if self._are_gradients_finite():
             # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
             self.schedule.step(increment=1)
-            _, grad_norm, _ = self.optimizer.step()
+            _, grad_norm, _ = cast(tuple, self.optimizer.step())
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr)
 

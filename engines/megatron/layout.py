@@ -81,8 +81,9 @@ class Layout:
         # Both kinds have the same flat slots: a row of bshd is a sequence, thd has all of them in one row.
         rows = len(lengths) if kind == "bshd" else 1
         shape = rows, int(padded.sum()) // cp // rows
-        indices = (None if x is None else torch.from_numpy(x).to(device) for x in (indices, tokens))
-        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, *indices)
+        indices = torch.from_numpy(indices).to(device)
+        tokens = None if tokens is None else torch.from_numpy(tokens).to(device)
+        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, indices, tokens)
 
     @property
     def num_valid(self) -> int:

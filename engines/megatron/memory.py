@@ -135,7 +135,7 @@ def _up(number: int, unit: int) -> int:
 
 
 def estimate_activations(
-    model: ModelSpec, config: MegatronConfig, stage: int, tokens: int, trainable: bool = True
+    model: ModelSpec, config: MegatronConfig, stage: int, tokens: float, trainable: bool = True
 ) -> int:
     """Estimate the bytes that the forward passes of a stage keep for their backward passes.
 
@@ -173,7 +173,7 @@ def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, tra
     rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are
     held for all of a replica's tokens by each rank: as they are made, gathered, and as they are merged.
     """
-    vision, size = model.vision, get_itemsize(config.dtype)
+    vision, size = model.require_vision(), get_itemsize(config.dtype)
     gated = vision.tower.gated
     layer = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * _FP32 * vision.width * gated
     if not trainable or "vision" in config.freeze:

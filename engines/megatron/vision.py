@@ -97,8 +97,8 @@ class Vision:
 
     def __init__(self, model: ModelSpec, module: GPTModel, device: torch.device, budget: int):
         self.budget = budget
-        self.spec, self.module, self.device = model.vision, module, device
-        self.processor = ImageProcessor(model.folder, model.vision)
+        self.spec, self.module, self.device = model.require_vision(), module, device
+        self.processor = ImageProcessor(model.folder, self.spec)
         self.tower = cast(torch.nn.Module, module.vision)
         self.learns = any(parameter.requires_grad for parameter in self.tower.parameters())
 

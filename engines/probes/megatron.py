@@ -18,7 +18,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.batch.schedule import Schedule, plan_schedule
-from engines.batch.shard import TokenOutputs
+from engines.batch.shard import TokenOutputs, require_tokens
 from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn
 from engines.megatron.engine import MegatronEngine
@@ -129,7 +129,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
         before, after = _predictions(engine, kind, repeated, baseline), _predictions(engine, kind, repeated, changed)
         with _pad_id(engine, engine.model.vocab - 1):
             padded = _predictions(engine, kind, repeated, baseline)
-        if before is not None:
+        if before is not None and after is not None and padded is not None:
             effects.append(_changes(before, after, len(part.columns)).T)
             pads = max(pads, int(_changes(before, padded, 1).sum()))
     if not effects:
@@ -147,14 +147,11 @@ def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]
     """
     if engine.vision is None:
         return 0
-    before, count, stops = (
-        engine.vision.see(images),
-        0,
-        np.cumsum([i.tokens(engine.model.vision.merge) for i in images]),
-    )
+    merge, count = engine.vision.spec.merge, 0
+    before, stops = engine.vision.see(images), np.cumsum([image.tokens(merge) for image in images])
     for number, stop in enumerate(stops):
         neighbours = [image if place == number else others[place] for place, image in enumerate(images)]
-        tokens = slice(stop - images[number].tokens(engine.model.vision.merge), stop)
+        tokens = slice(stop - images[number].tokens(merge), stop)
         count += not torch.equal(before[tokens], engine.vision.see(neighbours)[tokens])
     return count
 
@@ -191,7 +188,7 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
         schedule = _plan(engine, batch, 1)
         (shard,) = schedule.shards(batch)
         outputs = engine.forward(replace(shard, replica=engine.dp_rank))
-    return None if outputs is None else schedule.restore([outputs])
+    return None if outputs is None else require_tokens(schedule.restore([outputs]))
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:

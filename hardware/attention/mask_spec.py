@@ -54,7 +54,7 @@ def slot_places(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndar
     return sequence, np.where(low, cp_rank * chunk + within, (2 * cp - 1 - cp_rank) * chunk + within - chunk)
 
 
-def gathered_slots(cp: int, start: np.ndarray, chunk: np.ndarray, position: np.ndarray, slots: int) -> np.ndarray:
+def gathered_slots(cp: int, start: np.ndarray, chunk: np.ndarray | int, position: np.ndarray, slots: int) -> np.ndarray:
     """Where positions of sequences lie in the keys gathered over context-parallel ranks. The arrays broadcast.
 
     Args:

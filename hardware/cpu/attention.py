@@ -24,7 +24,7 @@ class CpuAttention(CoreAttention):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_thd(self, query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule) -> Tensor:
-        if plan.query_index is not None:
+        if plan.query_index is not None and plan.key_index is not None:
             query = query.index_select(0, plan.query_index)
             key, value = (x.index_select(0, plan.key_index) for x in (key, value))
         query_sizes = [g.rows * g.queries for g in plan.groups]

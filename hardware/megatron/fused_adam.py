@@ -1,7 +1,11 @@
 """AdamW with the interface of Apex's FusedAdam, on torch's multi-tensor operations."""
 
+from typing import Any, cast
+
 import torch
-from torch._C import _VariableFunctions as multi_tensor
+
+_torch = cast(Any, torch)
+"""Torch with its multi-tensor operations, which it leaves out of its types."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -35,13 +39,13 @@ class FusedAdam(torch.optim.Optimizer):
         first = [self.state[p]["exp_avg"] for p in params]
         second = [self.state[p]["exp_avg_sq"] for p in params]
         if decay and self.adam_w_mode:
-            multi_tensor._foreach_mul_(params, 1 - lr * decay)
+            _torch._foreach_mul_(params, 1 - lr * decay)
         elif decay:
-            grads = multi_tensor._foreach_add(grads, params, alpha=decay)
-        multi_tensor._foreach_lerp_(first, grads, 1 - beta1)
-        multi_tensor._foreach_mul_(second, beta2)
-        multi_tensor._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        denominator = multi_tensor._foreach_sqrt(second)
-        multi_tensor._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
-        multi_tensor._foreach_add_(denominator, group["eps"])
-        multi_tensor._foreach_addcdiv_(params, first, denominator, -lr / (1 - beta1**step))
+            grads = _torch._foreach_add(grads, params, alpha=decay)
+        _torch._foreach_lerp_(first, grads, 1 - beta1)
+        _torch._foreach_mul_(second, beta2)
+        _torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        denominator = _torch._foreach_sqrt(second)
+        _torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+        _torch._foreach_add_(denominator, group["eps"])
+        _torch._foreach_addcdiv_(params, first, denominator, -lr / (1 - beta1**step))

@@ -58,7 +58,7 @@ class SftVlmRecipeConfig(SftRecipeConfig):
 Recipe = TypeVar("Recipe", RecipeConfig, SftRecipeConfig)
 
 
-def parse_recipe_config(default: Recipe, description: str) -> Recipe:
+def parse_recipe_config(default: Recipe, description: str | None) -> Recipe:
     """Read a recipe's settings from the command line, shrunk where they say ``--smoke``."""
     config = parse_config(default, description)
     if config.smoke:

@@ -156,9 +156,8 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     Args:
         models: of each role of ``config.models``, from ``config.json`` alone.
     """
-    batch = (_describe_rl_batch if isinstance(config, RunConfig) else _describe_supervised_batch)(
-        config
-    ) | _describe_cut(config)
+    batch = _describe_rl_batch(config) if isinstance(config, RunConfig) else _describe_supervised_batch(config)
+    batch |= _describe_cut(config)
     needs = list(_plan_trainers(config, models))
     if isinstance(config, RunConfig):
         needs.append(_plan_rollout(config, models["actor"]))

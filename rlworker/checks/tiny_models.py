@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
-    pass
+    from transformers import PreTrainedModel
 
 TinyVlm = Literal["qwen2_5_vl", "qwen3_vl"]
 Tiny = Literal["qwen2", TinyVlm]

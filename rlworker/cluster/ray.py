@@ -129,7 +129,7 @@ def naming_failures(where: str, workers: Mapping[str, ActorHandle], advice: str 
 
 def _find_dead(workers: Mapping[str, ActorHandle]) -> list[str]:
     """Find the names of the workers whose process has ended."""
-    asked = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
+    asked: dict[Any, str] = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
     if not asked:
         return []
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)

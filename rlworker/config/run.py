@@ -75,6 +75,11 @@ class TrainingConfig:
     def __post_init__(self):
         check_types("config", self)
 
+    @property
+    def num_workers(self) -> int:
+        """Worker processes that the run needs at once."""
+        raise NotImplementedError
+
     def move_to_platform(self, name: PlatformName) -> Self:
         """Move the run to another kind of machine. A recipe that takes its sizes from the machine overrides this."""
         return replace(self, platform=name)

@@ -71,11 +71,11 @@ class RewardWorker:
             numbers[0] = 0.0
             for count, text, row in self._iterate_calls(texts, index, rows):
                 for place, outcome in enumerate(self._call(text, row, count), scored):
-                    if isinstance(outcome, float):
-                        numbers[1 + place] = outcome
-                    else:
+                    if isinstance(outcome, tuple):
                         failures.write(json.dumps([place, *outcome]) + "\n")
                         failures.flush()
+                    else:
+                        numbers[1 + place] = outcome
                 scored += count
                 numbers[0] = scored
 
@@ -158,7 +158,7 @@ def _read_outcomes(returned: Any, count: int) -> list[Outcome]:
     if type(returned) is float and count == 1 and abs(returned) <= _LARGEST:  # nearly always
         return [returned]
     try:
-        values = [returned] if isinstance(returned, (str, bytes, dict)) else list(returned)
+        values = [returned] if isinstance(returned, (str, bytes, dict)) else list(cast(Any, returned))
     except TypeError:  # a number
         values = [returned]
     if len(values) != count:

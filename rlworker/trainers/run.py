@@ -139,7 +139,8 @@ class Run(Generic[Config]):
     def start_processes(self, processes: Processes) -> Processes:
         """Let processes end with this run, and be named where they fail."""
         self.processes.append(processes)
-        return self.running.enter_context(processes)
+        self.running.enter_context(processes)
+        return processes
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """Return every process of the run by the name that a message gives it."""
