@@ -159,7 +159,8 @@ class MegatronEngine:
     def _are_gradients_finite(self) -> bool:
         """Tell whether all gradients are finite, with the same answer on every rank: one that steps while another does
         not would never be found again."""
-        buffers = [*self.module.buffers, *self.module.expert_parallel_buffers]
+        # A list in Megatron's class, a method in torch's that it inherits from.
+        buffers = [*cast(list, self.module.buffers), *self.module.expert_parallel_buffers]
         ends = [torch.stack(buffer.grad_data.aminmax()) for buffer in buffers]  # a NaN comes through
         finite = torch.cat(ends).isfinite().all().int()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)

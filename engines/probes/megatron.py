@@ -7,6 +7,7 @@ outputs bit by bit: what a mask hides is multiplied by an exact zero.
 
 import contextlib
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -239,7 +240,7 @@ def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
     """Gather what the last backward pass left, reduced over all replicas: HF name -> whole tensor, on every rank."""
     # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
     group = get_data_and_context_group()
-    for buffer in engine.module.buffers:
+    for buffer in cast(list, engine.module.buffers):  # a method in torch's class, a list in Megatron's
         for bucket in buffer.buckets:
             parts = bucket.grad_data.chunk(group.size())
             reduced = [torch.empty_like(part) for part in parts]

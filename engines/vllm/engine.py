@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -61,7 +61,7 @@ class VllmEngine:
         if config.kv_cache_mb:
             settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
-        self.llm = LLM(**settings, **config.vllm)
+        self.llm = LLM(**settings, **cast(dict[str, Any], config.vllm))
 
     def close(self) -> None:
         """End vLLM and free its memory, as far as this process can; another engine may be started in it."""

@@ -122,7 +122,8 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
         if image_reader:
             own = image_reader.read_row(source, where, data, find_base_folder(path))
             if own:  # what a row holds as bytes is on disk now, and need not be held by every process that sees the row
-                source = source | {data.image_field: [image.path for image in own]}
+                paths: dict[str, Any] = {data.image_field: [image.path for image in own]}
+                source = source | paths
         elif source.get(data.image_field) or _has_images(source[data.prompt_field]):
             raise ValueError(
                 f'{where}: field "{data.image_field}" or the prompt has images, which this model cannot see; take a '
