@@ -63,6 +63,8 @@ class Run(Generic[Config]):
     """Metrics that the terminal shows of a step."""
     score: Score
     """The measure of how well the held-out rows are answered."""
+    has_begun = False
+    """Whether the engines are there, and the run is taken up or begun."""
     log: RunLog
     """Where metrics and samples go, once the run has begun."""
     tokenizer: Any
@@ -84,7 +86,6 @@ class Run(Generic[Config]):
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
         self.processes: list[Rollouts | StartingGroup | RewardPool] = []
-        self.has_begun = False
 
     # -- what kinds of runs differ in
 
