@@ -9,6 +9,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completion, Prompt, Sampling
 from engines.batch.shard import Outputs, Shard
+from engines.models.spec import ModelSpec
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """``loss_fn(outputs, batch) -> (sum, metrics)``: a scalar SUM over the batch's tokens, never a mean, and metric sums.
@@ -39,6 +40,7 @@ class StepResult:
 class TrainEngine(Protocol):
     """A model that learns, spread over ranks; every rank holds one and every method is collective."""
 
+    model: ModelSpec
     dp_rank: int
     dp_size: int
     is_leader: bool
@@ -46,18 +48,23 @@ class TrainEngine(Protocol):
 
     def forward(self, shard: Shard) -> Outputs | None:
         """Compute outputs ``[N]`` of this replica's shard, in its order; None on ranks that are not the leader."""
+        ...
 
     def train_step(self, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
         """Take one optimizer step on ``sum(loss) / denominator``, over the shards of all replicas."""
+        ...
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(HF name, full tensor)`` of every weight, one at a time, on the first replica's leader only."""
+        ...
 
     def save(self, folder: str) -> None:
         """Write weights, optimizer and learning rate's schedule into a folder that is empty."""
+        ...
 
     def load(self, folder: str) -> None:
         """Restore what ``save`` wrote."""
+        ...
 
 
 class RolloutEngine(Protocol):
@@ -68,6 +75,8 @@ class RolloutEngine(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """Sample completions of P prompts: ``[P][count]`` of them."""
+        ...
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:
         """Take one bucket of new weights; ``last`` makes them count as ``version``."""
+        ...

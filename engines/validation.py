@@ -141,10 +141,10 @@ def read_installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, 
         classes = [n for text in texts for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
         if not classes:
             return None
-        lines = [
-            line for line in classes[0].body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-        ]
-        types |= {line.target.id: _read_type(line.annotation) for line in lines if not line.target.id.startswith("_")}
+        for line in classes[0].body:
+            match line:
+                case ast.AnnAssign(target=ast.Name(id=field), annotation=annotation) if not field.startswith("_"):
+                    types[field] = _read_type(annotation)
     return types
 
 
@@ -176,7 +176,9 @@ def check_pass_through(
         raise ValueError(f"{where} may not set {clashes}: the engine depends on its own values; drop them")
     if clashes := sorted(given.keys() & refused):
         raise ValueError(f"{where} may not set {clashes}: the engine or its counterpart would not follow; drop them")
-    for name in given if known is not None else ():
+    if known is None:
+        return
+    for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]!r}?" if close else "drop it"

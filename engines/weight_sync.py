@@ -31,7 +31,7 @@ class WeightBucket:
         Raises:
             ValueError: the bytes are not the ones that were packed.
         """
-        checksum = xxhash.xxh3_64_intdigest(self.data)
+        checksum = xxhash.xxh3_64_intdigest(self.data.data)
         if checksum != self.checksum:
             names = [name for name, *_ in self.entries]
             raise ValueError(
@@ -73,4 +73,4 @@ def _pack(weights: list[tuple[str, Tensor]]) -> WeightBucket:
     data = np.zeros(end, dtype=np.uint8)
     for (_, _, _, start), (_, tensor) in zip(entries, weights, strict=True):
         data[start : start + tensor.nbytes] = tensor.view(-1).view(torch.uint8).numpy()
-    return WeightBucket(tuple(entries), data, xxhash.xxh3_64_intdigest(data))
+    return WeightBucket(tuple(entries), data, xxhash.xxh3_64_intdigest(data.data))

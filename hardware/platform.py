@@ -112,12 +112,14 @@ class Platform(Protocol):
 
     def init_process(self, local_rank: int) -> torch.device:
         """Bind this process to its device and prepare Megatron for it. Call before megatron is imported."""
+        ...
 
     def device_key(self) -> str | None:
         """What tells this process's device from all others; None where ranks may share one."""
 
     def layer_spec(self, config) -> Any:
         """Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
+        ...
 
     def attention_inputs(
         self, spec: MaskSpec, rotary: tuple[Tensor, Tensor], override: tuple[str, ...] = ()
@@ -131,9 +133,11 @@ class Platform(Protocol):
         Raises:
             ValueError: the capability table says that no backend of the platform honours a rule.
         """
+        ...
 
     def around_forward(self, inputs: AttentionInputs) -> AbstractContextManager:
         """What a forward of the model runs within."""
+        ...
 
     def faults(self) -> dict[str, list[Patch]]:
         """The patches that plant each of ``hardware.attention.faults.ATTENTION_FAULTS`` into this platform's own code.
@@ -141,12 +145,15 @@ class Platform(Protocol):
         They name functions of its plan and attention. The self-test plants them in training processes. The controller
         asks for them too, so that this may import torch and not Megatron.
         """
+        ...
 
     def driver_env(self) -> dict[str, str]:
         """Environment of the process that runs the steps, set before it makes large tensors."""
+        ...
 
     def train_env(self) -> dict[str, str]:
         """Environment of a training process, set before torch is imported."""
+        ...
 
     def deterministic_env(self) -> dict[str, str]:
         """Environment in which a training process repeats its numbers, beside torch's deterministic algorithms; set
@@ -157,6 +164,7 @@ class Platform(Protocol):
 
     def rollout_env(self) -> dict[str, str]:
         """Environment of a vLLM process, set before vllm is imported."""
+        ...
 
 
 def list_ray_resources(platform: Platform) -> dict[str, float]:

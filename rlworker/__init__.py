@@ -107,7 +107,7 @@ __all__ = [
 ]
 
 for _package in (engines, hardware):
-    if Path(_package.__file__).resolve().parent.parent != Path(__file__).resolve().parent.parent:
+    if Path(_package.__file__ or "").resolve().parent.parent != Path(__file__).resolve().parent.parent:
         raise ImportError(
             f"rlworker: the package {_package.__name__!r} resolves to {_package.__file__}, which belongs to another "
             "project; uninstall that distribution or put this one first on the path"

@@ -83,10 +83,10 @@ def main() -> None:
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     try:
         if command == "plan" and not {"-h", "--help"} & set(arguments[:1]):
-            plan(arguments)  # its settings are those of the recipe that it names
+            plan(tuple(arguments))  # its settings are those of the recipe that it names
             return
         if command == "check":
-            check(parse_config(CheckConfig(), check.__doc__.partition("\n")[0], arguments, "rlworker check"))
+            check(parse_config(CheckConfig(), (check.__doc__ or "").partition("\n")[0], arguments, "rlworker check"))
             return
         tyro.extras.subcommand_cli_from_dict(commands, prog="rlworker", description="RL post-training.")
     except (ValueError, RunError) as error:

@@ -92,6 +92,16 @@ class TrainBatch:
         """N, the entries of a token column."""
         return sum(self.lengths)
 
+    def require_column(self, name: str) -> Tensor:
+        """Return a column that what is computed cannot do without.
+
+        Raises:
+            ValueError: the batch does not have it.
+        """
+        if (column := getattr(self, name)) is None:
+            raise ValueError(f"TrainBatch: it has no {name}, which is asked for; add it by dataclasses.replace")
+        return column
+
     @classmethod
     def from_ids(cls, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], **columns) -> "TrainBatch":
         """Cut inputs and targets from whole sequences; the tokens after each prompt are the ones that count.
@@ -118,8 +128,9 @@ class TrainBatch:
         positions = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         # The target of input p is id p + 1, which is sampled from place prompt_length on.
         mask = positions + 1 >= np.repeat(np.asarray(prompt_lengths), lengths)
-        tensors = {"inputs": flat[~is_last], "targets": flat[~is_first], "positions": positions, "mask": mask}
-        return cls(tuple(lengths.tolist()), **{k: torch.from_numpy(v) for k, v in tensors.items()} | columns)
+        arrays = {"inputs": flat[~is_last], "targets": flat[~is_first], "positions": positions, "mask": mask}
+        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return cls(tuple(lengths.tolist()), **tensors | columns)
 
     def columns(self) -> dict[str, Tensor]:
         """Collect the columns that are present: name -> ``[N]``, ``[N, 3]`` or ``[B]``."""
@@ -190,7 +201,7 @@ class TrainBatch:
         object.__setattr__(self, "images", state["images"])
 
 
-def find_tokens(lengths: Sequence[int], rows: np.ndarray) -> np.ndarray:
+def find_tokens(lengths: Sequence[int] | np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Find where sequences lie in the stream: lengths ``[B]``, rows ``[b]`` -> ``[n]``, the places of their tokens.
 
     ``find_tokens([2, 3, 1], [2, 0])`` is ``[5, 0, 1]``.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.batch.balance import balance_costs, estimate_costs
 from engines.batch.batch import TrainBatch, find_tokens
-from engines.batch.shard import Outputs, Shard
+from engines.batch.shard import Kind, Shard
 from engines.config import MegatronConfig
 from hardware.attention.rules import slot_unit
 
@@ -65,10 +65,10 @@ class Schedule:
         if num_dummies:
             lengths = np.asarray(self.lengths)
             # Dummies compute the batch's shortest sequence with a token: a forward pass needs one.
-            parts.append(np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin(keepdims=True))
+            parts.append(np.asarray([np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin()]))
         return Shard(batch.gather(np.concatenate(parts)), counts, num_dummies, replica, self.digest)
 
-    def restore(self, parts: Sequence[Outputs]) -> Outputs:
+    def restore(self, parts: Sequence[Kind]) -> Kind:
         """Restore the order of the batch: outputs of the shards, by replica -> outputs ``[N]``."""
         columns = zip(*(vars(part).values() for part in parts))
         return type(parts[0])(*(self.restore_order(torch.cat(column)) for column in columns))

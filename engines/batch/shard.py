@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -66,8 +67,28 @@ class ValueOutputs:
 
 Outputs = TokenOutputs | ValueOutputs
 """Outputs of a language model, or of a critic."""
+Kind = TypeVar("Kind", bound=Outputs)
 
 
-def join_outputs(parts: Sequence[Outputs]) -> Outputs:
+def get_logprobs(outputs: Outputs) -> Tensor:
+    """Return logprobs ``[N]`` from outputs that must be a language model's; TypeError where they are a critic's."""
+    return require_tokens(outputs).logprobs
+
+
+def require_tokens(outputs: Outputs) -> TokenOutputs:
+    """Return outputs that must be a language model's; TypeError where they are a critic's."""
+    if isinstance(outputs, ValueOutputs):
+        raise TypeError("outputs: a critic's values, expected logprobs and entropy; ask an engine with head='language'")
+    return outputs
+
+
+def get_values(outputs: Outputs) -> Tensor:
+    """Return values ``[N]`` from outputs that must be a critic's; TypeError where they are a language model's."""
+    if isinstance(outputs, TokenOutputs):
+        raise TypeError("outputs: logprobs and entropy, expected a critic's values; ask an engine with head='value'")
+    return outputs.values
+
+
+def join_outputs(parts: Sequence[Kind]) -> Kind:
     """Join outputs of consecutive sequences end to end, column by column: several ``[n]`` -> ``[N]``."""
     return type(parts[0])(*map(torch.cat, zip(*(vars(part).values() for part in parts))))

@@ -2,9 +2,9 @@
 
 import warnings
 from pathlib import Path
+from typing import cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -12,6 +12,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 _LAYOUT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -30,11 +32,11 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict, checkpoint_dir):
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        writer = dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True)
+        writer = FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            dcp.save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
+            save_state(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
 
 
 def _state(module, optimizer, schedule, is_loading: bool) -> dict:
@@ -63,7 +65,7 @@ def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
     """
     if not (Path(folder) / "metadata.json").is_file():
         raise ValueError(f"checkpoint: {folder!r} is not a complete checkpoint (it has no metadata.json)")
-    state = dist_checkpointing.load(_state(module, optimizer, schedule, True), folder)
+    state = cast(dict, dist_checkpointing.load(_state(module, optimizer, schedule, True), folder))
     module.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     schedule.num_steps = 0  # the schedule adds the steps that it loads to those it has counted

@@ -4,12 +4,15 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
@@ -98,6 +101,7 @@ class MegatronEngine:
         self.rotary = Rotary(model, device)
         module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
         load_weights(module, model)
+        self.decoder = module
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trainable and model.find_parameter_part(name) not in config.freeze)
         self.vision = None
@@ -105,8 +109,11 @@ class MegatronEngine:
             self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
         # fp32 gradients, because a bf16 sum over micro-batches loses the small ones.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.module = DistributedDataParallel(self.transformer, ddp, module) if trainable else _Frozen(module)
-        self.optimizer, self.schedule = build_optimizer(self.module, config) if trainable else (None, None)
+        wrapped = DistributedDataParallel(self.transformer, ddp, module) if trainable else _Frozen(module)
+        learner = build_optimizer(wrapped, config) if trainable else (None, None)
+        # By the types of an engine that learns: only there is any of them asked for what a model itself has not.
+        self.module = cast(DistributedDataParallel, wrapped)
+        self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
         self.weights_on_device = HostedWeights(module, device) if on_host else contextlib.nullcontext()
 
     # -- forward and backward
@@ -133,7 +140,7 @@ class MegatronEngine:
             # Before the step: the first of n warm-up steps then uses 1/n of the peak rate instead of none of it.
             self.schedule.step(increment=1)
             with record_function("optimizer_step"):
-                _, grad_norm, _ = self.optimizer.step()
+                _, grad_norm, _ = cast(tuple, self.optimizer.step())
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr)
 
@@ -169,7 +176,8 @@ class MegatronEngine:
     def _are_gradients_finite(self) -> bool:
         """Tell whether all gradients are finite, with the same answer on every rank: one that steps while another does
         not would never be found again."""
-        buffers = [*self.module.buffers, *self.module.expert_parallel_buffers]
+        # A list in Megatron's class, a method in torch's that it inherits from.
+        buffers = [*cast(list, self.module.buffers), *self.module.expert_parallel_buffers]
         ends = [torch.stack(buffer.grad_data.aminmax()) for buffer in buffers]  # a NaN comes through
         finite = torch.cat(ends).isfinite().all().int()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
@@ -223,7 +231,7 @@ class MegatronEngine:
     @record_function("outputs")
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
         """Compute outputs ``[N]`` of a whole micro-batch from last hidden states ``[s / tp, b, h]``, on every rank."""
-        module, ranks = self.module.module, mpu.get_context_parallel_group()
+        module, ranks = self.decoder, mpu.get_context_parallel_group()
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
         scores = score_tokens(
@@ -275,7 +283,7 @@ class MegatronEngine:
         """
         if self.dp_rank or mpu.get_context_parallel_rank():
             return
-        for name, tensor in export_weights(self.module.module, self.model):
+        for name, tensor in export_weights(self.decoder, self.model):
             if self.is_leader:
                 yield name, tensor
 

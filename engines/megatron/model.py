@@ -1,5 +1,7 @@
 """A Megatron GPT of the shape a HuggingFace folder describes."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
@@ -14,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from engines.config import MegatronConfig
 from engines.megatron.vision import add_tower
 from engines.models.spec import ModelSpec
+from hardware.megatron.marks import mark_sequence_parallel
 from hardware.platform import Platform
 
 _RECOMPUTE = {
@@ -79,6 +82,9 @@ def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> Transf
 class Decoder(GPTModel):
     """A GPT whose last stage gives out hidden states ``[s / tp, b, h]``: what they become is the engine's work."""
 
+    output_layer: Any
+    """Megatron's over the vocabulary, or a ``ValueHead``."""
+
     def _postprocess(self, hidden_states, *args, **kwargs):
         return hidden_states
 
@@ -97,8 +103,7 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
-        for parameter in self.parameters():  # Megatron adds their gradients up over the tensor-parallel ranks
-            parameter.sequence_parallel = config.sequence_parallel
+        mark_sequence_parallel(self.parameters(), config)
         self.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

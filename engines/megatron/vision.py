@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
+from typing import cast
 
 import torch
-from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +21,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.images.plan import VisionPlan, cut_waves
 from engines.images.processor import ImageProcessor
+from engines.megatron.groups import get_tensor_and_context_group, get_tensor_group
 from engines.megatron.layout import Layout
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
@@ -97,9 +98,10 @@ class Vision:
 
     def __init__(self, model: ModelSpec, module: GPTModel, device: torch.device, budget: int):
         self.budget = budget
-        self.spec, self.module, self.device = model.vision, module, device
-        self.processor = ImageProcessor(model.folder, model.vision)
-        self.learns = any(parameter.requires_grad for parameter in module.vision.parameters())
+        self.spec, self.module, self.device = model.require_vision(), module, device
+        self.processor = ImageProcessor(model.folder, self.spec)
+        self.tower = cast(torch.nn.Module, module.vision)
+        self.learns = any(parameter.requires_grad for parameter in self.tower.parameters())
 
     def embed(
         self, ids: Tensor, micro: TrainBatch, layout: Layout, inputs: AttentionInputs
@@ -111,7 +113,7 @@ class Vision:
             ValueError: an image cannot be read.
         """
         embedded = self.module.embedding(ids, None)
-        group = mpu.get_tensor_and_context_parallel_group()
+        group = get_tensor_and_context_group()
         plan = VisionPlan.build(micro, self.spec.merge, group.size())
         if not plan.height:  # every rank knows it
             return embedded, inputs
@@ -146,14 +148,14 @@ class Vision:
         pixels = self.processor.patches(images)
         grid = to_device(torch.tensor([image.grid for image in images]), self.device)
         pixels = to_device(pixels.to(self.module.config.params_dtype), self.device)
-        output = self.module.vision(pixels, grid_thw=grid)
+        output = self.tower(pixels, grid_thw=grid)
         return torch.stack([output.pooler_output, *(output.deepstack_features if self.spec.deepstack else ())], 1)
 
     def _places(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Find the slots ``[n]`` of this rank's part of the embeddings that hold image tokens, and the row of each."""
         local = layout.pack(rows, fill=-1).transpose(0, 1)  # rows [N] take the way of the ids: [b, s] -> [s, b]
         if self.module.config.sequence_parallel:  # the embedding has cut along s, into runs of s / tp
-            group = mpu.get_tensor_model_parallel_group()
+            group = get_tensor_group()
             local = local.chunk(group.size())[group.rank()]
         local = local.flatten()  # [s / tp * b]; text and padding are -1
         slots = (local >= 0).nonzero()[:, 0]

@@ -2,21 +2,26 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from engines.megatron.groups import get_pipeline_group, get_tensor_group
 from engines.models.family import EMBEDDING, OUTPUT, Join, Weight
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
+from hardware.megatron.marks import get_cut_dim
 
 
-def _name_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _name_parameters(module: GPTModel) -> dict[str, torch.nn.Parameter]:
     """Name this rank's parameters with layers numbered over the whole model; a stage's modules count from 0."""
-    offset = module.decoder.layers[0].layer_number - 1
+    offset = cast(TransformerLayer, module.decoder.layers[0]).layer_number - 1
     shift = lambda match: f"decoder.layers.{int(match[1]) + offset}."  # noqa: E731
     return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): p for name, p in module.named_parameters()}
 
@@ -58,24 +63,24 @@ def _cut_shard(kind: Join, whole: Tensor, parameter: torch.nn.Parameter) -> Tens
     if kind == "gated":
         # [2 ffn, h], gate above up: each half is cut for itself, so that a rank has the gate of what it gates.
         return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole.chunk(size, dim=parameter.partition_dim)[rank]
+    return whole.chunk(size, dim=get_cut_dim(parameter))[rank]
 
 
 def _unshard(kind: Join, parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
     """Gather the whole tensor from every tensor-parallel rank's part. Collective."""
     if not _is_cut(parameter):
         return value
-    group = mpu.get_tensor_model_parallel_group()
+    group = get_tensor_group()
     parts = [torch.empty_like(value) for _ in range(group.size())]
     dist.all_gather(parts, value.contiguous(), group=group)
     if kind == "gated":
         halves = zip(*(part.chunk(2) for part in parts))  # the gate of every rank, then up of every rank
         return torch.cat([torch.cat(half) for half in halves])
-    return torch.cat(parts, dim=parameter.partition_dim)
+    return torch.cat(parts, dim=get_cut_dim(parameter))
 
 
 @torch.no_grad()
-def load_weights(module: torch.nn.Module, model: ModelSpec) -> None:
+def load_weights(module: GPTModel, model: ModelSpec) -> None:
     """Fill this rank's parameters from the model's folder; a critic's head that the folder lacks stays as it is, zero.
 
     Raises:
@@ -100,38 +105,37 @@ def load_weights(module: torch.nn.Module, model: ModelSpec) -> None:
 
 
 @torch.no_grad()
-def export_weights(
-    module: torch.nn.Module, model: ModelSpec, value_of=lambda p: p.data
-) -> Iterator[tuple[str, Tensor]]:
+def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
 
     Args:
         value_of: what to export of a parameter; its gradient, say.
     """
-    stages = mpu.get_pipeline_model_parallel_group()
+    stages = get_pipeline_group()
     parameters = _name_parameters(module)
     if model.tied:
         parameters.pop(OUTPUT, None)  # the last stage's copy of the embedding, which the first stage gives out
-    names_by_stage = [None] * stages.size()
+    names_by_stage: list[list[str]] = [[]] * stages.size()
     dist.all_gather_object(names_by_stage, list(parameters), group=stages)
     # Every rank goes through the same names in the same order, since each of them is a collective.
     for stage, names in enumerate(names_by_stage):
         for name in names:
-            weight, whole = model.find_weight(name), None
+            weight, mine = model.find_weight(name), None
             if stage == stages.rank():
-                whole = _unshard(weight.join, parameters[name], value_of(parameters[name]))
-            if stages.size() > 1:
-                whole = _send_from_stage(whole, stage, stages)
+                mine = _unshard(weight.join, parameters[name], value_of(parameters[name]))
+            whole = _send_from_stage(mine, stage, stages)
             yield from zip(weight.tensors, _split(weight, whole, model), strict=True)
 
 
-def _send_from_stage(whole: Tensor | None, stage: int, stages) -> Tensor:
-    """Send a tensor from one pipeline stage to all others. Collective."""
+def _send_from_stage(mine: Tensor | None, stage: int, stages: dist.ProcessGroup) -> Tensor:
+    """Send a tensor from one pipeline stage, which alone has it, to all others. Collective."""
+    if mine is not None and stages.size() == 1:
+        return mine
     source = dist.get_global_rank(stages, stage)
     # Receivers need shape and dtype before they can make room for the tensor itself.
-    head = [None if whole is None else (whole.shape, whole.dtype, whole.device)]
+    head: list[Any] = [None if mine is None else (mine.shape, mine.dtype, mine.device)]
     dist.broadcast_object_list(head, src=source, group=stages)
     shape, dtype, device = head[0]
-    whole = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole.contiguous()
+    whole = torch.empty(shape, dtype=dtype, device=device) if mine is None else mine.contiguous()
     dist.broadcast(whole, src=source, group=stages)
     return whole

@@ -94,6 +94,12 @@ class ModelSpec:
             vision.check_language(spec.hidden, spec.head_dim, spec.vocab, path)
         return spec
 
+    def require_vision(self) -> VisionSpec:
+        """Return the vision tower of a model that must have one; ValueError for a language model."""
+        if not self.vision:
+            raise ValueError(f"model: {self.folder!r} has no vision tower and is given images; take one that has")
+        return self.vision
+
     @property
     def banned_tokens(self) -> tuple[int, ...]:
         """Ids that are never sampled and never learned."""

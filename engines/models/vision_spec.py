@@ -183,7 +183,7 @@ def _axes(rope: dict, path: Path) -> tuple[int, ...]:
     They come in sections, or interleaved: time, height, width, time, ... as far as each section reaches.
     """
     sections = rope.get("mrope_section")
-    if not fits(list[int], sections) or len(sections) != 3 or min(sections) < 0:
+    if not isinstance(sections, list) or not fits(list[int], sections) or len(sections) != 3 or min(sections) < 0:
         raise ValueError(f"model: {path} has mrope_section {sections!r}, expected three whole numbers")
     if not rope.get("mrope_interleaved"):
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))

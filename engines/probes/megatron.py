@@ -7,6 +7,7 @@ outputs bit by bit: what a mask hides is multiplied by an exact zero.
 
 import contextlib
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.batch.schedule import Schedule, plan_schedule
-from engines.batch.shard import TokenOutputs
+from engines.batch.shard import TokenOutputs, require_tokens
 from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn
 from engines.megatron.engine import MegatronEngine
+from engines.megatron.groups import get_data_and_context_group
 from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from hardware.attention.rules import Rule
@@ -46,7 +48,7 @@ def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCa
         repeated = part.repeated()
         attend, draw = _attention(engine, kind, rule, repeated)
         baseline, changed = draw(), draw(repeated.changed)
-        for layer in engine.module.module.decoder.layers:
+        for layer in engine.decoder.decoder.layers:
             effects = _changes(attend(layer, baseline), attend(layer, changed), len(part.columns)).T
             heard_by_layer.setdefault(layer, []).append(effects)
     influences = []
@@ -128,7 +130,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
         before, after = _predictions(engine, kind, repeated, baseline), _predictions(engine, kind, repeated, changed)
         with _pad_id(engine, engine.model.vocab - 1):
             padded = _predictions(engine, kind, repeated, baseline)
-        if before is not None:
+        if before is not None and after is not None and padded is not None:
             effects.append(_changes(before, after, len(part.columns)).T)
             pads = max(pads, int(_changes(before, padded, 1).sum()))
     if not effects:
@@ -146,14 +148,11 @@ def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]
     """
     if engine.vision is None:
         return 0
-    before, count, stops = (
-        engine.vision.see(images),
-        0,
-        np.cumsum([i.tokens(engine.model.vision.merge) for i in images]),
-    )
+    merge, count = engine.vision.spec.merge, 0
+    before, stops = engine.vision.see(images), np.cumsum([image.tokens(merge) for image in images])
     for number, stop in enumerate(stops):
         neighbours = [image if place == number else others[place] for place, image in enumerate(images)]
-        tokens = slice(stop - images[number].tokens(engine.model.vision.merge), stop)
+        tokens = slice(stop - images[number].tokens(merge), stop)
         count += not torch.equal(before[tokens], engine.vision.see(neighbours)[tokens])
     return count
 
@@ -190,7 +189,7 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
         schedule = _plan(engine, batch, 1)
         (shard,) = schedule.shards(batch)
         outputs = engine.forward(replace(shard, replica=engine.dp_rank))
-    return None if outputs is None else schedule.restore([outputs])
+    return None if outputs is None else require_tokens(schedule.restore([outputs]))
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
@@ -209,7 +208,7 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
         flat = layouts[-1].unpack(hidden.transpose(0, 1), mpu.get_context_parallel_group())
         states.setdefault(layer.layer_number, []).append(flat.float().cpu())
 
-    hooks = [layer.register_forward_hook(keep) for layer in engine.module.module.decoder.layers]
+    hooks = [layer.register_forward_hook(keep) for layer in engine.decoder.decoder.layers]
     engine.layout = layout
     try:
         compute_outputs(engine, kind, batch)
@@ -240,15 +239,15 @@ def compute_gradients(
 def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
     """Gather what the last backward pass left, reduced over all replicas: HF name -> whole tensor, on every rank."""
     # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
-    group = mpu.get_data_parallel_group(with_context_parallel=True)
-    for buffer in engine.module.buffers:
+    group = get_data_and_context_group()
+    for buffer in cast(list, engine.module.buffers):  # a method in torch's class, a list in Megatron's
         for bucket in buffer.buckets:
             parts = bucket.grad_data.chunk(group.size())
             reduced = [torch.empty_like(part) for part in parts]
             dist.all_gather(reduced, parts[group.rank()].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(reduced))
     gradient = lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)  # noqa: E731 (a frozen one has none)
-    exported = export_weights(engine.module.module, engine.model, gradient)
+    exported = export_weights(engine.decoder, engine.model, gradient)
     return {name: tensor.clone().cpu() for name, tensor in exported}
 
 
@@ -264,7 +263,7 @@ def scale_weights(engine: MegatronEngine, factor: float) -> None:
 
 def restore_weights(engine: MegatronEngine) -> None:
     """Load the weights of the model's folder again."""
-    load_weights(engine.module.module, engine.model)
+    load_weights(engine.decoder, engine.model)
 
 
 # -- parts

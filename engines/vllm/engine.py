@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any, cast
 
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
 
 from engines.batch.samples import Completion, Prompt, Sampling
 from engines.config import VllmConfig
@@ -37,7 +39,7 @@ class VllmEngine:
         self.model, self.config = model, config
         self.version = 0
         self._names: set[str] = set()
-        settings = dict(
+        settings: dict[str, Any] = dict(
             model=model.folder,
             dtype=config.dtype,
             max_model_len=config.max_model_len,
@@ -59,7 +61,7 @@ class VllmEngine:
         if config.kv_cache_mb:
             settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
-        self.llm = LLM(**settings, **config.vllm)
+        self.llm = LLM(**settings, **cast(dict[str, Any], config.vllm))
 
     def close(self) -> None:
         """End vLLM and free its memory, as far as this process can; another engine may be started in it."""
@@ -90,26 +92,27 @@ class VllmEngine:
             logit_bias=dict.fromkeys(self.model.banned_tokens, float("-inf")) or None,
         )
         completions, vision = [], self.model.vision
-        costs = [sum(image.nbytes(vision) for image in prompt.images) for prompt in prompts]
+        costs = [sum(image.nbytes(vision) for image in prompt.images) if vision else 0 for prompt in prompts]
         for wave in cut_waves(costs, self.config.image_memory_mb * 2**20):
             requests = [self._request(prompt) for prompt in prompts[wave]]
             outputs = self.llm.generate(requests, params, use_tqdm=False)
             for prompt, output in zip(prompts[wave], outputs, strict=True):
-                if tuple(output.prompt_token_ids) != tuple(prompt.token_ids):
+                seen = output.prompt_token_ids or []
+                if tuple(seen) != tuple(prompt.token_ids):
                     place = prompt.images[0].place if prompt.images else "a prompt without images"
                     raise RuntimeError(
-                        f"rollout: {place}: vLLM made {len(output.prompt_token_ids)} tokens of the prompt, the trainer "
+                        f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
                         f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
                     )
                 completions.append([self._completion(sample) for sample in output.outputs])
             del requests, outputs  # their images, before the next are decoded
         return completions
 
-    def _request(self, prompt: Prompt) -> dict:
+    def _request(self, prompt: Prompt) -> TokensPrompt:
         """Make vLLM's request of a prompt, with one token for each image: vLLM puts all of its tokens there."""
         if not prompt.images:
-            return {"prompt_token_ids": list(prompt.token_ids)}
-        vision, remaining, ids = self.model.vision, list(prompt.images), []
+            return TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+        vision, remaining, ids = self.model.require_vision(), list(prompt.images), []
         place = 0
         while place < len(prompt.token_ids):
             token = prompt.token_ids[place]
@@ -117,7 +120,7 @@ class VllmEngine:
             place += remaining.pop(0).tokens(vision.merge) if token == vision.image_token else 1
         decoded = {"image": [decode(image) for image in prompt.images]}
         digests = {"image": [image.digest for image in prompt.images]}
-        return {"prompt_token_ids": ids, "multi_modal_data": decoded, "multi_modal_uuids": digests}
+        return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)
 
     def _completion(self, sample) -> Completion:
         tokens = list(sample.token_ids)

@@ -1,10 +1,11 @@
 """Methods added to vLLM's worker: new weights into the running model, and a seed for its sampler."""
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -12,6 +13,11 @@ from vllm.platforms import current_platform
 
 class WeightSyncExtension:
     """Methods that ``worker_extension_cls`` mixes into vLLM's worker; they use what every platform's worker has."""
+
+    model_runner: Any
+    model_config: ModelConfig
+    vllm_config: VllmConfig
+    device: torch.device
 
     def begin_sync(self) -> None:
         """Make the model ready to take new weights, layer by layer."""
@@ -64,5 +70,5 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None

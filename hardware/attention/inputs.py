@@ -38,6 +38,7 @@ class AttentionInputs:
     @classmethod
     def of(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
         """``rotary`` as ``Platform.attention_inputs`` is given it: ``[b, s, d]``."""
+        cos, sin = rotary
         if spec.kind == "bshd":
-            return cls("sbhd", spec, tuple(x.transpose(0, 1).unsqueeze(2) for x in rotary), plan)  # [s, b, 1, d]
-        return cls("thd", spec, tuple(x[0].unsqueeze(1) for x in rotary), plan)  # [s, 1, d]
+            return cls("sbhd", spec, (cos.transpose(0, 1).unsqueeze(2), sin.transpose(0, 1).unsqueeze(2)), plan)
+        return cls("thd", spec, (cos[0].unsqueeze(1), sin[0].unsqueeze(1)), plan)

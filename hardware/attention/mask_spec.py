@@ -54,7 +54,7 @@ def slot_places(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndar
     return sequence, np.where(low, cp_rank * chunk + within, (2 * cp - 1 - cp_rank) * chunk + within - chunk)
 
 
-def gathered_slots(cp: int, start: np.ndarray, chunk: np.ndarray, position: np.ndarray, slots: int) -> np.ndarray:
+def gathered_slots(cp: int, start: np.ndarray, chunk: np.ndarray | int, position: np.ndarray, slots: int) -> np.ndarray:
     """Where positions of sequences lie in the keys gathered over context-parallel ranks. The arrays broadcast.
 
     Args:
@@ -126,7 +126,7 @@ class MaskSpec:
         sequence, position = slot_places(self.padded, self.cp, cp_rank)
         segment = np.where(position < np.asarray(self.lengths, dtype=np.int64)[sequence], sequence, -1)
         rows = len(self.padded) if self.kind == "bshd" else 1
-        return tuple(torch.from_numpy(x.reshape(rows, -1)) for x in (segment, position))
+        return torch.from_numpy(segment.reshape(rows, -1)), torch.from_numpy(position.reshape(rows, -1))
 
     @cached_property
     def _starts(self) -> np.ndarray:

@@ -1,12 +1,16 @@
 """AdamW with the interface of Apex's FusedAdam, on torch's multi-tensor operations."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 AT_ONCE = 100_000_000
 """Elements of parameters that are stepped together: a step holds a copy of their second moments."""
+
+_torch = cast(Any, torch)
+"""Torch with its multi-tensor operations, which it leaves out of its types."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -42,16 +46,16 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         step, (beta1, beta2), lr, decay = group["step"], group["betas"], group["lr"], group["weight_decay"]
         if decay and self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - lr * decay)
+            _torch._foreach_mul_(params, 1 - lr * decay)
         elif decay:
-            grads = torch._foreach_add(grads, params, alpha=decay)
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        denominator = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
-        torch._foreach_add_(denominator, group["eps"])
-        torch._foreach_addcdiv_(params, first, denominator, -lr / (1 - beta1**step))
+            grads = _torch._foreach_add(grads, params, alpha=decay)
+        _torch._foreach_lerp_(first, grads, 1 - beta1)
+        _torch._foreach_mul_(second, beta2)
+        _torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        denominator = _torch._foreach_sqrt(second)
+        _torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+        _torch._foreach_add_(denominator, group["eps"])
+        _torch._foreach_addcdiv_(params, first, denominator, -lr / (1 - beta1**step))
 
 
 def _slices(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:

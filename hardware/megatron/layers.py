@@ -5,7 +5,7 @@ Imported by a platform's ``layer_spec`` alone, after the shims are in place.
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 from hardware.collectives import gather_keys_values
+from hardware.megatron.marks import mark_sequence_parallel
 
 
 class RMSNorm(torch.nn.Module):
@@ -25,8 +26,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each rank sees a part of the tokens: Megatron sums this weight's gradient over TP.
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark_sequence_parallel([self.weight], config)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class CoreAttention(MegatronModule, ABC):
         attention_type: str,
         cp_comm_type=None,
         softmax_scale: float | None = None,
-        pg_collection=None,
+        pg_collection: Any = None,
     ):
         super().__init__(config=config)
         self.layer_number = layer_number
@@ -107,11 +107,13 @@ def layer_spec(config, core_attention: type[CoreAttention]) -> TransformerBlockS
     if config.attention_dropout:
         raise ValueError(f"core attention: attention_dropout must be 0, got {config.attention_dropout}")
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    parts = cast(Any, layer.submodules)  # an object, says Megatron's annotation
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.
-    layer.submodules.sharded_state_dict_keys_map = {}
-    attention = layer.submodules.self_attention.submodules
+    parts.sharded_state_dict_keys_map = {}
+    attention = parts.self_attention.submodules
     attention.core_attention = core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    norm = cast(Any, RMSNorm)  # Megatron builds a class too, which its annotation leaves out
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)

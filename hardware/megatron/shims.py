@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -64,7 +65,11 @@ def _replace(owner, attribute: str, value) -> Undo:
 
 
 def _together(*undos: Undo) -> Undo:
-    return lambda: [undo() for undo in undos]
+    def undo_all() -> None:
+        for undo in undos:
+            undo()
+
+    return undo_all
 
 
 def _current_device(runtime: Runtime) -> Undo:
@@ -107,7 +112,7 @@ def _tensor_types(runtime: Runtime) -> Undo:
         if isinstance(constant, tuple):
             return tuple(rename(item) for item in constant)
         if isinstance(constant, types.CodeType):
-            return constant.replace(co_consts=rename(constant.co_consts))
+            return constant.replace(co_consts=tuple(map(rename, constant.co_consts)))
         return constant
 
     functions = (
@@ -180,7 +185,7 @@ def import_megatron(with_compile: bool) -> None:
     compile_, tracker = torch.compile, sys.modules.get("wandb")
     if not with_compile:
         torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
-    sys.modules["wandb"] = None  # how Python marks a module that cannot be imported
+    cast(dict, sys.modules)["wandb"] = None  # how Python marks a module that cannot be imported
     try:
         import megatron.core.models.gpt
         import megatron.core.optimizer  # noqa: F401

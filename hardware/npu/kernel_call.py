@@ -71,7 +71,7 @@ class Call:
         return self._lengths(self.key, self.actual_seq_kvlen)
 
     def _lengths(self, tensor: Tensor, cumulative: list[int] | None) -> list[int]:
-        if not self.packed:
+        if not self.packed or cumulative is None:
             return [self._size(tensor, "S")] * self._size(tensor, "B")
         # What does not grow is a sequence of no tokens: so does the tiling, and so are sequences left out at the end.
         return [max(0, end - start) for start, end in zip([0, *cumulative], cumulative)]

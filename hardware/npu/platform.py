@@ -25,7 +25,32 @@ NOT_COVERED = (
 """What a check that passes against the emulated operator does not speak of."""
 
 
-class NpuPlatform:
+class _NpuAttention:
+    """Lowering and core attention, which the emulated platform has too."""
+
+    attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
+    max_pack_sequences = MAX_PACK_SEQUENCES
+
+    def layer_spec(self, config):
+        from hardware.megatron.layers import layer_spec
+        from hardware.npu.attention import NpuAttention
+
+        return layer_spec(config, NpuAttention)
+
+    def attention_inputs(self, spec, rotary, override=()):
+        from hardware.npu.attention_plan import attention_inputs
+
+        backends = self.attention_backends
+        found = {rule: find_backend(backends, spec.kind, spec.cp, rule, override)[0] for rule in spec.rules}
+        return attention_inputs(spec, rotary, {rule: int(backend[-1]) for rule, backend in found.items()})
+
+    def faults(self):
+        from hardware.npu.faults import faults
+
+        return faults()
+
+
+class NpuPlatform(_NpuAttention):
     """Runs Megatron-core over hccl with ``npu_fusion_attention``, in bf16 or fp32."""
 
     name = "npu"
@@ -36,8 +61,6 @@ class NpuPlatform:
     node = Node(devices=16, device_gb=64)
     dist_backend = "hccl"
     ray_options: ClassVar[dict] = {"num_cpus": 1, "resources": {"NPU": 1}}
-    attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
-    max_pack_sequences = MAX_PACK_SEQUENCES
     kernel_memory = KernelMemory()
     repeats = False
     rollout_head_dims = (64, 128, 192, 256)  # untested: sizes of the models that vllm-ascend's documentation lists
@@ -48,7 +71,7 @@ class NpuPlatform:
         import torch
 
         try:
-            import torch_npu
+            import torch_npu  # pyright: ignore[reportMissingImports]  there on machines with an NPU alone
         except ImportError as error:
             raise RuntimeError(
                 f"platform: 'npu' needs torch_npu and CANN in every training process, and importing it said: {error}; "
@@ -80,28 +103,10 @@ class NpuPlatform:
     def device_key(self) -> str | None:
         return None  # torch_npu names no device beyond its number in the process
 
-    def layer_spec(self, config):
-        from hardware.megatron.layers import layer_spec
-        from hardware.npu.attention import NpuAttention
-
-        return layer_spec(config, NpuAttention)
-
-    def attention_inputs(self, spec, rotary, override=()):
-        from hardware.npu.attention_plan import attention_inputs
-
-        backends = self.attention_backends
-        found = {rule: find_backend(backends, spec.kind, spec.cp, rule, override)[0] for rule in spec.rules}
-        return attention_inputs(spec, rotary, {rule: int(backend[-1]) for rule, backend in found.items()})
-
     def around_forward(self, inputs):
         from hardware.npu.mindspeed import lengths_around_forward
 
         return lengths_around_forward(inputs)
-
-    def faults(self):
-        from hardware.npu.faults import faults
-
-        return faults()
 
     def driver_env(self) -> dict[str, str]:
         return {}
@@ -134,7 +139,7 @@ class NpuPlatform:
         }
 
 
-class EmulatedNpuPlatform(CpuPlatform):
+class EmulatedNpuPlatform(_NpuAttention, CpuPlatform):
     """The NPU's lowering and core attention on a CPU: the operator is emulated, the rest is the CPU platform."""
 
     name = "npu-emulated"
@@ -142,12 +147,6 @@ class EmulatedNpuPlatform(CpuPlatform):
     not_covered = NOT_COVERED
     proven = "emulated"
     stand_in = "npu-emulated"
-    attention_backends = NpuPlatform.attention_backends
-    max_pack_sequences = NpuPlatform.max_pack_sequences
-
-    layer_spec = NpuPlatform.layer_spec
-    attention_inputs = NpuPlatform.attention_inputs
-    faults = NpuPlatform.faults
 
     def init_process(self, local_rank: int):
         from hardware.npu.emulator.operator import install

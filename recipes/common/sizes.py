@@ -25,11 +25,11 @@ def fit_to_node(recipe: Recipe, node: Node | None) -> Recipe:
     """
     if node is None:
         return recipe
-    actor, has_rollout = recipe.actor, isinstance(recipe, RunConfig)
-    replica_ranks, shares = actor.tp * actor.pp * actor.cp, 2 if has_rollout else 1
+    actor = recipe.actor
+    replica_ranks, shares = actor.tp * actor.pp * actor.cp, 2 if isinstance(recipe, RunConfig) else 1
     devices = math.ceil(shares * replica_ranks / node.devices) * node.devices
     actor = replace(actor, ranks=devices // shares // replica_ranks * replica_ranks)
-    if not has_rollout:
+    if not isinstance(recipe, RunConfig):
         return replace(recipe, actor=actor)
     cache_mb = max(0, node.device_gb - _WEIGHTS_GB) * 1024 // 2
     rollout = replace(recipe.rollout, engines=devices - actor.ranks, kv_cache_mb=cache_mb)

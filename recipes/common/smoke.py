@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 from hardware.platforms import PlatformName, get_platform
 from recipes.common.addition import make_model, make_tokenizer
@@ -58,11 +58,12 @@ class SftVlmRecipeConfig(SftRecipeConfig):
 Recipe = TypeVar("Recipe", RecipeConfig, SftRecipeConfig)
 
 
-def parse_recipe_config(default: Recipe, description: str) -> Recipe:
+def parse_recipe_config(default: Recipe, description: str | None) -> Recipe:
     """Read a recipe's settings from the command line, shrunk where they say ``--smoke``."""
     config = parse_config(default, description)
     if config.smoke:
-        return shrink_recipe(config) if isinstance(config, RecipeConfig) else shrink_supervised(config)
+        small = shrink_recipe(config) if isinstance(config, RecipeConfig) else shrink_supervised(config)
+        return cast(Recipe, small)
     return config
 
 

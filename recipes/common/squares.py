@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -39,7 +39,7 @@ def make_model(folder: Path, seed: int) -> Path:
     shared = dict(initializer_range=0.02)
     language = shared | dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=128)
     vision = shared | dict(hidden_size=128, intermediate_size=192, num_heads=4)
-    sizes = dict(language=language, vision=vision, pixels=(SIDE**2, SIDE**2), apart=0.0)
+    sizes: dict[str, Any] = dict(language=language, vision=vision, pixels=(SIDE**2, SIDE**2), apart=0.0)
     return Path(make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, seed=seed, **sizes))
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -99,8 +99,9 @@ def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.Advantage
     """Make the control's advantage: the same numbers, from the batch's rewards in random order."""
 
     def shuffled_advantage(batch: TrainBatch):
-        order = torch.from_numpy(np.random.default_rng(int(batch.versions[0])).permutation(len(batch)))
-        return advantage(replace(batch, rewards=batch.rewards[order]))
+        version, rewards = int(batch.require_column("versions")[0]), batch.require_column("rewards")
+        order = torch.from_numpy(np.random.default_rng(version).permutation(len(batch)))
+        return advantage(replace(batch, rewards=rewards[order]))
 
     return shuffled_advantage
 
@@ -122,7 +123,7 @@ def warm_up(config: DemoConfig, toy: Toy, output: str) -> None:
     examples, _ = read_examples(config.data.train, tokenizer, answers, model, image_reader)
     batches = draw_warm_up_batches(examples, model, config, toy.rows)
     actor = replace(config.actor, optimizer=replace(config.actor.optimizer, **toy.warm_up))
-    options = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)
+    options: dict[str, Any] = dict(platform=config.platform, seed=config.seed, stop_below=config.warm_up_loss)
     losses = train_supervised(model, actor, batches, output, **options)
     print(f"warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
@@ -187,7 +188,7 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
             warm_up(config, toy, str(warm_model))
             tell_start("the model is warmed up")
         warm_up_seconds = time.perf_counter() - start
-        parts = dict(advantage=advantage, folder=run, stop=stop)
+        parts: dict[str, Any] = dict(advantage=advantage, folder=run, stop=stop)
         with Trainer(replace(config, model=str(warm_model)), rewards.exact_match, **parts) as trainer:
             trainer.fit()
     if stop.signal:
@@ -198,7 +199,7 @@ def main(config: DemoConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     print(tell_report(folder))
 
 
-def run(default: DemoConfig, description: str, toy: Toy = ADDITION) -> None:
+def run(default: DemoConfig, description: str | None, toy: Toy = ADDITION) -> None:
     """Run the demo as ``python -m`` does: settings from the command line, everything checked, the run."""
     config = parse_config(default, description)
     with ending_well() as stop:

@@ -8,6 +8,7 @@ where there are any, at each token. A completion that was cut at the length limi
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +20,13 @@ from rlworker.config.sections import CriticConfig
 from rlworker.errors import RunError
 
 AdvantageFn = Callable[[TrainBatch], Tensor | tuple[Tensor, Tensor]]
+Advantage = TypeVar("Advantage", bound=AdvantageFn)
 
 
 # -- of a prompt's group
 
 
-def group_relative(advantage: AdvantageFn) -> AdvantageFn:
+def group_relative(advantage: Advantage) -> Advantage:
     """Mark an advantage that compares a prompt's completions with each other, and so is zero where there is but one."""
     advantage.group_relative = True
     return advantage
@@ -55,9 +57,9 @@ def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     Returns:
         ``[N]`` float32.
     """
-    centred, count = _centre(batch)
-    variance = _sum_groups(centred**2, batch.group) / (count - 1).clamp_min(1)
-    return batch.repeat_per_token(centred / (variance.sqrt() + eps)[batch.group])
+    (centred, count), group = _centre(batch), batch.require_column("group")
+    variance = _sum_groups(centred**2, group) / (count - 1).clamp_min(1)
+    return batch.repeat_per_token(centred / (variance.sqrt() + eps)[group])
 
 
 @group_relative
@@ -149,7 +151,7 @@ def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
 def add_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1) -> TrainBatch:
     """Return the batch with a penalty of ``-coef * KL`` to the reference at each counting token (arXiv:2203.02155,
     equation 2, taken token by token)."""
-    penalties = -coef * estimate(_get_policy_logprobs(batch), batch.ref_logprobs) * batch.mask
+    penalties = -coef * estimate(_get_policy_logprobs(batch), batch.require_column("ref_logprobs")) * batch.mask
     return replace(batch, penalties=penalties)
 
 
@@ -159,7 +161,7 @@ def add_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> Tra
     From 0 at ``max_tokens - buffer`` tokens down to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476, equation 13).
     """
     over = batch.sum_per_sequence(batch.mask.float()) - (max_tokens - buffer)
-    return replace(batch, rewards=batch.rewards - (over / buffer).clamp(0, 1))
+    return replace(batch, rewards=batch.require_column("rewards") - (over / buffer).clamp(0, 1))
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -176,7 +178,7 @@ def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Selection) -> Ten
     """Add the reward of each counting token: its penalty, and at the last of a sequence the sequence's reward."""
     if batch.penalties is not None:
         numbers += counting.gather(batch.penalties)
-    numbers[find_last_places(counting.lengths)] += batch.rewards[counting.lengths > 0].float()
+    numbers[find_last_places(counting.lengths)] += batch.require_column("rewards")[counting.lengths > 0].float()
     return numbers
 
 
@@ -188,13 +190,13 @@ def _require_column(batch: TrainBatch, name: str, option: str) -> Tensor:
 
 def _sum_rewards(batch: TrainBatch) -> Tensor:
     """Compute ``[B]``, the whole reward of each sequence."""
-    rewards = batch.rewards.float()
+    rewards = batch.require_column("rewards").float()
     return rewards if batch.penalties is None else rewards + batch.sum_per_sequence(batch.penalties)
 
 
 def _get_policy_logprobs(batch: TrainBatch) -> Tensor:
     """Return logprobs under the policy that sampled: the trainer's own where it has made them."""
-    return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    return batch.require_column("rollout_logprobs") if batch.old_logprobs is None else batch.old_logprobs
 
 
 def _sum_groups(values: Tensor, group: Tensor) -> Tensor:
@@ -203,10 +205,10 @@ def _sum_groups(values: Tensor, group: Tensor) -> Tensor:
 
 def _centre(batch: TrainBatch) -> tuple[Tensor, Tensor]:
     """Compute ``[B]``, rewards less the mean of their group, and the size of each group."""
-    rewards = _sum_rewards(batch)
-    count = _sum_groups(torch.ones_like(rewards), batch.group)
-    mean = _sum_groups(rewards, batch.group) / count.clamp_min(1)
-    return rewards - mean[batch.group], count
+    rewards, group = _sum_rewards(batch), batch.require_column("group")
+    count = _sum_groups(torch.ones_like(rewards), group)
+    mean = _sum_groups(rewards, group) / count.clamp_min(1)
+    return rewards - mean[group], count
 
 
 def _normalise_(values: Tensor) -> Tensor:

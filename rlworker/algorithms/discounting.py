@@ -1,10 +1,13 @@
 """Sums along the sequences of a flat stream, without a loop over time."""
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+_torch = cast(Any, torch)
+"""Torch with its multi-tensor operations, which it leaves out of its types."""
 _BLOCK = 64
 """Numbers of a sequence that one row of a matrix product sums up."""
 _LONG_RUN = 16
@@ -55,7 +58,7 @@ class Selection:
         flat = numbers.new_zeros(self.total)
         if self.index is not None:
             return flat.index_copy_(0, self.index, numbers)
-        torch._foreach_copy_(list(flat.split(self.runs)[1::2]), list(numbers.split(self.runs[1::2])))
+        _torch._foreach_copy_(list(flat.split(self.runs)[1::2]), list(numbers.split(self.runs[1::2])))
         return flat
 
 
@@ -73,7 +76,7 @@ def sum_discounted(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
     aligned = len(x) == sum(sizes)
     rows = x if aligned else x.new_zeros(sum(sizes))
     if not aligned:
-        torch._foreach_copy_(list(rows.split(sizes)[::2]), list(x.split(sizes[::2])))
+        _torch._foreach_copy_(list(rows.split(sizes)[::2]), list(x.split(sizes[::2])))
     powers = decay ** torch.arange(_BLOCK + 1, dtype=torch.float64)
     apart = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)  # [from, to]
     sums = rows.view(-1, _BLOCK) @ torch.where(apart >= 0, powers[apart.clamp_min(0)], 0.0).to(x.dtype)

@@ -45,7 +45,7 @@ def ppo(
     Args:
         dual: where A < 0, the loss is at most ``-dual * A`` (dual clip, arXiv:1912.09729); 0 leaves it out.
     """
-    ratio, advantages = (logprobs - old).exp(), batch.advantages
+    ratio, advantages = (logprobs - old).exp(), batch.require_column("advantages")
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
     if dual:
@@ -63,7 +63,8 @@ def gspo(
     """
     ratio = batch.repeat_per_token(_average_sequences(logprobs - old, batch).exp())
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages), ratio != clipped
+    advantages = batch.require_column("advantages")
+    return -torch.minimum(ratio * advantages, clipped * advantages), ratio != clipped
 
 
 def cispo(
@@ -75,7 +76,7 @@ def cispo(
     """
     ratio = (logprobs - old).exp().detach()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -clipped * batch.advantages * logprobs, ratio != clipped
+    return -clipped * batch.require_column("advantages") * logprobs, ratio != clipped
 
 
 def gmpo(
@@ -86,7 +87,7 @@ def gmpo(
 
     To be used with ``sequence_mean`` and one advantage per sequence.
     """
-    log_ratio, advantages = logprobs - old, batch.advantages
+    log_ratio, advantages = logprobs - old, batch.require_column("advantages")
     clipped = log_ratio.clamp(-clip_low, clip_high)
     pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
     ratio = batch.repeat_per_token(_average_sequences(pessimistic, batch).exp())
@@ -98,7 +99,7 @@ def sapo(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``: a soft gate in place of the clip, closing faster on what
     was bad (SAPO, arXiv:2511.20347)."""
-    ratio, advantages = (logprobs - old).exp(), batch.advantages
+    ratio, advantages = (logprobs - old).exp(), batch.require_column("advantages")
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, torch.zeros_like(batch.mask)
 
@@ -190,11 +191,11 @@ def policy_loss(
         "ratio_max": torch.where(mask, ratio, 0).amax() if len(ratio) else torch.zeros(()),
     }
     if correction:
-        factors = correction(old, batch.rollout_logprobs)
+        factors = correction(old, batch.require_column("rollout_logprobs"))
         loss = loss * factors
         metrics["correction"] = (factors * mask).sum()
     if kl_coef:
-        penalty = kl(outputs.logprobs, batch.ref_logprobs)
+        penalty = kl(outputs.logprobs, batch.require_column("ref_logprobs"))
         loss = loss + kl_coef * penalty
         metrics["kl"] = (penalty * mask).sum().detach()
     if entropy_coef:
@@ -214,11 +215,12 @@ def configure_loss(algorithm: AlgorithmConfig) -> LossFn:
 def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum ``(value - return)^2 / 2``, or the larger of this and the same with the value held within ``clip`` of what it
     was before the update (PPO as its authors' baselines implement it; Engstrom et al., arXiv:2005.12729)."""
-    values, returns, mask = outputs.values, batch.returns, batch.mask
+    values, returns, mask = outputs.values, batch.require_column("returns"), batch.mask
     loss = (values - returns).square()
     metrics = {"value_loss": (loss * mask).sum().detach() / 2}
     if clip:
-        near = torch.clamp(values, batch.values - clip, batch.values + clip)
+        before = batch.require_column("values")
+        near = torch.clamp(values, before - clip, before + clip)
         metrics["value_clip_fraction"] = ((near != values) & mask).sum()
         loss = torch.maximum(loss, (near - returns).square())
     return _sum_weighted(loss / 2, batch), metrics

@@ -105,8 +105,9 @@ def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tupl
 
 def _insert_images(ids: list[int], prompt: int, images: tuple[Image, ...], model: ModelSpec) -> list[int]:
     """Put images at the end of a prompt, with their tokens around and between them."""
-    vision, shown = model.vision, []
+    shown = []
     for image in images:
+        vision = model.require_vision()
         shown += [vision.start_token, *[vision.image_token] * image.tokens(vision.merge), vision.end_token]
     return ids[:prompt] + shown + ids[prompt:]
 

@@ -13,13 +13,13 @@ import torch
 from ray.exceptions import RayError
 
 from engines.batch.samples import Sampling
-from engines.batch.shard import TokenOutputs
+from engines.batch.shard import TokenOutputs, get_logprobs
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, Finding, list_platform_limits, start_engines
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.huggingface import Reference, probe_loss
 from rlworker.cluster.train_group import BUCKET_BYTES
 from rlworker.data.rows import Row
 from rlworker.rollouts.to_batch import compare_logprobs, to_batch
@@ -108,17 +108,17 @@ def check_images(engines: CheckedEngines) -> list[Finding]:
     found, batch, others = [], engines.case.batch, engines.case.others
     if not others:
         return []
-    starts = np.cumsum([0, *batch.lengths])
+    starts, shown, image_block = np.cumsum([0, *batch.lengths]), batch.images or (), batch.require_column("image_block")
     for kind in KINDS:
         before, leaks, missing = engines.compute_outputs(kind), 0, 0
         for image, other in others.items():  # wherever it is: as many images are then seen, split in the same way
-            images = tuple(tuple(other if one == image else one for one in own) for own in batch.images)
+            images = tuple(tuple(other if one == image else one for one in own) for own in shown)
             after = engines.compute_outputs(kind, replace(batch, images=images))
             heard = (before.entropy != after.entropy) | (before.logprobs != after.logprobs)
             sees = torch.zeros(batch.num_tokens, dtype=torch.bool)
-            for row, own in enumerate(batch.images):
+            for row, own in enumerate(shown):
                 if image in own:
-                    blocks = batch.image_block[starts[row] : starts[row + 1]]
+                    blocks = image_block[starts[row] : starts[row + 1]]
                     sees[starts[row] + int((blocks == own.index(image)).nonzero()[0]) : starts[row + 1]] = True
             leaks, missing = leaks + int((heard & ~sees).sum()), missing + int((sees & ~heard).sum())
         words = f"{leaks} tokens see an image that they must not, {missing} do not see their own"
@@ -148,11 +148,11 @@ def check_layouts(engines: CheckedEngines) -> list[Finding]:
     limit = engines.limits["logprobs"]
     outputs = {kind: engines.compute_outputs(kind) for kind in KINDS}
     found = []
-    for kind in KINDS if engines.reference else ():
-        apart = _find_largest(outputs[kind], TokenOutputs(engines.reference.logprobs, engines.reference.entropy))
+    for kind, reference in engines.list_comparisons(KINDS):
+        apart = _find_largest(outputs[kind], TokenOutputs(reference.logprobs, reference.entropy))
         text = f"{apart:.1e}, limit {limit:.0e}"
         if not apart <= limit:
-            text += f"; {find_first_difference(engines, kind)}"
+            text += f"; {find_first_difference(engines, kind, reference)}"
         found.append(engines.make_finding("layouts", f"{kind} against HuggingFace", apart <= limit, text))
     apart = _find_largest(outputs["bshd"], outputs["thd"])
     return [
@@ -161,7 +161,7 @@ def check_layouts(engines: CheckedEngines) -> list[Finding]:
     ]
 
 
-def find_first_difference(engines: CheckedEngines, kind: str) -> str:
+def find_first_difference(engines: CheckedEngines, kind: str, reference: Reference) -> str:
     """Name the first layer whose output is not HuggingFace's, in words."""
     states = {
         n: hidden
@@ -169,7 +169,7 @@ def find_first_difference(engines: CheckedEngines, kind: str) -> str:
         for n, hidden in part.items()
     }
     before = engines.limits["layers"]
-    for number, want in sorted(engines.reference.hidden.items()):
+    for number, want in sorted(reference.hidden.items()):
         apart = float(((states[number] - want).norm(dim=1) / want.norm(dim=1)).max())
         if not apart <= _JUMP * before:
             return f"layer {number} of {len(states)} is the first to differ, by {apart:.1e} of a token's hidden state"
@@ -180,14 +180,14 @@ def find_first_difference(engines: CheckedEngines, kind: str) -> str:
 def check_gradients(engines: CheckedEngines) -> list[Finding]:
     """Check gradients of a loss that differs at every token, against HuggingFace; each tensor by its own norm."""
     found, limit = [], engines.limits["gradients"]
-    for kind in KINDS if engines.reference else ():
+    for kind, reference in engines.list_comparisons(KINDS):
         results = engines.call_ranks(
             "compute_gradients", kind, engines.case.batch, probe_loss, engines.case.denominator
         )
         gradients = next(part for part in results if part)
         apart = {
             name: float((gradients[name] - want).norm() / want.norm().clamp(min=1e-12))
-            for name, want in engines.reference.gradients.items()
+            for name, want in reference.gradients.items()
             if engines.model.find_part(name) not in engines.config.actor.freeze
         }
         worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
@@ -234,7 +234,7 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
     rows = [Row("", p.token_ids, "", {}, p.images) for p in engines.case.prompts] * (count * engines.actor.dp_size)
     sampling = Sampling(2, config.temperature, config.max_new_tokens, stream=(1,), stop_token_ids=())
     batch = to_batch(rows, engines.rollouts.generate(rows, sampling), [0.0] * (2 * len(rows)), engines.model.vision)
-    logprobs = engines.actor.forward(batch).logprobs
+    logprobs = get_logprobs(engines.actor.forward(batch))
     found, start, limits = [], 0, (engines.limits["rollout mean"], engines.limits["rollout max"])
     for number, part in enumerate(batch.split(count)):
         difference = compare_logprobs(part, logprobs[start : start + part.num_tokens])

@@ -1,7 +1,7 @@
 """The engines under check, of one model at one size, and the findings about them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
@@ -65,6 +65,10 @@ class CheckedEngines:
         actor, both = self.config.actor.dtype, {self.config.actor.dtype, self.config.rollout.dtype}
         rollout = LIMITS["float32" if both == {"float32"} else "bfloat16"]
         return LIMITS[actor] | {name: limit for name, limit in rollout.items() if name.startswith("rollout")}
+
+    def list_comparisons(self, kinds: Sequence[str]) -> list[tuple[str, Reference]]:
+        """List the layouts to be compared with HuggingFace, each with what that computed; none where it did not run."""
+        return [(kind, self.reference) for kind in kinds if self.reference]
 
     def call_ranks(self, function: str, *args) -> list:
         return self.actor.call("run", _PROBE + function, *args)

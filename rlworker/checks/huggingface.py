@@ -6,7 +6,7 @@ own loss of one label at a time, in ``tests/rlworker/checks/test_reference.py``.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -131,24 +131,25 @@ def score_tokens(
 
 def probe_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum ``-(advantage * logprob + 0.1 * entropy)`` over the tokens that count: its gradient differs at each."""
-    terms = -(batch.advantages * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
+    terms = -(batch.require_column("advantages") * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
     return terms.sum(), {"loss": terms.sum().detach()}
 
 
 def name_gradients(model: "PreTrainedModel", spec: ModelSpec) -> dict[str, Tensor]:
     """Name what the last backward pass left as the weights are named in the folder; nothing is copied."""
-    return {spec.find_folder_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    parameters = model.named_parameters()
+    return {spec.find_folder_name(name): p.grad for name, p in parameters if p.grad is not None}
 
 
 def make_image_arguments(spec: ModelSpec) -> Arguments:
     """Make what gives each sequence its images; of a model without a vision tower, nothing."""
-    if not spec.vision:
+    if not (vision := spec.vision):
         return lambda one: {}
-    processor = ImageProcessor(spec.folder, spec.vision)
+    processor = ImageProcessor(spec.folder, vision)
 
     def arguments(one: TrainBatch) -> dict[str, Tensor]:
-        ids, images = one.inputs[None], one.images[0]
-        given = {"mm_token_type_ids": (ids == spec.vision.image_token).int(), "attention_mask": torch.ones_like(ids)}
+        ids, images = one.inputs[None], one.images[0] if one.images else ()
+        given = {"mm_token_type_ids": (ids == vision.image_token).int(), "attention_mask": torch.ones_like(ids)}
         if images:
             given["pixel_values"] = torch.cat([processor.patches([image]) for image in images])
             given["image_grid_thw"] = torch.tensor([image.grid for image in images])
@@ -157,7 +158,7 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
     return arguments
 
 
-def _keep_hidden_states(language: torch.nn.Module) -> dict[int, list[Tensor]]:
+def _keep_hidden_states(language: Any) -> dict[int, list[Tensor]]:
     """Watch a decoder: what each layer gives out of every sequence that is run from now on, by its number from 1."""
     states: dict[int, list[Tensor]] = {}
 

@@ -130,9 +130,12 @@ def _import_default(recipe: str) -> Config:
 def _import_file(path: Path) -> ModuleType:
     """Import the module in a file, imported as ``python FILE`` would find what lies beside it, under a name of its
     own."""
-    spec = importlib.util.spec_from_file_location(f"recipe at {path}", path)
+    name = f"recipe at {path}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not spec or not spec.loader:
+        raise ImportError(f"{path} cannot be loaded as a module")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass looks for the types that its fields name
+    sys.modules[name] = module  # where a dataclass looks for the types that its fields name
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module
@@ -161,9 +164,8 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     Args:
         models: of each role of ``config.models``, from ``config.json`` alone.
     """
-    batch = (_describe_rl_batch if isinstance(config, RunConfig) else _describe_supervised_batch)(
-        config
-    ) | _describe_cut(config)
+    batch = _describe_rl_batch(config) if isinstance(config, RunConfig) else _describe_supervised_batch(config)
+    batch |= _describe_cut(config)
     needs = list(_plan_trainers(config, models))
     if isinstance(config, RunConfig):
         needs.append(_plan_rollout(config, models["actor"]))

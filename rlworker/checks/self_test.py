@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import cast
 
 from engines.probes.faults import FAULTS, Fault
 from hardware.attention.faults import collect_faults
@@ -10,7 +11,7 @@ from hardware.platforms import get_platform
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, Finding, list_platform_limits, start_engines
-from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.tiny_models import Tiny, make_tiny_model
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 
@@ -34,7 +35,7 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     collect_faults(platform)
     with running_ray(2 + config.rollout.engines, config.platform):
         for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
-            of_kind = replace(config, model=make_tiny_model(f"{folder}/{kind}", kind))
+            of_kind = replace(config, model=make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind)))
             found += _test_model(of_kind, kind, tell)
     return [*found, *list_platform_limits(platform)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
-    import torch
+    from transformers import PreTrainedModel
 
 TinyVlm = Literal["qwen2_5_vl", "qwen3_vl"]
 Tiny = Literal["qwen2", TinyVlm]
@@ -130,7 +130,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def save_apart(model: torch.nn.Module, folder: str | Path, apart: float = 0.1) -> str:
+def save_apart(model: PreTrainedModel, folder: str | Path, apart: float = 0.1) -> str:
     """Save a fresh model, its biases and norms moved apart: they are born alike, and a swapped pair would go unseen."""
     import torch
 

@@ -6,8 +6,10 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from hardware.platform import list_ray_resources
@@ -34,14 +36,14 @@ def running_ray(workers: int, platform: str) -> Iterator[None]:
     if mine:
         # Ray would otherwise warn at every start about devices that processes without one can see.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        quiet = dict(logging_level="ERROR", log_to_driver=False)
+        quiet: dict[str, Any] = dict(logging_level="ERROR", log_to_driver=False)
         try:
             with _keeping_handler():
                 if os.environ.get("RAY_ADDRESS"):
                     ray.init(**quiet)
                 else:
                     cpus = max(workers, os.cpu_count() or 1)
-                    new = dict(num_cpus=cpus, include_dashboard=False, object_store_memory=2**30)
+                    new: dict[str, Any] = dict(num_cpus=cpus, include_dashboard=False, object_store_memory=2**30)
                     ray.init(address="local", **new, **quiet)
         except Exception as error:  # Ray's own are of the plainest kind
             raise RunError(
@@ -112,7 +114,7 @@ class WorkerFailure(RunError):
 
 
 @contextmanager
-def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle], advice: str = "") -> Iterator[None]:
+def naming_failures(where: str, workers: Mapping[str, ActorHandle], advice: str = "") -> Iterator[None]:
     """Turn a failure of Ray's into a ``WorkerFailure`` that names the worker.
 
     When one rank dies the others fail too, in the collective that it left, and may be heard of first; so every worker
@@ -126,9 +128,9 @@ def naming_failures(where: str, workers: Mapping[str, ray.actor.ActorHandle], ad
         raise WorkerFailure(f"{where}: {died if dead else error}{advice}") from error
 
 
-def _find_dead(workers: Mapping[str, ray.actor.ActorHandle]) -> list[str]:
+def _find_dead(workers: Mapping[str, ActorHandle]) -> list[str]:
     """Find the names of the workers whose process has ended."""
-    asked = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
+    asked: dict[Any, str] = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
     if not asked:
         return []
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)

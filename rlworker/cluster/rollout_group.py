@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.actor import ActorHandle
 
 from engines.batch.samples import Prompt
 from engines.config import VllmConfig
@@ -59,7 +60,7 @@ class Rollouts:
         """Call ``method(*args)`` on every engine; the results in order."""
         return ray.get([getattr(worker, method).remote(*args) for worker in self.workers])
 
-    def name_workers(self) -> dict[str, ray.actor.ActorHandle]:
+    def name_workers(self) -> dict[str, ActorHandle]:
         """List every engine by the name that a message gives it."""
         return {f"rollout engine {i}": worker for i, worker in enumerate(self.workers)}
 

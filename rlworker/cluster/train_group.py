@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
 from engines.batch.schedule import Schedule, plan_schedule
@@ -61,10 +62,10 @@ class WorkerGroup:
             the leaders' results by data-parallel rank.
         """
         # One copy per shard in shared memory, read by all ranks of the replica.
-        shards = [ray.put(shard) for shard in shards]
-        args = [ray.put(argument) for argument in args]
+        parts = [ray.put(shard) for shard in shards]
+        shared = [ray.put(argument) for argument in args]
         calls = [
-            getattr(worker, method).remote(self.name, shards[place["dp_rank"]], *args)
+            getattr(worker, method).remote(self.name, parts[place["dp_rank"]], *shared)
             for worker, place in zip(self.workers, self.places, strict=True)
         ]
         results = ray.get(calls)
@@ -116,7 +117,7 @@ class StartingGroup:
         places = ray.get(self._places)
         return {role.name: WorkerGroup(role, self.platform, self.workers, places) for role in self.roles}
 
-    def name_workers(self) -> dict[str, ray.actor.ActorHandle]:
+    def name_workers(self) -> dict[str, ActorHandle]:
         """List every rank by the name that a message gives it."""
         return {f"{self.name} rank {rank}": worker for rank, worker in enumerate(self.workers)}
 

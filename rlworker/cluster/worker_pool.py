@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from hardware.platform import list_ray_resources
 from hardware.platforms import get_platform
@@ -43,11 +44,12 @@ def keeping_workers() -> Iterator[None]:
     Ray must be up before and stay up until after: its end would end them.
     """
     global _pool
-    before, _pool = _pool, _Pool()
+    before, pool = _pool, _Pool()
+    _pool = pool
     try:
         yield
     finally:
-        pool, _pool = _pool, before
+        _pool = before
         for worker in (worker for workers in pool.idle.values() for worker in workers):
             ray.kill(worker)
 
@@ -57,30 +59,29 @@ def start_workers(kind: type, platform: str, arguments: Sequence[tuple]) -> list
 
     One that was kept is taken where it was started by the same arguments, so that its name in messages stays right.
     """
-    remote_class = ray.remote(kind).options(**get_platform(platform).ray_options)
+    remote_class: Any = ray.remote(kind).options(**get_platform(platform).ray_options)
     keys = [(kind, platform, *further) for further in arguments]
-    if not _pool:
+    pool = _pool
+    if not pool:
         return [remote_class.remote(*key[1:]) for key in keys]
-    workers = [_pool.idle[key].pop() if _pool.idle.get(key) else None for key in keys]
-    _pool.started |= {worker: key for worker, key in zip(workers, keys, strict=True) if worker}
-    _make_room(platform, workers.count(None))
-    for place, key in enumerate(keys):
-        if workers[place] is None:
-            workers[place] = remote_class.remote(*key[1:])
-            _pool.started[workers[place]] = key
+    kept = [pool.idle[key].pop() if pool.idle.get(key) else None for key in keys]
+    pool.started |= {worker: key for worker, key in zip(kept, keys, strict=True) if worker}
+    _make_room(pool, platform, kept.count(None))
+    workers = [worker or remote_class.remote(*key[1:]) for worker, key in zip(kept, keys, strict=True)]
+    pool.started |= zip(workers, keys, strict=True)
     return workers
 
 
-def _make_room(platform: str, count: int) -> None:
+def _make_room(pool: _Pool, platform: str, count: int) -> None:
     """End the kept workers that have no run where Ray could not place ``count`` new ones beside them: those would wait
     for ever."""
-    idle = [(key, worker) for key, workers in _pool.idle.items() for worker in workers]
+    idle = [(key, worker) for key, workers in pool.idle.items() for worker in workers]
     needed = Counter()
-    for name in [platform] * count + [key[1] for key in _pool.started.values()] + [key[1] for key, _ in idle]:
+    for name in [platform] * count + [key[1] for key in pool.started.values()] + [key[1] for key, _ in idle]:
         needed.update(list_ray_resources(get_platform(name)))
     have = ray.cluster_resources()
     if any(need > have.get(resource, 0) for resource, need in needed.items()):
-        _pool.idle.clear()
+        pool.idle.clear()
         for _, worker in idle:
             ray.kill(worker)
 
@@ -91,18 +92,19 @@ def end_workers(workers: Sequence[ActorHandle], keep: bool) -> None:
     Args:
         keep: whether their run ended well; after a failure a worker may hang in a collective, or hold half an update.
     """
-    closed = _close([worker for worker in workers if keep and _pool and worker in _pool.started])
+    pool = _pool or _Pool()
+    closed = _close([worker for worker in workers if keep and worker in pool.started])
     for worker in workers:
-        key = _pool.started.pop(worker, None) if _pool else None
-        if worker in closed:
-            _pool.idle.setdefault(key, []).append(worker)
+        key = pool.started.pop(worker, None)
+        if key and worker in closed:
+            pool.idle.setdefault(key, []).append(worker)
         else:
             ray.kill(worker)
 
 
 def _close(workers: Sequence[ActorHandle]) -> set[ActorHandle]:
     """Close the engines of workers and return those that gave up their engines in time."""
-    closing = {worker.close.remote(): worker for worker in workers}
+    closing: dict[Any, ActorHandle] = {worker.close.remote(): worker for worker in workers}
     done, _ = ray.wait(list(closing), num_returns=len(closing), timeout=_CLOSE_S) if closing else ([], [])
     return {closing[reference] for reference in done if _is_fine(reference)}
 
@@ -110,6 +112,6 @@ def _close(workers: Sequence[ActorHandle]) -> set[ActorHandle]:
 def _is_fine(reference: Any) -> bool:
     try:
         ray.get(reference)
-    except ray.exceptions.RayError:
+    except RayError:
         return False
     return True

@@ -73,7 +73,7 @@ class TrainWorker(_Worker):
 
         self.platform, self.name, self.rank = get_platform(platform), name, rank
         self.engines: dict[str, TrainEngine] = {}
-        self.device = None
+        self.is_prepared = False
         os.environ.update(self.platform.train_env() | {"HF_HUB_OFFLINE": "1"})
 
     def __repr__(self) -> str:  # Ray's messages say it
@@ -81,11 +81,12 @@ class TrainWorker(_Worker):
 
     def prepare(self, after: None) -> None:
         """Import what the engine needs, once. ``after`` is another rank's ``prepare``, which Ray waits for."""
-        if self.device is not None:
+        if self.is_prepared:
             return
         with pausing_collection():
             self.device = self.platform.init_process(self.rank)
             import engines.megatron.engine  # noqa: F401
+        self.is_prepared = True
 
     def find_address(self) -> str:
         """Find ``host:port`` at which this rank can gather the others."""

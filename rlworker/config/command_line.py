@@ -86,7 +86,7 @@ def _show_help(parse: partial, default: Any, following: Sequence[str]) -> None:
     if not section:
         print("sections, whose options --help SECTION shows, such as --help actor:")
         for name, value in sections.items():
-            print(f"  {name:12s}{' '.join(type(value).__doc__.split())}")
+            print(f"  {name:12s}{' '.join((type(value).__doc__ or '').split())}")
     sys.exit(0)
 
 

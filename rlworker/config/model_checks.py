@@ -43,19 +43,20 @@ def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str
 
 def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:
     """Raise ValueError where a model is given other tokens or pixels for an image than the actor, or none."""
-    if model.vision is None and actor.vision is None:
+    seeing = [(spec.folder, spec.vision) for spec in (model, actor) if spec.vision]
+    if not seeing:
         return
-    if model.vision is None or actor.vision is None:
+    if len(seeing) == 1:
         who = "this model" if model.vision is None else "the actor"
         raise ValueError(f"model: {who} cannot see images and the other can; take two of a kind")
-    tokens = (model.banned_tokens, model.vision.image_token), (actor.banned_tokens, actor.vision.image_token)
-    cut = [(spec.vision.patch, spec.vision.merge, spec.vision.temporal_patch) for spec in (model, actor)]
+    tokens = [(vision.banned_tokens, vision.image_token) for _, vision in seeing]
+    cut = [(vision.patch, vision.merge, vision.temporal_patch) for _, vision in seeing]
     if tokens[0] != tokens[1] or cut[0] != cut[1]:
         raise ValueError(
             f"model: {model.folder!r} has image tokens {tokens[0]} and patches {cut[0]}, the actor {tokens[1]} and "
             f"{cut[1]}; take two that agree"
         )
-    own, other = (ImageProcessor(spec.folder, spec.vision).settings for spec in (model, actor))
+    own, other = (ImageProcessor(folder, vision).settings for folder, vision in seeing)
     if apart := sorted(key for key in own | other if own.get(key) != other.get(key)):
         raise ValueError(
             f"model: the image processors in {model.folder!r} and {actor.folder!r} differ in {', '.join(apart)}, so "

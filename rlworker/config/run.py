@@ -103,6 +103,11 @@ class TrainingConfig:
         """The steps of which traces are taken."""
         return parse_steps(self.profile_steps, self.steps)
 
+    @property
+    def num_workers(self) -> int:
+        """Worker processes that the run needs at once."""
+        raise NotImplementedError
+
     def move_to_platform(self, name: PlatformName) -> Self:
         """Move the run to another kind of machine. A recipe that takes its sizes from the machine overrides this."""
         return replace(self, platform=name)

@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -13,6 +13,8 @@ from engines.batch.samples import Image
 from rlworker.config.sections import DataConfig
 from rlworker.data.images import MARKER, ImageReader, refuse_other_fields
 from rlworker.data.sources import find_base_folder, iterate_rows
+
+Item = TypeVar("Item")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -120,7 +122,8 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
         if image_reader:
             own = image_reader.read_row(source, where, data, find_base_folder(path))
             if own:  # what a row holds as bytes is on disk now, and need not be held by every process that sees the row
-                source = source | {data.image_field: [image.path for image in own]}
+                paths: dict[str, Any] = {data.image_field: [image.path for image in own]}
+                source = source | paths
         elif source.get(data.image_field) or _has_images(source[data.prompt_field]):
             raise ValueError(
                 f'{where}: field "{data.image_field}" or the prompt has images, which this model cannot see; take a '
@@ -197,6 +200,7 @@ def _iterate_checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
 
 def _check_fields(where: str, source: dict, data: DataConfig) -> None:
     prompt, answer = source.get(data.prompt_field), source.get(data.answer_field)
+    messages = _list_parts(prompt)
     prompt_place, answer_place = (f'{where}: field "{name}"' for name in (data.prompt_field, data.answer_field))
     if not prompt:
         raise ValueError(
@@ -205,14 +209,14 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
         )
     is_chat = isinstance(prompt, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and _flatten_content(m.get("content")) is not None
-        for m in prompt
+        for m in messages
     )
     if not isinstance(prompt, str) and not is_chat:
         raise ValueError(
             f'{prompt_place} must be text or a list of {{"role": text, "content": text or parts}}, parts being '
             f'{{"type": "text", "text": text}} or {{"type": "image"}}, got {reprlib.repr(prompt)}'
         )
-    if is_chat and any(set(part) - {"type", "text"} for m in prompt for part in _list_parts(m["content"])):
+    if is_chat and any(set(part) - {"type", "text"} for m in messages for part in _list_parts(m["content"])):
         raise ValueError(
             f"{prompt_place} has a part with more than its type and text; an image is named in the field "
             f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone'
@@ -227,8 +231,9 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
             f"{answer_place} must be text, got {type(answer).__name__}, the row has {', '.join(source)}; make it text "
             "or name another field with --data.answer-field"
         )
-    for text in [text for m in prompt for text in (m["role"], _flatten_content(m["content"]))] if is_chat else [prompt]:
-        _check_encodable(prompt_place, text)
+    texts = [text for m in messages for text in (m["role"], _flatten_content(m["content"]))] if is_chat else [prompt]
+    for text in texts:
+        _check_encodable(prompt_place, str(text))
     _check_encodable(answer_place, answer)
 
 
@@ -280,7 +285,7 @@ def _apply_template(messages: list[dict], tokenizer, where: str, data: DataConfi
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
 
 
-def pick_rows(rows: list[Row], count: int, step: int, seed: int) -> list[Row]:
+def pick_rows(rows: list[Item], count: int, step: int, seed: int) -> list[Item]:
     """Pick the ``count`` rows that step ``step`` (from 0) takes.
 
     Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but

@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
+from ray.actor import ActorHandle
+from ray.cloudpickle.cloudpickle_fast import dumps
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -96,7 +99,7 @@ def pickle_reward(reward: RewardFn | BatchRewardFn) -> bytes:
         ValueError: it holds something that cannot be sent to another process.
     """
     try:
-        return ray.cloudpickle.dumps(reward)
+        return dumps(reward)
     except Exception as error:  # whatever an object of the user's raises when it is pickled
         raise ValueError(
             f"reward: {getattr(reward, '__qualname__', reward)!r} cannot be sent to another process "
@@ -124,12 +127,12 @@ class RewardPool:
             output.parent.mkdir(parents=True, exist_ok=True)
         # Progress goes through files, so the workers run where the controller does.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._remote_class = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=here)
+        self._remote_class: Any = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=here)
         self._folder = tempfile.TemporaryDirectory(prefix="rlworker_rewards_")
         self._sent = self._failed_starts = 0
         self.workers = [self._remote_class.remote(*self._arguments) for _ in range(config.workers)]
 
-    def name_workers(self) -> dict[str, ray.actor.ActorHandle]:
+    def name_workers(self) -> dict[str, ActorHandle]:
         """List every worker by the name that a message gives it."""
         return {f"reward worker {i}": worker for i, worker in enumerate(self.workers)}
 
@@ -186,7 +189,7 @@ class RewardPool:
         numbers[0] = -1
         chosen = dict(zip(index[start:end], rows[start:end], strict=True))
         # Pickled here, because Ray's own way with a list of small objects takes three times as long.
-        job = ray.cloudpickle.dumps((texts[start:end], index[start:end], chosen))
+        job = dumps((texts[start:end], index[start:end], chosen))
         return _Part(slot, start, end, path, numbers, self.workers[slot].score.remote(job, path))
 
     def _finish(self, part: "_Part", stalled: bool, bounds: list[int], outcomes) -> list[tuple[int, int]]:
@@ -221,12 +224,12 @@ class RewardPool:
     def _collect_scores(self, outcomes: list[Outcome], texts: Sequence[str], rows: Sequence[Row]) -> Scores:
         failures, examples = Counter(), []
         for outcome, text, row in zip(outcomes, texts, rows, strict=True):
-            if not isinstance(outcome, float):
+            if isinstance(outcome, tuple):
                 kind, message = outcome
                 failures[kind] += 1
                 if failures[kind] <= EXAMPLES:
                     examples.append(RewardFailure(kind, row.prompt, text, message))
-        values = [x if isinstance(x, float) else self.config.default for x in outcomes] if failures else outcomes
+        values = [self.config.default if isinstance(x, tuple) else x for x in outcomes]
         return Scores(values, dict(failures), examples)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import pairwise, repeat, takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from ray import cloudpickle
@@ -66,16 +66,16 @@ class RewardWorker:
             job: pickled texts ``[N]``, row numbers ``[N]`` and rows by number.
         """
         texts, index, rows = cloudpickle.loads(job)
-        numbers, scored = memoryview(np.memmap(path, np.float64, "r+")), 0
+        numbers, scored = cast("memoryview[float]", np.memmap(path, np.float64, "r+").data), 0
         with open(name_failures_file(path), "w", encoding="utf-8") as failures:
             numbers[0] = 0.0
             for count, text, row in self._iterate_calls(texts, index, rows):
                 for place, outcome in enumerate(self._call(text, row, count), scored):
-                    if type(outcome) is float:
-                        numbers[1 + place] = outcome
-                    else:
+                    if isinstance(outcome, tuple):
                         failures.write(json.dumps([place, *outcome]) + "\n")
                         failures.flush()
+                    else:
+                        numbers[1 + place] = outcome
                 scored += count
                 numbers[0] = scored
 
@@ -96,14 +96,14 @@ class RewardWorker:
             finally:
                 self._began = None
         except BaseException as error:  # sys.exit() too is only this call's outcome
-            outcomes = [("raised", _describe(error))] * count
+            outcomes: list[Outcome] = [("raised", _describe(error))] * count
         if self._interrupted:  # whatever the function made of it
             outcomes = [("timeout", f"no end after {self.limit:g} s, {self._interrupted}")] * count
         return outcomes
 
     def _watch(self) -> None:
         """Interrupt the main thread when its call is overdue."""
-        main, tick = threading.main_thread().ident, min(self.limit / 20, 0.1)
+        main, tick = threading.main_thread().ident or 0, min(self.limit / 20, 0.1)
         while True:
             time.sleep(tick)
             if self._is_overdue():
@@ -113,7 +113,7 @@ class RewardWorker:
         began = self._began
         return began is not None and time.monotonic() - began >= self.limit
 
-    def _interrupt(self, _signal: int, frame: FrameType) -> None:
+    def _interrupt(self, _signal: int, frame: FrameType | None) -> None:
         if self._is_overdue():  # the call that the signal was meant for may have ended in between
             self._began = None
             ours = RewardWorker._call.__code__
@@ -153,12 +153,12 @@ def _write_output_to(path: Path) -> None:
     logging.getLogger().setLevel(logging.INFO)
 
 
-def _read_outcomes(returned, count: int) -> list[Outcome]:
+def _read_outcomes(returned: Any, count: int) -> list[Outcome]:
     """Read what a call for ``count`` texts returned as one outcome per text."""
     if type(returned) is float and count == 1 and abs(returned) <= _LARGEST:  # nearly always
         return [returned]
     try:
-        values = [returned] if isinstance(returned, (str, bytes, dict)) else list(returned)
+        values = [returned] if isinstance(returned, (str, bytes, dict)) else list(cast(Any, returned))
     except TypeError:  # a number
         values = [returned]
     if len(values) != count:

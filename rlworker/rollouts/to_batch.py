@@ -72,7 +72,7 @@ def batch_groups(groups: Sequence[Group], vision: VisionSpec | None = None) -> T
 def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:
     """Measure |rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some
     sequences have images, over theirs alone as well."""
-    difference = (batch.rollout_logprobs - logprobs)[batch.mask].abs()
+    difference = (batch.require_column("rollout_logprobs") - logprobs)[batch.mask].abs()
     found = {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
     if batch.images and any(batch.images):
         own = difference[batch.repeat_per_token(torch.tensor([bool(images) for images in batch.images]))[batch.mask]]

@@ -107,17 +107,18 @@ def _set_layout(figure: Figure, title: str, **options) -> Figure:
 def _draw_curves(title: str, lines: list[dict], names: dict[str, str], scale: str) -> Figure | None:
     from plotly.graph_objects import Figure
 
-    figure = Figure()
+    figure, drawn = Figure(), 0
     for name, label in names.items():
         points = [(line["step"], line[name]) for line in lines if name in line]
         if points:
             steps, values = zip(*points)
             few = len(points) < len(lines) / 2
             figure.add_scatter(x=steps, y=values, name=label, mode="lines+markers" if few else "lines")
-    if not figure.data:
+            drawn += 1
+    if not drawn:
         return None
     figure.update_yaxes(type=scale, exponentformat="e" if scale == "log" else "none")
-    return _set_layout(figure, title, showlegend=len(figure.data) > 1)
+    return _set_layout(figure, title, showlegend=drawn > 1)
 
 
 def _draw_time_split(steps: list[dict]) -> Figure | None:

@@ -146,7 +146,7 @@ class RunFolder:
         kept = [line for line in lines if state and _read_step(line) <= state["step"]]
         cut = len(lines) - len(kept)
         if state:
-            text = f"run: goes on from step {state['step']} ({newest.relative_to(self.path)})"
+            text = f"run: goes on from step {state['step']} ({Path(state['folder']).relative_to(self.path)})"
             text += f"; {cut} lines of metrics.jsonl are of later steps, which come again" if cut else ""
         else:
             text = f"run: begins again at step 0, since {self.path} has no checkpoint"

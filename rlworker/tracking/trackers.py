@@ -100,7 +100,7 @@ def _open_wandb(run: TrackedRun) -> Tracker:
 
 def _open_mlflow(run: TrackedRun) -> Tracker:
     """Open a run in ``run_dir/mlflow``, or where MLFLOW_TRACKING_URI says; other MLFLOW_ variables are heeded too."""
-    import mlflow
+    import mlflow  # pyright: ignore[reportMissingImports]  an extra of its own, in no list of pins
     from accelerate.tracking import MLflowTracker
 
     kept = run.folder / "mlflow" / "run_id"

@@ -44,7 +44,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
                 tell_start("Ray is up")
                 rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
                 trainer = building.result()
-            trainer.rollouts = rollouts
+            trainer.starting_rollouts = rollouts
         except ValueError as error:
             sys.exit(f"error: {error}")
         with trainer:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from engines.batch.batch import TrainBatch
-from engines.batch.shard import Outputs
+from engines.batch.shard import Outputs, get_logprobs, get_values
 from engines.interfaces import LossFn
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_group_size, configure_advantage
 from rlworker.algorithms.losses import Aggregation, configure_loss, token_mean, value_loss
@@ -37,7 +37,7 @@ MOST_EMPTY_STEPS = 10
 """Steps in a row without a group to learn from, at which a run ends."""
 
 
-class Trainer(Run):
+class Trainer(Run[RunConfig]):
     """A run of rollouts and updates, used as ``Run`` says.
 
     Args:
@@ -89,14 +89,14 @@ class Trainer(Run):
         self.value_loss = partial(value_loss, clip=critic.clip)
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.version = self.empty_steps = 0
-        self.rollouts: Rollouts | None = None
+        self.starting_rollouts: Rollouts | None = None
 
     # -- engines
 
     def start_engines(self, clock: StepClock) -> None:
-        """Start every engine at the same time. ``rollouts`` may be on their way already."""
+        """Start every engine at the same time. ``starting_rollouts`` are on their way already."""
         config = self.config
-        rollouts = self.start_processes(self.rollouts or Rollouts(config.platform, config.rollout.engines))
+        rollouts = self.start_processes(self.starting_rollouts or Rollouts(config.platform, config.rollout.engines))
         rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
         trainers = [self.start_processes(StartingGroup(*group)) for group in self._list_groups()]
         with self._phase(clock, "start_trainers"):
@@ -146,7 +146,7 @@ class Trainer(Run):
             batch = self._add_logprobs(batch)
         if self.critic:
             with self._phase(clock, "values"):
-                batch = replace(batch, values=self.critic.forward(batch).values)
+                batch = replace(batch, values=get_values(self.critic.forward(batch)))
         batch = self._add_advantages(batch)
         self._warn_of_no_signal(batch, metrics)
         with self._phase(clock, "update"):
@@ -191,7 +191,7 @@ class Trainer(Run):
     def _warn_of_no_signal(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
         if metrics["zero_variance_groups"] == metrics["groups"] and not self.critic:
             self._warn("no group has two different rewards: group-relative advantages are 0 in the next step")
-        elif not batch.advantages[batch.mask].any():
+        elif not batch.require_column("advantages")[batch.mask].any():
             self._warn("every advantage is 0: the rewards teach nothing in the next step")
 
     def _add_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
@@ -205,9 +205,9 @@ class Trainer(Run):
         """Add the logprobs of the rollout's weights and of the reference, where the update will not make them
         itself."""
         if self.config.algorithm.mini_batches > 1 or self._critic_warms_up:
-            batch = replace(batch, old_logprobs=self.actor.forward(batch).logprobs)
+            batch = replace(batch, old_logprobs=get_logprobs(self.actor.forward(batch)))
         if self.reference:
-            batch = replace(batch, ref_logprobs=self.reference.forward(batch).logprobs)
+            batch = replace(batch, ref_logprobs=get_logprobs(self.reference.forward(batch)))
         return add_kl_penalty(batch, self.kl_in_reward) if self.kl_in_reward else batch
 
     def _add_advantages(self, batch: TrainBatch) -> TrainBatch:
@@ -239,9 +239,10 @@ class Trainer(Run):
             metrics, outputs = self._update_group(self.actor, mini, self.loss, self.aggregation)
             parts[-1] |= metrics
             if logprobs is None:
-                logprobs = outputs.logprobs
+                logprobs = get_logprobs(outputs)
                 self._check_difference(where, compare_logprobs(batch, logprobs))
-        return step_metrics.average_mini_batches(parts) | compare_logprobs(batch, logprobs)
+        means = step_metrics.average_mini_batches(parts)
+        return means if logprobs is None else means | compare_logprobs(batch, logprobs)
 
     def _update_group(
         self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, aggregation: Aggregation, prefix: str = ""
@@ -282,7 +283,7 @@ class Trainer(Run):
             self.sampler.make_sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
         )
         batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
-        logprobs = self.actor.forward(batch).logprobs
+        logprobs = get_logprobs(self.actor.forward(batch))
         self._check_difference(f"after sync {self.version}", compare_logprobs(batch, logprobs))
 
     # -- checkpoints

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from ray.actor import ActorHandle
 
@@ -33,6 +33,7 @@ from rlworker.trainers.rejected_step import refuse_step
 from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
+Config = TypeVar("Config", bound=TrainingConfig)
 Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
@@ -41,7 +42,7 @@ _BETWEEN_STEPS = ("evaluate", "save", "restore")
 """Phases that belong to the last step that was done rather than to the one that runs."""
 
 
-class Run:
+class Run(Generic[Config]):
     """A run that trains, around its steps.
 
     Everything that a user can get wrong is checked when this is built; ``start`` then starts the engines, and ``fit``
@@ -63,12 +64,16 @@ class Run:
     """Metrics that the terminal shows of a step."""
     score: Score
     """The measure of how well the held-out rows are answered."""
+    has_begun = False
+    """Whether the engines are there, and the run is taken up or begun."""
+    log: RunLog
+    """Where metrics and samples go, once the run has begun."""
     tokenizer: Any
     """The tokenizer of the model that is trained."""
 
     def __init__(
         self,
-        config: TrainingConfig,
+        config: Config,
         folder: RunFolder | None = None,
         stop: Stop | None = None,
         trackers: Sequence[Tracker] = (),
@@ -82,7 +87,6 @@ class Run:
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
         self.processes: list[Rollouts | StartingGroup | RewardPool] = []
-        self.log: RunLog | None = None
 
     # -- what kinds of runs differ in
 
@@ -137,7 +141,8 @@ class Run:
     def start_processes(self, processes: Processes) -> Processes:
         """Let processes end with this run, and be named where they fail."""
         self.processes.append(processes)
-        return self.running.enter_context(processes)
+        self.running.enter_context(processes)
+        return processes
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """Return every process of the run by the name that a message gives it."""
@@ -166,6 +171,7 @@ class Run:
         self.log = self.running.enter_context(
             RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line)
         )
+        self.has_begun = True
         LOGGER.info(text)
         if (platform := get_platform(config.platform)).proven != "executed":
             LOGGER.info(f"NOTE platform: {describe(platform)}")
@@ -262,13 +268,13 @@ class Run:
     def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
         """Time a phase on the clock, in which a worker that fails is named."""
         step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
-        where = f"step {step}, phase {name}" if self.log else f"phase {name}"
-        advice = ". What was saved is whole: go on from it with --resume" if self.log else ""
+        where = f"step {step}, phase {name}" if self.has_begun else f"phase {name}"
+        advice = ". What was saved is whole: go on from it with --resume" if self.has_begun else ""
         with clock.phase(name), naming_failures(where, self.name_workers(), advice), self._tracing(step, name):
             yield
 
     def _tracing(self, step: int, phase: str) -> AbstractContextManager[None]:
-        if not self.log or step not in self.config.profiled_steps:
+        if not self.has_begun or step not in self.config.profiled_steps:
             return nullcontext()
         engines = [each for each in self.processes if isinstance(each, StartingGroup | Rollouts)]
         workers = {name: worker for each in engines for name, worker in each.name_workers().items()}

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from engines.batch.batch import TrainBatch
+from engines.batch.shard import get_logprobs
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.algorithms.losses import sft_loss
@@ -25,7 +26,7 @@ from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
 
-class SftTrainer(Run):
+class SftTrainer(Run[SftConfig]):
     """A run of supervised training, used as ``Run`` says.
 
     Args:
@@ -87,7 +88,7 @@ class SftTrainer(Run):
         with self._phase(clock, "evaluate"):
             for start in range(0, len(self.heldout), each):  # a few at a time: all of them need not fit into memory
                 batch = to_batch(self.heldout[start : start + each], self.model.vision)
-                total += float(self.group.forward(batch).logprobs[batch.mask].sum())
+                total += float(get_logprobs(self.group.forward(batch))[batch.mask].sum())
                 tokens += int(batch.mask.sum())
         return {"heldout_loss": -total / tokens} | clock.seconds
 

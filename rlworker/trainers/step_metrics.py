@@ -47,7 +47,7 @@ def measure_batch(batch: TrainBatch) -> dict[str, float]:
     if batch.penalties is not None:
         metrics["penalty"] = float(batch.penalties[batch.mask].mean())
     if batch.values is not None:  # how much of the returns the critic knew before the update
-        returns, values = batch.returns[batch.mask], batch.values[batch.mask]
+        returns, values = batch.require_column("returns")[batch.mask], batch.values[batch.mask]
         metrics["explained_variance"] = 1 - _compute_variance(returns - values) / max(_compute_variance(returns), 1e-8)
         metrics["value_mean"] = float(values.mean())
     return metrics

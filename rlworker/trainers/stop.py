@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -23,14 +24,14 @@ class Stop:
     folder is made to bear, but within a second and without leaving anybody behind.
 
     Attributes:
-        signal: the first that came.
+        signal: the number of the first that came; 0 before.
         in_hand: what is worth finishing, in words; empty where nothing is.
     """
 
     def __init__(self):
-        self.signal: int | None = None
+        self.signal = 0
         self.in_hand = ""
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():  # Python lets no other ask for signals
@@ -49,11 +50,11 @@ class Stop:
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self.signal is None and self.in_hand:
+        if not self.signal and self.in_hand:
             self.signal = number
             _say(f"{name}: finishing {self.in_hand}, then the run is saved and ends; once more ends it at once")
             return
-        again = self.signal is not None
+        again = bool(self.signal)
         self.signal = self.signal or number
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)

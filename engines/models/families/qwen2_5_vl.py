@@ -15,7 +15,7 @@ def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
     block |= linear("attn.qkv", 3 * width, width) | linear("attn.proj", width, width)
     block |= linear("mlp.gate_proj", ffn, width) | linear("mlp.up_proj", ffn, width)
     block |= linear("mlp.down_proj", width, ffn)
-    shapes = {"patch_embed.proj.weight": (width, *vision.patch_shape)}
+    shapes: dict[str, tuple[int, ...]] = {"patch_embed.proj.weight": (width, *vision.patch_shape)}
     for layer in range(vision.depth):
         shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
     shapes["merger.ln_q.weight"] = (width,)
