@@ -17,9 +17,9 @@ def refuse_shared_devices(key: str | None, group: dist.ProcessGroup) -> None:
     """
     if key is None:
         return
-    store = dist.PrefixStore("device_key", group.get_group_store())
-    store.set(str(group.rank()), key)
-    keys = [store.get(str(rank)).decode() for rank in range(group.size())]
+    store = group.get_group_store()
+    store.set(f"device_key/{group.rank()}", key)
+    keys = [store.get(f"device_key/{rank}").decode() for rank in range(group.size())]
     if sharing := [rank for rank, other in enumerate(keys) if keys.count(other) > 1]:
         shared = ", ".join(sorted({keys[rank] for rank in sharing}))
         raise RuntimeError(

@@ -158,9 +158,11 @@ class Platform(Protocol):
     def deterministic_env(self) -> dict[str, str]:
         """Environment in which a training process repeats its numbers, beside torch's deterministic algorithms; set
         before it computes anything or talks to other ranks."""
+        ...
 
     def build_profiler(self) -> Profiler:
         """What records the operators of this process and of its device."""
+        ...
 
     def rollout_env(self) -> dict[str, str]:
         """Environment of a vLLM process, set before vllm is imported."""

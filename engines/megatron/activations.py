@@ -149,7 +149,7 @@ def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, tra
     rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are
     held for all of a replica's tokens by each rank: as they are made, gathered, and as they are merged.
     """
-    vision, size = model.vision, get_itemsize(config.dtype)
+    vision, size = model.require_vision(), get_itemsize(config.dtype)
     gated = vision.tower.gated
     whole = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * FP32 * vision.width * gated
     if not trainable or "vision" in config.freeze:

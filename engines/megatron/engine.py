@@ -49,7 +49,7 @@ def init_distributed(platform: Platform, config: MegatronConfig, rank: int, addr
     dist.init_process_group(
         platform.dist_backend, init_method=f"tcp://{address}", rank=rank, world_size=config.ranks, timeout=timeout
     )
-    refuse_shared_devices(platform.device_key(), dist.group.WORLD)
+    refuse_shared_devices(platform.device_key(), cast(dist.ProcessGroup, dist.group.WORLD))
     mpu.initialize_model_parallel(
         config.tp,
         config.pp,

@@ -82,8 +82,8 @@ class Layout:
         # Both kinds have the same flat slots: a row of bshd is a sequence, thd has all of them in one row.
         rows = len(lengths) if kind == "bshd" else 1
         shape = rows, int(padded.sum()) // cp // rows
-        slots, tokens = to_device(indices, device), None if tokens is None else to_device(tokens, device)
-        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, slots, tokens)
+        indices, tokens = to_device(indices, device), None if tokens is None else to_device(tokens, device)
+        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, indices, tokens)
 
     @property
     def num_valid(self) -> int:

@@ -25,12 +25,13 @@ def attend_groups(query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule
 def _attend_bshd(query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule, scale: float) -> Tensor:
     if plan.key_index is not None:
         key, value = (x.index_select(0, plan.key_index) for x in (key, value))
-    out = _sdpa(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), plan.groups[0].masks[rule], scale)
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, h, s, d]
+    out = _sdpa(query, key, value, plan.groups[0].masks[rule], scale)
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def _attend_thd(query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule, scale: float) -> Tensor:
-    if plan.query_index is not None:
+    if plan.query_index is not None and plan.key_index is not None:
         query = query.index_select(0, plan.query_index)
         key, value = (x.index_select(0, plan.key_index) for x in (key, value))
     query_sizes = [g.rows * g.queries for g in plan.groups]
@@ -39,8 +40,8 @@ def _attend_thd(query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: 
     for group, q, k, v in zip(
         plan.groups, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
     ):
-        rows = (x.unflatten(0, (group.rows, -1)).transpose(1, 2) for x in (q, k, v))  # [rows, h, len, d]
-        outs.append(_sdpa(*rows, group.masks[rule], scale).transpose(1, 2).flatten(0, 1).flatten(1))
+        q, k, v = (x.unflatten(0, (group.rows, -1)).transpose(1, 2) for x in (q, k, v))  # [rows, h, len, d]
+        outs.append(_sdpa(q, k, v, group.masks[rule], scale).transpose(1, 2).flatten(0, 1).flatten(1))
     out = torch.cat(outs)
     return out if plan.slot_row is None else out.index_select(0, plan.slot_row)
 

@@ -1,6 +1,7 @@
 """Core attention of the CUDA platforms: ``varlen_attn``, told its lengths, window and scale at every call."""
 
 import inspect
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn.attention import varlen
@@ -24,13 +25,13 @@ class CudaAttention(CoreAttention):
         if query.dim() == 3:
             return self._attend_pack(query, key, value, plan.calls[rule]).flatten(1)
         slots, rows = query.shape[:2]
-        pack = (_rows_end_to_end(x, slots) for x in (query, key, value))
-        out = self._attend_pack(*pack, plan.calls[rule]).flatten(1)
+        query, key, value = (_rows_end_to_end(x, slots) for x in (query, key, value))
+        out = self._attend_pack(query, key, value, plan.calls[rule]).flatten(1)
         return out.unflatten(0, (rows, slots)).transpose(0, 1).contiguous()
 
     def _attend_pack(self, query: Tensor, key: Tensor, value: Tensor, calls: RuleCalls) -> Tensor:
         out = self._call(query, key, value, calls.base)
-        if calls.opened is None:
+        if calls.opened is None or calls.slots is None:
             return out
         opened = self._call(query, key, value, calls.opened)
         return out.index_copy(0, calls.slots, opened if calls.rows is None else opened.index_select(0, calls.rows))
@@ -40,8 +41,8 @@ class CudaAttention(CoreAttention):
             query = query.index_select(0, call.query_index)
         if call.key_index is not None:
             key, value = (x.index_select(0, call.key_index) for x in (key, value))
-        grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_FOR_GROUPS else {}
-        return varlen.varlen_attn(
+        grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_FOR_GROUPS else {}
+        out = varlen.varlen_attn(
             query,
             key,
             value,
@@ -53,6 +54,7 @@ class CudaAttention(CoreAttention):
             window_size=call.window_size,
             **grouped,
         )
+        return cast(Tensor, out)  # a pair where lse is asked for, too
 
 
 def _rows_end_to_end(x: Tensor, slots: int) -> Tensor:

@@ -21,7 +21,38 @@ NOT_COVERED = (
 """What a check that passes against the emulated kernels does not speak of."""
 
 
-class CudaPlatform:
+class _CudaAttention:
+    """Lowering and core attention, which the emulated platform has too."""
+
+    attention_backends = ("torch_varlen", "torch_sdpa")
+    varlen_types: tuple[str, ...] = ("bfloat16", "float16")
+    max_pack_sequences = None
+
+    def layer_spec(self, config):
+        from hardware.cuda.attention import CudaAttention
+        from hardware.megatron.layers import layer_spec
+
+        return layer_spec(config, CudaAttention)
+
+    def attention_inputs(self, spec, rotary, override=()):
+        from hardware.cpu.attention_plan import attention_inputs as grouped
+        from hardware.cuda.attention_plan import attention_inputs as varlen
+        from hardware.cuda.kernel_call import HEAD_UNIT, MAX_HEAD
+
+        head, dtype = rotary[0].shape[-1], str(rotary[0].dtype).removeprefix("torch.")
+        takes = dtype in self.varlen_types and head <= MAX_HEAD and head % HEAD_UNIT == 0
+        backend = "torch_varlen" if takes else "torch_sdpa"
+        for rule in set(spec.rules):
+            find_backend((backend,), spec.kind, spec.cp, rule, override)
+        return varlen(spec, rotary) if takes else grouped(spec, rotary)
+
+    def faults(self):
+        from hardware.cuda.faults import faults
+
+        return faults()
+
+
+class CudaPlatform(_CudaAttention):
     """Runs Megatron-core over nccl, with ``varlen_attn`` in bf16 and fp16 and SDPA for all else."""
 
     name = "cuda"
@@ -32,9 +63,6 @@ class CudaPlatform:
     node = Node(devices=8, device_gb=80)
     dist_backend = "nccl"
     ray_options: ClassVar[dict] = {"num_cpus": 1, "num_gpus": 1}
-    attention_backends = ("torch_varlen", "torch_sdpa")
-    varlen_types = ("bfloat16", "float16")
-    max_pack_sequences = None
     # torch's fused rms_norm; flash attention's backward expands dk and dv to all heads and sums dq in fp32.
     kernel_memory = KernelMemory(fuses_norms=True, expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128)
     repeats = False
@@ -59,31 +87,8 @@ class CudaPlatform:
 
         return str(torch.cuda.get_device_properties(0).uuid)
 
-    def layer_spec(self, config):
-        from hardware.cuda.attention import CudaAttention
-        from hardware.megatron.layers import layer_spec
-
-        return layer_spec(config, CudaAttention)
-
-    def attention_inputs(self, spec, rotary, override=()):
-        from hardware.cpu.attention_plan import attention_inputs as grouped
-        from hardware.cuda.attention_plan import attention_inputs as varlen
-        from hardware.cuda.kernel_call import HEAD_UNIT, MAX_HEAD
-
-        head, dtype = rotary[0].shape[-1], str(rotary[0].dtype).removeprefix("torch.")
-        takes = dtype in self.varlen_types and head <= MAX_HEAD and head % HEAD_UNIT == 0
-        backend = "torch_varlen" if takes else "torch_sdpa"
-        for rule in set(spec.rules):
-            find_backend((backend,), spec.kind, spec.cp, rule, override)
-        return varlen(spec, rotary) if takes else grouped(spec, rotary)
-
     def around_forward(self, inputs):
         return contextlib.nullcontext()
-
-    def faults(self):
-        from hardware.cuda.faults import faults
-
-        return faults()
 
     def driver_env(self) -> dict[str, str]:
         return {}
@@ -119,7 +124,7 @@ class CudaPlatform:
         }
 
 
-class EmulatedCudaPlatform(CpuPlatform):
+class EmulatedCudaPlatform(_CudaAttention, CpuPlatform):
     """CUDA's lowering and core attention on a CPU: the kernels are emulated, the rest is the CPU platform.
 
     fp32 stands for bf16, so that results can be compared with others to rounding.
@@ -130,13 +135,7 @@ class EmulatedCudaPlatform(CpuPlatform):
     not_covered = NOT_COVERED
     proven = "emulated"
     stand_in = "cuda-emulated"
-    attention_backends = CudaPlatform.attention_backends
     varlen_types = (*CudaPlatform.varlen_types, "float32")
-    max_pack_sequences = CudaPlatform.max_pack_sequences
-
-    layer_spec = CudaPlatform.layer_spec
-    attention_inputs = CudaPlatform.attention_inputs
-    faults = CudaPlatform.faults
 
     def init_process(self, local_rank: int):
         from hardware.cuda.emulator.operator import install

@@ -38,7 +38,8 @@ class FusedAdam(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         group["step"] += 1
-        for columns in _slices((p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params):
+        rows = ((p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params)
+        for columns in _slices(cast(Iterable[tuple[Tensor, ...]], rows)):
             self._step_slice(group, *columns)
 
     def _step_slice(

@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -46,15 +46,15 @@ CPU = Runtime(
 
 @dataclass(frozen=True)
 class Shim:
-    """One patch. ``apply`` installs it for a runtime and returns the function that removes it.
+    """One patch. ``apply`` installs it for a ``Runtime`` and returns the function that removes it.
 
     Attributes:
-        on_cuda: CUDA needs it too; it asks nothing of the runtime.
+        on_cuda: CUDA needs it too, where the runtime is None; it asks nothing of it.
     """
 
     name: str
     reason: str
-    apply: Callable[[Runtime | None], Undo]
+    apply: Callable[[Any], Undo]
     on_cuda: bool = False
 
 
@@ -155,7 +155,7 @@ def _gradient_norm(_: Runtime | None) -> Undo:
         return lambda: None  # TransformerEngine's or Apex's, which is one kernel
 
     def norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
-        return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
+        return torch.stack(cast(Any, torch)._foreach_norm(tensor_lists[0])).norm().reshape(1), None
 
     return _replace(clip_grads, "l2_norm_impl", norm)
 

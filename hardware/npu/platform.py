@@ -124,7 +124,7 @@ class NpuPlatform(_NpuAttention):
         return {"HCCL_DETERMINISTIC": os.environ.get("HCCL_DETERMINISTIC", "true")}
 
     def build_profiler(self):
-        import torch_npu
+        import torch_npu  # pyright: ignore[reportMissingImports]  it is installed on an NPU's machine alone
 
         return torch_npu.profiler.profile()
 

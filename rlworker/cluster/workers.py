@@ -53,7 +53,8 @@ class _Worker:
         self._tracer.begin(phase)
 
     def end_trace(self, path: str) -> None:
-        self._tracer.end(path)
+        if self._tracer:
+            self._tracer.end(path)
         self._tracer = None
 
     def _note_work(self) -> None:

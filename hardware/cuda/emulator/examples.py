@@ -27,9 +27,9 @@ def example_call(device: torch.device | str = "cpu", dtype: torch.dtype = torch.
     )
 
 
-def examples(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> dict[str, tuple[dict, dict]]:
+def examples(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> dict[str, tuple[dict, ...]]:
     """Requirement -> changes to ``example_call`` that break it, and changes that keep it."""
-    on = dict(device=device, dtype=dtype)
+    on: dict[str, Any] = dict(device=device, dtype=dtype)
     elsewhere = "meta" if torch.device(device).type == "cpu" else "cpu"
     bounds = _bounds(3, 5, device=device)
     query = _draw(8, HEADS, **on)

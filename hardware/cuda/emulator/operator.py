@@ -26,8 +26,8 @@ def install() -> None:
 
 
 def _call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, scale, seqused_k=None, block_table=None):
-    window = tuple(window_size or (-1, -1))
-    rest = window, scale, seqused_k, block_table, STANDS_FOR_16_BITS
+    before, after = window_size or (-1, -1)
+    rest = (before, after), scale, seqused_k, block_table, STANDS_FOR_16_BITS
     return Call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *rest)
 
 

@@ -40,18 +40,18 @@ def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return call.query, call.key, call.value
 
 
-REQUIREMENTS = (
-    Requirement("head_num", _H, lambda c: c.head_num > 0, lambda c: f"head_num must be above 0, got {c.head_num}"),
-    Requirement(
+_Rule = Requirement[Call]
+
+REQUIREMENTS: tuple[_Rule, ...] = (
+    _Rule("head_num", _H, lambda c: c.head_num > 0, lambda c: f"head_num must be above 0, got {c.head_num}"),
+    _Rule(
         "rank",
         _H,
         lambda c: all(x.dim() in (3, 4) for x in _tensors(c)),
         lambda c: f"query, key and value have 3 or 4 dimensions, got {[x.dim() for x in _tensors(c)]}",
     ),
-    Requirement(
-        "keep_prob", _H, lambda c: 0 < c.keep_prob <= 1, lambda c: f"keep_prob is in (0, 1], got {c.keep_prob}"
-    ),
-    Requirement(
+    _Rule("keep_prob", _H, lambda c: 0 < c.keep_prob <= 1, lambda c: f"keep_prob is in (0, 1], got {c.keep_prob}"),
+    _Rule(
         "input_layout",
         _H,
         lambda c: c.input_layout in LAYOUTS,
@@ -60,76 +60,76 @@ REQUIREMENTS = (
             f"{c.input_layout!r}"
         ),
     ),
-    Requirement(
+    _Rule(
         "layout rank",
         _T,
         lambda c: all(x.dim() == len(c.input_layout) for x in _tensors(c)),
         lambda c: f"{c.input_layout} has {len(c.input_layout)} dimensions, got {[x.dim() for x in _tensors(c)]}",
     ),
-    Requirement(
+    _Rule(
         "softmax_layout",
         _H,
         lambda c: c.softmax_layout == "" or (c.softmax_layout == "TND" and c.packed),
         lambda c: f"softmax_layout is '', or 'TND' with input_layout TND, got {c.softmax_layout!r}",
     ),
-    Requirement(
+    _Rule(
         "sparse_mode",
         _H,
         lambda c: c.sparse_mode in ((0, 1, 2, 3, 4, 6, 7, 8) if c.packed else range(7)),
         lambda c: f"sparse_mode is 0 to 6, in TND 0 to 4 or 6 to 8, got {c.sparse_mode}",
     ),
-    Requirement(
+    _Rule(
         "lengths given",
         _H,
         lambda c: not c.packed or len(c.actual_seq_qlen or ()) == len(c.actual_seq_kvlen or ()) > 0,
         lambda c: "TND needs actual_seq_qlen and actual_seq_kvlen, equally many",
     ),
-    Requirement(
+    _Rule(
         "lengths unasked",
         _H,
         lambda c: c.packed or not (c.actual_seq_qlen or c.actual_seq_kvlen),
         lambda c: f"lengths were given with {c.input_layout}, which then runs the kernel of packs on rows",
         silent=True,
     ),
-    Requirement(
+    _Rule(
         "dtype",
         _D,
         lambda c: c.query.dtype in _TYPES and c.query.dtype == c.key.dtype == c.value.dtype,
         lambda c: f"query, key and value are all fp16, bf16 or fp32, got {[x.dtype for x in _tensors(c)]}",
     ),
-    Requirement("padding_mask", _D, lambda c: c.padding_mask is None, lambda c: "padding_mask is not supported"),
-    Requirement(
+    _Rule("padding_mask", _D, lambda c: c.padding_mask is None, lambda c: "padding_mask is not supported"),
+    _Rule(
         "query heads",
         _T,
         heads_match,
         lambda c: f"head_num {c.head_num} is not that of a {c.input_layout} query of shape {tuple(c.query.shape)}",
     ),
-    Requirement(
+    _Rule(
         "sizes alike",
         _D,
         sizes_are_alike,
         lambda c: f"tokens, heads or sequences differ: {[tuple(x.shape) for x in _tensors(c)]}",
     ),
-    Requirement(
+    _Rule(
         "something to attend",
         _D,
         lambda c: min(x.numel() for x in _tensors(c)) > 0,
         lambda c: f"a sequence has at least one token, got {[tuple(x.shape) for x in _tensors(c)]}",
     ),
-    Requirement(
+    _Rule(
         "head size",
         _D,
         lambda c: 1 <= c.head_dim <= 768 and dims_are_alike(c),
         lambda c: f"heads are 1 to 768 wide, alike in query and key, no wider in value, got {c.head_dim}",
     ),
-    Requirement(
+    _Rule(
         "grouped heads",
         _D,
         lambda c: c.kv_heads > 0 and c.head_num % c.kv_heads == 0,
         lambda c: f"{c.head_num} query heads are no multiple of {c.kv_heads} key heads",
     ),
-    Requirement("most heads", _D, lambda c: c.head_num <= 256, lambda c: f"at most 256 heads, got {c.head_num}"),
-    Requirement(
+    _Rule("most heads", _D, lambda c: c.head_num <= 256, lambda c: f"at most 256 heads, got {c.head_num}"),
+    _Rule(
         "lengths cumulative",
         _D,
         lambda c: not c.packed or lengths_are_cumulative(c),
@@ -141,21 +141,21 @@ REQUIREMENTS = (
         ),
         silent=True,
     ),
-    Requirement(
+    _Rule(
         "most sequences",
         _D,
         lambda c: len(c.query_lengths) <= (MAX_PACK_SEQUENCES if c.packed else 2**21),
         lambda c: f"a pack holds at most {MAX_PACK_SEQUENCES} sequences, a batch 2 M, got {len(c.query_lengths)}",
     ),
-    Requirement("most tokens", _D, is_small_enough, lambda c: "a sequence, or a pack, has at most 1 M tokens"),
-    Requirement(
+    _Rule("most tokens", _D, is_small_enough, lambda c: "a sequence, or a pack, has at most 1 M tokens"),
+    _Rule(
         "scale",
         _D,
         lambda c: c.scale != 1.0 or c.head_dim == 1,
         lambda c: f"scale is 1.0, its default, with heads of {c.head_dim}: 1 / sqrt(d) is for the caller to pass",
         silent=True,
     ),
-    Requirement(
+    _Rule(
         "mask given",
         _D,
         lambda c: (
@@ -168,19 +168,19 @@ REQUIREMENTS = (
         ),
         silent=True,
     ),
-    Requirement(
+    _Rule(
         "mask type",
         _D,
         lambda c: c.atten_mask is None or c.atten_mask.dtype in (torch.bool, torch.uint8),
         lambda c: f"atten_mask is bool or uint8, got {c.atten_mask.dtype}",
     ),
-    Requirement(
+    _Rule(
         "mask shape",
         _D,
         has_mask_shape,
         lambda c: f"atten_mask is one of {sorted(mask_shapes(c))}, got {tuple(c.atten_mask.shape)}",
     ),
-    Requirement(
+    _Rule(
         "compressed mask shape",
         _D,
         has_compressed_shape,
@@ -189,7 +189,7 @@ REQUIREMENTS = (
             f"{tuple(c.atten_mask.shape)}"
         ),
     ),
-    Requirement(
+    _Rule(
         "compressed mask content",
         _D,
         has_compressed_content,
@@ -199,32 +199,32 @@ REQUIREMENTS = (
         ),
         silent=True,
     ),
-    Requirement(
+    _Rule(
         "prefix",
         _D,
         lambda c: c.sparse_mode not in (5, 6) or len(c.prefix or ()) == len(c.query_lengths),
         lambda c: f"sparse_mode {c.sparse_mode} needs the prefix of each of {len(c.query_lengths)} sequences",
     ),
-    Requirement(
+    _Rule(
         "prefix range",
         _D,
         lambda c: c.sparse_mode not in (5, 6) or prefixes_are_in_range(c),
         lambda c: f"at most 32 prefixes, each of max(0, Skv - Sq) to Skv tokens, got {c.prefix}",
     ),
-    Requirement(
+    _Rule(
         "prefix mask content",
         _D,
         full_mask_is_the_prefix,
         lambda c: "the mask of sparse_mode 5 is not bottom-right causal with the prefix opened",
         silent=True,
     ),
-    Requirement(
+    _Rule(
         "negative limits",
         _D,
         limits_leave_something,
         lambda c: f"sparse_mode 0: pre_tockens {c.pre_tockens} and next_tockens {c.next_tockens} leave the matrix",
     ),
-    Requirement(
+    _Rule(
         "mask within band",
         _D,
         mask_is_within_band,
@@ -234,7 +234,7 @@ REQUIREMENTS = (
         ),
         silent=True,
     ),
-    Requirement(
+    _Rule(
         "band",
         _D,
         band_is_not_empty,
@@ -242,7 +242,7 @@ REQUIREMENTS = (
             f"sparse_mode 4: pre_tockens {c.pre_tockens} and next_tockens {c.next_tockens} have nothing in common"
         ),
     ),
-    Requirement(
+    _Rule(
         "cut bands",
         _D,
         cut_band_covers_its_keys,
@@ -252,7 +252,7 @@ REQUIREMENTS = (
         ),
         silent=True,
     ),
-    Requirement(
+    _Rule(
         "rows that see nothing",
         _D,
         every_row_sees_a_key,
