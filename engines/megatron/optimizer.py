@@ -5,6 +5,7 @@ from typing import cast
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from engines.config import MegatronConfig
@@ -46,7 +47,7 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
             bucket.numel_unpadded = bucket.grad_data.numel()
     optimizer = get_megatron_optimizer(settings, [module], use_gloo_process_groups=False)
     if config.optimizer.host_fraction:
-        for part in cast(ChainedOptimizer, optimizer).chained_optimizers:
+        for part in cast(list[DistributedOptimizer], cast(ChainedOptimizer, optimizer).chained_optimizers):
             HostedState(part, config.optimizer.host_fraction)
     # The n-th step takes the rate at n: the peak at the last of the warm-up (the first step without one) and min_lr at
     # the first after the decay, so that the last step of a run that decays to 0 still learns.

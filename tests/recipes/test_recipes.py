@@ -46,8 +46,9 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }
 """The shape of Llama 3.1 8B."""
+TRACED = ("--profile-steps", "2:2")
 SMOKES = [
-    *((name, ()) for name in RECIPES),
+    *((name, TRACED if name == "ppo_gsm8k" else ()) for name in RECIPES),
     *((name, NPU) for name in ON_NPU),
     ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
@@ -94,6 +95,15 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
         assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
     platform = "npu-emulated (emulated), which says nothing about pse" if options == NPU else "cpu (executed)<"
     assert platform in (run / "report.html").read_text()
+    if options == TRACED:
+        found = {path.name.removesuffix(".json.gz") for path in (run / "profile" / "step_2").iterdir()}
+        assert {
+            "rollout.rollout_engine_0",
+            "values.actor_rank_0",
+            "update.actor_rank_1",
+            "sync.rollout_engine_0",
+        } < found
+        assert not {"rollout.actor_rank_0", "reward.actor_rank_0"} & found
     if recipe == "distill":
         assert first["zero_variance_groups"] >= first["groups"] / 2 and first["grad_norm"] > 0
 

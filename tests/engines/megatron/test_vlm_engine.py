@@ -1,5 +1,6 @@
 """What a vision-language model's engine keeps, and what it leaves alone."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -80,10 +81,19 @@ def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family
     assert found["norm"] > 0
 
 
+RESUMED = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "CP2": {"cp": 2, "freeze": ("vision",)}}
+ALWAYS = {("qwen2_5_vl", "TP2"), ("qwen3_vl", "PP2"), ("qwen2_5_vl", "CP2")}
+"""Those that every suite runs: each size once."""
+
+
 @pytest.mark.parametrize(
-    "settings", [{"tp": 2}, {"pp": 2}, {"cp": 2, "freeze": ("vision",)}], ids=["TP2", "PP2", "CP2"]
+    ("family", "settings"),
+    [
+        pytest.param(family, RESUMED[size], id=f"{family}-{size}", marks=mark)
+        for family, size in itertools.product(FAMILIES, RESUMED)
+        for mark in [() if (family, size) in ALWAYS else pytest.mark.large]
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_saved_and_gone_on_from(two_ranks, tmp_path, family, settings):
     folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_images(tmp_path)
     (tmp_path / "out").mkdir()
@@ -161,7 +171,7 @@ def go_on_otherwise(
     return {name: tensor.clone() for name, tensor in engine.export_weights()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.large)])
 def test_gone_on_from_at_another_size(two_ranks, tmp_path, family):
     folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_images(tmp_path)
     (tmp_path / "out").mkdir()

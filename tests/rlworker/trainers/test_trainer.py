@@ -271,7 +271,7 @@ def agreement(run: Path, measured) -> list[dict]:
 def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, capsys, measured):
     """An untied model over TP2 in bshd; a critic in the actor's processes and a reference in its own, two optimizer
     steps per rollout; the critic learns alone first. Cut off after step 2 and resumed, the last steps are the same,
-    though the host now holds the reference and half of the optimizers, and a step is traced."""
+    though the host now holds the reference and half of the optimizers."""
     from transformers import AutoModelForTokenClassification
 
     optimizer = replace(OPTIMIZER, lr=4e-4, lr_scheduler="linear")
@@ -307,15 +307,10 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     capsys.readouterr()
     hosted = replace(config.actor, optimizer=replace(optimizer, host_fraction=0.5))
     placed = PlacementConfig(("reference",), on_host=("reference",))
-    changes = dict(actor=hosted, placement=placed, profile_steps="3:3", resume=True)
+    changes = dict(actor=hosted, placement=placed, resume=True)
     with trainer_of(replace(config, run_dir=str(tmp_path / "again"), **changes), digits_reward) as trainer:
         trainer.fit()
     assert "s  step 2 is restored\n" in capsys.readouterr().out
-    (traces,) = (tmp_path / "again" / "profile").iterdir()
-    found = {path.name.removesuffix(".json.gz") for path in traces.iterdir()}
-    assert traces.name == "step_3" and {"rollout.rollout_engine_0", "logprobs.reference_rank_1"} < found
-    assert {"values.actor_rank_0", "update.actor_rank_1", "sync.rollout_engine_0"} < found
-    assert not {"rollout.actor_rank_0", "update.reference_rank_0", "reward.actor_rank_0"} & found
     want, got = ([without_time(line) for line in read_metrics(tmp_path / run)] for run in ("run", "again"))
     assert got == want
 
