@@ -85,7 +85,7 @@ def run_link(config: RunConfig, kill: Kill | None, pids: Path) -> None:
         @contextmanager
         def _phase(self, clock, name):
             done = self.steps_done if name == "save" else self.steps_done + 1
-            if kill and self.log and (name, done) == (kill.phase, kill.step):
+            if kill and self.has_begun and (name, done) == (kill.phase, kill.step):
                 threading.Timer(kill.delay_ms / 1000, self.strike).start()
             with super()._phase(clock, name):
                 yield
