@@ -16,7 +16,7 @@ from engines.validation import (
     read_installed_fields,
 )
 from hardware.attention.capabilities import check_override
-from hardware.attention.rules import slot_unit
+from hardware.attention.rules import compute_slot_unit
 
 
 def _names(text: str) -> frozenset[str]:
@@ -167,7 +167,7 @@ class MegatronConfig:
                 f"actor: tp={self.tp} x pp={self.pp} x cp={self.cp} needs a multiple of {model_parallel} ranks, got "
                 f"{self.ranks}; set --actor.ranks or lower --actor.tp, --actor.pp or --actor.cp"
             )
-        if self.slots % (unit := slot_unit(self.tp, self.cp, self.pad_to_multiple_of)):
+        if self.slots % (unit := compute_slot_unit(self.tp, self.cp, self.pad_to_multiple_of)):
             raise ValueError(
                 f"actor: slots={self.slots} must be a multiple of {unit}, which tp={self.tp}, cp={self.cp} and "
                 f"pad_to_multiple_of={self.pad_to_multiple_of} cut it into; set --actor.slots "

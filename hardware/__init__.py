@@ -1,1 +1,1 @@
-"""What differs between machines: devices, collectives, attention modules and the masks each of them honours."""
+"""All that differs between machines: devices, collectives, attention modules and the masks each of them honours."""

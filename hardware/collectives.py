@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def refuse_shared_devices(key: str | None, group: dist.ProcessGroup) -> None:
-    """Compare ``Platform.device_key`` over the ranks. It goes through their store: no device takes part.
+    """Compare ``Platform.get_device_key`` over the ranks. It goes through their store: no device takes part.
 
     Raises:
         RuntimeError: two ranks have one device, on which collectives of most backends fail late, or hang.
@@ -18,8 +18,8 @@ def refuse_shared_devices(key: str | None, group: dist.ProcessGroup) -> None:
     if key is None:
         return
     store = group.get_group_store()
-    store.set(f"device_key/{group.rank()}", key)
-    keys = [store.get(f"device_key/{rank}").decode() for rank in range(group.size())]
+    store.set(f"get_device_key/{group.rank()}", key)
+    keys = [store.get(f"get_device_key/{rank}").decode() for rank in range(group.size())]
     if sharing := [rank for rank, other in enumerate(keys) if keys.count(other) > 1]:
         shared = ", ".join(sorted({keys[rank] for rank in sharing}))
         raise RuntimeError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # settings are checked against a platform before anything tak
 
 @dataclass(frozen=True)
 class Node:
-    """What one machine has of a platform's devices.
+    """A machine's share of a platform's devices.
 
     Attributes:
         devices: how many. device_gb: memory of each, in GiB.
@@ -30,7 +30,7 @@ class Node:
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """What kernels allocate and keep beside what they are given and hand back.
+    """Memory that kernels allocate and keep beside what they are given and hand back.
 
     Attributes:
         fuses_norms: a norm keeps its input alone; others keep it and what they made of it, both in fp32.
@@ -48,17 +48,17 @@ class KernelMemory:
     slots_per_sequence: int = 0
 
     def count_norm_input_bytes(self, itemsize: int) -> int:
-        """Bytes that a norm keeps of each number that comes in."""
+        """Count the bytes that a norm keeps of each number that comes in."""
         return itemsize if self.fuses_norms else 8
 
     def keeps_own_input(self, itemsize: int) -> bool:
-        """A norm keeps its input as it is, so that who else keeps it adds nothing."""
+        """Tell whether a norm keeps its input as it is, so that who else keeps it adds nothing."""
         return self.fuses_norms or itemsize == 4
 
     def count_backward_bytes(
         self, queries: float, keys: float, sequences: float, heads: int, kv_heads: int, head_dim: int, itemsize: int
     ) -> float:
-        """Bytes that attention's backward takes in one layer.
+        """Count the bytes that attention's backward takes in one layer.
 
         Args:
             queries, keys: slots. heads, kv_heads: on this rank.
@@ -69,7 +69,7 @@ class KernelMemory:
 
 
 class Profiler(Protocol):
-    """What takes a trace, as ``torch.profiler.profile`` does."""
+    """A recorder of a trace, as ``torch.profiler.profile`` is one."""
 
     def start(self) -> None: ...
 
@@ -114,14 +114,14 @@ class Platform(Protocol):
         """Bind this process to its device and prepare Megatron for it. Call before megatron is imported."""
         ...
 
-    def device_key(self) -> str | None:
-        """What tells this process's device from all others; None where ranks may share one."""
+    def get_device_key(self) -> str | None:
+        """Return what tells this process's device from all others; None where ranks may share one."""
 
-    def layer_spec(self, config) -> Any:
-        """Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
+    def build_layer_spec(self, config) -> Any:
+        """Build Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
         ...
 
-    def attention_inputs(
+    def build_attention_inputs(
         self, spec: MaskSpec, rotary: tuple[Tensor, Tensor], override: tuple[str, ...] = ()
     ) -> AttentionInputs:
         """Lower a rule to what this platform's core attention honours.
@@ -135,37 +135,37 @@ class Platform(Protocol):
         """
         ...
 
-    def around_forward(self, inputs: AttentionInputs) -> AbstractContextManager:
-        """What a forward of the model runs within."""
+    def wrap_forward(self, inputs: AttentionInputs) -> AbstractContextManager:
+        """Return the context that a forward of the model runs within."""
         ...
 
-    def faults(self) -> dict[str, list[Patch]]:
-        """The patches that plant each of ``hardware.attention.faults.ATTENTION_FAULTS`` into this platform's own code.
+    def list_faults(self) -> dict[str, list[Patch]]:
+        """List the patches that plant each of ``ATTENTION_FAULTS`` (hardware.attention.faults) into the platform's code.
 
         They name functions of its plan and attention. The self-test plants them in training processes. The controller
         asks for them too, so that this may import torch and not Megatron.
         """
         ...
 
-    def driver_env(self) -> dict[str, str]:
-        """Environment of the process that runs the steps, set before it makes large tensors."""
+    def get_driver_env(self) -> dict[str, str]:
+        """Return the environment of the process that runs the steps, set before it makes large tensors."""
         ...
 
-    def train_env(self) -> dict[str, str]:
-        """Environment of a training process, set before torch is imported."""
+    def get_train_env(self) -> dict[str, str]:
+        """Return the environment of a training process, set before torch is imported."""
         ...
 
-    def deterministic_env(self) -> dict[str, str]:
-        """Environment in which a training process repeats its numbers, beside torch's deterministic algorithms; set
-        before it computes anything or talks to other ranks."""
+    def get_deterministic_env(self) -> dict[str, str]:
+        """Return the environment in which a training process repeats its numbers, beside torch's deterministic
+        algorithms; set before it computes anything or talks to other ranks."""
         ...
 
     def build_profiler(self) -> Profiler:
-        """What records the operators of this process and of its device."""
+        """Return the recorder of the operators of this process and of its device."""
         ...
 
-    def rollout_env(self) -> dict[str, str]:
-        """Environment of a vLLM process, set before vllm is imported."""
+    def get_rollout_env(self) -> dict[str, str]:
+        """Return the environment of a vLLM process, set before vllm is imported."""
         ...
 
 
@@ -177,7 +177,7 @@ def list_ray_resources(platform: Platform) -> dict[str, float]:
 
 
 def describe(platform: Platform) -> str:
-    """What a report says of where it comes from."""
+    """Return what a report says of where it comes from."""
     text = f"{platform.name} ({platform.evidence})"
     if platform.proven == "untested":
         text += ", which nobody ran this project on before its release: begin with rlworker check"

@@ -1,4 +1,4 @@
-"""What a micro-batch needs on the device, brought there without waiting."""
+"""Transfers of a micro-batch's arrays to the device, which nobody waits for."""
 
 import numpy as np
 import torch

@@ -235,7 +235,7 @@ def test_there_are_few_enough_keys_to_know():
 MASK_FORMS = re.compile(
     r"cu_seqlens\w*|max_seqlen\w*|attn_mask\w*|AttnMaskType|is_causal|BlockMask|create_block_mask|flex_attention|"
     r"varlen_attn|scaled_dot_product_attention|sparse_mode|atten_mask|pre_tockens|next_tockens|actual_seq_\w+|"
-    r"PackedSeqParams|window_size|blocked_where_true|added_to_scores|npu_fusion_attention|tokens_before"
+    r"PackedSeqParams|window_size|to_blocking_mask|to_additive_mask|npu_fusion_attention|count_tokens_before"
 )
 """Words in which some backend takes its mask."""
 PASSED_ON = {
@@ -267,7 +267,7 @@ def test_hardware_itself_does_know_mask_forms():
     known = set().union(
         *(names(ast.parse(p.read_text())) for p in SOURCES if p.relative_to(ROOT).parts[0] == "hardware")
     )
-    assert {"attn_mask", "is_causal", "blocked_where_true"} <= known
+    assert {"attn_mask", "is_causal", "to_blocking_mask"} <= known
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from engines.batch.balance import balance_costs, estimate_costs
 from engines.batch.batch import TrainBatch, find_tokens
 from engines.batch.shard import Kind, Shard
 from engines.config import MegatronConfig
-from hardware.attention.rules import slot_unit
+from hardware.attention.rules import compute_slot_unit
 
 _SMALL = 8
 """Sequences stay together where they are at most this part of what a replica, or a pipeline stage of it, has to do."""
@@ -107,7 +107,7 @@ def plan_schedule(
     nonempty = np.flatnonzero(sizes)
     if not len(nonempty):
         raise ValueError(f"batch: none of its {len(sizes)} sequences has a token that could be predicted")
-    unit = slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
+    unit = compute_slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
     slots = -(-sizes // unit) * unit  # [B]: tokens and padding, as a layout gives them
     bundle, single = np.arange(len(sizes)), together is None  # [B]: each sequence is a bundle of its own, or shares one
     if not single:

@@ -43,13 +43,13 @@ def init_distributed(platform: Platform, config: MegatronConfig, rank: int, addr
         RuntimeError: two ranks have one device.
     """
     if config.deterministic:
-        os.environ.update(platform.deterministic_env())  # read with the first product and the first collective
+        os.environ.update(platform.get_deterministic_env())  # read with the first product and the first collective
     torch.use_deterministic_algorithms(config.deterministic)
     timeout = datetime.timedelta(seconds=config.timeout_s)
     dist.init_process_group(
         platform.dist_backend, init_method=f"tcp://{address}", rank=rank, world_size=config.ranks, timeout=timeout
     )
-    refuse_shared_devices(platform.device_key(), cast(dist.ProcessGroup, dist.group.WORLD))
+    refuse_shared_devices(platform.get_device_key(), cast(dist.ProcessGroup, dist.group.WORLD))
     mpu.initialize_model_parallel(
         config.tp,
         config.pp,
@@ -220,12 +220,12 @@ class MegatronEngine:
     def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
         """Run this stage on a micro-batch ``[N]``: hidden states ``[s / tp, b, h]``, for the next stage or the head."""
         rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)
-        spec = layout.mask_spec(self.model.rules, micro.image_block)
-        inputs = self.platform.attention_inputs(spec, rotary, self.config.attention_override)
+        spec = layout.build_mask_spec(self.model.rules, micro.image_block)
+        inputs = self.platform.build_attention_inputs(spec, rotary, self.config.attention_override)
         ids, embedded = layout.pack(micro.inputs, fill=self.pad_id), None
         if self.vision:
             embedded, inputs = self.vision.embed(ids, micro, layout, inputs)
-        with self.platform.around_forward(inputs):
+        with self.platform.wrap_forward(inputs):
             return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs)
 
     @record_function("outputs")

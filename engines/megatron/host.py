@@ -1,4 +1,4 @@
-"""What waits in the host's memory while the device has no use for it: optimizer state, and weights that do not learn.
+"""Offloading: optimizer state, and weights that do not learn, wait in the host's memory until they are used.
 
 On a CPU the host's memory is the device's as well. The same copies are made there.
 """
@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from engines.megatron.memory import choose_hosted
+from engines.megatron.memory.estimate import choose_hosted
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

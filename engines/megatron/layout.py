@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hardware.attention.mask_spec import LayoutKind, MaskSpec
-from hardware.attention.rules import CAUSAL, Rule, slot_unit
+from hardware.attention.rules import CAUSAL, Rule, compute_slot_unit
 from hardware.collectives import sum_over_ranks
 from hardware.transfer import to_device
 
@@ -72,7 +72,7 @@ class Layout:
         """
         if not any(lengths):
             raise ValueError(f"Layout: a micro-batch needs at least one token, got lengths {lengths}")
-        unit = slot_unit(tp, cp, multiple)
+        unit = compute_slot_unit(tp, cp, multiple)
         padded = -(-np.asarray(lengths, dtype=np.int64) // unit) * unit  # [B], over all ranks
         if kind == "bshd":
             padded[:] = padded.max()  # each sequence is a row, and rows are as wide as the widest
@@ -130,7 +130,7 @@ class Layout:
         """
         return self.scatter_tokens(self.gather_slots(local), group)
 
-    def mask_spec(
+    def build_mask_spec(
         self,
         rules: tuple[Rule, ...] = (CAUSAL,),
         image_block: Tensor | None = None,
@@ -153,7 +153,7 @@ def _map_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -
     """Map a rank's slots to tokens: ``(slots [n], tokens [n])``, from lengths and padded lengths ``[B]``.
 
     Sequences lie end to end, each as the two of its ``2 * cp`` chunks that are the rank's
-    (``hardware.attention.mask_spec.zigzag_positions``).
+    (``hardware.attention.mask_spec.list_zigzag_positions``).
     """
     local = padded // cp  # [B]: slots of each sequence on a rank
     # [N]: a token's place in its own sequence, and the first slot of that sequence on this rank.

@@ -118,7 +118,7 @@ def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform)
     tp = config.tensor_model_parallel_size
     module = Decoder(
         config,
-        platform.layer_spec(config),
+        platform.build_layer_spec(config),
         vocab_size=-(-model.vocab // tp) * tp,
         max_sequence_length=model.max_positions,
         pre_process=mpu.is_pipeline_first_stage(),

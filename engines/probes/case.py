@@ -22,11 +22,11 @@ class ProbeCase:
     image_block: tuple[int, ...]
     prefixes: tuple[int, ...]
 
-    def visible(self, rule: Rule) -> np.ndarray:
+    def compute_visible(self, rule: Rule) -> np.ndarray:
         """Compute the oracle ``[N, N]`` bool: may token i see token j?"""
         blocks = np.asarray(self.image_block, dtype=np.int64)
         spec = MaskSpec("thd", self.lengths, self.lengths, rules=(rule,), image_block=blocks, prefixes=self.prefixes)
-        return spec.visible()[0].numpy()
+        return spec.compute_visible()[0].numpy()
 
     def passes(self, slots: int, sequences: int | None) -> list["ProbeCase"]:
         """Split the case by its columns, so that ``repeated`` of each part takes about ``slots``, of at most so many

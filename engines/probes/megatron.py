@@ -43,7 +43,7 @@ def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCa
     One forward pass of copies of the sequences side by side, in each of which another token's key and value are
     changed, is compared with one of unchanged copies; then one of a single copy with one that has other padding.
     """
-    visible, heard_by_layer = case.visible(rule)[:, list(case.columns)], {}
+    visible, heard_by_layer = case.compute_visible(rule)[:, list(case.columns)], {}
     for part in case.passes(_PASS_SLOTS, engine.platform.max_pack_sequences):
         repeated = part.repeated()
         attend, draw = _attention(engine, kind, rule, repeated)
@@ -68,9 +68,9 @@ def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
     with _settings(engine, layout=kind, **_padded(engine)):
         layout = engine.layout(case.lengths)
     dtype, tp, model = engine.transformer.params_dtype, engine.config.tp, engine.model
-    spec = layout.mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
+    spec = layout.build_mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
     rotary = engine.rotary(layout.pack(_axes(engine, _positions(case.lengths)).to(engine.device)), dtype)
-    inputs = engine.platform.attention_inputs(spec, rotary, engine.config.attention_override)
+    inputs = engine.platform.build_attention_inputs(spec, rotary, engine.config.attention_override)
 
     def draw(changed=(), padding: float = 0.0) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -100,7 +100,7 @@ def _explain(
     A fault that takes several copies to show is told by its ``effects`` there.
     """
     attend, draw = _attention(engine, kind, rule, case)
-    visible, before = case.visible(rule)[:, list(case.columns)], attend(layer, draw())
+    visible, before = case.compute_visible(rule)[:, list(case.columns)], attend(layer, draw())
     single = np.concatenate([_changes(before, attend(layer, draw((j,))), 1) for j in case.columns]).T
     return _compare(layer.layer_number, single if (single != visible).any() else effects, visible, visible, case, pads)
 
@@ -114,7 +114,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
     A token may see what the rules reach together. It must see what a single layer shows it: what comes by way of many
     tokens may be too faint for the last bit.
     """
-    columns, visible = list(case.columns), {rule: case.visible(rule) for rule in set(rules)}
+    columns, visible = list(case.columns), {rule: case.compute_visible(rule) for rule in set(rules)}
     reach = np.eye(sum(case.lengths), dtype=np.float32)  # [N, N]: i is reached by j through the layers so far
     for layer in range(engine.model.layers):
         step = visible[rules[0] if len(rules) == 1 else rules[layer]] | np.eye(len(reach), dtype=bool)

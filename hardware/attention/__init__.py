@@ -1,1 +1,1 @@
-"""Who may see whom, and which of it each attention kernel honours."""
+"""Attention rules: who may see whom, and which rules each attention kernel honours."""

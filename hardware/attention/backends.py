@@ -68,7 +68,7 @@ def _flash_varlen() -> Rows:
     thd = _all(no_mask) | {
         "full": _no("tokens would see the padding between their sequence and the next", "te_padding, or torch_varlen"),
         "causal": _said("cu_seqlens, window (-1, 0)"),
-        "window": _said("cu_seqlens, window (tokens_before(w), 0)"),
+        "window": _said("cu_seqlens, window (count_tokens_before(w), 0)"),
     }
     cp = _all(_no(_UNPROVEN, "torch_varlen")) | {"causal": _said(_CP_CALLS)}
     only_thd = _all(_no("flash-attention's varlen kernel takes packed sequences alone", "thd, or torch_varlen"))
@@ -110,10 +110,10 @@ def _te_causal() -> Rows:
     """TransformerEngine ``causal``: attention_mask is never read; right padding is never seen by a real token."""
     full = {"full": _no("causal never sees the future", "te_padding")}
     causal = {"causal": _said("mask None")}
-    window = {"window": _said("mask None, window_size (tokens_before(w), 0)")}
+    window = {"window": _said("mask None, window_size (count_tokens_before(w), 0)")}
     cp = {
         "causal": _said("mask None, its own ring over zigzag chunks"),
-        "window": _said(f"mask None, window_size (tokens_before(w), 0); {_TE_GATHER}"),
+        "window": _said(f"mask None, window_size (count_tokens_before(w), 0); {_TE_GATHER}"),
     }
     refused = _all(_TE_IGNORED) | full
     return _rows(refused | causal | window, _TE_THD, refused | cp, _TE_THD)
@@ -133,15 +133,15 @@ def _te_padding_causal() -> Rows:
     refused = _all(_TE_IGNORED) | {"full": _no("padding_causal never sees the future", "te_padding")}
     bshd = refused | {
         "causal": _said("[b, 1, 1, s] mask, True blocks"),
-        "window": _said("[b, 1, 1, s] mask, True blocks, window_size (tokens_before(w), 0)"),
+        "window": _said("[b, 1, 1, s] mask, True blocks, window_size (count_tokens_before(w), 0)"),
     }
     thd = refused | {
         "causal": _said("mask None, int32 cu_seqlens, and cu_seqlens_padded beside them"),
-        "window": _said("mask None, cu_seqlens and cu_seqlens_padded, window_size (tokens_before(w), 0)"),
+        "window": _said("mask None, cu_seqlens and cu_seqlens_padded, window_size (count_tokens_before(w), 0)"),
     }
     cp = refused | {
         "causal": _said(f"cu_seqlens and cu_seqlens_padded, zigzag within each sequence; {_TE_RING}"),
-        "window": _said(f"cu_seqlens and cu_seqlens_padded, window_size (tokens_before(w), 0); {_TE_GATHER}"),
+        "window": _said(f"cu_seqlens and cu_seqlens_padded, window_size (count_tokens_before(w), 0); {_TE_GATHER}"),
     }
     return _rows(bshd, thd, _TE_ROWS_CP, cp)
 
@@ -152,7 +152,7 @@ def _te_bottom_right(padding: bool) -> Rows:
     lengths = "cu_seqlens and cu_seqlens_padded" if padding else "mask None"
     alone = refused | {
         "causal": _said(f"{lengths}; the same as top-left where queries are as many as keys"),
-        "window": _said(f"{lengths}, window_size (tokens_before(w), 0)"),
+        "window": _said(f"{lengths}, window_size (count_tokens_before(w), 0)"),
     }
     cp = refused | {"causal": _said(f"{_CP_CALLS}; without its cp_group"), "window": _no(_UNPROVEN, "no CP")}
     thd, thd_cp = (alone, cp) if padding else (_TE_THD, _TE_THD)
@@ -226,7 +226,7 @@ def _npu(mode: int) -> Rows:
         cp = {"causal": _said(f"{_CP_CALLS}; {triangle}", "emulated")} if mode == 3 else {}
         return _rows(row(False, bshd), row(False, thd), row(True, cp), row(True, cp))
     if mode == 4:
-        band = triangle + ", pre_tockens tokens_before(w), next_tockens 0"
+        band = triangle + ", pre_tockens count_tokens_before(w), next_tockens 0"
         cp = {"window": _said(f"{_CP_CALLS}; {band}", "emulated")}
         return _rows(
             row(False, {"window": _said(band, "emulated")}),

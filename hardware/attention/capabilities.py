@@ -1,7 +1,7 @@
-"""What every attention backend does with a rule: honours it, told how, or refuses it, and what works instead.
+"""The capability table: each backend honours a rule, told how, or refuses it, and names what works instead.
 
-``attention_inputs`` of every platform reads this table and nothing else, so that a rule which a kernel would ignore or
-misread never gets to it. docs/masks.md is this page for users.
+``build_attention_inputs`` of every platform reads this table and nothing else, so that a rule which a kernel would
+ignore or misread never gets to it. docs/masks.md is this page for users.
 """
 
 from collections.abc import Iterable
@@ -23,13 +23,13 @@ TABLE: dict[Place, Cell] = {
 """Every backend, layout and rule, with and without context parallelism."""
 
 
-def place_name(place: Place) -> str:
+def name_place(place: Place) -> str:
     """``backend/kind/cp or no-cp/rule``, as an override names it."""
     backend, kind, cp, rule = place
     return f"{backend}/{kind}/{'cp' if cp else 'no-cp'}/{rule}"
 
 
-PLACES: dict[str, Place] = {place_name(place): place for place in TABLE}
+PLACES: dict[str, Place] = {name_place(place): place for place in TABLE}
 
 
 def find_backend(
@@ -38,7 +38,7 @@ def find_backend(
     """The first of ``backends`` that honours every part of a rule, with the cells that say how.
 
     Args:
-        override: names of refused cells (``place_name``) that count as honoured.
+        override: names of refused cells (``name_place``) that count as honoured.
 
     Raises:
         ValueError: none does; the message has each one's reason and what works instead.
@@ -46,7 +46,7 @@ def find_backend(
     refusals = []
     for backend in backends:
         cells = {part: TABLE[backend, kind, cp > 1, part] for part in rule.parts}
-        names = {part: place_name((backend, kind, cp > 1, part)) for part in rule.parts}
+        names = {part: name_place((backend, kind, cp > 1, part)) for part in rule.parts}
         refused = [part for part, cell in cells.items() if not cell.honoured and names[part] not in override]
         alone = [part for part, cell in cells.items() if cell.honoured and not cell.composes]
         if not refused and (len(cells) == 1 or not alone):
@@ -59,8 +59,8 @@ def find_backend(
     raise ValueError(f"attention: no backend honours the rule {rule} in {kind} with cp={cp}: " + ". ".join(refusals))
 
 
-def override_warnings(override: Iterable[str]) -> list[str]:
-    """What a run should say about each refused cell that it uses all the same."""
+def list_override_warnings(override: Iterable[str]) -> list[str]:
+    """List what a run should say about each refused cell that it uses all the same."""
     return [
         f"attention: {name} is refused by the capability table ({TABLE[PLACES[name]].text}; nearest: "
         f"{TABLE[PLACES[name]].nearest}) and used all the same, as --actor.attention-override asks"

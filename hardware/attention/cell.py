@@ -1,4 +1,4 @@
-"""What one attention backend does with one rule."""
+"""A cell of the capability table: one attention backend and one rule."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What an attention kernel requires of a call, as data: one form for every kernel that is emulated.
+"""Requirements of an attention kernel on its calls, as data: one form for every kernel that is emulated.
 
 An emulated kernel checks each call. It is strict: what a device computes as something else, without a word, raises.
 """
@@ -24,7 +24,7 @@ class NotEmulatedError(NotImplementedError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a requirement is written.
+    """A place where a requirement is written.
 
     Attributes:
         refuses: that code itself raises at a call which breaks it. A page of documentation does not.
@@ -51,7 +51,8 @@ class Requirement(Generic[Call]):
     silent: bool = False
 
     @property
-    def on_a_device(self) -> str:
+    def consequence(self) -> str:
+        """The words for what a device does with a call that breaks it."""
         if self.silent:
             return "computed as something else, without an error"
         return "refused" if self.source.refuses else "not allowed; what happens is not known"
@@ -64,5 +65,5 @@ def check_call(operator: str, requirements: Iterable[Requirement[Call]], call: C
             kind = SilentError if requirement.silent else RefusedError
             raise kind(
                 f"{operator}, emulated: {requirement.name} ({requirement.source.name}; on a device: "
-                f"{requirement.on_a_device}): {requirement.text(call)}"
+                f"{requirement.consequence}): {requirement.text(call)}"
             )

@@ -10,17 +10,20 @@ from hardware.attention.mask_spec import MaskSpec
 from hardware.attention.rules import CAUSAL, Rule
 
 
-def dense_mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.ndarray, keys: int) -> Tensor | None:
-    """What a rule lets queries at positions ``query`` see of keys at positions ``0..keys-1``, for each sequence.
+def build_dense_mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.ndarray, keys: int) -> Tensor | None:
+    """Build the mask of queries at positions ``query`` over keys at positions ``0..keys-1``, for each sequence.
 
-    ``[members or 1, 1, queries, keys]`` bool, True where seen; None where that is causal and no more, over one rank.
+    Returns:
+        ``[members or 1, 1, queries, keys]`` bool, True where a query sees a key; None where that is causal and no
+        more, over one rank.
+
     Right padding needs no bit of its own where the rule is causal: it lies after every real token of its sequence.
     Every query sees a key.
     """
     key = np.arange(keys)
     image, prefix = np.full((1, 1, 1, 1), -1), np.zeros((1, 1, 1, 1), np.int64)
     if rule.images:
-        image = spec.images_at(members[:, None], key)[:, None, None, :]  # [rows, 1, 1, k]
+        image = spec.find_images(members[:, None], key)[:, None, None, :]  # [rows, 1, 1, k]
     if rule.prefix:
         prefix = np.asarray(spec.prefixes)[members, None, None, None]
     # What changes nothing here is left out, so that sequences without images take the kernel's own causal rule.

@@ -18,7 +18,7 @@ Patch = tuple[object, str, Callable]
 """``(owner, attribute, wrap)``: the attribute becomes ``wrap(original)``."""
 
 
-def attention_faults(
+def build_attention_faults(
     *,
     packs: Iterable[Place],
     without_mask: Iterable[Patch],
@@ -27,7 +27,9 @@ def attention_faults(
     rule_calls: Iterable[Place] = (),
     inverted: Iterable[Patch] = (),
 ) -> dict[str, list[Patch]]:
-    """The patches that plant each fault into a platform. A fault without a place has none: see ``collect_faults``.
+    """Build the patches that plant each fault into a platform.
+
+    A fault without a place has none: see ``collect_faults``.
 
     Args:
         packs: functions ``(spec, ...)`` that plan a pack over one rank, from its lengths.
@@ -39,40 +41,40 @@ def attention_faults(
     """
     lowerings = [*dense_masks, *calls]
 
-    def everywhere(places: Iterable[Place], wrap: Callable) -> list[Patch]:
+    def patch_all(places: Iterable[Place], wrap: Callable) -> list[Patch]:
         return [(*place, wrap) for place in places]
 
-    def of_another_rule(change: Callable) -> list[Patch]:
-        masks = everywhere(lowerings, lambda lower: lambda spec, rule, *args: lower(spec, change(rule), *args))
-        return masks + everywhere(rule_calls, lambda call: lambda rule, *args: call(change(rule), *args))
+    def change_rule(change: Callable) -> list[Patch]:
+        masks = patch_all(lowerings, lambda lower: lambda spec, rule, *args: lower(spec, change(rule), *args))
+        return masks + patch_all(rule_calls, lambda call: lambda rule, *args: call(change(rule), *args))
 
     return {
-        "whole-buffer causal": everywhere(packs, _changing_spec(_one_sequence)),
-        "boundaries off by one": everywhere(packs, _changing_spec(_second_boundary_moved)),
-        "inverted polarity": everywhere(dense_masks, _inverted) + list(inverted),
+        "whole-buffer causal": patch_all(packs, _changing_spec(_one_sequence)),
+        "boundaries off by one": patch_all(packs, _changing_spec(_second_boundary_moved)),
+        "inverted polarity": patch_all(dense_masks, _inverted) + list(inverted),
         "None where None means full": list(without_mask),
-        "window off by one": of_another_rule(lambda rule: replace(rule, window=rule.window and rule.window + 1)),
-        "causal where the image rule was asked": of_another_rule(lambda rule: replace(rule, images=False)),
-        "padding seen": everywhere(lowerings, _open_to_padding),
+        "window off by one": change_rule(lambda rule: replace(rule, window=rule.window and rule.window + 1)),
+        "causal where the image rule was asked": change_rule(lambda rule: replace(rule, images=False)),
+        "padding seen": patch_all(lowerings, _open_to_padding),
     }
 
 
 def collect_faults(platform: Platform) -> dict[str, list[Patch]]:
-    """``Platform.faults`` of a platform, complete.
+    """Return ``Platform.list_faults`` of a platform after checking that it is complete.
 
     Raises:
         ValueError: it has no place for one of ``ATTENTION_FAULTS``, or has a fault that is none of them.
     """
-    faults = platform.faults()
+    faults = platform.list_faults()
     if lacking := [name for name in ATTENTION_FAULTS if not faults.get(name)]:
         raise ValueError(
             f"platform: {platform.name!r} has no place for the planted faults {lacking}, so that no check shows that "
-            "it would find them there; name places or patches for them in its faults()"
+            "it would find them there; name places or patches for them in its list_faults()"
         )
     if unknown := sorted(faults.keys() - set(ATTENTION_FAULTS)):
         raise ValueError(
             f"platform: {platform.name!r} has faults {unknown} that nobody plants, expected {list(ATTENTION_FAULTS)}; "
-            "rename them in its faults(), or add them to hardware/attention/faults.py for every platform"
+            "rename them in its list_faults(), or add them to hardware/attention/faults.py for every platform"
         )
     return faults
 
@@ -111,5 +113,5 @@ def _open_to_padding(lower: Callable) -> Callable:
     return open_to_padding
 
 
-ATTENTION_FAULTS = tuple(attention_faults(packs=(), without_mask=()))
+ATTENTION_FAULTS = tuple(build_attention_faults(packs=(), without_mask=()))
 """Names of the faults that every platform must be able to have."""

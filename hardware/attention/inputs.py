@@ -1,4 +1,4 @@
-"""What a model's forward receives about attention."""
+"""The attention inputs of a model's forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hardware.attention.mask_spec import MaskSpec
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What ``model.forward`` receives about attention: the platform's own form of a ``MaskSpec``.
+    """The attention inputs of ``model.forward``: the platform's own form of a ``MaskSpec``.
 
     It travels as the ``packed_seq_params`` argument of Megatron's forward, from which Megatron reads ``qkv_format`` and
     ``cp_group`` alone; our core attention reads the rest. Activation recomputation keeps that argument by reference
@@ -36,8 +36,8 @@ class AttentionInputs:
     deepstack: Any = None
 
     @classmethod
-    def of(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
-        """``rotary`` as ``Platform.attention_inputs`` is given it: ``[b, s, d]``."""
+    def build(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
+        """Build them from ``rotary`` in the shape ``[b, s, d]`` that ``Platform.build_attention_inputs`` is given."""
         cos, sin = rotary
         if spec.kind == "bshd":
             return cls("sbhd", spec, (cos.transpose(0, 1).unsqueeze(2), sin.transpose(0, 1).unsqueeze(2)), plan)

@@ -1,7 +1,8 @@
-"""Who may see whom, as data.
+"""Mask specifications: who may see whom, as data.
 
 A ``MaskSpec`` names a rule and decides nothing: a platform lowers it to what its attention kernels honour
-(``Platform.attention_inputs``), and ``MaskSpec.visible`` is the dense oracle that every lowering is tested against.
+(``Platform.build_attention_inputs``). ``MaskSpec.compute_visible`` is the dense oracle that every lowering is tested
+against.
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from hardware.attention.rules import CAUSAL, Rule
 LayoutKind = Literal["bshd", "thd"]
 
 
-def zigzag_positions(padded: int, cp: int, cp_rank: int) -> np.ndarray:
-    """Positions of one padded sequence that a context-parallel rank holds, in the order it holds them.
+def list_zigzag_positions(padded: int, cp: int, cp_rank: int) -> np.ndarray:
+    """List the positions of one padded sequence that a context-parallel rank holds, in the order it holds them.
 
     The sequence is cut into ``2 * cp`` chunks and rank r takes chunks r and ``2 * cp - 1 - r``, so that every rank does
     the same amount of causal work (Llama 3 report, section 3.3.2). With ``padded=8, cp=2`` rank 0 holds
@@ -30,14 +31,14 @@ def zigzag_positions(padded: int, cp: int, cp_rank: int) -> np.ndarray:
     return np.concatenate([chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]])
 
 
-def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``(owner, within)``, both ``[sum(counts)]``: ``counts[0]`` places of the first, then those of the second, ..."""
+def expand_counts(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Expand counts to ``(owner, within)``, both ``[sum(counts)]``: ``[2, 1]`` gives ``([0, 0, 1], [0, 1, 0])``."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def slot_places(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sequence number and position of every slot of a context-parallel rank, sequences one after another.
+def locate_slots(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Locate every slot of a context-parallel rank: its sequence and its position, sequences one after another.
 
     Args:
         padded: length of each sequence with its padding, over all ranks; a multiple of ``2 * cp`` when ``cp > 1``.
@@ -46,7 +47,7 @@ def slot_places(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndar
         ``(sequence, position)``, both ``[sum(padded) / cp]``; a position past the sequence's end is padding.
     """
     total = np.asarray(padded, dtype=np.int64)
-    sequence, within = ragged(total // cp)
+    sequence, within = expand_counts(total // cp)
     if cp == 1:
         return sequence, within
     chunk = (total // (2 * cp))[sequence]
@@ -54,8 +55,10 @@ def slot_places(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndar
     return sequence, np.where(low, cp_rank * chunk + within, (2 * cp - 1 - cp_rank) * chunk + within - chunk)
 
 
-def gathered_slots(cp: int, start: np.ndarray, chunk: np.ndarray | int, position: np.ndarray, slots: int) -> np.ndarray:
-    """Where positions of sequences lie in the keys gathered over context-parallel ranks. The arrays broadcast.
+def locate_gathered_keys(
+    cp: int, start: np.ndarray, chunk: np.ndarray | int, position: np.ndarray, slots: int
+) -> np.ndarray:
+    """Locate positions of sequences among the keys gathered over context-parallel ranks. The arrays broadcast.
 
     Args:
         start: where the position's sequence begins on a rank. chunk: the ``2 * cp``-th part of its length.
@@ -117,13 +120,13 @@ class MaskSpec:
         if self.prefixes is not None and any(prefix > n for prefix, n in zip(self.prefixes, self.lengths)):
             raise ValueError(f"MaskSpec: prefixes {self.prefixes} are longer than their sequences {self.lengths}")
 
-    def rule(self, layer_number: int) -> Rule:
-        """Rule of a layer; ``layer_number`` counts from 1 over the whole model, as Megatron's does."""
+    def get_rule(self, layer_number: int) -> Rule:
+        """Return the rule of a layer; ``layer_number`` counts from 1 over the whole model, as Megatron's does."""
         return self.rules[0] if len(self.rules) == 1 else self.rules[layer_number - 1]
 
-    def places(self, cp_rank: int) -> tuple[Tensor, Tensor]:
-        """``(segment, position)`` of a rank's slots, both ``[b, s]``; the segment of a padding slot is -1."""
-        sequence, position = slot_places(self.padded, self.cp, cp_rank)
+    def list_slots(self, cp_rank: int) -> tuple[Tensor, Tensor]:
+        """List ``(segment, position)`` of a rank's slots, both ``[b, s]``; the segment of a padding slot is -1."""
+        sequence, position = locate_slots(self.padded, self.cp, cp_rank)
         segment = np.where(position < np.asarray(self.lengths, dtype=np.int64)[sequence], sequence, -1)
         rows = len(self.padded) if self.kind == "bshd" else 1
         return torch.from_numpy(segment.reshape(rows, -1)), torch.from_numpy(position.reshape(rows, -1))
@@ -133,24 +136,24 @@ class MaskSpec:
         lengths = np.asarray(self.lengths, dtype=np.int64)
         return np.cumsum(lengths) - lengths
 
-    def images_at(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Image of each place, -1 for text and past the end of a sequence. The arrays broadcast."""
+    def find_images(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Find the image at each place: its number, -1 for text and past a sequence's end. The arrays broadcast."""
         inside = position < np.asarray(self.lengths, dtype=np.int64)[sequence]
         if self.image_block is None or not len(self.image_block):
             return np.full(inside.shape, -1)
         return np.where(inside, self.image_block[np.where(inside, self._starts[sequence] + position, 0)], -1)
 
-    def visible(self, layer_number: int = 1) -> Tensor:
-        """The dense oracle ``[b, s, cp * s]``: True where this rank's query slot may see a key slot.
+    def compute_visible(self, layer_number: int = 1) -> Tensor:
+        """Compute the dense oracle ``[b, s, cp * s]``: True where this rank's query slot may see a key slot.
 
         Keys are in rank order, as a gather over the context-parallel group delivers them. A padding slot sees nothing
         and is seen by nobody. Quadratic in the micro-batch: for tests and probes, never for training. True keeps; for
-        a backend that reads it otherwise see ``blocked_where_true`` and ``added_to_scores``.
+        a backend that reads it otherwise see ``to_blocking_mask`` and ``to_additive_mask``.
         """
-        rule = self.rule(layer_number)
-        ranks = [[x.numpy() for x in self.places(rank)] for rank in range(self.cp)]
+        rule = self.get_rule(layer_number)
+        ranks = [[x.numpy() for x in self.list_slots(rank)] for rank in range(self.cp)]
         (segment, query), (key_segment, key) = ranks[self.cp_rank], (np.concatenate(x, axis=1) for x in zip(*ranks))
-        image, key_image = self.images_at(segment, query), self.images_at(key_segment, key)
+        image, key_image = self.find_images(segment, query), self.find_images(key_segment, key)
         prefix = np.zeros(len(self.lengths), np.int64) if self.prefixes is None else np.asarray(self.prefixes)
         inside, key_inside = query < prefix[segment], key < prefix[key_segment]
         query, key = query[:, :, None], key[:, None, :]
@@ -165,8 +168,8 @@ class MaskSpec:
         return torch.from_numpy(see & same)
 
 
-def blocked_where_true(visible: Tensor) -> Tensor:
-    """A mask of ours, where True keeps, for a backend where True *blocks*.
+def to_blocking_mask(visible: Tensor) -> Tensor:
+    """Turn a mask of ours, where True keeps, into one for a backend where True *blocks*.
 
     TransformerEngine (since its pull request 818), Megatron's local attention and ``npu_fusion_attention`` read it so.
     A row that sees nothing, which only padding has, is opened to every key: those backends would otherwise divide by
@@ -175,8 +178,9 @@ def blocked_where_true(visible: Tensor) -> Tensor:
     return ~(visible | ~visible.any(-1, keepdim=True))
 
 
-def added_to_scores(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of ours, where True keeps, for a backend that *adds* it to the scores: 0 where visible, else the least.
+def to_additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a mask of ours, where True keeps, into one that a backend *adds* to the scores: 0 where visible, else the
+    least number of ``dtype``.
 
     HuggingFace's eager attention and TransformerEngine's ``post_scale_bias`` read it so. The least finite number and
     not -inf, so that a row that sees nothing gives numbers.

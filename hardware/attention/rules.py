@@ -11,7 +11,7 @@ RULES = ("full", "causal", "window", "chunk", "images", "prefix")
 
 @dataclass(frozen=True)
 class Rule:
-    """Who sees whom in one attention layer; always within one sequence, and never a padding slot.
+    """A rule of one attention layer: who sees whom, always within one sequence, and never a padding slot.
 
     A query at position q sees the key at position k where::
 
@@ -48,7 +48,7 @@ class Rule:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """What the rule asks beyond causal or full, by the names of ``RULES``."""
+        """The demands of the rule beyond causal or full, by the names of ``RULES``."""
         asked = {
             "window": self.window is not None,
             "chunk": self.chunk is not None,
@@ -67,7 +67,7 @@ class Rule:
         return "+".join(f"{part}({sizes[part]})" if part in sizes else part for part in self.parts)
 
     def allows(self, distance: np.ndarray, same_image, both_prefix, query: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """The formula above, over arrays that broadcast against each other.
+        """Compute the formula above, over arrays that broadcast against each other.
 
         Args:
             distance: ``query - key``. same_image, both_prefix: bool arrays, or False where there are none.
@@ -88,8 +88,8 @@ class Rule:
 CAUSAL = Rule()
 
 
-def slot_unit(tp: int, cp: int, multiple: int = 1) -> int:
-    """What a padded sequence is a multiple of.
+def compute_slot_unit(tp: int, cp: int, multiple: int = 1) -> int:
+    """Compute the number of slots that a padded sequence is a multiple of.
 
     Context parallelism cuts it into ``2 * cp`` chunks and tensor parallelism each of them into ``tp`` parts; a
     context-parallel rank's share of it is a multiple of ``multiple``.
@@ -97,11 +97,11 @@ def slot_unit(tp: int, cp: int, multiple: int = 1) -> int:
     return math.lcm(tp * 2 * cp if cp > 1 else tp, multiple * cp)
 
 
-def tokens_before(window: int | None) -> int:
-    """Our window, which counts the token itself, in the convention of kernels that count those before it alone.
+def count_tokens_before(window: int | None) -> int:
+    """Turn our window, which counts the token itself, into that of kernels that count those before it alone.
 
     This is the one place of the conversion: flash-attention, torch's ``varlen_attn``, TransformerEngine and
-    Megatron's ``window_size`` take ``(tokens_before(w), 0)``, and ``npu_fusion_attention`` takes it as ``pre_tockens``.
-    An unlimited window is -1.
+    Megatron's ``window_size`` take ``(count_tokens_before(w), 0)``, and ``npu_fusion_attention`` takes it as
+    ``pre_tockens``. An unlimited window is -1.
     """
     return -1 if window is None else window - 1

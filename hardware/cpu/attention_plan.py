@@ -1,4 +1,4 @@
-"""How the CPU attends: one SDPA call per group of sequences of like length, never a mask over a whole pack."""
+"""The CPU's attention plan: one SDPA call per group of sequences of like length, never a mask over a whole pack."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hardware.attention.dense_mask import dense_mask
+from hardware.attention.dense_mask import build_dense_mask
 from hardware.attention.inputs import AttentionInputs
-from hardware.attention.mask_spec import MaskSpec, gathered_slots, zigzag_positions
+from hardware.attention.mask_spec import MaskSpec, list_zigzag_positions, locate_gathered_keys
 from hardware.attention.rules import Rule
 from hardware.transfer import to_device
 
@@ -45,16 +45,16 @@ class CpuPlan:
     slot_row: Tensor | None = None
 
 
-def attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
-    """``CpuPlatform.attention_inputs``, for rules that the capability table lets through."""
+def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
+    """Build the inputs for rules that the capability table lets through."""
     plan = _plan_bshd if spec.kind == "bshd" else _plan_thd
-    return AttentionInputs.of(spec, rotary, plan(spec, rotary[0].device))
+    return AttentionInputs.build(spec, rotary, plan(spec, rotary[0].device))
 
 
 def _group(spec: MaskSpec, members: np.ndarray, keys: int, device: torch.device) -> Group:
     """The group of these sequences, each of ``keys`` slots over all context-parallel ranks."""
-    query = zigzag_positions(keys, spec.cp, spec.cp_rank)
-    masks = {rule: dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
+    query = list_zigzag_positions(keys, spec.cp, spec.cp_rank)
+    masks = {rule: build_dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
     masks = {rule: None if mask is None else to_device(mask, device) for rule, mask in masks.items()}
     return Group(len(members), len(query), keys, masks)
 
@@ -69,7 +69,7 @@ def _plan_bshd(spec: MaskSpec, device: torch.device) -> CpuPlan:
 
 
 def _gathered(spec: MaskSpec, start: np.ndarray, length: int, slots: int) -> np.ndarray:
-    return gathered_slots(spec.cp, start, length // (2 * spec.cp), np.arange(length), slots)
+    return locate_gathered_keys(spec.cp, start, length // (2 * spec.cp), np.arange(length), slots)
 
 
 def _bucket(length: int, spec: MaskSpec) -> int:

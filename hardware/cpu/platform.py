@@ -47,38 +47,38 @@ class CpuPlatform:
         install(CPU)
         return torch.device("cpu")
 
-    def device_key(self) -> str | None:
+    def get_device_key(self) -> str | None:
         return None
 
-    def layer_spec(self, config):
+    def build_layer_spec(self, config):
         from hardware.cpu.attention import CpuAttention
-        from hardware.megatron.layers import layer_spec
+        from hardware.megatron.layers import build_layer_spec
 
-        return layer_spec(config, CpuAttention)
+        return build_layer_spec(config, CpuAttention)
 
-    def attention_inputs(self, spec, rotary, override=()):
-        from hardware.cpu.attention_plan import attention_inputs
+    def build_attention_inputs(self, spec, rotary, override=()):
+        from hardware.cpu.attention_plan import build_attention_inputs
 
         for rule in set(spec.rules):
             find_backend(self.attention_backends, spec.kind, spec.cp, rule, override)
-        return attention_inputs(spec, rotary)
+        return build_attention_inputs(spec, rotary)
 
-    def around_forward(self, inputs):
+    def wrap_forward(self, inputs):
         return contextlib.nullcontext()
 
-    def faults(self):
-        from hardware.cpu.faults import faults
+    def list_faults(self):
+        from hardware.cpu.faults import list_faults
 
-        return faults()
+        return list_faults()
 
-    def driver_env(self) -> dict[str, str]:
+    def get_driver_env(self) -> dict[str, str]:
         return _MEMORY
 
-    def train_env(self) -> dict[str, str]:
+    def get_train_env(self) -> dict[str, str]:
         # Ray gives an actor as many threads as it has CPUs, one, unless the user says otherwise.
         return _MEMORY | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
-    def deterministic_env(self) -> dict[str, str]:
+    def get_deterministic_env(self) -> dict[str, str]:
         return {}
 
     def build_profiler(self):
@@ -86,7 +86,7 @@ class CpuPlatform:
 
         return profile()
 
-    def rollout_env(self) -> dict[str, str]:
+    def get_rollout_env(self) -> dict[str, str]:
         # TORCH_COMPILE_DISABLE: building inductor kernels costs 15 s at the first request and gains nothing here.
         # nobind: vLLM would otherwise pin its threads to cores that the trainers use.
         return _MEMORY | {

@@ -1,4 +1,4 @@
-"""How CUDA attends: each rule as one or two calls of ``varlen_attn``, whose arguments are built once for all layers.
+"""CUDA's attention plan: each rule as one or two calls of ``varlen_attn``, built once for all layers.
 
 Under every rule a query sees one interval of positions. It begins with the query's window or chunk and ends with the
 query itself or, where the rule opens the future, with its image, its prefix or its sequence. ``varlen_attn`` takes runs
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hardware.attention.inputs import AttentionInputs
-from hardware.attention.mask_spec import MaskSpec, gathered_slots, ragged, slot_places
-from hardware.attention.rules import Rule, tokens_before
+from hardware.attention.mask_spec import MaskSpec, expand_counts, locate_gathered_keys, locate_slots
+from hardware.attention.rules import Rule, count_tokens_before
 from hardware.transfer import to_device
 
 
@@ -63,7 +63,7 @@ class VarlenPlan:
 
 @dataclass(frozen=True)
 class _Places:
-    """What this rank's slots hold, ``[slots]`` each.
+    """The contents of this rank's slots, ``[slots]`` each.
 
     Attributes:
         low, high: the part of the sequence out of which a slot's token does not see: its chunk, or everything.
@@ -74,9 +74,9 @@ class _Places:
     low: np.ndarray
     high: np.ndarray
 
-    def runs(self, *alike: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``(first slot, count)`` of the longest runs at consecutive positions of a sequence and a part of it, within
-        which the arrays do not change."""
+    def find_runs(self, *alike: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Find ``(first slot, count)`` of the longest runs at consecutive positions of a sequence and a part of it,
+        within which the arrays do not change."""
         starts = np.ones(len(self.position), bool)
         starts[1:] = np.diff(self.position) != 1
         for column in (self.sequence, self.low, *alike):
@@ -85,47 +85,48 @@ class _Places:
         return first, np.diff(first, append=len(self.position))
 
 
-def attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
-    """``CudaPlatform.attention_inputs`` where ``varlen_attn`` takes the heads, for rules that the capability table lets
-    through.
+def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
+    """Build the inputs where ``varlen_attn`` takes the heads, for rules that the capability table lets through.
 
     Raises:
         ValueError: a rule sees images both ways, and the tokens of one are not side by side.
     """
     # Rows end to end are a pack too, of sequences that are all padded to one length.
     pack = spec if spec.kind == "thd" else replace(spec, kind="thd")
-    return AttentionInputs.of(spec, rotary, _plan_pack(pack, rotary[0].device))
+    return AttentionInputs.build(spec, rotary, _plan_pack(pack, rotary[0].device))
 
 
 def _plan_pack(spec: MaskSpec, device: torch.device) -> VarlenPlan:
-    return VarlenPlan({rule: _calls(spec, rule, device) for rule in set(spec.rules)})
+    return VarlenPlan({rule: _plan_calls(spec, rule, device) for rule in set(spec.rules)})
 
 
-def _calls(spec: MaskSpec, rule: Rule, device: torch.device) -> RuleCalls:
+def _plan_calls(spec: MaskSpec, rule: Rule, device: torch.device) -> RuleCalls:
     longest = max(spec.padded)
     rule = replace(  # what reaches past the longest sequence changes nothing
         rule,
         window=None if rule.window is None or rule.window >= longest else rule.window,
         chunk=None if rule.chunk is None or rule.chunk >= longest else rule.chunk,
     )
-    places = _places(spec, rule)
-    first, count = places.runs()
+    places = _locate_slots(spec, rule)
+    first, count = places.find_runs()
     position, low = places.position[first], places.low[first]
     if not rule.causal:
         ends = np.maximum(np.asarray(spec.lengths), 1)[places.sequence[first]]  # padding sees, and is not seen
-        call = _call(spec, places.sequence[first], count, (0 * low, ends), _window(rule, True, longest), device)
+        call = _build_call(
+            spec, places.sequence[first], count, (0 * low, ends), _convert_window(rule, True, longest), device
+        )
         return RuleCalls(call)
-    keys = np.maximum(low, position - _reach_back(rule, longest)), position + count
-    base = _call(spec, places.sequence[first], count, keys, _window(rule, False, longest), device)
-    ends = _ends(spec, rule, places)
-    first, count = places.runs(ends)
+    keys = np.maximum(low, position - _count_reach_back(rule, longest)), position + count
+    base = _build_call(spec, places.sequence[first], count, keys, _convert_window(rule, False, longest), device)
+    ends = _find_ends(spec, rule, places)
+    first, count = places.find_runs(ends)
     seeing = ends[first] > places.position[first] + 1
     if not seeing.any():
         return RuleCalls(base)
-    return _reopened(spec, rule, places, (first[seeing], count[seeing]), ends, base)
+    return _reopen(spec, rule, places, (first[seeing], count[seeing]), ends, base)
 
 
-def _reopened(
+def _reopen(
     spec: MaskSpec,
     rule: Rule,
     places: _Places,
@@ -140,21 +141,21 @@ def _reopened(
     # A window is counted from the last key. Where context parallelism or a chunk cuts an image, copies of the last
     # query stand for those that are elsewhere, and nobody reads what they get.
     queries = end - position if rule.window else count
-    owner, within = ragged(queries)
+    owner, within = expand_counts(queries)
     own = within < count[owner]
     slots = first[owner] + np.minimum(within, count[owner] - 1)
-    keys = np.maximum(places.low[first], position - _reach_back(rule, longest)), end
-    call = _call(spec, places.sequence[first], queries, keys, _window(rule, True, longest), device)
+    keys = np.maximum(places.low[first], position - _count_reach_back(rule, longest)), end
+    call = _build_call(spec, places.sequence[first], queries, keys, _convert_window(rule, True, longest), device)
     call = replace(call, query_index=to_device(slots, device))
     if own.all():
         return RuleCalls(base, call, None, call.query_index)
     return RuleCalls(base, call, to_device(np.flatnonzero(own), device), to_device(slots[own], device))
 
 
-def _places(spec: MaskSpec, rule: Rule) -> _Places:
+def _locate_slots(spec: MaskSpec, rule: Rule) -> _Places:
     """A sequence without tokens, the rest of a pack of a fixed size, is cut into parts no longer than the longest that
     has some: whole, it would cost its square."""
-    sequence, position = slot_places(spec.padded, spec.cp, spec.cp_rank)
+    sequence, position = locate_slots(spec.padded, spec.cp, spec.cp_rank)
     padded, real = np.asarray(spec.padded), np.asarray(spec.lengths) > 0
     size = np.full(len(padded), rule.chunk or padded.max())
     size[~real] = np.minimum(size[~real], padded[real].max(initial=1))
@@ -162,22 +163,22 @@ def _places(spec: MaskSpec, rule: Rule) -> _Places:
     return _Places(sequence, position, low, low + size[sequence])
 
 
-def _ends(spec: MaskSpec, rule: Rule, places: _Places) -> np.ndarray:
-    """``[slots]``, past the last position that each slot sees: its own, or the end of its image or prefix."""
+def _find_ends(spec: MaskSpec, rule: Rule, places: _Places) -> np.ndarray:
+    """Find the end of what each slot sees, ``[slots]``: past itself, or past its image or prefix."""
     sequence, position = places.sequence, places.position
     ends = position + 1
     if rule.images:
-        ends = np.maximum(ends, _image_ends(spec, sequence, position))
+        ends = np.maximum(ends, _find_image_ends(spec, sequence, position))
     if rule.prefix:
         prefix = np.asarray(spec.prefixes)[sequence]
         ends = np.where(position < prefix, np.maximum(ends, prefix), ends)
     return np.minimum(ends, places.high)
 
 
-def _image_ends(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Past the last position of the image at each place, 0 where there is none. The arrays broadcast."""
+def _find_image_ends(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Find the position past the end of the image at each place, 0 where there is none. The arrays broadcast."""
     lengths, blocks = np.asarray(spec.lengths), np.asarray(spec.image_block)
-    owner, within = ragged(lengths)
+    owner, within = expand_counts(lengths)
     starts = np.ones(len(blocks), bool)
     starts[1:] = (np.diff(owner) != 0) | (np.diff(blocks) != 0)
     first = np.flatnonzero(starts)
@@ -194,24 +195,24 @@ def _image_ends(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> n
     return np.where(inside & (blocks[token] >= 0), ends[token], 0)
 
 
-def _reach_back(rule: Rule, longest: int) -> int:
-    """How many tokens before it the first query of a run sees."""
-    return longest if rule.window is None else tokens_before(rule.window)
+def _count_reach_back(rule: Rule, longest: int) -> int:
+    """Count the tokens before it that the first query of a run sees."""
+    return longest if rule.window is None else count_tokens_before(rule.window)
 
 
-def _window(rule: Rule, sees_future: bool, longest: int) -> tuple[int, int]:
-    """``window_size``: how far a query sees before and after the place that is as far from the last key as itself from
-    the last query.
+def _convert_window(rule: Rule, sees_future: bool, longest: int) -> tuple[int, int]:
+    """Return ``window_size``: how far a query sees before and after the place that is as far from the last key as it is
+    from the last query.
 
     Never (-1, -1), which says that all see all: for that torch 2.14 may take cuDNN's kernel, whose backward reads where
     nothing is (PyTorch's pull request 186142). As many as there are keys says the same.
     """
     if not sees_future:
-        return tokens_before(rule.window), 0
-    return _reach_back(rule, longest), -1
+        return count_tokens_before(rule.window), 0
+    return _count_reach_back(rule, longest), -1
 
 
-def _call(
+def _build_call(
     spec: MaskSpec,
     sequence: np.ndarray,
     queries: np.ndarray,
@@ -219,16 +220,16 @@ def _call(
     window_size: tuple[int, int],
     device: torch.device,
 ) -> VarlenCall:
-    """The call of runs of so many queries of a sequence each, which see keys ``first <= position < end``."""
+    """Build the call of runs of so many queries of a sequence each, which see keys ``first <= position < end``."""
     first, end = keys
-    owner, within = ragged(end - first)
-    index = _key_places(spec, sequence[owner], first[owner] + within)
+    owner, within = expand_counts(end - first)
+    index = _locate_keys(spec, sequence[owner], first[owner] + within)
     as_they_lie = np.array_equal(index, np.arange(sum(spec.padded)))
-    cu_seq_q = to_device(_cumulative(queries), device)
+    cu_seq_q = to_device(_accumulate(queries), device)
     same = np.array_equal(queries, end - first)
     return VarlenCall(
         cu_seq_q,
-        cu_seq_q if same else to_device(_cumulative(end - first), device),
+        cu_seq_q if same else to_device(_accumulate(end - first), device),
         int(queries.max()),
         int((end - first).max()),
         window_size,
@@ -236,14 +237,14 @@ def _call(
     )
 
 
-def _key_places(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Where positions lie among the keys of all context-parallel ranks."""
+def _locate_keys(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Locate positions among the keys of all context-parallel ranks."""
     local = np.asarray(spec.padded) // spec.cp
     start = (np.cumsum(local) - local)[sequence]
     if spec.cp == 1:
         return start + position
-    return gathered_slots(spec.cp, start, local[sequence] // 2, position, int(local.sum()))
+    return locate_gathered_keys(spec.cp, start, local[sequence] // 2, position, int(local.sum()))
 
 
-def _cumulative(counts: np.ndarray) -> np.ndarray:
+def _accumulate(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

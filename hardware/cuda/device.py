@@ -1,4 +1,4 @@
-"""What a GPU and its torch must have before a model is built on them."""
+"""Checks of a GPU and its torch before a model is built on them."""
 
 import inspect
 

@@ -1,18 +1,18 @@
-"""Where CUDA's masks can be made wrong, for the self-test."""
+"""The places where CUDA's masks can be made wrong, for the self-test."""
 
 from collections.abc import Callable
 
-from hardware.attention.faults import Patch, attention_faults
+from hardware.attention.faults import Patch, build_attention_faults
 from hardware.cuda import attention_plan
 
 
-def faults() -> dict[str, list[Patch]]:
-    """``CudaPlatform.faults``."""
-    return attention_faults(
+def list_faults() -> dict[str, list[Patch]]:
+    """List the patches of ``CudaPlatform.list_faults``."""
+    return build_attention_faults(
         packs=[(attention_plan, "_plan_pack")],
-        calls=[(attention_plan, "_calls")],
-        inverted=[(attention_plan, "_window", _past_and_future_swapped)],
-        without_mask=[(attention_plan, "_window", _no_window)],
+        calls=[(attention_plan, "_plan_calls")],
+        inverted=[(attention_plan, "_convert_window", _past_and_future_swapped)],
+        without_mask=[(attention_plan, "_convert_window", _no_window)],
     )
 
 

@@ -67,7 +67,7 @@ class Call:
     def scaled_by(self) -> float:
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    def allowed(self, queries: int, keys: int) -> Tensor:
+    def compute_allowed(self, queries: int, keys: int) -> Tensor:
         """``[queries, keys]`` bool, True where a query sees a key: the last query's diagonal ends at the last key."""
         before, after = self.window_size
         query, key = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
@@ -78,7 +78,7 @@ class Call:
             see &= key <= query + after
         return see
 
-    def groups(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def list_groups(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Sequences of like sizes: ``(queries [n, q], keys [n, k], who sees whom [q, k])``, of tokens by number."""
         sizes: dict[tuple[int, int], list[int]] = {}
         for number, size in enumerate(zip(self.query_lengths, self.key_lengths)):
@@ -86,5 +86,5 @@ class Call:
                 sizes.setdefault(size, []).append(number)
         for (queries, keys), members in sizes.items():
             starts, key_starts = (torch.tensor(ends)[members, None] for ends in (self.query_ends, self.key_ends))
-            see = self.allowed(queries, keys)
+            see = self.compute_allowed(queries, keys)
             yield starts + torch.arange(queries), key_starts + torch.arange(keys), see

@@ -28,15 +28,15 @@ class _CudaAttention:
     varlen_types: tuple[str, ...] = ("bfloat16", "float16")
     max_pack_sequences = None
 
-    def layer_spec(self, config):
+    def build_layer_spec(self, config):
         from hardware.cuda.attention import CudaAttention
-        from hardware.megatron.layers import layer_spec
+        from hardware.megatron.layers import build_layer_spec
 
-        return layer_spec(config, CudaAttention)
+        return build_layer_spec(config, CudaAttention)
 
-    def attention_inputs(self, spec, rotary, override=()):
-        from hardware.cpu.attention_plan import attention_inputs as grouped
-        from hardware.cuda.attention_plan import attention_inputs as varlen
+    def build_attention_inputs(self, spec, rotary, override=()):
+        from hardware.cpu.attention_plan import build_attention_inputs as grouped
+        from hardware.cuda.attention_plan import build_attention_inputs as varlen
         from hardware.cuda.kernel_call import HEAD_UNIT, MAX_HEAD
 
         head, dtype = rotary[0].shape[-1], str(rotary[0].dtype).removeprefix("torch.")
@@ -46,10 +46,10 @@ class _CudaAttention:
             find_backend((backend,), spec.kind, spec.cp, rule, override)
         return varlen(spec, rotary) if takes else grouped(spec, rotary)
 
-    def faults(self):
-        from hardware.cuda.faults import faults
+    def list_faults(self):
+        from hardware.cuda.faults import list_faults
 
-        return faults()
+        return list_faults()
 
 
 class CudaPlatform(_CudaAttention):
@@ -82,18 +82,18 @@ class CudaPlatform(_CudaAttention):
         install(None)
         return torch.device("cuda", 0)
 
-    def device_key(self) -> str | None:
+    def get_device_key(self) -> str | None:
         import torch
 
         return str(torch.cuda.get_device_properties(0).uuid)
 
-    def around_forward(self, inputs):
+    def wrap_forward(self, inputs):
         return contextlib.nullcontext()
 
-    def driver_env(self) -> dict[str, str]:
+    def get_driver_env(self) -> dict[str, str]:
         return {}
 
-    def train_env(self) -> dict[str, str]:
+    def get_train_env(self) -> dict[str, str]:
         # expandable_segments: micro-batches differ in length, and blocks of fixed sizes would be left in pieces. What
         # lies in such a segment may not be open to another process: a tensor that is to be, by a handle, is for
         # whoever hands it over to allocate elsewhere.
@@ -104,7 +104,7 @@ class CudaPlatform(_CudaAttention):
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def deterministic_env(self) -> dict[str, str]:
+    def get_deterministic_env(self) -> dict[str, str]:
         # cuBLAS repeats itself with a workspace of its own; NCCL sums in one order along a ring.
         names = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
         return {name: os.environ.get(name, value) for name, value in names.items()}
@@ -114,7 +114,7 @@ class CudaPlatform(_CudaAttention):
 
         return profile()
 
-    def rollout_env(self) -> dict[str, str]:
+    def get_rollout_env(self) -> dict[str, str]:
         # No allocator settings: vLLM's own allocator, by which an engine sleeps, refuses expandable segments.
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

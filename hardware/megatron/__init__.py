@@ -1,1 +1,1 @@
-"""What Megatron needs where there is no CUDA."""
+"""The parts that Megatron needs where there is no CUDA."""

@@ -1,6 +1,6 @@
 """Megatron modules that every platform shares: RMSNorm, rotation, the shell of core attention, the layer spec.
 
-Imported by a platform's ``layer_spec`` alone, after the shims are in place.
+Imported by a platform's ``build_layer_spec`` alone, after the shims are in place.
 """
 
 import math
@@ -87,18 +87,18 @@ class CoreAttention(MegatronModule, ABC):
         query, key = rotate(query, inputs.rotary), rotate(key, inputs.rotary)
         if self.cp_group.size() > 1:
             key, value = gather_keys_values(key, value, self.cp_group)
-        return self.attend(query, key, value, inputs.plan, inputs.spec.rule(self.layer_number))
+        return self.attend(query, key, value, inputs.plan, inputs.spec.get_rule(self.layer_number))
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: Any, rule: Rule) -> Tensor:
-        """What ``forward`` returns, of rotated queries and of the keys and values of all context-parallel ranks.
+        """Attend with rotated queries to the keys and values of all context-parallel ranks; shapes as in ``forward``.
 
         Args:
-            plan: what the platform's ``attention_inputs`` built.
+            plan: what the platform's ``build_attention_inputs`` built.
         """
 
 
-def layer_spec(config, core_attention: type[CoreAttention]) -> TransformerBlockSubmodules:
+def build_layer_spec(config, core_attention: type[CoreAttention]) -> TransformerBlockSubmodules:
     """Megatron's local layers with our norm and a platform's core attention.
 
     Raises:

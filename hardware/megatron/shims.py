@@ -1,5 +1,5 @@
-"""What megatron-core 0.16 needs without TransformerEngine and Apex, and where the accelerator is not CUDA: narrow
-patches, in training processes only.
+"""Shims for megatron-core 0.16 without TransformerEngine and Apex, and off CUDA: narrow patches, in training processes
+only.
 
 Each shim names one fault, says why it exists and returns how to take it back; the tests take each back alone and expect
 a training step to fail, so that a shim which upstream no longer needs does not stay.
@@ -20,7 +20,7 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Runtime:
-    """What stands in for ``torch.cuda``.
+    """The functions that stand in for ``torch.cuda``.
 
     Attributes:
         device_type: as in ``torch.device``; also the middle of a tensor's type string (``torch.npu.FloatTensor``).

@@ -1,4 +1,4 @@
-"""How an NPU attends: each rule as calls of ``npu_fusion_attention``, whose arguments are built once for all layers."""
+"""The NPU's attention plan: each rule as calls of ``npu_fusion_attention``, built once for all layers."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hardware.attention.dense_mask import dense_mask
+from hardware.attention.dense_mask import build_dense_mask
 from hardware.attention.inputs import AttentionInputs
-from hardware.attention.mask_spec import MaskSpec, gathered_slots, ragged, zigzag_positions
-from hardware.attention.rules import CAUSAL, Rule, tokens_before
+from hardware.attention.mask_spec import MaskSpec, expand_counts, list_zigzag_positions, locate_gathered_keys
+from hardware.attention.rules import CAUSAL, Rule, count_tokens_before
 from hardware.npu.kernel_call import NO_LIMIT, triangle
 from hardware.npu.limits import MAX_PACK_SEQUENCES
 
@@ -48,8 +48,8 @@ def _triangle(device: torch.device) -> Tensor:
     return triangle(device)
 
 
-def attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes: dict[Rule, int]) -> AttentionInputs:
-    """``NpuPlatform.attention_inputs``, for rules that the capability table lets through.
+def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes: dict[Rule, int]) -> AttentionInputs:
+    """Build the inputs for rules that the capability table lets through.
 
     Args:
         modes: the ``sparse_mode`` that the table names for each rule.
@@ -59,20 +59,20 @@ def attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes: dict[
     """
     device = rotary[0].device
     if spec.kind == "bshd":
-        return AttentionInputs.of(spec, rotary, _plan_bshd(spec, modes, device))
+        return AttentionInputs.build(spec, rotary, _plan_bshd(spec, modes, device))
     if len(spec.padded) > MAX_PACK_SEQUENCES:
         raise ValueError(
             f"attention: an NPU takes at most {MAX_PACK_SEQUENCES} sequences in a pack, got {len(spec.padded)}; lower "
             "--actor.micro-batch-tokens"
         )
     plan = _plan_thd(spec, modes, device) if spec.cp == 1 else _plan_thd_cp(spec, modes, device)
-    return AttentionInputs.of(spec, rotary, plan)
+    return AttentionInputs.build(spec, rotary, plan)
 
 
 def _compressed(rule: Rule, mode: int, device: torch.device) -> KernelCall:
     """``sparse_mode`` 2 and 3, causal from the first or the last key on, and 4, a window."""
     if mode == 4:
-        return KernelCall(_triangle(device), mode, tokens_before(rule.window), next_tockens=0)
+        return KernelCall(_triangle(device), mode, count_tokens_before(rule.window), next_tockens=0)
     return KernelCall(_triangle(device), mode)
 
 
@@ -82,7 +82,7 @@ def _plan_bshd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> 
     chunks, calls = _chunks_bshd(spec, order, device), {}
     for rule, mode in modes.items():
         if mode == 1:
-            mask = dense_mask(spec, rule, rows, zigzag_positions(length, spec.cp, spec.cp_rank), length)
+            mask = build_dense_mask(spec, rule, rows, list_zigzag_positions(length, spec.cp, spec.cp_rank), length)
             if mask is None:  # no row has what the rule adds to causal
                 calls[rule] = (_compressed(CAUSAL, 2, device),)
             else:
@@ -96,7 +96,7 @@ def _plan_bshd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> 
 def _positions(spec: MaskSpec, device: torch.device) -> Tensor:
     """``[length]``, where the keys of each position of a row are among those that the ranks deliver."""
     chunk = spec.padded[0] // (2 * spec.cp)
-    keys = gathered_slots(spec.cp, np.zeros(1, np.int64), chunk, np.arange(spec.padded[0]), 2 * chunk)
+    keys = locate_gathered_keys(spec.cp, np.zeros(1, np.int64), chunk, np.arange(spec.padded[0]), 2 * chunk)
     return torch.from_numpy(keys).to(device)
 
 
@@ -108,17 +108,19 @@ def _chunks_bshd(
         return [(None, None)]
     chunk = spec.padded[0] // (2 * spec.cp)
     slots = torch.arange(2 * chunk, device=device)
-    return [(slots[half * chunk : (half + 1) * chunk], order[: chunk * end]) for half, end in enumerate(_ends(spec))]
+    return [
+        (slots[half * chunk : (half + 1) * chunk], order[: chunk * end]) for half, end in enumerate(_count_chunks(spec))
+    ]
 
 
-def _ends(spec: MaskSpec) -> tuple[int, int]:
-    """How many chunks of a sequence the low and the high chunk of a rank end after (zigzag)."""
+def _count_chunks(spec: MaskSpec) -> tuple[int, int]:
+    """Count the chunks of a sequence after which the low and the high chunk of a rank end (zigzag)."""
     return spec.cp_rank + 1, 2 * spec.cp - spec.cp_rank
 
 
-def _pieces(spec: MaskSpec, sizes: np.ndarray) -> np.ndarray:
-    """What the kernel is told of sequences of these sizes: each as it is, but one without a token, the rest of a pack
-    of a fixed size, in pieces no longer than the longest that has one: whole, it would cost its square."""
+def _cut_pieces(spec: MaskSpec, sizes: np.ndarray) -> np.ndarray:
+    """Cut sequences of these sizes as the kernel is told them: each as it is, but one without a token, the rest of a
+    pack of a fixed size, in pieces no longer than the longest that has one: whole, it would cost its square."""
     longest = max(size for size, tokens in zip(sizes, spec.lengths) if tokens)
     room, pieces = MAX_PACK_SEQUENCES - len(sizes), []
     for size, tokens in zip(sizes.tolist(), spec.lengths):
@@ -129,7 +131,7 @@ def _pieces(spec: MaskSpec, sizes: np.ndarray) -> np.ndarray:
 
 
 def _plan_thd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> NpuPlan:
-    pieces = _pieces(spec, np.asarray(spec.padded))
+    pieces = _cut_pieces(spec, np.asarray(spec.padded))
     ends = np.cumsum(pieces).tolist()  # padding too: no slot may be left to the tail that nobody computes
     calls = {}
     for rule, mode in modes.items():
@@ -159,15 +161,15 @@ def _plan_thd_cp(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -
     if 1 in modes.values():
         raise ValueError("attention: an NPU takes no mask of a pack under context parallelism; leave out the override")
     padded = np.asarray(spec.padded, dtype=np.int64)
-    pieces = _pieces(spec, padded // (2 * spec.cp))
+    pieces = _cut_pieces(spec, padded // (2 * spec.cp))
     chunk, local = padded // (2 * spec.cp), padded // spec.cp
     start = np.cumsum(local) - local
     halves = []
-    for half, end in enumerate(_ends(spec)):
-        owner, within = ragged(chunk)
-        key_owner, position = ragged(chunk * end)
+    for half, end in enumerate(_count_chunks(spec)):
+        owner, within = expand_counts(chunk)
+        key_owner, position = expand_counts(chunk * end)
         queries = start[owner] + half * chunk[owner] + within
-        keys = gathered_slots(spec.cp, start[key_owner], chunk[key_owner], position, int(local.sum()))
+        keys = locate_gathered_keys(spec.cp, start[key_owner], chunk[key_owner], position, int(local.sum()))
         halves.append(
             {
                 "actual_seq_qlen": np.cumsum(pieces).tolist(),

@@ -1,16 +1,16 @@
-"""Where the NPU's masks can be made wrong, for the self-test."""
+"""The places where the NPU's masks can be made wrong, for the self-test."""
 
 from collections.abc import Callable
 
-from hardware.attention.faults import Patch, attention_faults
+from hardware.attention.faults import Patch, build_attention_faults
 from hardware.npu import attention_plan
 
 
-def faults() -> dict[str, list[Patch]]:
-    """``NpuPlatform.faults``."""
-    return attention_faults(
+def list_faults() -> dict[str, list[Patch]]:
+    """List the patches of ``NpuPlatform.list_faults``."""
+    return build_attention_faults(
         packs=[(attention_plan, "_plan_thd")],
-        dense_masks=[(attention_plan, "dense_mask")],
+        dense_masks=[(attention_plan, "build_dense_mask")],
         rule_calls=[(attention_plan, "_compressed")],
         without_mask=[(attention_plan, "_compressed", _no_mask)],
     )

@@ -21,7 +21,7 @@ def triangle(device: torch.device | str = "cpu") -> Tensor:
     return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device).triu(1)
 
 
-def prefix_mask(device: torch.device | str = "cpu") -> Tensor:
+def build_prefix_mask(device: torch.device | str = "cpu") -> Tensor:
     """``[3072, 2048]`` bool: the triangle, and below it a block that is False on the left and True on the right."""
     block = torch.arange(TRIANGLE, device=device) >= TRIANGLE // 2
     return torch.cat([triangle(device), block.expand(TRIANGLE // 2, -1)])
@@ -88,8 +88,8 @@ class Call:
             return None
         return held[-1] if self.sparse_mode == 7 else held[0]
 
-    def allowed(self, sequence: int) -> Tensor:
-        """``[1 or N, Sq, Skv]`` bool, True where a query of a sequence sees a key."""
+    def compute_allowed(self, sequence: int) -> Tensor:
+        """Compute ``[1 or N, Sq, Skv]`` bool, True where a query of a sequence sees a key."""
         queries, keys = self.query_lengths[sequence], self.key_lengths[sequence]
         if self.atten_mask is None:
             return torch.ones(1, queries, keys, dtype=torch.bool)
@@ -106,11 +106,11 @@ class Call:
             return ((key <= corner + self.next_tockens) & (key >= corner - self.pre_tockens))[None]
         if mode == 6:
             return ((key <= corner) | (key < self.prefix[sequence]))[None]
-        seen = ~self.mask_of(sequence).bool()
-        return seen & self.band(query, key) if mode == 0 else seen
+        seen = ~self.get_mask(sequence).bool()
+        return seen & self.compute_band(query, key) if mode == 0 else seen
 
-    def mask_of(self, sequence: int) -> Tensor:
-        """``[1 or N, Sq, Skv]`` of an uncompressed mask, for one sequence."""
+    def get_mask(self, sequence: int) -> Tensor:
+        """Return the part ``[1 or N, Sq, Skv]`` of an uncompressed mask for one sequence."""
         mask, queries, keys = self.atten_mask, self.query_lengths[sequence], self.key_lengths[sequence]
         if mask.dim() == 4:
             return mask[min(sequence, len(mask) - 1)]
@@ -129,12 +129,12 @@ class Call:
         shared = (max(self.query_lengths), max(self.key_lengths))
         return self.packed and self.atten_mask.shape != shared
 
-    def band(self, query: Tensor, key: Tensor) -> Tensor:
-        """What ``sparse_mode`` 0 computes, counted from the top left corner; the rest it may skip."""
+    def compute_band(self, query: Tensor, key: Tensor) -> Tensor:
+        """Compute the band of ``sparse_mode`` 0, counted from the top left corner; the rest it may skip."""
         return (key <= query + self.next_tockens) & (key >= query - self.pre_tockens)
 
-    def groups(self) -> dict[tuple, list[int]]:
-        """Sequences that see alike and are equally long, and so can be computed, or checked, together."""
+    def list_groups(self) -> dict[tuple, list[int]]:
+        """List sequences that see alike and are equally long, and so can be computed, or checked, together."""
         grouped: dict[tuple, list[int]] = {}
         masked = self.atten_mask is not None
         for number, sizes in enumerate(zip(self.query_lengths, self.key_lengths)):

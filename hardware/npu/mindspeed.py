@@ -43,7 +43,7 @@ def patch_megatron() -> None:
 
 
 @contextlib.contextmanager
-def lengths_around_forward(inputs: AttentionInputs) -> Iterator[None]:
+def pass_lengths(inputs: AttentionInputs) -> Iterator[None]:
     """Tell MindSpeed the pack's boundaries for one forward, and take them back: the next micro-batch has others.
 
     Recomputation in the backward pass runs without them, where nothing but what MindSpeed replaced would look.

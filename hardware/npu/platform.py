@@ -31,23 +31,23 @@ class _NpuAttention:
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
     max_pack_sequences = MAX_PACK_SEQUENCES
 
-    def layer_spec(self, config):
-        from hardware.megatron.layers import layer_spec
+    def build_layer_spec(self, config):
+        from hardware.megatron.layers import build_layer_spec
         from hardware.npu.attention import NpuAttention
 
-        return layer_spec(config, NpuAttention)
+        return build_layer_spec(config, NpuAttention)
 
-    def attention_inputs(self, spec, rotary, override=()):
-        from hardware.npu.attention_plan import attention_inputs
+    def build_attention_inputs(self, spec, rotary, override=()):
+        from hardware.npu.attention_plan import build_attention_inputs
 
         backends = self.attention_backends
         found = {rule: find_backend(backends, spec.kind, spec.cp, rule, override)[0] for rule in spec.rules}
-        return attention_inputs(spec, rotary, {rule: int(backend[-1]) for rule, backend in found.items()})
+        return build_attention_inputs(spec, rotary, {rule: int(backend[-1]) for rule, backend in found.items()})
 
-    def faults(self):
-        from hardware.npu.faults import faults
+    def list_faults(self):
+        from hardware.npu.faults import list_faults
 
-        return faults()
+        return list_faults()
 
 
 class NpuPlatform(_NpuAttention):
@@ -100,18 +100,18 @@ class NpuPlatform(_NpuAttention):
         )
         return torch.device("npu", 0)
 
-    def device_key(self) -> str | None:
+    def get_device_key(self) -> str | None:
         return None  # torch_npu names no device beyond its number in the process
 
-    def around_forward(self, inputs):
-        from hardware.npu.mindspeed import lengths_around_forward
+    def wrap_forward(self, inputs):
+        from hardware.npu.mindspeed import pass_lengths
 
-        return lengths_around_forward(inputs)
+        return pass_lengths(inputs)
 
-    def driver_env(self) -> dict[str, str]:
+    def get_driver_env(self) -> dict[str, str]:
         return {}
 
-    def train_env(self) -> dict[str, str]:
+    def get_train_env(self) -> dict[str, str]:
         # expandable_segments: micro-batches differ in length, and blocks of fixed sizes would be left in pieces.
         # Ranks read weights for minutes before their first collective, for which hccl waits two by default.
         return {
@@ -120,7 +120,7 @@ class NpuPlatform(_NpuAttention):
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def deterministic_env(self) -> dict[str, str]:
+    def get_deterministic_env(self) -> dict[str, str]:
         return {"HCCL_DETERMINISTIC": os.environ.get("HCCL_DETERMINISTIC", "true")}
 
     def build_profiler(self):
@@ -128,7 +128,7 @@ class NpuPlatform(_NpuAttention):
 
         return torch_npu.profiler.profile()
 
-    def rollout_env(self) -> dict[str, str]:
+    def get_rollout_env(self) -> dict[str, str]:
         # NZ: weights would be kept in another order than the one in which a sync writes them.
         return {
             "VLLM_ASCEND_ENABLE_NZ": "0",

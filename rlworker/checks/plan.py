@@ -13,10 +13,10 @@ from types import ModuleType
 import psutil
 
 from engines.config import MegatronConfig
-from engines.megatron.activations import MicroBatch, get_itemsize
-from engines.megatron.memory import RankMemory, compute_rank_memory, estimate_padding, list_parameters
+from engines.megatron.memory.activations import MicroBatch, get_itemsize
+from engines.megatron.memory.estimate import RankMemory, compute_rank_memory, estimate_padding, list_parameters
 from engines.models.spec import ModelSpec
-from hardware.attention.rules import slot_unit
+from hardware.attention.rules import compute_slot_unit
 from hardware.platforms import get_platform
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
@@ -251,7 +251,7 @@ def count_micro_batch_slots(config: Config) -> int:
 def _count_row_slots(config: Config) -> int:
     """Count the slots of the longest sample."""
     actor = config.actor
-    unit = slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
+    unit = compute_slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
     return (actor.layout == "bshd" and actor.slots) or -(-config.longest // unit) * unit
 
 

@@ -75,7 +75,7 @@ class TrainWorker(_Worker):
         self.platform, self.name, self.rank = get_platform(platform), name, rank
         self.engines: dict[str, TrainEngine] = {}
         self.is_prepared = False
-        os.environ.update(self.platform.train_env() | {"HF_HUB_OFFLINE": "1"})
+        os.environ.update(self.platform.get_train_env() | {"HF_HUB_OFFLINE": "1"})
 
     def __repr__(self) -> str:  # Ray's messages say it
         return f"{self.name} rank {self.rank}"
@@ -183,7 +183,7 @@ class RolloutWorker(_Worker):
         from hardware.platforms import get_platform
 
         self.index, self.platform = index, get_platform(platform)
-        os.environ.update(self.platform.rollout_env() | {"HF_HUB_OFFLINE": "1"})
+        os.environ.update(self.platform.get_rollout_env() | {"HF_HUB_OFFLINE": "1"})
 
     def __repr__(self) -> str:
         return f"rollout engine {self.index}"

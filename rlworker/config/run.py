@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
-from hardware.attention.rules import slot_unit
+from hardware.attention.rules import compute_slot_unit
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName
 from rlworker.config.model_checks import check_engines, check_sees_alike, check_trainable
 from rlworker.config.sections import (
@@ -31,7 +31,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 def check_slots(actor: MegatronConfig, longest: int) -> None:
     """Raise ValueError where a fixed number of slots does not hold the longest sequence; its last token is no input."""
-    unit = slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
+    unit = compute_slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
     need = -(-(longest - 1) // unit) * unit
     if 0 < actor.slots < need:
         raise ValueError(

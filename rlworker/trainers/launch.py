@@ -1,4 +1,4 @@
-"""From settings to a trained model: what a recipe's ``__main__`` calls."""
+"""The way from settings to a trained model, which a recipe's ``__main__`` calls."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs
 from engines.interfaces import LossFn
-from hardware.attention.capabilities import override_warnings
+from hardware.attention.capabilities import list_override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker.cluster.ray import naming_failures, running_ray
@@ -132,7 +132,7 @@ class Run(Generic[Config]):
         config, clock = self.config, StepClock()
         self.folder.claim(config)
         self.running.callback(self.folder.release)
-        os.environ.update(get_platform(config.platform).driver_env())
+        os.environ.update(get_platform(config.platform).get_driver_env())
         self.running.enter_context(running_ray(config.num_workers, config.platform))
         self.start_engines(clock)
         self.begin()
@@ -177,7 +177,7 @@ class Run(Generic[Config]):
             LOGGER.info(f"NOTE platform: {describe(platform)}")
         if config.actor.deterministic and platform.repeats:
             LOGGER.info(f"NOTE actor.deterministic: {platform.name} repeats its numbers without it")
-        for warning in override_warnings(config.actor.attention_override):
+        for warning in list_override_warnings(config.actor.attention_override):
             LOGGER.warning(warning)
         tell_skipped(self.skipped)
         if state:

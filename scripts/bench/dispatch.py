@@ -53,7 +53,7 @@ def send_and_return(group: WorkerGroup, batch: TrainBatch) -> dict[str, torch.Te
 
 def main() -> None:
     platform = get_platform(DEFAULT_PLATFORM)
-    os.environ.update(platform.driver_env())
+    os.environ.update(platform.get_driver_env())
     batch = make_batch()
     size = sum(column.nbytes for column in batch.columns().values()) / 1e6
     with running_ray(ACTORS, DEFAULT_PLATFORM):

@@ -46,7 +46,7 @@ def loop_over_time(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> 
 
 
 def main() -> None:
-    os.environ.update(get_platform(DEFAULT_PLATFORM).driver_env())
+    os.environ.update(get_platform(DEFAULT_PLATFORM).get_driver_env())
     torch.set_num_threads(1)
     full_batch, prompted_batch = make_batch(0), make_batch(PROMPT)
     difference = float((gae(full_batch)[0] - loop_over_time(full_batch)).abs().max())

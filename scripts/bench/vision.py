@@ -59,7 +59,7 @@ def make_batch(model: ModelSpec, folder: Path, side: int, image_count: int) -> T
 
 def main() -> None:
     platform = get_platform(DEFAULT_PLATFORM)
-    os.environ.update(platform.train_env())
+    os.environ.update(platform.get_train_env())
     device = platform.init_process(0)
     from engines.megatron.engine import MegatronEngine, init_distributed  # once the platform has made Megatron its own
 

@@ -21,7 +21,7 @@ MEMBERS = {*Platform.__annotations__, *(name for name in vars(Platform) if not n
 @pytest.mark.parametrize("name", PLATFORMS)
 def test_every_platform_has_what_the_door_asks_for(name):
     platform = get_platform(name)
-    assert {"name", "faults", "node", "attention_inputs"} < MEMBERS
+    assert {"name", "list_faults", "node", "build_attention_inputs"} < MEMBERS
     assert not (lacking := {member for member in MEMBERS if not hasattr(platform, member)}), lacking
     assert platform.name == name and platform.stand_in in PLATFORMS
     assert platform.node is None or isinstance(platform.node, Node)
@@ -46,8 +46,8 @@ def test_a_fault_without_a_place_is_refused_before_anything_starts(monkeypatch, 
     from rlworker.checks.config import CheckConfig
 
     class Lacking(type(get_platform("cpu"))):
-        def faults(self):
-            faults = super().faults()
+        def list_faults(self):
+            faults = super().list_faults()
             change(faults)
             return faults
 

@@ -1,4 +1,4 @@
-"""What ``varlen_attn`` asks of a call: all that its code checks, and every misuse that it computes in silence.
+"""The requirements of ``varlen_attn``: all that its code checks, and every misuse that it computes in silence.
 
 Each requirement names its source: ATen's ``flash_api.cpp``, which raises; ``torch/nn/attention/varlen.py``, which
 raises before; or what is known of the kernels, which say nothing. Those that torch's Python would find first are

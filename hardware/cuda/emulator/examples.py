@@ -1,4 +1,4 @@
-"""For each requirement of ``varlen_attn`` a call that breaks it and one that keeps it, on any device.
+"""Calls of ``varlen_attn``: for each requirement one that breaks it and one that keeps it, on any device.
 
 They are right in all else. So an emulated kernel and a real one can be asked the same.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 
 
-def example_call(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def make_example_call(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """Arguments of ``varlen_attn``: two sequences of three and five tokens, causal."""
     bounds = _bounds(3, 5, device=device)
     return dict(
@@ -27,8 +27,10 @@ def example_call(device: torch.device | str = "cpu", dtype: torch.dtype = torch.
     )
 
 
-def examples(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> dict[str, tuple[dict, ...]]:
-    """Requirement -> changes to ``example_call`` that break it, and changes that keep it."""
+def make_examples(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+) -> dict[str, tuple[dict, ...]]:
+    """Requirement -> changes to ``make_example_call`` that break it, and changes that keep it."""
     on: dict[str, Any] = dict(device=device, dtype=dtype)
     elsewhere = "meta" if torch.device(device).type == "cpu" else "cpu"
     bounds = _bounds(3, 5, device=device)

@@ -51,7 +51,7 @@ def _forward(
     check(call)
     out = torch.empty(query.shape, dtype=query.dtype)
     log_sum = torch.empty(query.shape[1], len(query))
-    for queries, keys, see in call.groups():
+    for queries, keys, see in call.list_groups():
         scores = _scores(call, queries, keys, see)  # [n, h, q, k]
         attended = scores.softmax(-1) @ _heads(call, value, keys)
         out[queries] = attended.transpose(1, 2).to(out.dtype)
@@ -75,12 +75,13 @@ def _backward(
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For ``p = softmax(z)``, ``o = p v``: ``d z = p * (d p - sum(p * d p))``, ``d p = d o v^T``."""
+    """Compute the gradients, with ``p = softmax(z)`` and ``o = p v``: ``d p = d o v^T``,
+    ``d z = p * (d p - sum(p * d p))``."""
     call = _call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, scale)
     check(call)
     groups = query.shape[1] // key.shape[1]
     d_query, d_key, d_value = (torch.zeros(x.shape) for x in call.tensors)
-    for queries, keys, see in call.groups():
+    for queries, keys, see in call.list_groups():
         weights = _scores(call, queries, keys, see).softmax(-1)
         d_out = grad_out[queries].float().transpose(1, 2)  # [n, h, q, d]
         d_weights = d_out @ _heads(call, value, keys).mT

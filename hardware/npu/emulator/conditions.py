@@ -1,10 +1,10 @@
-"""What ``contract.py`` states of a call of ``npu_fusion_attention``: each function is True of a right one."""
+"""The conditions of ``contract.py`` on a call of ``npu_fusion_attention``: each function is True of a right one."""
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hardware.npu.kernel_call import TRIANGLE, Call, prefix_mask, triangle
+from hardware.npu.kernel_call import TRIANGLE, Call, build_prefix_mask, triangle
 
 _PROVEN_TRIANGLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Compressed masks that were found right, with the version of their contents."""
@@ -20,14 +20,14 @@ def is_triangle(mask: Tensor) -> bool:
 
 
 def lengths_are_cumulative(call: Call) -> bool:
-    """Of queries and of keys; sequences left out at the end are the same of both."""
+    """Check the lengths of queries and of keys; sequences left out at the end are the same of both."""
     lists = (call.actual_seq_qlen, call.actual_seq_kvlen)
     ends = [next((i for i, end in enumerate(reversed(each)) if end), len(each)) for each in lists]
     totals = (len(call.query), len(call.key))
     return ends[0] == ends[1] and all(are_cumulative(each, total) for each, total in zip(lists, totals))
 
 
-def mask_shapes(call: Call) -> set[tuple[int, ...]]:
+def list_mask_shapes(call: Call) -> set[tuple[int, ...]]:
     queries, keys = max(call.query_lengths), max(call.key_lengths)
     if call.packed:
         return {(queries, keys), (sum(call.query_lengths), sum(call.key_lengths))}
@@ -57,7 +57,7 @@ def full_mask_is_the_prefix(call: Call) -> bool:
     for number, (queries, keys) in enumerate(zip(call.query_lengths, call.key_lengths)):
         query, key = torch.arange(queries)[:, None], torch.arange(keys)
         want = (key <= query + keys - queries) | (key < call.prefix[number])
-        if not torch.equal(~call.mask_of(number).bool(), want.expand(call.mask_of(number).shape)):
+        if not torch.equal(~call.get_mask(number).bool(), want.expand(call.get_mask(number).shape)):
             return False
     return True
 
@@ -67,9 +67,9 @@ def mask_is_within_band(call: Call) -> bool:
         return True
     if min(call.pre_tockens, call.next_tockens) >= max(*call.query_lengths, *call.key_lengths):
         return True
-    for members in call.groups().values():
-        mask = call.mask_of(members[0])
-        band = call.band(torch.arange(mask.shape[-2])[:, None], torch.arange(mask.shape[-1]))
+    for members in call.list_groups().values():
+        mask = call.get_mask(members[0])
+        band = call.compute_band(torch.arange(mask.shape[-2])[:, None], torch.arange(mask.shape[-1]))
         if (~mask.bool() & ~band).any():
             return False
     return True
@@ -84,7 +84,7 @@ def every_row_sees_a_key(call: Call) -> bool:
         return True
     if call.sparse_mode == 3 and not call.packed:
         return True  # more queries than keys: the operator finds the rows without a key by itself
-    return all(bool(call.allowed(members[0]).any(-1).all()) for members in call.groups().values())
+    return all(bool(call.compute_allowed(members[0]).any(-1).all()) for members in call.list_groups().values())
 
 
 def band_is_not_empty(call: Call) -> bool:
@@ -137,7 +137,7 @@ def is_small_enough(call: Call) -> bool:
 def has_mask_shape(call: Call) -> bool:
     if call.atten_mask is None or call.compressed or call.sparse_mode == 6:
         return True
-    return tuple(call.atten_mask.shape) in mask_shapes(call)
+    return tuple(call.atten_mask.shape) in list_mask_shapes(call)
 
 
 def has_compressed_shape(call: Call) -> bool:
@@ -157,7 +157,7 @@ def has_compressed_content(call: Call) -> bool:
         return is_triangle(call.atten_mask)
     if call.sparse_mode == 6:
         mask = call.atten_mask.reshape(-1, TRIANGLE).bool()
-        return torch.equal(mask, prefix_mask(mask.device))
+        return torch.equal(mask, build_prefix_mask(mask.device))
     return True
 
 

@@ -1,4 +1,4 @@
-"""What ``npu_fusion_attention`` asks of a call: every documented rule, and every misuse that it computes in silence.
+"""The requirements of ``npu_fusion_attention``: every documented rule, and every misuse that it computes in silence.
 
 Each requirement names its source: the operator's page in the op-plugin documentation; op-plugin's host code,
 FlashAttentionKernelNpuOpApi.cpp; the operator's tiling in CANN. What the host code or the tiling checks, a device

@@ -47,23 +47,23 @@ def _fusion_attention(arguments: dict) -> tuple:
     unknown = [name for name in ("pse", "sink", "dropout_mask") if arguments[name] is not None]
     if unknown or call.keep_prob < 1:
         raise NotEmulatedError(f"npu_fusion_attention, emulated: {unknown or ['keep_prob below 1']} is not computed")
-    groups = call.groups()
+    groups = call.list_groups()
     outputs = [_attend(call, members) for members in groups.values()]
     if call.packed:
-        rows = torch.cat([_rows(call.query_lengths, members) for members in groups.values()])
+        rows = torch.cat([_locate_tokens(call.query_lengths, members) for members in groups.values()])
         out = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in outputs])[rows.argsort()]
         statistics = torch.full((*call.query.shape[:2], 8), torch.nan)
     else:
         order = torch.tensor([number for members in groups.values() for number in members])
         out = torch.cat(outputs)[order.argsort()]  # [B, N, S, D]
         statistics = torch.full((*out.shape[:3], 8), torch.nan)
-        out = _from_bnsd(out, call.input_layout)
+        out = _to_layout(out, call.input_layout)
     return out.contiguous(), statistics, statistics.clone(), call.query.new_empty(0), 0, 0, 0
 
 
 def _attend(call: Call, members: list[int]) -> Tensor:
     """``[members, N, Sq, D]`` of sequences that see alike."""
-    see = call.allowed(members[0])
+    see = call.compute_allowed(members[0])
     blind = ~see.any(-1, keepdim=True)
     query, key, value = (
         _take(call, tensor, lengths, members).float()
@@ -78,8 +78,8 @@ def _attend(call: Call, members: list[int]) -> Tensor:
     return out.masked_fill(blind, 0.0).to(call.query.dtype)
 
 
-def _rows(lengths: list[int], members: list[int]) -> Tensor:
-    """Where the tokens of some sequences of one length are in a pack."""
+def _locate_tokens(lengths: list[int], members: list[int]) -> Tensor:
+    """Locate the tokens of some sequences of one length in a pack."""
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     return (starts[members][:, None] + torch.arange(lengths[members[0]])).flatten()
 
@@ -87,14 +87,14 @@ def _rows(lengths: list[int], members: list[int]) -> Tensor:
 def _take(call: Call, tensor: Tensor, lengths: list[int], members: list[int]) -> Tensor:
     """``[members, N, S, D]``."""
     if call.packed:
-        return tensor[_rows(lengths, members)].unflatten(0, (len(members), -1)).transpose(1, 2)
+        return tensor[_locate_tokens(lengths, members)].unflatten(0, (len(members), -1)).transpose(1, 2)
     if "H" in call.input_layout:
         tensor = tensor.unflatten(-1, (call.head_num if tensor is call.query else call.kv_heads, -1))
     places = {"BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
     return tensor.permute(places[call.input_layout])[members]
 
 
-def _from_bnsd(out: Tensor, layout: str) -> Tensor:
+def _to_layout(out: Tensor, layout: str) -> Tensor:
     places = {"BSH": (0, 2, 1, 3), "SBH": (2, 0, 1, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
     out = out.permute(places[layout])
     return out.flatten(2) if "H" in layout else out

@@ -15,7 +15,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
 from engines.batch.shard import TokenOutputs
 from engines.config import MegatronConfig
-from hardware.attention.rules import slot_unit
+from hardware.attention.rules import compute_slot_unit
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any)
 
@@ -119,7 +119,7 @@ def test_every_token_is_computed_once_within_the_budget(together, lengths, repli
     loads = [sum(lengths[row] for rows in replica for row in rows) for replica in schedule.rows]
     assert max(counts) - min(counts) <= 1 or (together and max(loads) <= 1.25 * sum(loads) / replicas + max(lengths))
     assert len(schedule.rows[0]) >= min(config.pp, max(counts))
-    unit = slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
+    unit = compute_slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
     slots = [-(-length // unit) * unit for length in lengths]
     most = min(budget, config.slots or budget) if layout == "thd" else budget
 

@@ -6,7 +6,7 @@ from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
 from engines.config import OptimizerConfig
-from engines.megatron.memory import choose_hosted
+from engines.megatron.memory.estimate import choose_hosted
 from rlworker.checks.huggingface import probe_loss
 
 
@@ -113,7 +113,7 @@ def repeated(rank: int, world: int, address: str, folder: str) -> dict:
     platform, found = start_process(rank), []
     with (
         patch.dict(os.environ),
-        patch.object(type(platform), "deterministic_env", lambda self: {"NUMBERS_REPEAT": "1"}),
+        patch.object(type(platform), "get_deterministic_env", lambda self: {"NUMBERS_REPEAT": "1"}),
     ):
         for deterministic in (True, False):
             leave_groups()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engines.megatron.layout import Layout
-from hardware.attention.rules import slot_unit
+from hardware.attention.rules import compute_slot_unit
 
 
 def by_hand(lengths, kind, tp, cp, rank, multiple=1, slots=0):
@@ -37,7 +37,7 @@ def draw_case(draw: random.Random) -> dict:
     size = draw.choice([1, 3, 12, 40])
     lengths = tuple(draw.choice([0, 1, draw.randint(1, size)]) for _ in range(draw.randint(1, 7)))
     tp, cp, multiple = draw.choice([1, 2, 4]), draw.choice([1, 2, 4]), draw.choice([1, 1, 3, 16])
-    unit = slot_unit(tp, cp, multiple)
+    unit = compute_slot_unit(tp, cp, multiple)
     kind = draw.choice(["bshd", "thd"])
     sizes = [-(-n // unit) * unit for n in lengths]
     need = max(sizes) if kind == "bshd" else sum(sizes)
@@ -54,7 +54,7 @@ def check_case(case: dict, trailing: tuple[int, ...]) -> None:
         layout = Layout.build(**case, cp_rank=rank)
         want = by_hand(**case, rank=rank)
         assert layout.valid.tolist() == [[slot is not None for slot in row] for row in want]
-        segment, position = layout.mask_spec().places(rank)
+        segment, position = layout.build_mask_spec().list_slots(rank)
         assert segment.tolist() == [[slot[2] if slot else -1 for slot in row] for row in want]
         # A pad's position is never read; a real slot's is its place in its own sequence.
         assert (position * layout.valid).tolist() == [[slot[1] if slot else 0 for slot in row] for row in want]

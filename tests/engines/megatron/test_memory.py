@@ -9,7 +9,7 @@ from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import draw_address
 
-from engines.megatron.activations import MicroBatch, count_kept
+from engines.megatron.memory.activations import MicroBatch, count_kept
 from rlworker.checks.huggingface import probe_loss
 
 MODELS = {
@@ -25,7 +25,7 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     import torch
     from megatron.core import parallel_state as mpu
 
-    from engines.megatron.memory import compute_rank_memory, list_parameters
+    from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
     from engines.megatron.weights import _name_parameters
     from engines.models.spec import ModelSpec
 

@@ -51,8 +51,8 @@ def copy_model(folder: str, target: Path, model_type: str) -> str:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_model, tmp_path, tied):
-    from engines.megatron.activations import MicroBatch
-    from engines.megatron.memory import compute_rank_memory, list_parameters
+    from engines.megatron.memory.activations import MicroBatch
+    from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
     from hardware.platform import KernelMemory
 
     folder, ours = make_hf_model("llama", tied), families.list_families()

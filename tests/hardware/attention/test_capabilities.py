@@ -13,12 +13,12 @@ from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
 from hardware.attention import capabilities
-from hardware.attention.capabilities import PLACES, TABLE, check_override, find_backend, place_name
-from hardware.attention.mask_spec import MaskSpec, blocked_where_true
+from hardware.attention.capabilities import PLACES, TABLE, check_override, find_backend, name_place
+from hardware.attention.mask_spec import MaskSpec, to_blocking_mask
 from hardware.attention.rules import CAUSAL, RULES, Rule
 from hardware.cpu.platform import CpuPlatform
 from hardware.npu.emulator.operator import install
-from hardware.npu.kernel_call import prefix_mask, triangle
+from hardware.npu.kernel_call import build_prefix_mask, triangle
 
 RULE_OF = {
     "full": Rule(causal=False),
@@ -60,7 +60,7 @@ EMULATED = NPU | {("torch_varlen", kind, cp, rule) for kind, cp in PLACES_OF for
 
 
 def spec_of(kind: str, rule: Rule) -> MaskSpec:
-    return Layout.build(LENGTHS, kind, multiple=4).mask_spec((rule,), find_image_blocks(LENGTHS), (2, 1, 0, 5))
+    return Layout.build(LENGTHS, kind, multiple=4).build_mask_spec((rule,), find_image_blocks(LENGTHS), (2, 1, 0, 5))
 
 
 def test_the_table_is_complete():
@@ -111,7 +111,7 @@ def test_the_document_says_what_the_table_says(cp):
 def run_flex(spec, query, key, value):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    see = spec.visible()
+    see = spec.compute_visible()
     mask = create_block_mask(lambda b, h, q, k: see[b, q, k], see.shape[0], None, *see.shape[1:], device="cpu")
     rows = (x.transpose(1, 2) for x in (query, key, value))
     return flex_attention(*rows, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
@@ -122,9 +122,9 @@ def run_flex(spec, query, key, value):
 @pytest.mark.parametrize("rule", RULES)
 def test_flex_attention_honours_every_rule(kind, rule):
     spec = spec_of(kind, RULE_OF[rule])
-    query, key, value = (x.detach() for x in draw_qkv(*spec.visible().shape[:2]))
-    got, want = run_flex(spec, query, key, value), dense_attention(query, key, value, spec.visible())
-    valid = spec.places(0)[0] >= 0
+    query, key, value = (x.detach() for x in draw_qkv(*spec.compute_visible().shape[:2]))
+    got, want = run_flex(spec, query, key, value), dense_attention(query, key, value, spec.compute_visible())
+    valid = spec.list_slots(0)[0] >= 0
     assert TABLE["flex_attention", kind, False, rule].honoured and torch.allclose(got[valid], want[valid], atol=1e-6)
 
 
@@ -132,7 +132,7 @@ def test_flex_attention_honours_every_rule(kind, rule):
 def test_flex_attention_has_no_backward_on_a_cpu():
     spec = spec_of("bshd", CAUSAL)
     with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        run_flex(spec, *draw_qkv(*spec.visible().shape[:2])).sum().backward()
+        run_flex(spec, *draw_qkv(*spec.compute_visible().shape[:2])).sum().backward()
 
 
 def test_varlen_attention_does_not_run_on_a_cpu():
@@ -157,9 +157,9 @@ def megatron_local(rank, world, rule, dense):
     sizes = dict(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=KV_HEADS)
     config = TransformerConfig(**sizes, masked_softmax_fusion=False, attention_dropout=0.0)
     spec = spec_of("bshd", rule)
-    see = spec.visible()
+    see = spec.compute_visible()
     query, key, value = draw_qkv(*see.shape[:2])
-    kind, mask = (AttnMaskType.arbitrary, blocked_where_true(see)[:, None]) if dense else (AttnMaskType.causal, None)
+    kind, mask = (AttnMaskType.arbitrary, to_blocking_mask(see)[:, None]) if dense else (AttnMaskType.causal, None)
     group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
     core = DotProductAttention(config, 1, kind, "self", pg_collection=group)
     alone = mpu._GLOBAL_MEMORY_BUFFER is None
@@ -172,7 +172,7 @@ def megatron_local(rank, world, rule, dense):
         out = core(*(x.transpose(0, 1) for x in (query, key, value)), mask).transpose(0, 1)
     if alone:
         mpu.destroy_global_memory_buffer()
-    valid = spec.places(0)[0] >= 0
+    valid = spec.list_slots(0)[0] >= 0
     return float((out - dense_attention(query, key, value, see))[valid].abs().max())
 
 
@@ -219,9 +219,9 @@ def npu_arguments(mode: int, spec, rule: Rule) -> dict:
     if mode == 4:
         return dict(sparse_mode=4, atten_mask=triangle(), pre_tockens=rule.window - 1, next_tockens=0)
     if mode == 6:
-        return dict(sparse_mode=6, atten_mask=prefix_mask(), prefix=list(spec.prefixes))
+        return dict(sparse_mode=6, atten_mask=build_prefix_mask(), prefix=list(spec.prefixes))
     if spec.kind == "bshd":
-        mask = ~spec.visible()[:, None]
+        mask = ~spec.compute_visible()[:, None]
         mask[:, 0].diagonal(dim1=1, dim2=2).fill_(False)  # so that padding sees something: itself
         if mode == 5:  # padding is causal there too
             position = torch.arange(mask.shape[-1])
@@ -238,12 +238,12 @@ def npu_arguments(mode: int, spec, rule: Rule) -> dict:
     return dict(sparse_mode=mode, atten_mask=mask)
 
 
-@pytest.mark.parametrize("place", sorted(place for place in NPU if not place[2]), ids=place_name)
+@pytest.mark.parametrize("place", sorted(place for place in NPU if not place[2]), ids=name_place)
 def test_the_emulated_operator_honours_what_the_table_says(place):
     backend, kind, _, rule = place
     install()
     spec = spec_of(kind, RULE_OF[rule])
-    see = spec.visible()
+    see = spec.compute_visible()
     query, key, value = (x.detach() for x in draw_qkv(*see.shape[:2]))
     arguments = npu_arguments(int(backend[-1]), spec, RULE_OF[rule]) | dict(scale=DIM**-0.5)
     operator = torch.ops.npu.npu_fusion_attention
@@ -253,7 +253,7 @@ def test_the_emulated_operator_honours_what_the_table_says(place):
         ends = torch.tensor(spec.padded).cumsum(0).tolist()
         lengths = dict(actual_seq_qlen=ends, actual_seq_kvlen=ends)
         got = operator(query[0], key[0], value[0], HEADS, "TND", **arguments, **lengths)[0].flatten(1)[None]
-    valid = spec.places(0)[0] >= 0
+    valid = spec.list_slots(0)[0] >= 0
     assert torch.allclose(got[valid], dense_attention(query, key, value, see)[valid], atol=1e-6)
 
 
@@ -265,14 +265,16 @@ def test_the_emulated_operator_honours_what_the_table_says(place):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_flipped_cell_is_refused_by_the_platform(monkeypatch, rule, kind, cp):
     place = ("torch_sdpa", kind, cp > 1, rule)
-    spec = Layout.build(LENGTHS, kind, cp=cp).mask_spec((RULE_OF[rule],), find_image_blocks(LENGTHS), (2, 1, 0, 5))
-    rotary = tuple(torch.zeros(*spec.places(0)[0].shape, DIM) for _ in range(2))
-    CpuPlatform().attention_inputs(spec, rotary)
+    spec = Layout.build(LENGTHS, kind, cp=cp).build_mask_spec(
+        (RULE_OF[rule],), find_image_blocks(LENGTHS), (2, 1, 0, 5)
+    )
+    rotary = tuple(torch.zeros(*spec.list_slots(0)[0].shape, DIM) for _ in range(2))
+    CpuPlatform().build_attention_inputs(spec, rotary)
     refused = dataclasses.replace(TABLE[place], honoured=False, text="it was flipped", nearest="another")
     monkeypatch.setitem(capabilities.TABLE, place, refused)
-    with pytest.raises(ValueError, match=f"{place_name(place)} is refused: it was flipped; nearest: another"):
-        CpuPlatform().attention_inputs(spec, rotary)
-    CpuPlatform().attention_inputs(spec, rotary, override=(place_name(place),))
+    with pytest.raises(ValueError, match=f"{name_place(place)} is refused: it was flipped; nearest: another"):
+        CpuPlatform().build_attention_inputs(spec, rotary)
+    CpuPlatform().build_attention_inputs(spec, rotary, override=(name_place(place),))
 
 
 def test_the_first_backend_that_honours_a_rule_is_taken():

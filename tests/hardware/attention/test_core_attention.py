@@ -50,18 +50,18 @@ def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, 
     sizes = dict(num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS)
     config = TransformerConfig(**sizes, attention_dropout=0.0)
     with patch.object(layers, "get_num_layers_to_build", lambda config: 1):  # it would ask which stage this is
-        layer_of_model = platform.layer_spec(config).layer_specs[0].submodules
+        layer_of_model = platform.build_layer_spec(config).layer_specs[0].submodules
     attention = layer_of_model.self_attention.submodules.core_attention
     packed = [[layout.pack(x) for x in flats] for layout in layouts]  # [rank][q, k, v] of [b, s, h, d]
     outputs, references = torch.zeros(tokens, HEADS * DIM), torch.zeros(tokens, HEADS * DIM)
     for r, layout in enumerate(layouts):
         prefixes = tuple(min(2 + i, n) for i, n in enumerate(lengths))
-        spec = layout.mask_spec(rules, find_image_blocks(lengths), prefixes)
+        spec = layout.build_mask_spec(rules, find_image_blocks(lengths), prefixes)
         no_turn = torch.ones(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
         if mode is None:
-            inputs = platform.attention_inputs(spec, no_turn)
+            inputs = platform.build_attention_inputs(spec, no_turn)
         else:
-            inputs = npu_plan.attention_inputs(spec, no_turn, dict.fromkeys(spec.rules, mode))
+            inputs = npu_plan.build_attention_inputs(spec, no_turn, dict.fromkeys(spec.rules, mode))
         form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
         gathered = [torch.cat([form(p[i]) for p in packed]) for i in (1, 2)]
         group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp, rank=lambda r=r: r))
@@ -70,7 +70,9 @@ def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, 
             out = core(form(packed[r][0]), form(packed[r][1]), form(packed[r][2]), None, packed_seq_params=inputs)
         outputs = outputs + layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None])
         keys, values = (torch.cat([p[i] for p in packed], dim=1) for i in (1, 2))
-        references = references + layout.unpack(dense_attention(packed[r][0], keys, values, spec.visible(layer)))
+        references = references + layout.unpack(
+            dense_attention(packed[r][0], keys, values, spec.compute_visible(layer))
+        )
     weight = torch.randn(tokens, HEADS * DIM)
     got = torch.autograd.grad((outputs * weight).sum(), flats, retain_graph=True)
     want = torch.autograd.grad((references * weight).sum(), flats)
@@ -150,10 +152,10 @@ def test_an_npu_refuses_what_it_does_not_compute(kind, cp, rule):
     """Whatever the sequences: those of every case above."""
     for lengths in LENGTHS:
         layout = Layout.build(lengths, kind, cp=cp)
-        spec = layout.mask_spec((rule,), find_image_blocks(lengths), tuple(min(2, n) for n in lengths))
+        spec = layout.build_mask_spec((rule,), find_image_blocks(lengths), tuple(min(2, n) for n in lengths))
         said = f"no backend honours the rule {re.escape(str(rule))} in {kind} with cp={cp}"
         with pytest.raises(ValueError, match=said):
-            get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2)
+            get_platform("npu-emulated").build_attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2)
 
 
 @pytest.mark.parametrize("rule", [CAUSAL, Rule(window=3)], ids=str)
@@ -166,7 +168,9 @@ def test_an_npu_may_be_told_a_band_by_a_mask_too(one_rank, rule, cp):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_the_rest_of_a_pack_does_not_cost_its_square(cp):
     layout = Layout.build((100, 7), "thd", cp=cp, slots=8192)
-    inputs = get_platform("npu-emulated").attention_inputs(layout.mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2)
+    inputs = get_platform("npu-emulated").build_attention_inputs(
+        layout.build_mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2
+    )
     for call in inputs.plan.calls[CAUSAL]:
         queries, keys = (np.diff([0, *ends]) for ends in (call.actual_seq_qlen, call.actual_seq_kvlen))
         assert len(queries) == len(keys) == 2 + 81
@@ -174,7 +178,7 @@ def test_the_rest_of_a_pack_does_not_cost_its_square(cp):
     few = Layout.build((2,) * 1000, "thd", slots=8192)
     (call,) = (
         get_platform("npu-emulated")
-        .attention_inputs(few.mask_spec(), (torch.zeros(*few.shape, DIM),) * 2)
+        .build_attention_inputs(few.build_mask_spec(), (torch.zeros(*few.shape, DIM),) * 2)
         .plan.calls[CAUSAL]
     )
     assert len(call.actual_seq_qlen) == 1024 and call.actual_seq_qlen[-1] == 8192
@@ -184,9 +188,9 @@ def test_the_rest_of_a_pack_does_not_cost_its_square(cp):
 def test_an_override_that_no_call_can_follow_is_refused(rule, cp):
     layout = Layout.build((5, 9), "thd", cp=cp)
     override = (f"npu_mode1/thd/{'cp' if cp > 1 else 'no-cp'}/{rule.parts[0]}",)
-    spec = layout.mask_spec((rule,), find_image_blocks((5, 9)))
+    spec = layout.build_mask_spec((rule,), find_image_blocks((5, 9)))
     with pytest.raises(ValueError, match="leave out the override"):
-        get_platform("npu-emulated").attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2, override)
+        get_platform("npu-emulated").build_attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2, override)
 
 
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
@@ -225,7 +229,7 @@ def test_no_mask_is_as_large_as_the_pack():
     lengths = tuple(range(10, 60)) * 4
     layout = Layout.build(lengths, "thd", cp=2)
     turn = torch.zeros(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
-    plan = CpuPlatform().attention_inputs(layout.mask_spec((Rule(window=8),)), turn).plan
+    plan = CpuPlatform().build_attention_inputs(layout.build_mask_spec((Rule(window=8),)), turn).plan
     largest = max(mask.numel() for group in plan.groups for mask in group.masks.values())
     assert largest <= 60 * 60 and sum(lengths) ** 2 > 100 * largest
 
@@ -236,7 +240,7 @@ def test_sequences_of_like_lengths_share_a_call():
 
     layout = Layout.build(tuple(range(1, 257)), "thd")
     turn = torch.zeros(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
-    groups = CpuPlatform().attention_inputs(layout.mask_spec(), turn).plan.groups
+    groups = CpuPlatform().build_attention_inputs(layout.build_mask_spec(), turn).plan.groups
     taken = [group.keys for group in groups for _ in range(group.rows)]
     assert sorted({group.keys for group in groups}) == [
         *range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16)

@@ -2,19 +2,25 @@ import numpy as np
 import pytest
 import torch
 
-from hardware.attention.mask_spec import MaskSpec, added_to_scores, blocked_where_true, slot_places, zigzag_positions
-from hardware.attention.rules import CAUSAL, Rule, tokens_before
+from hardware.attention.mask_spec import (
+    MaskSpec,
+    list_zigzag_positions,
+    locate_slots,
+    to_additive_mask,
+    to_blocking_mask,
+)
+from hardware.attention.rules import CAUSAL, Rule, count_tokens_before
 
 
 def test_zigzag_pairs_a_low_chunk_with_a_high_one():
-    assert zigzag_positions(8, 2, 0).tolist() == [0, 1, 6, 7]
-    assert zigzag_positions(8, 2, 1).tolist() == [2, 3, 4, 5]
+    assert list_zigzag_positions(8, 2, 0).tolist() == [0, 1, 6, 7]
+    assert list_zigzag_positions(8, 2, 1).tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_slot_places_cover_every_position_of_every_sequence_once(cp):
     padded = (8 * cp, 2 * cp, 0, 4 * cp)
-    seen = [pair for rank in range(cp) for pair in zip(*(x.tolist() for x in slot_places(padded, cp, rank)))]
+    seen = [pair for rank in range(cp) for pair in zip(*(x.tolist() for x in locate_slots(padded, cp, rank)))]
     assert sorted(seen) == [(i, p) for i, size in enumerate(padded) for p in range(size)]
 
 
@@ -25,11 +31,11 @@ def test_oracle_says_what_the_rule_says_in_words(kind, cp):
     padded = (8, 8, 8) if kind == "bshd" else (4, 8, 4)
     for rank in range(cp):
         spec = MaskSpec(kind, lengths, padded, cp, rank, rules=(CAUSAL, Rule(window=window)))
-        segment, position = spec.places(rank)
-        keys = [spec.places(r) for r in range(cp)]
+        segment, position = spec.list_slots(rank)
+        keys = [spec.list_slots(r) for r in range(cp)]
         key_segment, key_position = (torch.cat([k[i] for k in keys], 1) for i in range(2))
         for layer, reach in ((1, 10**6), (2, window)):
-            see = spec.visible(layer)
+            see = spec.compute_visible(layer)
             for b in range(see.shape[0]):
                 for i in range(see.shape[1]):
                     for j in range(see.shape[2]):
@@ -39,7 +45,7 @@ def test_oracle_says_what_the_rule_says_in_words(kind, cp):
 
 
 def test_window_counts_the_token_itself():
-    see = MaskSpec("thd", (5,), (5,), rules=(Rule(window=2),)).visible()[0]
+    see = MaskSpec("thd", (5,), (5,), rules=(Rule(window=2),)).compute_visible()[0]
     assert see.sum(1).tolist() == [1, 2, 2, 2, 2]
 
 
@@ -86,23 +92,23 @@ def test_rules_are_those_of_transformers():
     for rule, function in functions.items():
         spec = MaskSpec("thd", (length,), (length,), rules=(rule,), image_block=blocks[0].numpy(), prefixes=(5,))
         want = torch.tensor([[bool(function(0, 0, q, k)) for k in places] for q in places])
-        assert torch.equal(spec.visible()[0], want), rule
+        assert torch.equal(spec.compute_visible()[0], want), rule
 
 
 def test_an_image_of_another_sequence_is_another_image():
     spec = MaskSpec("thd", (2, 2), (2, 2), rules=(Rule(images=True),), image_block=np.zeros(4, int))
-    assert spec.visible()[0].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert spec.compute_visible()[0].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
 
 
 def test_the_two_ways_out_of_a_keep_mask():
     see = torch.tensor([[True, False], [False, False]])
-    assert blocked_where_true(see).tolist() == [[False, True], [False, False]], "a row without any key is opened"
+    assert to_blocking_mask(see).tolist() == [[False, True], [False, False]], "a row without any key is opened"
     least = torch.finfo(torch.float32).min
-    assert added_to_scores(see, torch.float32).tolist() == [[0.0, least], [least, least]]
+    assert to_additive_mask(see, torch.float32).tolist() == [[0.0, least], [least, least]]
 
 
 def test_windows_of_other_conventions():
-    assert [tokens_before(window) for window in (1, 4, None)] == [0, 3, -1]
+    assert [count_tokens_before(window) for window in (1, 4, None)] == [0, 3, -1]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engines.megatron.layout import Layout
 from hardware.attention.capabilities import TABLE, find_backend
-from hardware.attention.mask_spec import added_to_scores, blocked_where_true
+from hardware.attention.mask_spec import to_additive_mask, to_blocking_mask
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.cpu.platform import CpuPlatform
 
@@ -38,7 +38,7 @@ def through_platform(layout, rules=(CAUSAL,)):
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
     core = CpuAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))
-    inputs = CpuPlatform().attention_inputs(layout.mask_spec(rules), no_turn(layout))
+    inputs = CpuPlatform().build_attention_inputs(layout.build_mask_spec(rules), no_turn(layout))
 
     def attend(query, key, value):
         if layout.kind == "bshd":
@@ -63,8 +63,8 @@ def run_here(one_rank, function):
 
 
 def test_a_block_diagonal_mask_beside_a_causal_kernel(one_rank):
-    spec = Layout.build(LENGTHS, "thd").mask_spec()
-    see = spec.visible()
+    spec = Layout.build(LENGTHS, "thd").build_mask_spec()
+    see = spec.compute_visible()
     leaks = probe_influence(sdpa(is_causal=True), *see.shape[:2]) & ~see
     assert int(leaks.sum()) == 5 * 1 + 6 * 7, "the causal kernel lets a document see every one before it"
     with pytest.raises(ValueError, match="te_causal/thd/no-cp/causal is refused: TransformerEngine raises"):
@@ -85,7 +85,7 @@ def test_a_block_diagonal_mask_beside_a_causal_kernel(one_rank):
 def test_a_mask_for_attention_is_not_a_mask_for_unpadding():
     layout = Layout.build(LENGTHS, "bshd")
     hidden = layout.pack(torch.arange(sum(LENGTHS)).float()[:, None])
-    attention_mask = blocked_where_true(layout.mask_spec().visible())[:, None]  # [b, 1, s, s]
+    attention_mask = to_blocking_mask(layout.build_mask_spec().compute_visible())[:, None]  # [b, 1, s, s]
     with pytest.raises(IndexError):
         hidden[attention_mask]
     assert hidden[layout.valid].flatten().tolist() == list(range(sum(LENGTHS)))
@@ -95,7 +95,7 @@ def test_a_mask_for_attention_is_not_a_mask_for_unpadding():
 def test_none_is_given_where_it_means_the_rule(one_rank):
     """``npu_fusion_attention`` without a mask is full attention: the table says so, and names what to give it."""
     layout = Layout.build(LENGTHS, "bshd")
-    see = layout.mask_spec().visible()
+    see = layout.build_mask_spec().compute_visible()
     valid = layout.valid
     leaks = probe_influence(sdpa(attn_mask=None, is_causal=False), *see.shape[:2]) & ~see & valid[:, :, None]
     assert leaks.any(), "None without is_causal sees the future and the padding"
@@ -115,10 +115,10 @@ def test_none_is_given_where_it_means_the_rule(one_rank):
 
 
 def test_polarity():
-    see = Layout.build((6,), "bshd").mask_spec().visible()
+    see = Layout.build((6,), "bshd").build_mask_spec().compute_visible()
     query, key, value = draw_qkv(1, 6)
     want = dense_attention(query, key, value, see)
-    kept, blocked, added = see[:, None], blocked_where_true(see)[:, None], added_to_scores(see, torch.float32)[:, None]
+    kept, blocked, added = see[:, None], to_blocking_mask(see)[:, None], to_additive_mask(see, torch.float32)[:, None]
     for mask in (kept, added):
         assert torch.allclose(sdpa(attn_mask=mask)(query, key, value), want, atol=1e-6)
     # The same bits in the other sense: only the future is seen, and the last row sees nothing at all.
@@ -130,11 +130,11 @@ def test_polarity():
 
 
 def test_a_row_that_sees_nothing_does_not_become_an_average_in_silence():
-    spec = Layout.build((2, 5), "bshd").mask_spec()
-    see = spec.visible()
-    assert not see[0, 2:].any() and blocked_where_true(see)[0, 2:].sum() == 0
-    assert blocked_where_true(see)[0, :2].tolist() == [[False] + [True] * 4, [False] * 2 + [True] * 3]
-    assert torch.isfinite(added_to_scores(see, torch.bfloat16)).all()
+    spec = Layout.build((2, 5), "bshd").build_mask_spec()
+    see = spec.compute_visible()
+    assert not see[0, 2:].any() and to_blocking_mask(see)[0, 2:].sum() == 0
+    assert to_blocking_mask(see)[0, :2].tolist() == [[False] + [True] * 4, [False] * 2 + [True] * 3]
+    assert torch.isfinite(to_additive_mask(see, torch.bfloat16)).all()
 
 
 # -- torchtitan pull request 1776: masks are an argument of forward, one for each pipeline micro-batch

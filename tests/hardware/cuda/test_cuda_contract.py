@@ -9,11 +9,11 @@ from torch.nn.attention import varlen
 
 from hardware.attention.contract import RefusedError, SilentError
 from hardware.cuda.emulator.contract import REQUIREMENTS, check
-from hardware.cuda.emulator.examples import DIM, HEADS, KEY_HEADS, example_call, examples
+from hardware.cuda.emulator.examples import DIM, HEADS, KEY_HEADS, make_example_call, make_examples
 from hardware.cuda.emulator.operator import install
 from hardware.cuda.kernel_call import Call
 
-EXAMPLES = examples()
+EXAMPLES = make_examples()
 TORCH_CHECKS = {"rank", "grouped heads"}
 """What torch's Python finds before it calls the operator."""
 
@@ -24,7 +24,7 @@ def operator():
 
 
 def attend(**changes):
-    arguments = example_call() | changes
+    arguments = make_example_call() | changes
     return varlen.varlen_attn(**arguments, enable_gqa=arguments["query"].shape[1] != arguments["key"].shape[1])
 
 
@@ -36,10 +36,10 @@ def test_every_requirement_has_its_calls():
 def test_a_call_that_breaks_it_raises_and_one_that_keeps_it_does_not(requirement):
     wrong, right = EXAMPLES[requirement.name]
     with pytest.raises((RefusedError, SilentError), match=f"emulated: {requirement.name} \\(") as raised:
-        check(Call(**example_call() | wrong))
+        check(Call(**make_example_call() | wrong))
     assert isinstance(raised.value, SilentError) == requirement.silent
-    assert requirement.source.name in str(raised.value) and requirement.on_a_device in str(raised.value)
-    query = (example_call() | right)["query"].clone().requires_grad_()
+    assert requirement.source.name in str(raised.value) and requirement.consequence in str(raised.value)
+    query = (make_example_call() | right)["query"].clone().requires_grad_()
     out = attend(**right | {"query": query})
     out.float().sum().backward()
     assert out.isfinite().all() and query.grad.isfinite().all()
@@ -55,7 +55,7 @@ def test_torch_own_function_comes_to_the_check(name):
 
 def test_backward_is_checked_too():
     """What torch keeps for it may be changed between the two passes."""
-    arguments = example_call()
+    arguments = make_example_call()
     query = arguments["query"].requires_grad_()
     out = attend(**arguments)
     with torch.no_grad():
@@ -66,11 +66,11 @@ def test_backward_is_checked_too():
 
 
 def test_fp32_stands_for_bf16_and_a_device_is_not_said_to_take_it():
-    call = Call(**example_call(dtype=torch.float32))
+    call = Call(**make_example_call(dtype=torch.float32))
     with pytest.raises(RefusedError, match=r"dtype \(flash_api.cpp; on a device: refused\): .*all fp16 or all bf16"):
         check(call)
     check(replace(call, stands_for_16_bits=torch.float32))
-    assert attend(**example_call(dtype=torch.float32)).dtype == torch.float32
+    assert attend(**make_example_call(dtype=torch.float32)).dtype == torch.float32
 
 
 # -- arithmetic
@@ -147,7 +147,7 @@ def test_the_log_of_the_sum_is_what_a_uniform_query_gets():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_rounded_once(dtype):
     """The sums are in fp32, as on the device: half a unit in the last place from the definition."""
-    arguments = example_call(dtype=dtype)
+    arguments = make_example_call(dtype=dtype)
     tensors = [arguments.pop(name).requires_grad_() for name in ("query", "key", "value")]
     out = varlen.varlen_attn(*tensors, **arguments, enable_gqa=True)
     exact = [x.detach().double().requires_grad_() for x in tensors]

@@ -33,8 +33,10 @@ LENGTHS = [(5, 1, 0, 9, 9, 2), (3, 0, 7, 40, 41, 37, 38)]
 
 def calls_of(lengths, kind, rule, cp=1, cp_rank=0, slots=0, dtype=torch.bfloat16) -> tuple[MaskSpec, RuleCalls]:
     layout = Layout.build(lengths, kind, cp=cp, cp_rank=cp_rank, slots=slots)
-    spec = layout.mask_spec((rule,), find_image_blocks(lengths), tuple(min(2 + i, n) for i, n in enumerate(lengths)))
-    inputs = CudaPlatform().attention_inputs(spec, (torch.zeros(*layout.shape, DIM, dtype=dtype),) * 2)
+    spec = layout.build_mask_spec(
+        (rule,), find_image_blocks(lengths), tuple(min(2 + i, n) for i, n in enumerate(lengths))
+    )
+    inputs = CudaPlatform().build_attention_inputs(spec, (torch.zeros(*layout.shape, DIM, dtype=dtype),) * 2)
     return spec, inputs.plan.calls[rule]
 
 
@@ -45,7 +47,7 @@ def seen_in(call: VarlenCall, keys: int) -> torch.Tensor:
     places = torch.arange(keys) if call.key_index is None else call.key_index
     assert len(places) == len(key) and (call.query_index is None or len(call.query_index) == len(query))
     see = torch.zeros(len(query), keys, dtype=torch.bool)
-    for queries, own, allowed in told.groups():
+    for queries, own, allowed in told.list_groups():
         see[queries[:, :, None], places[own][:, None]] = allowed
     return see
 
@@ -76,8 +78,8 @@ def test_each_slot_sees_what_the_oracle_says_and_nothing_else(rule):
     for (lengths, kind, slots), cp in itertools.product(packs, (1, 2, 4)):
         for rank in range(cp):
             spec, calls = calls_of(lengths, kind, rule, cp, rank, slots)
-            want = end_to_end(spec, spec.visible())
-            got, valid = seen_by_slots(calls, want.shape[1]), (spec.places(rank)[0] >= 0).flatten()
+            want = end_to_end(spec, spec.compute_visible())
+            got, valid = seen_by_slots(calls, want.shape[1]), (spec.list_slots(rank)[0] >= 0).flatten()
             assert torch.equal(got[valid], want[valid]), (lengths, kind, cp, rank, slots)
             assert got.any(-1).all(), "padding sees something too: nothing else would be written to its slots"
 
@@ -122,8 +124,8 @@ def test_images_take_one_more_call_however_many_there_are():
     layout = Layout.build(lengths, "thd", cp=2, cp_rank=1)
     blocks = torch.tensor([position // 3 if position % 3 else -1 for _ in lengths for position in range(40)])
     for rule in (Rule(images=True), Rule(images=True, window=5)):
-        inputs = CudaPlatform().attention_inputs(
-            layout.mask_spec((rule,), blocks), (torch.zeros(*layout.shape, DIM, dtype=torch.bfloat16),) * 2
+        inputs = CudaPlatform().build_attention_inputs(
+            layout.build_mask_spec((rule,), blocks), (torch.zeros(*layout.shape, DIM, dtype=torch.bfloat16),) * 2
         )
         assert len(inputs.plan.calls[rule].opened.cu_seq_q) > 300
 
@@ -138,9 +140,9 @@ def test_copies_of_queries_stand_where_an_image_is_cut():
 
 
 def test_an_image_in_two_places_is_refused():
-    spec = Layout.build((5, 3), "thd").mask_spec((Rule(images=True),), torch.tensor([0, 0, -1, 0, 0, 0, 0, 0]))
+    spec = Layout.build((5, 3), "thd").build_mask_spec((Rule(images=True),), torch.tensor([0, 0, -1, 0, 0, 0, 0, 0]))
     with pytest.raises(ValueError, match="tokens of an image are not side by side"):
-        CudaPlatform().attention_inputs(spec, (torch.zeros(1, 8, DIM, dtype=torch.bfloat16),) * 2)
+        CudaPlatform().build_attention_inputs(spec, (torch.zeros(1, 8, DIM, dtype=torch.bfloat16),) * 2)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -171,7 +173,7 @@ def test_what_the_kernel_does_not_take_goes_to_sdpa(dtype, head, device, emulate
     layout = Layout.build((5, 3), "thd")
     rotary = (torch.zeros(*layout.shape, head, dtype=dtype),) * 2
     for platform, plan in ((CudaPlatform, device), (EmulatedCudaPlatform, emulated)):
-        assert type(platform().attention_inputs(layout.mask_spec(), rotary).plan) is plan
+        assert type(platform().build_attention_inputs(layout.build_mask_spec(), rotary).plan) is plan
 
 
 def test_a_refused_cell_of_the_kernel_that_is_taken_is_told():
@@ -182,4 +184,6 @@ def test_a_refused_cell_of_the_kernel_that_is_taken_is_told():
         place = (backend, "thd", False, "causal")
         refused = patch.dict(capabilities.TABLE, {place: capabilities.Cell(False, "it was flipped", "another")})
         with refused, pytest.raises(ValueError, match=re.escape(f"{backend}/thd/no-cp/causal is refused")):
-            CudaPlatform().attention_inputs(layout.mask_spec(), (torch.zeros(*layout.shape, DIM, dtype=dtype),) * 2)
+            CudaPlatform().build_attention_inputs(
+                layout.build_mask_spec(), (torch.zeros(*layout.shape, DIM, dtype=dtype),) * 2
+            )

@@ -110,7 +110,7 @@ def test_an_engine_asks_for_shared_devices_before_it_builds(two_ranks):
 
         platform = start_process(rank)
         leave_groups()
-        with patch.object(type(platform), "device_key", lambda self: "GPU-1"):
+        with patch.object(type(platform), "get_device_key", lambda self: "GPU-1"):
             try:
                 engine.init_distributed(platform, MegatronConfig(ranks=world, timeout_s=60), rank, address, seed=1)
             except RuntimeError as error:
@@ -149,11 +149,11 @@ def test_ray_sets_a_device_aside_for_each_actor():
 def test_settings_of_a_process_may_be_given(monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
-    train, rollout = get_platform("cuda").train_env(), get_platform("cuda").rollout_env()
+    train, rollout = get_platform("cuda").get_train_env(), get_platform("cuda").get_rollout_env()
     assert train["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" and "PYTORCH_CUDA_ALLOC_CONF" not in rollout
     assert train["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
-    assert get_platform("cuda").train_env()["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
+    assert get_platform("cuda").get_train_env()["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
 
 
 def test_what_goes_to_a_device_is_pinned_and_not_waited_for(monkeypatch):
@@ -182,7 +182,7 @@ def test_a_plan_travels_so(monkeypatch):
     assert layout.slots.device.type == "meta"
     for dtype in (torch.bfloat16, torch.float32):
         rotary = (torch.zeros(*layout.shape, 8, dtype=dtype, device="meta"),) * 2
-        plan = CudaPlatform().attention_inputs(layout.mask_spec(rules, blocks), rotary).plan
+        plan = CudaPlatform().build_attention_inputs(layout.build_mask_spec(rules, blocks), rotary).plan
         tensors = list(_tensors(plan))
         assert len(tensors) > 5 and {x.device.type for x in tensors} == {"meta"}
     assert moved and all(each == {"non_blocking": True} for each in moved)

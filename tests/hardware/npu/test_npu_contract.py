@@ -9,13 +9,13 @@ import torch
 from hardware.attention.contract import NotEmulatedError, RefusedError, SilentError
 from hardware.npu.emulator.contract import REQUIREMENTS
 from hardware.npu.emulator.operator import install
-from hardware.npu.kernel_call import LAYOUTS, prefix_mask, triangle
+from hardware.npu.kernel_call import LAYOUTS, build_prefix_mask, triangle
 from hardware.npu.platform import EmulatedNpuPlatform
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 OPEN = torch.zeros(6, 6, dtype=torch.bool)
 PREFIXES = [2, 4]
-TRIANGLE, PREFIX_MASK = triangle(), prefix_mask()  # once: each has four million entries or more
+TRIANGLE, PREFIX_MASK = triangle(), build_prefix_mask()  # once: each has four million entries or more
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,7 +152,7 @@ def test_a_call_that_breaks_it_raises_and_one_that_keeps_it_does_not(requirement
     with pytest.raises((RefusedError, SilentError), match=f"emulated: {requirement.name} \\(") as raised:
         call(**wrong)
     assert isinstance(raised.value, SilentError) == requirement.silent
-    assert requirement.source.name in str(raised.value) and requirement.on_a_device in str(raised.value)
+    assert requirement.source.name in str(raised.value) and requirement.consequence in str(raised.value)
     assert call(**right).isfinite().all()
 
 

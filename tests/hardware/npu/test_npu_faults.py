@@ -27,7 +27,7 @@ def attend(query, key, value, **arguments):
 
 def lowered(platform, layout):
     rotary = (torch.zeros(*layout.shape, DIM),) * 2
-    return platform.attention_inputs(layout.mask_spec(), rotary)
+    return platform.build_attention_inputs(layout.build_mask_spec(), rotary)
 
 
 def one_mask_for_everything(layout) -> torch.Tensor:
@@ -67,7 +67,10 @@ def test_5904_no_mask_for_the_kernel_leaves_unpadding_what_it_needs(platform):
     query, key, value = draw_qkv(*layout.shape)
     with pytest.raises(SilentError, match="without atten_mask everyone sees everyone"):
         attend(query, key, value, sparse_mode=2)
-    full, causal = attend(query, key, value), dense_attention(query, key, value, layout.mask_spec().visible())
+    full, causal = (
+        attend(query, key, value),
+        dense_attention(query, key, value, layout.build_mask_spec().compute_visible()),
+    )
     assert float((full - causal)[layout.valid].abs().max()) > 0.1, "None alone is full attention"
     (call,) = lowered(platform, layout).plan.calls[CAUSAL]
     out = attend(query, key, value, atten_mask=call.atten_mask, sparse_mode=call.sparse_mode)

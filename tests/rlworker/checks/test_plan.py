@@ -8,7 +8,7 @@ import pytest
 from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.megatron.memory import estimate_padding
+from engines.megatron.memory.estimate import estimate_padding
 from engines.models.spec import ModelSpec
 from hardware.platform import KernelMemory
 from rlworker.checks.plan import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe

@@ -20,7 +20,7 @@ from engines.config import (
 )
 from engines.validation import read_installed_fields
 from hardware.attention import capabilities
-from hardware.attention.capabilities import TABLE, override_warnings
+from hardware.attention.capabilities import TABLE, list_override_warnings
 from hardware.platforms import get_platform
 from rlworker.config.keys import flatten_config
 from rlworker.config.model_checks import check_engines
@@ -270,7 +270,8 @@ def test_the_engines_set_nothing_that_is_passed_through_too(file, own):
     names = {
         keyword.arg
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "settings"
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and getattr(node.targets[0] if isinstance(node, ast.Assign) else node.target, "id", "") == "settings"
         for keyword in node.value.keywords
     }
     assert len(names) > 5 and names <= own
@@ -301,7 +302,7 @@ def test_the_longest_sequence_must_fit_the_memory_for_keys_and_values(
 def test_the_memory_that_the_environment_gives_must_be_a_number(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
     with pytest.raises(ValueError, match="VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB, got 'much'"):
-        get_platform("cpu").rollout_env()
+        get_platform("cpu").get_rollout_env()
 
 
 def test_slots_must_be_cut_over_the_ranks():
@@ -319,7 +320,7 @@ def test_an_override_names_a_refused_cell_of_the_capability_table(make_hf_model)
     actor = MegatronConfig(attention_override=("flash_varlen/thd/cp/window",))
     with pytest.raises(ValueError, match=r"of a backend that platform 'cpu' does not use; it uses \['torch_sdpa'\]"):
         check_engines(folder, "cpu", actor, VllmConfig(max_new_tokens=4, max_model_len=16))
-    (warning,) = override_warnings(("flash_varlen/thd/cp/window",))
+    (warning,) = list_override_warnings(("flash_varlen/thd/cp/window",))
     assert warning.startswith("attention: flash_varlen/thd/cp/window is refused by the capability table (not shown")
 
 

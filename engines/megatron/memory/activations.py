@@ -1,4 +1,4 @@
-"""What forward passes keep for their backward passes, and what these take beside it, from the model's shape alone."""
+"""Memory of activations: what forward passes keep for their backward passes, and what these take beside it."""
 
 from dataclasses import dataclass
 
@@ -118,7 +118,7 @@ def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: Micr
 def estimate_activations(
     model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory, trainable: bool
 ) -> int:
-    """What a rank of a stage holds beside its weights, gradients and optimizer at most, about.
+    """Estimate what a rank of a stage holds at most beside its weights, gradients and optimizer.
 
     That is what autograd keeps, and what comes on top at one time: either a layer that is computed again with what its
     attention's backward kernel takes, or on the last stage the logits of some tokens with their gradient, and the
@@ -143,7 +143,7 @@ def estimate_activations(
 
 
 def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
-    """What a vision tower keeps of so many image tokens of each context-parallel rank, about.
+    """Estimate what a vision tower keeps of so many image tokens of each context-parallel rank.
 
     Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and after
     rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.config import MegatronConfig
-from engines.megatron.activations import FP32, MicroBatch, estimate_activations, get_itemsize
+from engines.megatron.memory.activations import FP32, MicroBatch, estimate_activations, get_itemsize
 from engines.models.family import EMBEDDING, OUTPUT, Part
 from engines.models.spec import ModelSpec
-from hardware.attention.rules import slot_unit
+from hardware.attention.rules import compute_slot_unit
 from hardware.platform import KernelMemory
 
 _ALIGNED, _BUCKET = 64, 128
@@ -59,7 +59,7 @@ class RankMemory:
 
     @property
     def computing(self) -> int:
-        """What is held for as long as the model computes."""
+        """The bytes held for as long as the model computes."""
         return self.activations + (self.parameters if self.is_visiting else 0)
 
     @property
@@ -169,6 +169,6 @@ def estimate_padding(config: MegatronConfig, longest: int) -> float:
     thd pads each sequence to the unit that tp and cp cut, half a unit on average; bshd pads it to the longest of its
     micro-batch, taken as the longest there is: an upper bound, since those of like lengths go together.
     """
-    unit, mean = slot_unit(config.tp, config.cp, config.pad_to_multiple_of), (1 + longest) / 2
+    unit, mean = compute_slot_unit(config.tp, config.cp, config.pad_to_multiple_of), (1 + longest) / 2
     slots = mean + (unit - 1) / 2 if config.layout == "thd" else _up(longest, unit)
     return 1 - mean / slots

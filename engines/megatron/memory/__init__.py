@@ -1,0 +1,1 @@
+"""Planned memory: what a rank holds, from the settings and the shape of the model alone."""
