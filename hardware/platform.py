@@ -140,7 +140,7 @@ class Platform(Protocol):
         ...
 
     def list_faults(self) -> dict[str, list[Patch]]:
-        """List the patches that plant each of ``ATTENTION_FAULTS`` (hardware.attention.faults) into the platform's code.
+        """List the patches that plant each of ``ATTENTION_FAULTS`` (hardware.attention.faults) into this platform.
 
         They name functions of its plan and attention. The self-test plants them in training processes. The controller
         asks for them too, so that this may import torch and not Megatron.

@@ -101,12 +101,31 @@ def test_files_and_functions_stay_short():
 def test_types_are_checked_everywhere():
     """By every rule of basic mode, over whole packages; the few lines that are left out say which rule and why."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["basedpyright"]
-    assert settings == {"include": [*FLOORS], "typeCheckingMode": "basic", "pythonVersion": "3.11"}
+    where = {"pythonVersion": "3.11", "venvPath": ".", "venv": ".venv"}
+    assert settings == {"include": [*FLOORS], "typeCheckingMode": "basic"} | where
     lines = [line for path in SOURCES for line in path.read_text().splitlines()]
     ignored = [line for line in lines if re.search(r"#\s*(type|pyright|basedpyright):", line)]
     assert len(ignored) <= 30
     for line in ignored:
         assert re.search(r"# pyright: ignore\[\w+\]  \S+ \S+", line), f"say which rule and why: {line.strip()}"
+
+
+FRAGMENT = re.compile(
+    r"(?i:of|over|in|at|on|by|for|with|without|into|what|where|how|which|when|whether|why|who|whose)\s"
+)
+"""A docstring that begins so is no sentence of its own; "On-policy" is a word."""
+PREPOSITION = re.compile(r"_?(of|over|in|at|on|by|for|with|without|into|around|before|after|under|within|per)_")
+"""A function named so is no verb; ``to_`` and ``from_`` are what conversions are called."""
+
+
+def test_functions_are_verbs_and_docstrings_begin_with_a_sentence():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert not PREPOSITION.match(node.name), f"{path}:{node.lineno} {node.name}: say what it does"
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                assert not FRAGMENT.match(text), f"{path}: {text.splitlines()[0]!r}: begin with a whole sentence"
 
 
 def entries(folder: Path) -> list[Path]:

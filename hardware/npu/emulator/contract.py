@@ -23,8 +23,8 @@ from hardware.npu.emulator.conditions import (
     is_small_enough,
     lengths_are_cumulative,
     limits_leave_something,
+    list_mask_shapes,
     mask_is_within_band,
-    mask_shapes,
     prefixes_are_in_range,
     sizes_are_alike,
 )
@@ -178,7 +178,7 @@ REQUIREMENTS: tuple[_Rule, ...] = (
         "mask shape",
         _D,
         has_mask_shape,
-        lambda c: f"atten_mask is one of {sorted(mask_shapes(c))}, got {tuple(c.atten_mask.shape)}",
+        lambda c: f"atten_mask is one of {sorted(list_mask_shapes(c))}, got {tuple(c.atten_mask.shape)}",
     ),
     _Rule(
         "compressed mask shape",
