@@ -39,14 +39,14 @@ def check(config: CheckConfig) -> None:
     with TemporaryDirectory(prefix="rlworker-check-") as folder:
         tell = (lambda line: None) if config.json else print
         if config.self_test:
-            found = run_self_test(replace(config, self_test=False), folder, tell)
+            findings = run_self_test(replace(config, self_test=False), folder, tell)
         else:
-            found = run_check(replace(config, model=config.model or make_tiny_model(folder, config.tiny)))
+            findings = run_check(replace(config, model=config.model or make_tiny_model(folder, config.tiny)))
     if config.json:
-        print(json.dumps([asdict(finding) for finding in found], indent=1))
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        _print_table(found)
-    sys.exit(any(finding.outcome == "FAILED" for finding in found))
+        _print_table(findings)
+    sys.exit(any(finding.outcome == "FAILED" for finding in findings))
 
 
 def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
@@ -63,14 +63,14 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
     parser = argparse.ArgumentParser("rlworker plan", add_help=False)
     parser.add_argument("recipe")
     parser.add_argument("--memory-gb", type=float, default=0.0)
-    known, settings = parser.parse_known_args(arguments)
-    text, fits = plan_recipe(known.recipe, settings, known.memory_gb)
+    options, settings = parser.parse_known_args(arguments)
+    text, fits = plan_recipe(options.recipe, settings, options.memory_gb)
     print(text)
     sys.exit(not fits)
 
 
-def _print_table(found: list) -> None:
-    rows = [(f.check, f.where, f.outcome, f.evidence, f.text) for f in found]
+def _print_table(findings: list) -> None:
+    rows = [(f.check, f.where, f.outcome, f.evidence, f.text) for f in findings]
     rows.insert(0, ("check", "where", "outcome", "evidence", "found"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     for *cells, text in rows:

@@ -49,7 +49,8 @@ def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     """Compute the group-relative advantage (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
     ``(reward - mean of the prompt's group) / (standard deviation of the group + eps)``, the same for every token of a
-    completion. The deviation is the sample's (n - 1); a group of one has none and gets an advantage of zero.
+    completion. The deviation is the sample's (n - 1); a group of one has none and gets an advantage of zero. For
+    instance, rewards 1, 0, 0, 1 have the mean 0.5 and the deviation 0.577: the advantages are 0.866 and -0.866.
 
     Args:
         batch: with ``rewards`` and ``group``, both ``[B]``; groups are numbered from 0.
@@ -123,6 +124,8 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
 
     ``delta_t = reward_t + gamma * value_{t+1} - value_t`` and ``A_t = sum of (gamma * lam)^k * delta_{t+k}``, where
     t + 1 is the next token that counts: what an environment wrote in between is skipped. Nothing comes after the last.
+    For instance, values 0.2, 0.4 and a reward of 1 at the end have, with gamma = 1 and lam = 0.5, deltas 0.2, 0.6,
+    advantages 0.2 + 0.5 * 0.6 = 0.5, 0.6 before normalising, and returns 0.7, 1.
 
     Args:
         batch: with ``values`` ``[N]``, where ``values[n]`` is the critic's value of the prefix that ends at input n.

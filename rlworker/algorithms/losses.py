@@ -40,7 +40,8 @@ def ppo(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` (PPO, arXiv:1707.06347, equation 7).
 
-    A ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476, section 3.1).
+    A ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). For instance, a token
+    whose ratio is 1.5 has the loss ``-min(1.5 * 2, 1.2 * 2) = -2.4`` where A = 2, and 3 where A = -2.
 
     Args:
         dual: where A < 0, the loss is at most ``-dual * A`` (dual clip, arXiv:1912.09729); 0 leaves it out.

@@ -69,7 +69,7 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     text = torch.tensor(sorted(set(range(model.vocab)) - set(model.banned_tokens) - _padding_tokens(model.folder)))
     ids = [text[torch.randint(len(text), (n + 1,), generator=generator)].tolist() for n in lengths * replicas]
     prompts = [1 + min(i % 3, len(s) - 1) for i, s in enumerate(ids)]
-    kept = [Prompt(tuple(s[:4])) for s in ids[: len(lengths)] if len(s) > 4]
+    sampled_prompts = [Prompt(tuple(s[:4])) for s in ids[: len(lengths)] if len(s) > 4]
     images, others, columns = [()] * len(ids), {}, {}
     if model.vision:
         processor = ImageProcessor(model.folder, model.vision)
@@ -78,19 +78,19 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
         images = [tuple(image for image, _ in own) for own in pairs]
         ids = [_insert_images(s, n, own, model) for s, n, own in zip(ids, prompts, images, strict=True)]
         prompts = [len(s) - was + n for s, n, was in zip(ids, prompts, (n + 1 for n in lengths * replicas))]
-        kept = [Prompt(tuple(s[: n + 1]), own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]
-        kept = kept[: len(lengths)]
+        sampled_prompts = [Prompt(tuple(s[: n + 1]), own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]
+        sampled_prompts = sampled_prompts[: len(lengths)]
         columns = make_image_columns(ids, images, model.vision)
     batch = TrainBatch.from_ids(ids, prompts, **columns)
     batch = replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
-    return Case(_make_probe_case(lengths), batch, float(batch.mask.sum()), kept, others)
+    return Case(_make_probe_case(lengths), batch, float(batch.mask.sum()), sampled_prompts, others)
 
 
 def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:
     """Make no image, one, two or none again for a row, each of another size, and for each another of its size."""
     from PIL import Image as PILImage
 
-    cell, found = processor.vision.patch * processor.vision.merge, []
+    cell, pairs = processor.vision.patch * processor.vision.merge, []
     for number in range(_IMAGE_COUNTS[row % len(_IMAGE_COUNTS)]):
         pair = []
         for which in range(2):
@@ -99,26 +99,26 @@ def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tupl
             path = folder / f"{row}-{number}-{which}.png"
             PILImage.fromarray(generator.integers(0, 256, sides, dtype=np.uint8)).save(path)
             pair.append(processor.open(path, f"check: image {number} of sequence {row}"))
-        found.append(tuple(pair))
-    return found
+        pairs.append(tuple(pair))
+    return pairs
 
 
 def _insert_images(ids: list[int], prompt: int, images: tuple[Image, ...], model: ModelSpec) -> list[int]:
     """Put images at the end of a prompt, with their tokens around and between them."""
-    shown = []
+    placeholders = []
     for image in images:
         vision = model.require_vision()
-        shown += [vision.start_token, *[vision.image_token] * image.tokens(vision.merge), vision.end_token]
-    return ids[:prompt] + shown + ids[prompt:]
+        placeholders += [vision.start_token, *[vision.image_token] * image.tokens(vision.merge), vision.end_token]
+    return ids[:prompt] + placeholders + ids[prompt:]
 
 
 def _make_probe_case(lengths: tuple[int, ...]) -> ProbeCase:
     blocks = []
     for i, n in enumerate(lengths):
-        own = [-1] * n
+        block = [-1] * n
         for number, (start, stop) in enumerate(_IMAGES.get(i, ())):
-            own[start:stop] = [number] * (stop - start)
-        blocks += own
+            block[start:stop] = [number] * (stop - start)
+        blocks += block
     tokens = sum(lengths)
     columns = range(tokens)
     if tokens > _ALL_COLUMNS:  # the ends of sequences and of the window of the last token

@@ -47,7 +47,7 @@ def check_all(engines: CheckedEngines, version: int, only: str = "") -> list[Fin
     A worker that raises is a check that failed, and says what it raised. The others may still wait for it in a
     collective, so that nothing more is asked of several ranks after that.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, check in (
         ("attention", check_attention),
         ("tokens", check_tokens),
@@ -60,13 +60,13 @@ def check_all(engines: CheckedEngines, version: int, only: str = "") -> list[Fin
         if only not in ("", name):
             continue
         try:
-            found += check(engines)
+            findings += check(engines)
         except RayError as error:
             text = f"raised: {str(error).strip().splitlines()[-1]}"
             if engines.config.actor.ranks > 1:
-                return [*found, engines.make_finding(name, "", False, f"{text}; the checks after it were not run")]
-            found.append(engines.make_finding(name, "", False, text))
-    return found
+                return [*findings, engines.make_finding(name, "", False, f"{text}; the checks after it were not run")]
+            findings.append(engines.make_finding(name, "", False, text))
+    return findings
 
 
 # -- masks
@@ -74,7 +74,7 @@ def check_all(engines: CheckedEngines, version: int, only: str = "") -> list[Fin
 
 def check_attention(engines: CheckedEngines) -> list[Finding]:
     """Check every rule that the platform honours, through each layer's core attention."""
-    found = []
+    findings = []
     config = engines.config
     backends = get_platform(config.platform).attention_backends
     for kind in KINDS:
@@ -82,30 +82,30 @@ def check_attention(engines: CheckedEngines) -> list[Finding]:
             try:
                 find_backend(backends, kind, config.actor.cp, rule, config.actor.attention_override)
             except ValueError as error:
-                found.append(Finding("attention", f"{kind}, {rule}", "refused", str(error), "table"))
+                findings.append(Finding("attention", f"{kind}, {rule}", "refused", str(error), "table"))
                 continue
             influences = list(chain(*engines.call_ranks("probe_attention", kind, rule, engines.case.probe)))
-            found.append(
+            findings.append(
                 engines.make_finding("attention", f"{kind}, {rule}", not influences, _describe_influences(influences))
             )
-    return found
+    return findings
 
 
 def check_tokens(engines: CheckedEngines) -> list[Finding]:
     """Check who influences whom through the whole model, from token ids to the entropy of what is predicted."""
-    found = []
+    findings = []
     for kind in KINDS:
         influences = list(chain(*engines.call_ranks("probe_tokens", kind, engines.model.rules, engines.case.probe)))
-        found.append(
+        findings.append(
             engines.make_finding("tokens", f"{kind}, whole model", not influences, _describe_influences(influences))
         )
-    return found
+    return findings
 
 
 def check_images(engines: CheckedEngines) -> list[Finding]:
     """Check who influences whom from pixels on: another image moves what comes from its first token on, in its own
     sequence and nowhere else; and within the tower nothing of the images beside it."""
-    found, batch, others = [], engines.case.batch, engines.case.others
+    findings, batch, others = [], engines.case.batch, engines.case.others
     if not others:
         return []
     starts, shown, image_block = np.cumsum([0, *batch.lengths]), batch.images or (), batch.require_column("image_block")
@@ -123,11 +123,11 @@ def check_images(engines: CheckedEngines) -> list[Finding]:
             leaks, missing = leaks + int((heard & ~sees).sum()), missing + int((sees & ~heard).sum())
         words = f"{leaks} tokens see an image that they must not, {missing} do not see their own"
         passed = not leaks and not missing
-        found.append(engines.make_finding("images", f"{kind}, whole model", passed, "no leak" if passed else words))
+        findings.append(engines.make_finding("images", f"{kind}, whole model", passed, "no leak" if passed else words))
     images = list(others)
-    seen = sum(engines.call_ranks("probe_tower", images, [others[image] for image in images]))
-    text = f"{seen} images see another in the tower" if seen else "no leak"
-    return [*found, engines.make_finding("images", "tower", not seen, text)]
+    leaks = sum(engines.call_ranks("probe_tower", images, [others[image] for image in images]))
+    text = f"{leaks} images see another in the tower" if leaks else "no leak"
+    return [*findings, engines.make_finding("images", "tower", not leaks, text)]
 
 
 def _describe_influences(influences: list) -> str:
@@ -147,17 +147,17 @@ def check_layouts(engines: CheckedEngines) -> list[Finding]:
     """Check logprobs and entropies of both layouts against each other and against HuggingFace."""
     limit = engines.limits["logprobs"]
     outputs = {kind: engines.compute_outputs(kind) for kind in KINDS}
-    found = []
+    findings = []
     for kind, reference in engines.list_comparisons(KINDS):
-        apart = _find_largest(outputs[kind], TokenOutputs(reference.logprobs, reference.entropy))
-        text = f"{apart:.1e}, limit {limit:.0e}"
-        if not apart <= limit:
+        distance = _find_largest(outputs[kind], TokenOutputs(reference.logprobs, reference.entropy))
+        text = f"{distance:.1e}, limit {limit:.0e}"
+        if not distance <= limit:
             text += f"; {find_first_difference(engines, kind, reference)}"
-        found.append(engines.make_finding("layouts", f"{kind} against HuggingFace", apart <= limit, text))
-    apart = _find_largest(outputs["bshd"], outputs["thd"])
+        findings.append(engines.make_finding("layouts", f"{kind} against HuggingFace", distance <= limit, text))
+    distance = _find_largest(outputs["bshd"], outputs["thd"])
     return [
-        *found,
-        engines.make_finding("layouts", "bshd against thd", apart <= limit, f"{apart:.1e}, limit {limit:.0e}"),
+        *findings,
+        engines.make_finding("layouts", "bshd against thd", distance <= limit, f"{distance:.1e}, limit {limit:.0e}"),
     ]
 
 
@@ -179,7 +179,7 @@ def find_first_difference(engines: CheckedEngines, kind: str, reference: Referen
 
 def check_gradients(engines: CheckedEngines) -> list[Finding]:
     """Check gradients of a loss that differs at every token, against HuggingFace; each tensor by its own norm."""
-    found, limit = [], engines.limits["gradients"]
+    findings, limit = [], engines.limits["gradients"]
     for kind, reference in engines.list_comparisons(KINDS):
         results = engines.call_ranks(
             "compute_gradients", kind, engines.case.batch, probe_loss, engines.case.denominator
@@ -192,8 +192,8 @@ def check_gradients(engines: CheckedEngines) -> list[Finding]:
         }
         worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
         text = f"{apart[worst]:.1e} of the norm at most, in {worst}, limit {limit:.0e}"
-        found.append(engines.make_finding("gradients", f"{kind} against HuggingFace", apart[worst] <= limit, text))
-    return found
+        findings.append(engines.make_finding("gradients", f"{kind} against HuggingFace", apart[worst] <= limit, text))
+    return findings
 
 
 # -- rollout
@@ -211,15 +211,15 @@ def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
     try:
         moved = float((before.logprobs - engines.compute_outputs(engines.config.actor.layout).logprobs).abs().mean())
         send_weights(engines, version)
-        found = _compare_rollouts(engines, "weight sync", "after new weights")
+        findings = _compare_rollouts(engines, "weight sync", "after new weights")
         if not moved > 5 * engines.limits["rollout mean"]:
-            found.append(
+            findings.append(
                 engines.make_finding("weight sync", "new weights", False, f"moved logprobs by {moved:.1e} on average")
             )
     finally:
         engines.call_ranks("restore_weights")
         send_weights(engines, version + 1)
-    return found
+    return findings
 
 
 def send_weights(engines: CheckedEngines, version: int) -> None:
@@ -235,7 +235,7 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
     sampling = Sampling(2, config.temperature, config.max_new_tokens, stream=(1,), stop_token_ids=())
     batch = to_batch(rows, engines.rollouts.generate(rows, sampling), [0.0] * (2 * len(rows)), engines.model.vision)
     logprobs = get_logprobs(engines.actor.forward(batch))
-    found, start, limits = [], 0, (engines.limits["rollout mean"], engines.limits["rollout max"])
+    findings, start, limits = [], 0, (engines.limits["rollout mean"], engines.limits["rollout max"])
     for number, part in enumerate(batch.split(count)):
         difference = compare_logprobs(part, logprobs[start : start + part.num_tokens])
         start += part.num_tokens
@@ -246,8 +246,8 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
                 **difference
             )
         passed = mean <= limits[0] and largest <= limits[1]
-        found.append(engines.make_finding(check, where if count == 1 else f"{where}, engine {number}", passed, text))
-    return found
+        findings.append(engines.make_finding(check, where if count == 1 else f"{where}, engine {number}", passed, text))
+    return findings
 
 
 def _find_largest(a: TokenOutputs, b: TokenOutputs) -> float:

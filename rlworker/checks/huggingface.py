@@ -59,11 +59,11 @@ def compute_reference(
     """Compute the reference of a batch for a model, read from its HuggingFace folder."""
     model = load_huggingface(spec)
     states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
-    found = run_forward(model, spec, batch, loss, temperature=temperature)
-    (found.loss / denominator).backward()
+    result = run_forward(model, spec, batch, loss, temperature=temperature)
+    (result.loss / denominator).backward()
     return Reference(
-        found.outputs.logprobs.detach(),
-        found.outputs.entropy.detach(),
+        result.outputs.logprobs.detach(),
+        result.outputs.entropy.detach(),
         {number: torch.cat(hidden) for number, hidden in states.items()},
         name_gradients(model, spec),
     )
@@ -122,9 +122,9 @@ def score_tokens(
     """
     never = torch.tensor(banned, dtype=torch.long)
     log_p = (logits.float() / temperature).index_fill(-1, never, -1e30).log_softmax(-1)
-    chosen = log_p.gather(-1, targets[:, None])[:, 0]
+    logprobs = log_p.gather(-1, targets[:, None])[:, 0]
     return TokenOutputs(
-        logprobs=chosen.masked_fill(torch.isin(targets, never), 0.0),
+        logprobs=logprobs.masked_fill(torch.isin(targets, never), 0.0),
         entropy=-(log_p.exp() * log_p).sum(-1),
     )
 
@@ -149,11 +149,11 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
 
     def arguments(one: TrainBatch) -> dict[str, Tensor]:
         ids, images = one.inputs[None], one.images[0] if one.images else ()
-        given = {"mm_token_type_ids": (ids == vision.image_token).int(), "attention_mask": torch.ones_like(ids)}
+        inputs = {"mm_token_type_ids": (ids == vision.image_token).int(), "attention_mask": torch.ones_like(ids)}
         if images:
-            given["pixel_values"] = torch.cat([processor.patches([image]) for image in images])
-            given["image_grid_thw"] = torch.tensor([image.grid for image in images])
-        return given
+            inputs["pixel_values"] = torch.cat([processor.patches([image]) for image in images])
+            inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
+        return inputs
 
     return arguments
 

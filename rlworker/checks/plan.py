@@ -48,8 +48,8 @@ class Need:
     def total(self) -> int:
         """Engines that share a process run one after the other, so that their activations do not add up, nor does
         what visits the device to compute."""
-        held = sum(memory.total - memory.computing for memory in self.roles.values())
-        return held + max(memory.computing for memory in self.roles.values())
+        resident = sum(memory.total - memory.computing for memory in self.roles.values())
+        return resident + max(memory.computing for memory in self.roles.values())
 
     @property
     def host(self) -> int:
@@ -112,16 +112,16 @@ def _import_default(recipe: str) -> Config:
         if not is_file and f"{recipe}.".startswith(lacks):
             raise ValueError(f"plan: there is no module {recipe!r} ({error}); {advice}") from None
         place = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"plan: importing {recipe!r} failed: {said}, at {place.filename}:{place.lineno}; mend it, and keep what "
+            f"plan: importing {recipe!r} failed: {reason}, at {place.filename}:{place.lineno}; mend it, and keep what "
             'starts a run under if __name__ == "__main__"'
         ) from None
     default = getattr(module, "DEFAULT", None)
     if not isinstance(default, Config):
-        got = f"is a {type(default).__name__}" if hasattr(module, "DEFAULT") else "is not there"
+        state = f"is a {type(default).__name__}" if hasattr(module, "DEFAULT") else "is not there"
         raise ValueError(
-            f"plan: {recipe!r} must have its settings as DEFAULT, a RunConfig or SftConfig, but that {got}; add such "
+            f"plan: {recipe!r} must have its settings as DEFAULT, a RunConfig or SftConfig, but that {state}; add such "
             "as DEFAULT = RunConfig()"
         )
     return default
@@ -273,7 +273,7 @@ def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float)
     tokens = [actor.micro_batch_tokens // cut for cut in (1, 2, 4, 8)]
     longest = config.longest
     sizes = (1, 2, 4, 8, 16)
-    found = []
+    candidates = []
     for kind, most, tp, pp, dp in product(recompute, tokens, sizes, sizes, dict.fromkeys((actor.dp, 1))):
         if tp < actor.tp or pp < actor.pp or (most < longest and most != actor.micro_batch_tokens):
             continue
@@ -286,8 +286,8 @@ def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float)
         needs = list_misfits(make_plan(replace(config, actor=other), models), memory_gb)
         if all(need.is_rollout for need in needs):
             changes = _list_changes(actor, other)
-            found.append((len(changes), other.ranks, -most, changes))
-    return " ".join(min(found)[3]) if found else ""
+            candidates.append((len(changes), other.ranks, -most, changes))
+    return " ".join(min(candidates)[3]) if candidates else ""
 
 
 def _list_changes(before: MegatronConfig, after: MegatronConfig) -> list[str]:

@@ -30,19 +30,19 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     Raises:
         ValueError: the platform has no place for a fault; nothing was started.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     platform = get_platform(config.platform)
     collect_faults(platform)
     with running_ray(2 + config.rollout.engines, config.platform):
         for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
             of_kind = replace(config, model=make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind)))
-            found += _test_model(of_kind, kind, tell)
-    return [*found, *list_platform_limits(platform)]
+            findings += _test_model(of_kind, kind, tell)
+    return [*findings, *list_platform_limits(platform)]
 
 
 def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> list[Finding]:
     """Test the faults that show on one kind of model, through rollout engines of its own."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
     with ExitStack() as running:
         rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
@@ -53,14 +53,14 @@ def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> 
             with start_engines(replace(config, actor=sizes), rollouts) as engines:
                 failed = [finding for finding in check_all(engines, version) if finding.outcome == "FAILED"]
                 tell(f"without a fault, {kind}, cp={cp}: {len(failed)} findings")
-                found += failed or [engines.make_finding("no fault", f"{kind}, cp={cp}", True, "nothing found")]
+                findings += failed or [engines.make_finding("no fault", f"{kind}, cp={cp}", True, "nothing found")]
                 for name, fault in faults.items():
                     if fault.cp == cp:
                         version += 3
-                        found.append(_test_fault(engines, name, fault, version))
-                        tell(f"{found[-1].outcome:6s} {name}: {found[-1].text}")
+                        findings.append(_test_fault(engines, name, fault, version))
+                        tell(f"{findings[-1].outcome:6s} {name}: {findings[-1].text}")
                 version += 3
-    return found
+    return findings
 
 
 def _test_fault(engines: CheckedEngines, name: str, fault: Fault, version: int) -> Finding:

@@ -71,8 +71,8 @@ def _keeping_handler() -> Iterator[None]:
     One that comes meanwhile waits until our own handler is back. The processes that Ray starts do not wait.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    own = signal.getsignal(signal.SIGTERM) if is_main else None
-    if not callable(own):
+    handler = signal.getsignal(signal.SIGTERM) if is_main else None
+    if not callable(handler):
         yield
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -81,7 +81,7 @@ def _keeping_handler() -> Iterator[None]:
         yield
     finally:
         _HELD_BACK.clear()
-        signal.signal(signal.SIGTERM, own)
+        signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
@@ -130,14 +130,14 @@ def naming_failures(where: str, workers: Mapping[str, ActorHandle], advice: str 
 
 def _find_dead(workers: Mapping[str, ActorHandle]) -> list[str]:
     """Find the names of the workers whose process has ended."""
-    asked: dict[Any, str] = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
-    if not asked:
+    questions: dict[Any, str] = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
+    if not questions:
         return []
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+    answered, _ = ray.wait(list(questions), num_returns=len(questions), timeout=_ANSWER_S)
     dead = []
     for reference in answered:
         try:
             ray.get(reference)
         except RayActorError:
-            dead.append(asked[reference])
+            dead.append(questions[reference])
     return sorted(dead)

@@ -64,10 +64,10 @@ def start_workers(kind: type, platform: str, arguments: Sequence[tuple]) -> list
     pool = _pool
     if not pool:
         return [remote_class.remote(*key[1:]) for key in keys]
-    kept = [pool.idle[key].pop() if pool.idle.get(key) else None for key in keys]
-    pool.started |= {worker: key for worker, key in zip(kept, keys, strict=True) if worker}
-    _make_room(pool, platform, kept.count(None))
-    workers = [worker or remote_class.remote(*key[1:]) for worker, key in zip(kept, keys, strict=True)]
+    idle_workers = [pool.idle[key].pop() if pool.idle.get(key) else None for key in keys]
+    pool.started |= {worker: key for worker, key in zip(idle_workers, keys, strict=True) if worker}
+    _make_room(pool, platform, idle_workers.count(None))
+    workers = [worker or remote_class.remote(*key[1:]) for worker, key in zip(idle_workers, keys, strict=True)]
     pool.started |= zip(workers, keys, strict=True)
     return workers
 
@@ -76,11 +76,11 @@ def _make_room(pool: _Pool, platform: str, count: int) -> None:
     """End the kept workers that have no run where Ray could not place ``count`` new ones beside them: those would wait
     for ever."""
     idle = [(key, worker) for key, workers in pool.idle.items() for worker in workers]
-    needed = Counter()
+    demand = Counter()
     for name in [platform] * count + [key[1] for key in pool.started.values()] + [key[1] for key, _ in idle]:
-        needed.update(list_ray_resources(get_platform(name)))
+        demand.update(list_ray_resources(get_platform(name)))
     have = ray.cluster_resources()
-    if any(need > have.get(resource, 0) for resource, need in needed.items()):
+    if any(need > have.get(resource, 0) for resource, need in demand.items()):
         pool.idle.clear()
         for _, worker in idle:
             ray.kill(worker)

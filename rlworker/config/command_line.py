@@ -36,10 +36,10 @@ def parse_config(
     if isinstance(default, TrainingConfig):
         default = _move_to_platform(default, args)
     parse = partial(tyro.cli, description=description, prog=prog)
-    if asked := {"-h", "--help"} & {*args}:
-        _show_help(parse, default, args[args.index(asked.pop()) + 1 :])
+    if help_options := {"-h", "--help"} & {*args}:
+        _show_help(parse, default, args[args.index(help_options.pop()) + 1 :])
     if renamed := _find_renamed_options(args, flatten_config(default)):
-        sys.exit("error: " + "; ".join(f"there is no option {given}, take {here}" for given, here in renamed.items()))
+        sys.exit("error: " + "; ".join(f"there is no option {old}, take {new}" for old, new in renamed.items()))
     return parse(type(default), default=default, args=args)
 
 
@@ -66,8 +66,8 @@ def _find_renamed_options(args: Sequence[str], known: Collection[str]) -> dict[s
     for keys in map_renamed_keys(known).items():
         parts = [key.rpartition(".") for key in keys]
         for no in ("", "no_"):  # a switch is turned off by an option of its own
-            given, here = (option(section or "config", no + name) for section, _, name in parts)
-            spelled[given] = here
+            old_option, option_name = (option(section or "config", no + name) for section, _, name in parts)
+            spelled[old_option] = option_name
     words = [word.partition("=")[0].replace("_", "-") for word in args]
     return {word: spelled[word] for word in words if word in spelled}
 

@@ -56,11 +56,11 @@ def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:
             f"model: {model.folder!r} has image tokens {tokens[0]} and patches {cut[0]}, the actor {tokens[1]} and "
             f"{cut[1]}; take two that agree"
         )
-    own, other = (ImageProcessor(folder, vision).settings for folder, vision in seeing)
-    if apart := sorted(key for key in own | other if own.get(key) != other.get(key)):
+    settings, actor_settings = (ImageProcessor(folder, vision).settings for folder, vision in seeing)
+    if differing := sorted(key for key in settings | actor_settings if settings.get(key) != actor_settings.get(key)):
         raise ValueError(
-            f"model: the image processors in {model.folder!r} and {actor.folder!r} differ in {', '.join(apart)}, so "
-            "that both would see other pixels; make them alike"
+            f"model: the image processors in {model.folder!r} and {actor.folder!r} differ in {', '.join(differing)}, "
+            "so that both would see other pixels; make them alike"
         )
 
 

@@ -55,8 +55,8 @@ def parse_steps(text: str, steps: int) -> range:
     """
     if not text:
         return range(0)
-    found = re.fullmatch(r"([0-9]+):([0-9]+)", text)
-    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= steps:
         raise ValueError(
             f"config: profile_steps={text!r} must name a first and a last step A:B, from 1 to steps={steps} and A at "
@@ -219,8 +219,8 @@ class RunConfig(TrainingConfig):
     def logprob_limits(self) -> tuple[float, float]:
         """Mean and max of |rollout - trainer logprob| that stop the run."""
         mean, largest = _LOGPROB_LIMITS["float32" if self._is_fp32 else "bfloat16"]
-        given = self.limits.logprob_diff_mean, self.limits.logprob_diff_max
-        return (mean if given[0] is None else given[0], largest if given[1] is None else given[1])
+        limits = self.limits.logprob_diff_mean, self.limits.logprob_diff_max
+        return (mean if limits[0] is None else limits[0], largest if limits[1] is None else limits[1])
 
     @property
     def _is_fp32(self) -> bool:
@@ -243,9 +243,9 @@ class RunConfig(TrainingConfig):
                 check_sees_alike(spec, specs["actor"])
             except ValueError as error:
                 raise ValueError(f"{role} ({option}): {error}") from None
-            wanted = (("tokens in its vocabulary", spec.vocab, specs["actor"].vocab),)
-            wanted += (("positions", spec.max_positions, self.longest),)
-            for what, have, need in wanted:
+            requirements = (("tokens in its vocabulary", spec.vocab, specs["actor"].vocab),)
+            requirements += (("positions", spec.max_positions, self.longest),)
+            for what, have, need in requirements:
                 if have < need:
                     raise ValueError(
                         f"{role} ({option}): the model in {folder!r} has {have} {what}, expected at least {need}; take "

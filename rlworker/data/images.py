@@ -63,28 +63,28 @@ class ImageReader:
         Raises:
             ValueError: one is missing, no image, or too large; the message says which of which row.
         """
-        named, found = source.get(data.image_field) or (), []
+        sources, images = source.get(data.image_field) or (), []
         for name in ("video", "videos"):
             if source.get(name):
                 raise ValueError(
                     f'{where}: field "{name}" has videos, which the engine does not show a model; give images'
                 )
-        if not isinstance(named, list | tuple):
-            named = [named]
-        for number, value in enumerate(named):
+        if not isinstance(sources, list | tuple):
+            sources = [sources]
+        for number, value in enumerate(sources):
             place = f'{where}: field "{data.image_field}", image {number}'
             path = self._find_file(value, place, base)
             if path not in self.opened:  # rows of one image have it read once
                 self.opened[path] = self.processor.open(path, place)
             image = replace(self.opened[path], place=place)
-            found.append(image)
-            if (need := sum(own.nbytes(self.vision) for own in found)) > self.limit:
+            images.append(image)
+            if (need := sum(each.nbytes(self.vision) for each in images)) > self.limit:
                 raise ValueError(
                     f"{place}: {image.path!r}, {image.size[0]} x {image.size[1]} pixels, and the row's images before "
                     f"it take {need / 2**20:.1f} MB decoded, expected at most {self.limit / 2**20:.1f}; make them "
                     "smaller or raise image_memory_mb of --actor, and of --rollout where there is one"
                 )
-        return tuple(found)
+        return tuple(images)
 
     def _find_file(self, value: Any, place: str, base: Path) -> Path:
         if isinstance(value, str):
@@ -124,7 +124,7 @@ class ImageReader:
         Raises:
             ValueError: the prompt has places for another number of images.
         """
-        vision, left = self.vision, list(images)
+        vision, remaining = self.vision, list(images)
         if (places := list(ids).count(vision.image_token)) != len(images):
             raise ValueError(
                 f"{where}: the prompt has places for {places} images, the row has {len(images)} in its field "
@@ -132,12 +132,12 @@ class ImageReader:
             )
         if vision.video_token in ids:
             raise ValueError(f"{where}: the prompt has the token of a video; give images")
-        found: list[int] = []
+        expanded: list[int] = []
         for token in ids:
             is_image = token == vision.image_token
-            found += [token] * (left.pop(0).tokens(vision.merge) if is_image else 1)
-        find_image_blocks(found, images, vision)
-        return found
+            expanded += [token] * (remaining.pop(0).tokens(vision.merge) if is_image else 1)
+        find_image_blocks(expanded, images, vision)
+        return expanded
 
 
 def build_image_reader(model: ModelSpec, run_dir: str, limit_mb: int) -> ImageReader | None:

@@ -118,11 +118,11 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
     """
     places, sources, texts, images = [], [], [], []
     for where, source in _iterate_checked(path, data):
-        own: tuple[Image, ...] = ()
+        row_images: tuple[Image, ...] = ()
         if image_reader:
-            own = image_reader.read_row(source, where, data, find_base_folder(path))
-            if own:  # what a row holds as bytes is on disk now, and need not be held by every process that sees the row
-                paths: dict[str, Any] = {data.image_field: [image.path for image in own]}
+            row_images = image_reader.read_row(source, where, data, find_base_folder(path))
+            if row_images:  # what a row holds as bytes is on disk now: not every process that sees the row need hold it
+                paths: dict[str, Any] = {data.image_field: [image.path for image in row_images]}
                 source = source | paths
         elif source.get(data.image_field) or _has_images(source[data.prompt_field]):
             raise ValueError(
@@ -133,7 +133,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
         places.append(where)
         sources.append(source)
         texts.append(image_reader.replace_markers(text, tokenizer) if image_reader else text)
-        images.append(own)
+        images.append(row_images)
     if image_reader and not any(images):
         refuse_other_fields(sources[0], places[0], data)
     is_plain = [isinstance(source[data.prompt_field], str) and not data.instruction for source in sources]
@@ -291,10 +291,10 @@ def pick_rows(rows: list[Item], count: int, step: int, seed: int) -> list[Item]:
     Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but
     the arguments, so that a resumed run sees what the uninterrupted one would have.
     """
-    taken = []
+    chosen_rows = []
     for place in range(step * count, (step + 1) * count):
         epoch, index = divmod(place, len(rows))
-        if not taken or index == 0:
+        if not chosen_rows or index == 0:
             order = np.random.default_rng([seed, epoch]).permutation(len(rows))
-        taken.append(rows[order[index]])
-    return taken
+        chosen_rows.append(rows[order[index]])
+    return chosen_rows

@@ -109,11 +109,11 @@ def _read_saved(path: str) -> _Table:
         )
     splits = Path(folder) / "dataset_dict.json"
     if splits.is_file():
-        known = json.loads(splits.read_text(encoding="utf-8"))["splits"]
-        if split not in known:
+        names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+        if split not in names:
             got = f"no split {split!r}" if split else "no split was given"
             raise ValueError(
-                f"data: {path}: {got}, there are {', '.join(known)}; choose one, such as {folder}:{known[0]}"
+                f"data: {path}: {got}, there are {', '.join(names)}; choose one, such as {folder}:{names[0]}"
             )
     elif split:
         raise ValueError(f"data: {path}: {folder} has no splits; give the folder alone")

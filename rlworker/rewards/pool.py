@@ -126,8 +126,8 @@ class RewardPool:
         if output:
             output.parent.mkdir(parents=True, exist_ok=True)
         # Progress goes through files, so the workers run where the controller does.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._remote_class: Any = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=here)
+        this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._remote_class: Any = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=this_node)
         self._folder = tempfile.TemporaryDirectory(prefix="rlworker_rewards_")
         self._sent = self._failed_starts = 0
         self.workers = [self._remote_class.remote(*self._arguments) for _ in range(config.workers)]
@@ -187,9 +187,9 @@ class RewardPool:
         path = f"{self._folder.name}/{self._sent}"
         numbers = np.memmap(path, np.float64, "w+", shape=(1 + end - start,))
         numbers[0] = -1
-        chosen = dict(zip(index[start:end], rows[start:end], strict=True))
+        part_rows = dict(zip(index[start:end], rows[start:end], strict=True))
         # Pickled here, because Ray's own way with a list of small objects takes three times as long.
-        job = dumps((texts[start:end], index[start:end], chosen))
+        job = dumps((texts[start:end], index[start:end], part_rows))
         return _Part(slot, start, end, path, numbers, self.workers[slot].score.remote(job, path))
 
     def _finish(self, part: "_Part", stalled: bool, bounds: list[int], outcomes) -> list[tuple[int, int]]:
@@ -198,23 +198,25 @@ class RewardPool:
         Returns:
             what is left to be done: start and end, or nothing.
         """
-        lost = "It got no further." if stalled else _explain_death(part.reference)
-        if lost:
+        reason = "It got no further." if stalled else _explain_death(part.reference)
+        if reason:
             self._end_worker(part)
         at = part.start + part.collect(outcomes)
         self._failed_starts = 0 if part.has_begun else self._failed_starts + 1
-        if not lost:
+        if not reason:
             return []
         if self._failed_starts == _STARTS:
-            raise RunError(f"reward: its process does not start, {_STARTS} times in a row. {lost}")
+            raise RunError(f"reward: its process does not start, {_STARTS} times in a row. {reason}")
         self.workers[part.slot] = self._remote_class.remote(*self._arguments)
-        left = at
+        next_call = at
         # The call it was at is to blame, unless it never came to one, or came to another after it had seemed to hang.
         if part.has_begun and at < part.end and not (stalled and at > part.start + part.progress):
-            left = bounds[bisect_right(bounds, at)]
+            next_call = bounds[bisect_right(bounds, at)]
             limit = self.config.time_limit_s
-            outcomes[at:left] = [("timeout", _OVERDUE.format(limit)) if stalled else ("died", _DIED)] * (left - at)
-        return [(left, part.end)] if left < part.end else []
+            outcomes[at:next_call] = [("timeout", _OVERDUE.format(limit)) if stalled else ("died", _DIED)] * (
+                next_call - at
+            )
+        return [(next_call, part.end)] if next_call < part.end else []
 
     def _end_worker(self, part: "_Part") -> None:
         """End a worker and wait until it can write no more."""

@@ -110,8 +110,8 @@ class RewardWorker:
                 signal.pthread_kill(main, _INTERRUPT)
 
     def _is_overdue(self) -> bool:
-        began = self._began
-        return began is not None and time.monotonic() - began >= self.limit
+        start_time = self._began
+        return start_time is not None and time.monotonic() - start_time >= self.limit
 
     def _interrupt(self, _signal: int, frame: FrameType | None) -> None:
         if self._is_overdue():  # the call that the signal was meant for may have ended in between

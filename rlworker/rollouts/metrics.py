@@ -2,13 +2,13 @@
 
 import torch
 
-from rlworker.rollouts.to_batch import Group
+from rlworker.rollouts.to_batch import PromptGroup
 
 SAMPLES_KEPT = 8
 """Samples kept of a step that is evaluated."""
 
 
-def summarise_groups(groups: list[Group]) -> dict[str, float]:
+def summarise_groups(groups: list[PromptGroup]) -> dict[str, float]:
     """Summarise what was sampled and rewarded, over every group that a step has drawn."""
     samples = [sample for group in groups for sample in group.completions]
     rewards = torch.tensor([group.rewards for group in groups])
@@ -23,7 +23,7 @@ def summarise_groups(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def pick_samples(groups: list[Group]) -> list[dict]:
+def pick_samples(groups: list[PromptGroup]) -> list[dict]:
     """Pick the first completion of the first prompts."""
     return [
         {"prompt": group.row.prompt, "completion": group.texts[0], "answer": group.row.answer}

@@ -10,7 +10,7 @@ from rlworker.data.rows import Row, pick_rows
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool, Scores
 from rlworker.rollouts.metrics import summarise_groups
-from rlworker.rollouts.to_batch import Group
+from rlworker.rollouts.to_batch import PromptGroup
 from rlworker.tracking.log import StepClock
 
 TRAINING, CANARY = range(2)
@@ -39,14 +39,14 @@ class Sampler:
         self.rollouts, self.rewards, self.phase, self.warn = rollouts, rewards, phase, warn
         self.rollouts_done = 0
 
-    def sample(self, clock: StepClock, version: int) -> tuple[list[Group], dict[str, float]]:
+    def sample(self, clock: StepClock, version: int) -> tuple[list[PromptGroup], dict[str, float]]:
         """Draw the groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
 
         With dynamic sampling, zero-variance groups are dropped, and those of further prompts take their
         place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left.
         """
         config, further = self.config, self.config.algorithm.dynamic_sampling
-        kept, zero_variance, failures = [], [], {}
+        kept_groups, zero_variance, failures = [], [], {}
         for _ in range(1 + further):
             with self.phase(clock, "rollout"):
                 rows = pick_rows(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
@@ -58,10 +58,10 @@ class Sampler:
             for name, count in scores.count_failures("reward").items():
                 failures[name] = failures.get(name, 0) + count
             for group in groups:
-                (zero_variance if further and group.has_zero_variance else kept).append(group)
-            if len(kept) >= config.prompts_per_step:
+                (zero_variance if further and group.has_zero_variance else kept_groups).append(group)
+            if len(kept_groups) >= config.prompts_per_step:
                 break
-        return kept[: config.prompts_per_step], summarise_groups(kept + zero_variance) | failures
+        return kept_groups[: config.prompts_per_step], summarise_groups(kept_groups + zero_variance) | failures
 
     def score_greedy(self, rows: list[Row]) -> Scores:
         """Find the rewards of the most likely completion of each row."""
@@ -72,7 +72,7 @@ class Sampler:
         rollout, stream = self.config.rollout, (self.config.seed, self.rollouts_done, use)
         return Sampling(count, rollout.temperature, rollout.max_new_tokens, stream, (self.tokenizer.eos_token_id,))
 
-    def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[Group], Scores]:
+    def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[PromptGroup], Scores]:
         """Find the texts and rewards of the completions ``[P][G]``."""
         size, ids = len(completions[0]), [sample.token_ids for group in completions for sample in group]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -81,7 +81,7 @@ class Sampler:
             self.warn(scores.summarise())
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(rows))]
         parts = zip(rows, completions, cuts, strict=True)
-        return [Group(row, samples, texts[cut], scores.values[cut]) for row, samples, cut in parts], scores
+        return [PromptGroup(row, samples, texts[cut], scores.values[cut]) for row, samples, cut in parts], scores
 
 
 def _check_versions(completions: list[list[Completion]], version: int) -> None:

@@ -14,7 +14,7 @@ from rlworker.data.rows import Row
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """A prompt with its G completions, their texts and rewards."""
 
     row: Row
@@ -63,7 +63,7 @@ def to_batch(
     return replace(batch, rollout_logprobs=logprobs)
 
 
-def batch_groups(groups: Sequence[Group], vision: VisionSpec | None = None) -> TrainBatch:
+def batch_groups(groups: Sequence[PromptGroup], vision: VisionSpec | None = None) -> TrainBatch:
     """Batch the completions of some groups, with their rewards."""
     rewards = [reward for group in groups for reward in group.rewards]
     return to_batch([group.row for group in groups], [group.completions for group in groups], rewards, vision)
@@ -73,8 +73,9 @@ def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, flo
     """Measure |rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some
     sequences have images, over theirs alone as well."""
     difference = (batch.require_column("rollout_logprobs") - logprobs)[batch.mask].abs()
-    found = {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
+    result = {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
     if batch.images and any(batch.images):
-        own = difference[batch.repeat_per_token(torch.tensor([bool(images) for images in batch.images]))[batch.mask]]
-        found |= {"logprob_diff_pictures_mean": float(own.mean()), "logprob_diff_pictures_max": float(own.max())}
-    return found
+        has_images = batch.repeat_per_token(torch.tensor([bool(images) for images in batch.images]))[batch.mask]
+        seeing = difference[has_images]
+        result |= {"logprob_diff_pictures_mean": float(seeing.mean()), "logprob_diff_pictures_max": float(seeing.max())}
+    return result

@@ -82,8 +82,8 @@ class RunLog:
         self._metrics.flush()
         self._trackers.step(step, metrics)
         fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in self._line)
-        left = self._estimate_left(step, metrics.get("time_step"))
-        LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {left}")
+        time_left = self._estimate_left(step, metrics.get("time_step"))
+        LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {time_left}")
         self._bar.n = step
         self._bar.refresh()
 

@@ -114,8 +114,8 @@ def _describe_machine() -> str:
 
 
 def _find_versions() -> dict[str, str]:
-    found = {library: next(filter(None, map(_find_version, names)), None) for library, names in _LIBRARIES.items()}
-    return {"python": machine.python_version()} | {library: version for library, version in found.items() if version}
+    versions = {library: next(filter(None, map(_find_version, names)), None) for library, names in _LIBRARIES.items()}
+    return {"python": machine.python_version()} | {library: version for library, version in versions.items() if version}
 
 
 def _find_version(distribution: str) -> str | None:

@@ -107,18 +107,18 @@ def _set_layout(figure: Figure, title: str, **options) -> Figure:
 def _draw_curves(title: str, lines: list[dict], names: dict[str, str], scale: str) -> Figure | None:
     from plotly.graph_objects import Figure
 
-    figure, drawn = Figure(), 0
+    figure, line_count = Figure(), 0
     for name, label in names.items():
         points = [(line["step"], line[name]) for line in lines if name in line]
         if points:
             steps, values = zip(*points)
             few = len(points) < len(lines) / 2
             figure.add_scatter(x=steps, y=values, name=label, mode="lines+markers" if few else "lines")
-            drawn += 1
-    if not drawn:
+            line_count += 1
+    if not line_count:
         return None
     figure.update_yaxes(type=scale, exponentformat="e" if scale == "log" else "none")
-    return _set_layout(figure, title, showlegend=drawn > 1)
+    return _set_layout(figure, title, showlegend=line_count > 1)
 
 
 def _draw_time_split(steps: list[dict]) -> Figure | None:
@@ -167,8 +167,8 @@ def _tabulate_start(lines: list[dict]) -> list[tuple[str, float]]:
 def _summarise_run(lines: list[dict]) -> dict:
     ends = {}
     for name in ("heldout", "heldout_loss"):
-        if found := [line[name] for line in lines if name in line]:
-            ends |= {f"{name}_before": found[0], f"{name}_after": found[-1]}
+        if scores := [line[name] for line in lines if name in line]:
+            ends |= {f"{name}_before": scores[0], f"{name}_after": scores[-1]}
     names = ("skipped_train", "skipped_heldout", "reward_failures")
     counts = {name: count for name in names if (count := sum(line.get(name, 0) for line in lines))}
     return ends | {"steps": lines[-1]["step"] if lines else 0} | counts
@@ -177,10 +177,10 @@ def _summarise_run(lines: list[dict]) -> dict:
 def _read_samples(folder: Path) -> list[tuple[int, list[dict]]]:
     """Read step and kept samples, first and last steps first."""
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
-    chosen = files if len(files) <= 6 else [*files[:2], *files[-4:]]
+    shown_files = files if len(files) <= 6 else [*files[:2], *files[-4:]]
     return [
         (int(f.stem.removeprefix("step_")), [_show_sample(json.loads(line)) for line in f.open(encoding="utf-8")])
-        for f in chosen
+        for f in shown_files
     ]
 
 

@@ -85,8 +85,8 @@ class RunFolder:
             ) from None
         # A setting that did not exist yet when the run was started had what is now its default.
         default, now = flatten_config(type(config)()), flatten_config(config)
-        here = map_renamed_keys(now)
-        before = default | {here.get(key, key): value for key, value in flatten(stored).items()}
+        names = map_renamed_keys(now)
+        before = default | {names.get(key, key): value for key, value in flatten(stored).items()}
         before, now = (json.loads(json.dumps(settings)) for settings in (before, now))
         differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed := [key for key in differing if not (key in _MAY_CHANGE or key.startswith(_MAY_CHANGE_IN))]:
@@ -143,8 +143,8 @@ class RunFolder:
         state = json.loads((newest / _COMPLETE).read_text()) | {"folder": str(newest)} if newest else None
         metrics = self.path / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
-        kept = [line for line in lines if state and _read_step(line) <= state["step"]]
-        cut = len(lines) - len(kept)
+        kept_lines = [line for line in lines if state and _read_step(line) <= state["step"]]
+        cut = len(lines) - len(kept_lines)
         if state:
             text = f"run: goes on from step {state['step']} ({Path(state['folder']).relative_to(self.path)})"
             text += f"; {cut} lines of metrics.jsonl are of later steps, which come again" if cut else ""
@@ -154,7 +154,7 @@ class RunFolder:
                 aside = _find_free(self.path / "metrics.before.jsonl")
                 os.replace(metrics, aside)
                 text += f"; the metrics so far are kept as {aside.name}"
-        _write(metrics, "".join(line + "\n" for line in kept))
+        _write(metrics, "".join(line + "\n" for line in kept_lines))
         return state, text
 
     def record_start(self, step: int, platform: str) -> None:

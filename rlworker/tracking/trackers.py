@@ -103,17 +103,17 @@ def _open_mlflow(run: TrackedRun) -> Tracker:
     import mlflow  # pyright: ignore[reportMissingImports]  an extra of its own, in no list of pins
     from accelerate.tracking import MLflowTracker
 
-    kept = run.folder / "mlflow" / "run_id"
+    id_file = run.folder / "mlflow" / "run_id"
     if "MLFLOW_TRACKING_URI" not in os.environ:
         mlflow.set_tracking_uri(f"sqlite:///{run.folder.absolute()}/mlflow/mlflow.db")
 
     class Resumed(MLflowTracker):
         def start(self) -> None:  # MLflow gives a run its id
             super().start()
-            kept.write_text(self.tracker.info.run_id)
+            id_file.write_text(self.tracker.info.run_id)
 
-    kept.parent.mkdir(exist_ok=True)
-    known = kept.read_text() if kept.exists() else None
+    id_file.parent.mkdir(exist_ok=True)
+    known = id_file.read_text() if id_file.exists() else None
     return Resumed(experiment_name=_PROJECT, run_id=known, run_name=run.folder.name)
 
 

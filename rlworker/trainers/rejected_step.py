@@ -21,14 +21,14 @@ def find_offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[i
         sequence -> columns; every sequence, without columns, where only the backward pass can have made it.
     """
     sequence = torch.repeat_interleave(torch.tensor(batch.lengths))
-    found: dict[int, list[str]] = {}
+    names_by_row: dict[int, list[str]] = {}
     for name, column in (*batch.columns().items(), *((f"now_{name}", column) for name, column in outputs.items())):
         if column.is_floating_point():
-            broken = (~column.isfinite()).nonzero()[:, 0]
-            rows = broken if COLUMNS.get(name) == "sequence" else sequence[broken].unique()
+            positions = (~column.isfinite()).nonzero()[:, 0]
+            rows = positions if COLUMNS.get(name) == "sequence" else sequence[positions].unique()
             for row in rows.tolist():
-                found.setdefault(row, []).append(name)
-    return dict(sorted(found.items())) or {row: [] for row in range(len(batch))}
+                names_by_row.setdefault(row, []).append(name)
+    return dict(sorted(names_by_row.items())) or {row: [] for row in range(len(batch))}
 
 
 def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], tokenizer) -> int:

@@ -22,7 +22,7 @@ from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.pool import REWARD_LOG, RewardPool, pickle_reward
 from rlworker.rollouts.metrics import pick_samples
 from rlworker.rollouts.sampler import CANARY, Sampler
-from rlworker.rollouts.to_batch import Group, batch_groups, compare_logprobs, to_batch
+from rlworker.rollouts.to_batch import PromptGroup, batch_groups, compare_logprobs, to_batch
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
@@ -194,7 +194,7 @@ class Trainer(Run[RunConfig]):
         elif not batch.require_column("advantages")[batch.mask].any():
             self._warn("every advantage is 0: the rewards teach nothing in the next step")
 
-    def _add_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
+    def _add_greedy_rewards(self, batch: TrainBatch, groups: list[PromptGroup], clock: StepClock) -> TrainBatch:
         with self._phase(clock, "greedy"):
             rewards = torch.tensor(
                 self.sampler.score_greedy([group.row for group in groups]).values, dtype=torch.float32
@@ -211,13 +211,13 @@ class Trainer(Run[RunConfig]):
         return add_kl_penalty(batch, self.kl_in_reward) if self.kl_in_reward else batch
 
     def _add_advantages(self, batch: TrainBatch) -> TrainBatch:
-        found = self.advantage(batch)
-        if isinstance(found, tuple) != bool(self.critic):
+        result = self.advantage(batch)
+        if isinstance(result, tuple) != bool(self.critic):
             raise RunError(
                 "advantage: with --critic.train it must return ([N] advantages, [N] returns), else [N], got "
-                f"a {type(found).__name__}"
+                f"a {type(result).__name__}"
             )
-        advantages, returns = found if self.critic else (found, None)
+        advantages, returns = result if self.critic else (result, None)
         return replace(batch, advantages=advantages, returns=returns)
 
     @property
@@ -253,13 +253,13 @@ class Trainer(Run[RunConfig]):
 
     def _check_difference(self, where: str, difference: dict[str, float]) -> None:
         limits = self.config.logprob_limits
-        found = difference["logprob_diff_mean"], difference["logprob_diff_max"]
-        if all(f <= limit for f, limit in zip(found, limits)):
+        measured = difference["logprob_diff_mean"], difference["logprob_diff_max"]
+        if all(f <= limit for f, limit in zip(measured, limits)):
             return
         text = (
             f"{where}: rollout and trainer disagree on the logprobs of the same tokens: mean "
-            f"{found[0]:.1e}, max {found[1]:.1e}, limits {limits[0]:.1e} and {limits[1]:.1e}. Weights did not arrive "
-            "whole, or the engines compute different models"
+            f"{measured[0]:.1e}, max {measured[1]:.1e}, limits {limits[0]:.1e} and {limits[1]:.1e}. Weights did not "
+            "arrive whole, or the engines compute different models"
         )
         if not self.config.limits.ignore_logprob_diff:
             raise RunError(

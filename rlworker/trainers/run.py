@@ -166,8 +166,8 @@ class Run(Generic[Config]):
         config = self.config
         state, text = self.folder.begin(config)
         self.steps_done = state["step"] if state else 0
-        told = TrackedRun(self.folder.path, self.steps_done, asdict(config))
-        trackers = Trackers(config.trackers, told, self.trackers)
+        tracked = TrackedRun(self.folder.path, self.steps_done, asdict(config))
+        trackers = Trackers(config.trackers, tracked, self.trackers)
         self.log = self.running.enter_context(
             RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line)
         )
