@@ -33,6 +33,7 @@ def check(config: CheckConfig) -> None:
         config: What is checked.
     """
     from rlworker.checks.check import run_check
+    from rlworker.checks.device.report import format_table
     from rlworker.checks.self_test import run_self_test
     from rlworker.checks.tiny_models import make_tiny_model
 
@@ -45,7 +46,7 @@ def check(config: CheckConfig) -> None:
     if config.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        _print_table(findings)
+        print(format_table(findings))
     sys.exit(any(finding.outcome == "FAILED" for finding in findings))
 
 
@@ -67,14 +68,6 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
     text, fits = plan_recipe(options.recipe, settings, options.memory_gb)
     print(text)
     sys.exit(not fits)
-
-
-def _print_table(findings: list) -> None:
-    rows = [(f.check, f.where, f.outcome, f.evidence, f.text) for f in findings]
-    rows.insert(0, ("check", "where", "outcome", "evidence", "found"))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    for *cells, text in rows:
-        print("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths)), text]))
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ python=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
 "$python" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' ||
   fail "$python is $("$python" -V 2>&1); Python 3.11 or newer is needed: PYTHON=/path/to/python3.11 bash $0"
 
-stamp=$(cat requirements/cpu.txt pyproject.toml scripts/rlworker_torchvision.py | sha256sum | cut -d' ' -f1)
+stamp=$(cat requirements/cpu.txt pyproject.toml requirements/rlworker_torchvision.py | sha256sum | cut -d' ' -f1)
 if [ "$(cat .venv/.installed 2>/dev/null || true)" = "$stamp" ]; then
   exit 0
 fi
@@ -39,7 +39,7 @@ install -r requirements/cpu.txt ||
   fail "installing failed (see above). Is the package index reachable? Where torch 2.13.0+cpu was not found, download its \
 wheel and name the folder: PIP_FIND_LINKS=FOLDER bash $0"
 packages=$("$venv" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-cp scripts/rlworker_torchvision.py "$packages" && echo "import rlworker_torchvision" >"$packages/rlworker_torchvision.pth"
+cp requirements/rlworker_torchvision.py "$packages" && echo "import rlworker_torchvision" >"$packages/rlworker_torchvision.pth"
 install --no-build-isolation -e . || fail "installing this project failed (see above)"
 
 "$venv" -W ignore - <<'PY' || fail "a component does not import (see above); remove .venv and run this again"

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from hashlib import blake2b
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from engines.batch.balance import balance_costs, estimate_costs
@@ -40,9 +40,9 @@ class Schedule:
     def digest(self) -> int:
         """Hash who computes what, in 63 bits: it fits into an int64 tensor, by which ranks compare it."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
-        hashed = xxhash.xxh3_64(np.asarray(counts, dtype=np.int64).tobytes())
+        hashed = blake2b(np.asarray(counts, dtype=np.int64).tobytes(), digest_size=8)
         hashed.update(np.concatenate([self._order, self.lengths]).astype(np.int64).tobytes())
-        return hashed.intdigest() >> 1
+        return int.from_bytes(hashed.digest()) >> 1
 
     @cached_property
     def _order(self) -> np.ndarray:

@@ -11,7 +11,7 @@ from hardware.attention.dense_mask import build_dense_mask
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.mask_spec import MaskSpec, expand_counts, list_zigzag_positions, locate_gathered_keys
 from hardware.attention.rules import CAUSAL, Rule, count_tokens_before
-from hardware.npu.kernel_call import NO_LIMIT, triangle
+from hardware.npu.kernel_call import NO_LIMIT, build_triangle
 from hardware.npu.limits import MAX_PACK_SEQUENCES
 
 
@@ -45,7 +45,7 @@ class NpuPlan:
 
 @cache
 def _triangle(device: torch.device) -> Tensor:
-    return triangle(device)
+    return build_triangle(device)
 
 
 def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes: dict[Rule, int]) -> AttentionInputs:

@@ -16,7 +16,7 @@ NO_LIMIT = 2147483647
 """Default of ``pre_tockens`` and ``next_tockens``."""
 
 
-def triangle(device: torch.device | str = "cpu") -> Tensor:
+def build_triangle(device: torch.device | str = "cpu") -> Tensor:
     """``[2048, 2048]`` bool, True above the diagonal: the mask that ``sparse_mode`` 2, 3, 4, 7 and 8 expect."""
     return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device).triu(1)
 
@@ -24,7 +24,7 @@ def triangle(device: torch.device | str = "cpu") -> Tensor:
 def build_prefix_mask(device: torch.device | str = "cpu") -> Tensor:
     """``[3072, 2048]`` bool: the triangle, and below it a block that is False on the left and True on the right."""
     block = torch.arange(TRIANGLE, device=device) >= TRIANGLE // 2
-    return torch.cat([triangle(device), block.expand(TRIANGLE // 2, -1)])
+    return torch.cat([build_triangle(device), block.expand(TRIANGLE // 2, -1)])
 
 
 class Call:

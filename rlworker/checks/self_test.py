@@ -10,8 +10,9 @@ from hardware.attention.faults import collect_faults
 from hardware.platforms import get_platform
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.context import CheckedEngines, Finding, list_platform_limits, start_engines
+from rlworker.checks.context import CheckedEngines, start_engines
 from rlworker.checks.tiny_models import Tiny, make_tiny_model
+from rlworker.checks.trainer import Finding, list_platform_limits
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 
@@ -53,7 +54,8 @@ def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> 
             with start_engines(replace(config, actor=sizes), rollouts) as engines:
                 failed = [finding for finding in check_all(engines, version) if finding.outcome == "FAILED"]
                 tell(f"without a fault, {kind}, cp={cp}: {len(failed)} findings")
-                findings += failed or [engines.make_finding("no fault", f"{kind}, cp={cp}", True, "nothing found")]
+                where, trainer = f"{kind}, cp={cp}", engines.trainer
+                findings += failed or [trainer.make_finding("no fault", where, True, "nothing found")]
                 for name, fault in faults.items():
                     if fault.cp == cp:
                         version += 3
@@ -75,4 +77,4 @@ def _test_fault(engines: CheckedEngines, name: str, fault: Fault, version: int) 
     failed = [finding for finding in findings if finding.outcome == "FAILED"]
     named = [finding for finding in failed if not finding.text.startswith("raised")]
     text = f"{named[0].check}, {named[0].where}: {named[0].text}" if named else "not found by the check that must"
-    return engines.make_finding("fault", name, bool(named), text)
+    return engines.trainer.make_finding("fault", name, bool(named), text)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hardware.npu.kernel_call import TRIANGLE, Call, build_prefix_mask, triangle
+from hardware.npu.kernel_call import TRIANGLE, Call, build_prefix_mask, build_triangle
 
 _PROVEN_TRIANGLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Compressed masks that were found right, with the version of their contents."""
@@ -13,7 +13,7 @@ _PROVEN_TRIANGLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def is_triangle(mask: Tensor) -> bool:
     if _PROVEN_TRIANGLES.get(mask) == mask._version:
         return True
-    right = torch.equal(mask.reshape(-1, TRIANGLE, TRIANGLE)[0].bool(), triangle(mask.device))
+    right = torch.equal(mask.reshape(-1, TRIANGLE, TRIANGLE)[0].bool(), build_triangle(mask.device))
     if right:
         _PROVEN_TRIANGLES[mask] = mask._version
     return right

@@ -1,7 +1,5 @@
 """The planner's bytes against engines that are built."""
 
-from collections import Counter
-
 import pytest
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, TWO_RANKS, parse_size
@@ -10,6 +8,7 @@ from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import draw_address
 
 from engines.megatron.memory.activations import MicroBatch, count_kept
+from engines.probes.saved_bytes import SavedBytes
 from rlworker.checks.huggingface import probe_loss
 
 MODELS = {
@@ -77,34 +76,6 @@ TOKENS, SEQUENCES = 64, 8
 """Inputs of each sequence, and sequences of the step."""
 
 
-class Kept:
-    """Bytes of the storages that autograd holds, by hooks on saved tensors."""
-
-    def __init__(self, apart: set[int]):
-        self.apart, self.holders, self.bytes, self.most = apart, Counter(), 0, 0
-
-    def pack(self, tensor):
-        storage = tensor.untyped_storage()
-        place, size = storage.data_ptr(), storage.nbytes()
-        if place in self.apart or not size:
-            return tensor
-        return Held(self, tensor, place, size)
-
-
-class Held:
-    """A saved tensor, for as long as the graph has it."""
-
-    def __init__(self, kept: Kept, tensor, place: int, size: int):
-        self.kept, self.tensor, self.place, self.size = kept, tensor, place, size
-        kept.bytes += 0 if kept.holders[place] else size
-        kept.most = max(kept.most, kept.bytes)
-        kept.holders[place] += 1
-
-    def __del__(self):
-        self.kept.holders[self.place] -= 1
-        self.kept.bytes -= 0 if self.kept.holders[self.place] else self.size
-
-
 def measure_kept(rank: int, world: int, address: str, folder: str, settings: dict) -> tuple[int, float]:
     """The most bytes that a rank's autograd held in a step, and what was planned."""
     import torch
@@ -116,10 +87,10 @@ def measure_kept(rank: int, world: int, address: str, folder: str, settings: dic
     batch = TrainBatch.from_ids([[3] * (TOKENS + 1)] * SEQUENCES, [1] * SEQUENCES)
     batch = TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": torch.ones(batch.num_tokens)})
     _, shard = plan(engine, batch)
-    kept = Kept({parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()})
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: getattr(held, "tensor", held)):
+    kept = SavedBytes({parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()})
+    with kept.counting():
         engine.backward(shard, probe_loss, 7.0)
-    assert not kept.bytes, "everything is given back"
+    assert not kept.now, "everything is given back"
     sequences = shard.counts[0]
     assert set(shard.counts) == {sequences} and len(shard.counts) >= engine.config.pp
     micro, stage = MicroBatch(sequences * TOKENS, sequences), mpu.get_pipeline_model_parallel_rank()

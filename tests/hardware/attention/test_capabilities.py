@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv, find_image_blocks
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
@@ -18,7 +17,8 @@ from hardware.attention.mask_spec import MaskSpec, to_blocking_mask
 from hardware.attention.rules import CAUSAL, RULES, Rule
 from hardware.cpu.platform import CpuPlatform
 from hardware.npu.emulator.operator import install
-from hardware.npu.kernel_call import build_prefix_mask, triangle
+from hardware.npu.kernel_call import build_prefix_mask, build_triangle
+from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv, find_image_blocks
 
 RULE_OF = {
     "full": Rule(causal=False),
@@ -215,9 +215,9 @@ def test_megatron_local_refuses_packs_and_context_parallelism(one_rank):
 def npu_arguments(mode: int, spec, rule: Rule) -> dict:
     """What the cell's text says of a ``sparse_mode``, without the code that says it in production."""
     if mode in (2, 3):
-        return dict(sparse_mode=mode, atten_mask=triangle())
+        return dict(sparse_mode=mode, atten_mask=build_triangle())
     if mode == 4:
-        return dict(sparse_mode=4, atten_mask=triangle(), pre_tockens=rule.window - 1, next_tockens=0)
+        return dict(sparse_mode=4, atten_mask=build_triangle(), pre_tockens=rule.window - 1, next_tockens=0)
     if mode == 6:
         return dict(sparse_mode=6, atten_mask=build_prefix_mask(), prefix=list(spec.prefixes))
     if spec.kind == "bshd":

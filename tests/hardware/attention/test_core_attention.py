@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cover import matrix
-from support.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
 from support.factors import LAYOUTS, PLATFORMS
 from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import start_process
@@ -19,64 +18,19 @@ from engines.megatron.layout import Layout
 from hardware.attention.faults import ATTENTION_FAULTS
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
-
-LENGTHS = [(5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38)]
-RULES = (
-    CAUSAL,
-    Rule(causal=False),
-    Rule(window=3),
-    Rule(chunk=4),
-    Rule(images=True),
-    Rule(prefix=True),
-    Rule(window=3, images=True),
-    Rule(window=5, chunk=8, images=True, prefix=True),
-)
+from rlworker.checks.device.attention import LENGTHS, RULES, compare_attention
+from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
 
 
 def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, mode=None):
-    """Outputs and gradients of every context-parallel rank in one process: the gather is done by hand."""
-    platform = start_process(rank, name)
-    from types import SimpleNamespace
-
-    from megatron.core.transformer import TransformerConfig
-
-    from hardware.megatron import layers
+    """Differences of the output and of the gradients; ``mode`` is the NPU's for every rule."""
+    platform, build_inputs = start_process(rank, name), None
     from hardware.npu import attention_plan as npu_plan
 
-    torch.manual_seed(0)
-    layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r, slots=slots) for r in range(cp)]
-    tokens = sum(lengths)
-    flats = [torch.randn(tokens, h, DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)]
-    sizes = dict(num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS)
-    config = TransformerConfig(**sizes, attention_dropout=0.0)
-    with patch.object(layers, "get_num_layers_to_build", lambda config: 1):  # it would ask which stage this is
-        layer_of_model = platform.build_layer_spec(config).layer_specs[0].submodules
-    attention = layer_of_model.self_attention.submodules.core_attention
-    packed = [[layout.pack(x) for x in flats] for layout in layouts]  # [rank][q, k, v] of [b, s, h, d]
-    outputs, references = torch.zeros(tokens, HEADS * DIM), torch.zeros(tokens, HEADS * DIM)
-    for r, layout in enumerate(layouts):
-        prefixes = tuple(min(2 + i, n) for i, n in enumerate(lengths))
-        spec = layout.build_mask_spec(rules, find_image_blocks(lengths), prefixes)
-        no_turn = torch.ones(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
-        if mode is None:
-            inputs = platform.build_attention_inputs(spec, no_turn)
-        else:
-            inputs = npu_plan.build_attention_inputs(spec, no_turn, dict.fromkeys(spec.rules, mode))
-        form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
-        gathered = [torch.cat([form(p[i]) for p in packed]) for i in (1, 2)]
-        group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp, rank=lambda r=r: r))
-        core = attention(config, layer, None, "self", pg_collection=group)
-        with patch.object(layers, "gather_keys_values", lambda key, value, group, g=gathered: g):
-            out = core(form(packed[r][0]), form(packed[r][1]), form(packed[r][2]), None, packed_seq_params=inputs)
-        outputs = outputs + layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None])
-        keys, values = (torch.cat([p[i] for p in packed], dim=1) for i in (1, 2))
-        references = references + layout.unpack(
-            dense_attention(packed[r][0], keys, values, spec.compute_visible(layer))
-        )
-    weight = torch.randn(tokens, HEADS * DIM)
-    got = torch.autograd.grad((outputs * weight).sum(), flats, retain_graph=True)
-    want = torch.autograd.grad((references * weight).sum(), flats)
-    return [(float((outputs - references).abs().max())), *(float((a - b).abs().max()) for a, b in zip(got, want))]
+    if mode is not None:
+        build_inputs = lambda spec, turn: npu_plan.build_attention_inputs(spec, turn, dict.fromkeys(spec.rules, mode))  # noqa: E731
+    pairs = compare_attention(platform, lengths, kind, cp, rules, layer, slots, build_inputs=build_inputs)
+    return [difference for difference, _ in pairs]
 
 
 def honoured(platform: str, kind: str, cp: int, rule: Rule) -> bool:

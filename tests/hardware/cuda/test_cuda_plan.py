@@ -7,7 +7,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from support.dense_attention import DIM, HEADS, KV_HEADS, find_image_blocks
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
@@ -17,6 +16,7 @@ from hardware.cpu.attention_plan import CpuPlan
 from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
 from hardware.cuda.kernel_call import Call
 from hardware.cuda.platform import CudaPlatform, EmulatedCudaPlatform
+from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, find_image_blocks
 
 RULES = (
     CAUSAL,

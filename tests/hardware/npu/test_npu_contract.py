@@ -8,14 +8,14 @@ import torch
 
 from hardware.attention.contract import NotEmulatedError, RefusedError, SilentError
 from hardware.npu.emulator.contract import REQUIREMENTS
+from hardware.npu.emulator.examples import DIM, HEADS, KV_HEADS, make_example_call, make_examples, make_pack
 from hardware.npu.emulator.operator import install
-from hardware.npu.kernel_call import LAYOUTS, build_prefix_mask, triangle
+from hardware.npu.kernel_call import LAYOUTS, build_prefix_mask, build_triangle
 from hardware.npu.platform import EmulatedNpuPlatform
 
-HEADS, KV_HEADS, DIM = 4, 2, 8
 OPEN = torch.zeros(6, 6, dtype=torch.bool)
-PREFIXES = [2, 4]
-TRIANGLE, PREFIX_MASK = triangle(), build_prefix_mask()  # once: each has four million entries or more
+TRIANGLE, PREFIX_MASK = build_triangle(), build_prefix_mask()  # once: each has four million entries or more
+EXAMPLES = make_examples()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,122 +24,8 @@ def operator():
 
 
 def call(**changes):
-    """Two sequences of six tokens in BNSD, or of three and five in TND, causal by ``sparse_mode`` 2; with changes."""
-    torch.manual_seed(0)
-    layout = changes.get("input_layout", "BNSD").upper()
-    shape = (lambda heads: (8, heads, DIM)) if layout == "TND" else (lambda heads: (2, heads, 6, DIM))
-    arguments = dict(
-        query=torch.randn(shape(HEADS)),
-        key=torch.randn(shape(KV_HEADS)),
-        value=torch.randn(shape(KV_HEADS)),
-        head_num=HEADS,
-        input_layout="BNSD",
-        atten_mask=TRIANGLE,
-        scale=DIM**-0.5,
-        sparse_mode=2,
-    )
-    if layout == "TND":
-        arguments |= dict(actual_seq_qlen=[3, 8], actual_seq_kvlen=[3, 8])
-    return torch.ops.npu.npu_fusion_attention(**arguments | changes)[0]
-
-
-def packed(queries: list[int], keys: list[int], **changes) -> dict:
-    """A pack of sequences of so many queries and keys."""
-    totals = [torch.tensor(lengths).cumsum(0).tolist() for lengths in (queries, keys)]
-    drawn = dict(
-        query=torch.randn(sum(queries), HEADS, DIM),
-        key=torch.randn(sum(keys), KV_HEADS, DIM),
-        value=torch.randn(sum(keys), KV_HEADS, DIM),
-    )
-    return drawn | dict(input_layout="TND", actual_seq_qlen=totals[0], actual_seq_kvlen=totals[1]) | changes
-
-
-def prefix_full(prefixes: list[int]) -> torch.Tensor:
-    position = torch.arange(6)
-    opened = [(position <= position[:, None]) | (position < prefix) for prefix in prefixes]
-    return ~torch.stack(opened)[:, None]
-
-
-def band_mask(before: int, after: int) -> torch.Tensor:
-    query, key = torch.arange(6)[:, None], torch.arange(6)
-    return (key > query + after) | (key < query - before)
-
-
-TND = {"input_layout": "TND"}
-EXAMPLES = {
-    "head_num": (dict(head_num=0), {}),
-    "rank": (dict(query=torch.zeros(2, 4)), {}),
-    "keep_prob": (dict(keep_prob=0.0), dict(keep_prob=1.0)),
-    "input_layout": (dict(input_layout="bnsd"), dict(input_layout="BNSD")),
-    "layout rank": (dict(input_layout="BSH"), TND),
-    "softmax_layout": (dict(softmax_layout="TND"), dict(softmax_layout="TND", **TND)),
-    "sparse_mode": (dict(sparse_mode=5, **TND), dict(sparse_mode=3, **TND)),
-    "lengths given": (dict(actual_seq_kvlen=None, **TND), TND),
-    "lengths unasked": (dict(actual_seq_qlen=[6, 12], actual_seq_kvlen=[6, 12]), {}),
-    "dtype": (dict(query=torch.randn(2, HEADS, 6, DIM, dtype=torch.float64)), {}),
-    "padding_mask": (dict(padding_mask=torch.zeros(2, 6)), dict(padding_mask=None)),
-    "query heads": (dict(head_num=2), dict(head_num=HEADS)),
-    "sizes alike": (dict(value=torch.randn(2, KV_HEADS, 7, DIM)), {}),
-    "something to attend": (dict(query=torch.randn(2, HEADS, 0, DIM)), dict(query=torch.randn(2, HEADS, 1, DIM))),
-    "head size": (
-        dict(key=torch.randn(2, KV_HEADS, 6, 4), value=torch.randn(2, KV_HEADS, 6, 4)),
-        dict(value=torch.randn(2, KV_HEADS, 6, 4)),
-    ),
-    "grouped heads": (
-        dict(key=torch.randn(2, 3, 6, DIM), value=torch.randn(2, 3, 6, DIM)),
-        dict(key=torch.randn(2, 1, 6, DIM), value=torch.randn(2, 1, 6, DIM)),
-    ),
-    "most heads": tuple(
-        dict.fromkeys(("query", "key", "value"), torch.zeros(1, heads, 2, 2)) | {"head_num": heads}
-        for heads in (257, 256)
-    ),
-    "lengths cumulative": (
-        dict(actual_seq_qlen=[3, 5], actual_seq_kvlen=[3, 5], **TND),
-        dict(actual_seq_qlen=[3, 3, 8, 0], actual_seq_kvlen=[3, 3, 8, 0], **TND),
-    ),
-    "most sequences": (packed([1] * 1025, [1] * 1025), packed([1] * 1024, [1] * 1024)),
-    "most tokens": (
-        dict.fromkeys(("query", "key", "value"), torch.zeros(2**20 + 1, 1, 2, dtype=torch.float16))
-        | dict(head_num=1, actual_seq_qlen=[1, 2**20 + 1], actual_seq_kvlen=[1, 2**20 + 1], **TND),
-        {},
-    ),
-    "scale": (dict(scale=1.0), dict(scale=0.3)),
-    "mask given": (dict(atten_mask=None), dict(atten_mask=None, sparse_mode=0)),
-    "mask type": (dict(atten_mask=TRIANGLE.float()), dict(atten_mask=TRIANGLE.to(torch.uint8))),
-    "mask shape": (
-        dict(atten_mask=torch.zeros(2, 6, dtype=torch.bool), sparse_mode=1),
-        dict(atten_mask=torch.zeros(2, 1, 6, 6, dtype=torch.bool), sparse_mode=1),
-    ),
-    "compressed mask shape": (dict(atten_mask=TRIANGLE[:6, :6]), dict(atten_mask=TRIANGLE[None, None])),
-    "compressed mask content": (dict(atten_mask=~TRIANGLE), {}),
-    "prefix": (
-        dict(atten_mask=PREFIX_MASK, sparse_mode=6),
-        dict(atten_mask=PREFIX_MASK, sparse_mode=6, prefix=PREFIXES),
-    ),
-    "prefix range": (
-        dict(atten_mask=PREFIX_MASK, sparse_mode=6, prefix=[2, 7]),
-        dict(atten_mask=PREFIX_MASK, sparse_mode=6, prefix=[0, 6]),
-    ),
-    "prefix mask content": (
-        dict(atten_mask=prefix_full([2, 2]), sparse_mode=5, prefix=PREFIXES),
-        dict(atten_mask=prefix_full(PREFIXES), sparse_mode=5, prefix=PREFIXES),
-    ),
-    "negative limits": (
-        dict(atten_mask=band_mask(1, -2), sparse_mode=0, pre_tockens=1, next_tockens=-2, inner_precise=2),
-        dict(atten_mask=band_mask(3, -2), sparse_mode=0, pre_tockens=3, next_tockens=-2, inner_precise=2),
-    ),
-    "mask within band": (
-        dict(atten_mask=OPEN, sparse_mode=0, pre_tockens=6, next_tockens=0),
-        dict(atten_mask=band_mask(6, 0), sparse_mode=0, pre_tockens=6, next_tockens=0),
-    ),
-    "band": (
-        dict(sparse_mode=4, pre_tockens=-3, next_tockens=0),
-        dict(sparse_mode=4, pre_tockens=2, next_tockens=0),
-    ),
-    "cut bands": tuple(packed([3, 2], [3, 6], sparse_mode=7, pre_tockens=before, next_tockens=-2) for before in (5, 6)),
-    "rows that see nothing": (packed([4], [2], sparse_mode=3), packed([2], [4], sparse_mode=3)),
-}
-"""Requirement -> what breaks it in a call that is right otherwise, and what keeps it."""
+    """The arguments of ``make_example_call``, with the mask that was made once."""
+    return torch.ops.npu.npu_fusion_attention(**make_example_call(**{"atten_mask": TRIANGLE} | changes))[0]
 
 
 def test_every_requirement_has_its_calls():
@@ -159,11 +45,11 @@ def test_a_call_that_breaks_it_raises_and_one_that_keeps_it_does_not(requirement
 @pytest.mark.parametrize(
     ("changes", "requirement"),
     [
-        (packed([2, 3, 4], [2, 3, 4], actual_seq_qlen=[2, 5, 0], actual_seq_kvlen=[2, 5, 0]), "lengths cumulative"),
-        (packed([3, 5], [3, 5], actual_seq_qlen=[3, 8, 0], actual_seq_kvlen=[3, 5, 8]), "lengths cumulative"),
-        (packed([3, 5], [3, 5], atten_mask=TRIANGLE[None, None]), "compressed mask shape"),
-        (packed([3, 5], [8, 0], atten_mask=None, sparse_mode=0), "rows that see nothing"),
-        (packed([3, 5], [3, 5], input_layout="tnd"), "input_layout"),
+        (make_pack([2, 3, 4], [2, 3, 4], actual_seq_qlen=[2, 5, 0], actual_seq_kvlen=[2, 5, 0]), "lengths cumulative"),
+        (make_pack([3, 5], [3, 5], actual_seq_qlen=[3, 8, 0], actual_seq_kvlen=[3, 5, 8]), "lengths cumulative"),
+        (make_pack([3, 5], [3, 5], atten_mask=TRIANGLE[None, None]), "compressed mask shape"),
+        (make_pack([3, 5], [8, 0], atten_mask=None, sparse_mode=0), "rows that see nothing"),
+        (make_pack([3, 5], [3, 5], input_layout="tnd"), "input_layout"),
     ],
     ids=["tail left out", "left out of one", "4-D in a pack", "a sequence without keys", "small letters"],
 )
@@ -177,8 +63,8 @@ def test_further_calls_that_break_a_requirement(changes, requirement):
     [
         (dict(attention_mask=TRIANGLE), "attention_mask"),
         (dict(pre_tokens=3), "pre_tokens"),
-        (packed([3, 5], [3, 5], actual_seq_qlen=torch.tensor([3, 8])), "actual_seq_qlen"),
-        (packed([3, 5], [3, 5], actual_seq_qlen=[3.0, 8.0]), "actual_seq_qlen"),
+        (make_pack([3, 5], [3, 5], actual_seq_qlen=torch.tensor([3, 8])), "actual_seq_qlen"),
+        (make_pack([3, 5], [3, 5], actual_seq_qlen=[3.0, 8.0]), "actual_seq_qlen"),
     ],
     ids=["keyword of another operator", "keyword of v2", "tensor for a list", "floats"],
 )
@@ -286,7 +172,7 @@ def test_who_sees_whom_in_each_mode(mode, layout):
 def test_cut_packs_are_the_uncut_one():
     """The documentation's example: the second sequence of a bottom-right causal pack is cut in two between devices."""
     torch.manual_seed(2)
-    whole = packed([3, 4, 4], [3, 6, 4], sparse_mode=3)
+    whole = make_pack([3, 4, 4], [3, 6, 4], sparse_mode=3)
     uncut = call(**whole)
     first = whole | dict(
         query=whole["query"][:5],
@@ -305,7 +191,7 @@ def test_cut_packs_are_the_uncut_one():
 
 def test_cut_packs_of_the_top_left_are_the_uncut_one():
     torch.manual_seed(3)
-    whole = packed([3, 5, 4], [3, 4, 4], sparse_mode=2)
+    whole = make_pack([3, 5, 4], [3, 4, 4], sparse_mode=2)
     uncut = call(**whole)
     first = whole | dict(query=whole["query"][:5], key=whole["key"][:7], value=whole["value"][:7])
     first |= dict(actual_seq_qlen=[3, 5], actual_seq_kvlen=[3, 7])
@@ -319,7 +205,7 @@ def test_sequences_of_a_pack_have_their_own_part_of_a_whole_mask():
     torch.manual_seed(4)
     mask = torch.rand(8, 8) < 0.5
     mask.fill_diagonal_(False)
-    arguments = packed([3, 5], [3, 5], sparse_mode=1, atten_mask=mask)
+    arguments = make_pack([3, 5], [3, 5], sparse_mode=1, atten_mask=mask)
     out = call(**arguments)
     for start, end in ((0, 3), (3, 8)):
         parts = [arguments[name][start:end].transpose(0, 1) for name in ("query", "key", "value")]

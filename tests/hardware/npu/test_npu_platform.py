@@ -5,13 +5,13 @@ import types
 
 import pytest
 import torch
-from support.dense_attention import DIM
 
 from engines.megatron.layout import Layout
 from hardware.npu import mindspeed
 from hardware.npu.platform import NpuPlatform
 from hardware.platform import describe
 from hardware.platforms import get_platform
+from rlworker.checks.device.dense_attention import DIM
 
 
 def test_a_pack_of_more_sequences_than_the_kernel_takes_is_refused():

@@ -19,6 +19,7 @@ from rlworker import cli
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.trainer import Finding
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.large)])
@@ -87,8 +88,8 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
 def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
     from rlworker.checks import check
 
-    failed = check.Finding("attention", "thd, causal", "FAILED", "3 pairs see the future", "executed")
-    refused = check.Finding("attention", "thd, images", "refused", "no backend", "table")
+    failed = Finding("attention", "thd, causal", "FAILED", "3 pairs see the future", "executed")
+    refused = Finding("attention", "thd, images", "refused", "no backend", "table")
     for found, status in (([failed, refused], 1), ([refused], 0)):
         monkeypatch.setattr(check, "run_check", lambda config, found=found: found)
         with pytest.raises(SystemExit) as ended:
@@ -98,7 +99,7 @@ def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
 
 
 def test_a_fault_is_told_in_words():
-    from rlworker.checks.check import _describe_influences
+    from rlworker.checks.trainer import _describe_influences
 
     influences = [
         Influence(3, {"the future": 2}, 0, "sequence 0 at 1 sees sequence 0 at 2"),

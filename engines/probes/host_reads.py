@@ -1,0 +1,98 @@
+"""Places of a training step that read a value back from the device, where the host waits for it."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("hardware", "engines", "rlworker")
+_ENGINE = "engines/megatron/engine.py"
+READS_OF_A_STEP = {
+    f"{_ENGINE} MegatronEngine._check_schedule": "the ranks' schedules are compared",
+    f"{_ENGINE} MegatronEngine._are_gradients_finite": "whether there is a step",
+    f"{_ENGINE} MegatronEngine._collect_outputs": "logprobs, which the controller gets",
+    f"{_ENGINE} MegatronEngine._sum_over_replicas": "tokens of the step",
+    f"{_ENGINE} _reduce": "metrics of every micro-batch, after the last",
+    "megatron/core/distributed/finalize_model_grads.py finalize_model_grads": "whether any token counts",
+    "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32": "the norm that gradients are clipped by",
+}
+"""Every place that reads, once a step or once it is over, and what. At a micro-batch none does."""
+_READS_TENSOR = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "equal", "masked_select")
+_READS_TENSOR += ("__bool__", "__float__", "__int__", "__index__", "__contains__")
+_READS_OPERATOR = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
+
+
+class HostReads:
+    """A context that notes every read in it.
+
+    Attributes:
+        places: ``FILE FUNCTION`` of each read in turn: the innermost function that is this project's or Megatron's.
+    """
+
+    def __init__(self):
+        self.places: list[str] = []
+        self._operators = _Operators(self.places)
+        self._functions = _Functions(self._operators)
+
+    def __enter__(self) -> "HostReads":
+        self._operators.__enter__()
+        self._functions.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._functions.__exit__(*error)
+        self._operators.__exit__(*error)
+
+    def count(self) -> dict[str, int]:
+        """Count the reads of each place."""
+        return {place: self.places.count(place) for place in self.places}
+
+
+def _find_place() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        name = getattr(frame.f_code, "co_qualname", name).split(".<locals>")[0]
+        if "/megatron/core/" in file:
+            return f"megatron/core/{file.rpartition('/megatron/core/')[2]} {name}"
+        if any(Path(file).is_relative_to(ROOT / package) for package in PACKAGES):
+            return f"{Path(file).relative_to(ROOT)} {name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+class _Operators(TorchDispatchMode):
+    """Notes the operators that read, which torch's own code may call too."""
+
+    def __init__(self, places: list[str]):
+        super().__init__()
+        self.places = places
+        self.noted = False
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket.__name__ in _READS_OPERATOR and not self.noted:
+            self.places.append(_find_place())
+        return operator(*args, **kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Notes what Python asks of a tensor's values: on a CPU most of it never gets to an operator."""
+
+    def __init__(self, operators: _Operators):
+        super().__init__()
+        self.operators = operators
+        self.names = {getattr(torch.Tensor, name) for name in _READS_TENSOR}
+        self.names |= {getattr(torch, name) for name in _READS_TENSOR if hasattr(torch, name)}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function not in self.names or self.operators.noted:
+            return function(*args, **kwargs or {})
+        self.operators.places.append(_find_place())
+        self.operators.noted = True
+        try:
+            return function(*args, **kwargs or {})
+        finally:
+            self.operators.noted = False

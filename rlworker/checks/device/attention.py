@@ -1,0 +1,143 @@
+"""Core attention against dense attention under the oracle: every rule, layout and context-parallel size."""
+
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from engines.megatron.layout import Layout
+from hardware.attention.capabilities import find_backend
+from hardware.attention.inputs import AttentionInputs
+from hardware.attention.mask_spec import MaskSpec
+from hardware.attention.rules import CAUSAL, Rule
+from hardware.platform import Platform
+from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
+from rlworker.checks.device.report import Device, DeviceFinding
+
+LENGTHS = ((5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38))
+"""Packs of sequences without a token, of one, alike, and of many."""
+RULES = (
+    CAUSAL,
+    Rule(causal=False),
+    Rule(window=3),
+    Rule(chunk=4),
+    Rule(images=True),
+    Rule(prefix=True),
+    Rule(window=3, images=True),
+    Rule(window=5, chunk=8, images=True, prefix=True),
+)
+KINDS, CP_SIZES = ("bshd", "thd"), (1, 2, 4)
+LIMITS = {torch.float32: 5e-6, torch.bfloat16: 3e-2}
+"""Largest difference of an output or a gradient, in units of the largest number of the reference or of 1."""
+
+BuildInputs = Callable[[MaskSpec, tuple[Tensor, Tensor]], AttentionInputs]
+
+
+def build_core(platform: Platform, layer: int = 1, cp: int = 1, cp_rank: int = 0, **sizes: int) -> Any:
+    """Build a platform's core attention alone, of a layer as one context-parallel rank has it.
+
+    Args:
+        sizes: ``heads``, ``kv_heads`` and ``dim`` of a head, else those of ``dense_attention``.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    from hardware.megatron import layers
+
+    heads, dim = sizes.get("heads", HEADS), sizes.get("dim", DIM)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=heads * dim, num_attention_heads=heads, kv_channels=dim, attention_dropout=0.0
+    )
+    with patch.object(layers, "get_num_layers_to_build", lambda config: 1):  # it would ask which stage this is
+        layer_of_model = platform.build_layer_spec(config).layer_specs[0].submodules
+    group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp, rank=lambda: cp_rank))
+    return layer_of_model.self_attention.submodules.core_attention(config, layer, None, "self", pg_collection=group)
+
+
+def make_no_rotation(layout: Layout, dtype: torch.dtype, device: torch.device, dim: int = DIM) -> tuple[Tensor, Tensor]:
+    """Make ``(cos, sin)`` that rotate nothing, ``[b, s, dim]`` each."""
+    shape = (*layout.shape, dim)
+    return torch.ones(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+
+def compare_attention(
+    platform: Platform,
+    lengths: tuple[int, ...],
+    kind: Any,
+    cp: int,
+    rules: tuple[Rule, ...],
+    layer: int = 1,
+    slots: int = 0,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    build_inputs: BuildInputs | None = None,
+) -> list[tuple[float, float]]:
+    """Compare core attention with dense attention under the oracle, for every context-parallel rank in one process:
+    the gather is done by hand.
+
+    Args:
+        slots: of a pack of a fixed size. build_inputs: in place of the platform's own.
+
+    Returns:
+        ``(largest difference, largest number of the reference)`` of the output, and of the gradients of query, key and
+        value.
+    """
+    from hardware.megatron import layers
+
+    device = torch.device(device)
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(lengths)
+    drawn = [torch.randn(tokens, h, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    flats = [x.to(device, dtype).requires_grad_() for x in drawn]
+    exact = [x.detach().float().requires_grad_() for x in flats]
+    layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r, slots=slots, device=device) for r in range(cp)]
+    prefixes = tuple(min(2 + i, n) for i, n in enumerate(lengths))
+    form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
+    packed, exact_packed = ([[layout.pack(x) for x in xs] for layout in layouts] for xs in (flats, exact))
+    gathered = [torch.cat([form(part[i]) for part in packed]) for i in (1, 2)]  # [cp * s, b, h, d], in thd [s, h, d]
+    keys, values = (torch.cat([part[i] for part in exact_packed], dim=1) for i in (1, 2))
+    output, reference = (torch.zeros(tokens, HEADS * DIM, device=device) for _ in range(2))
+    for rank, layout in enumerate(layouts):
+        spec = layout.build_mask_spec(rules, find_image_blocks(lengths), prefixes)
+        inputs = (build_inputs or platform.build_attention_inputs)(spec, make_no_rotation(layout, dtype, device))
+        core = build_core(platform, layer, cp, rank)
+        with patch.object(layers, "gather_keys_values", lambda key, value, group: gathered):
+            out = core(*(form(x) for x in packed[rank]), None, packed_seq_params=inputs)
+        output = output + layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None]).float()
+        see = spec.compute_visible(layer).to(device)
+        reference = reference + layout.unpack(dense_attention(exact_packed[rank][0], keys, values, see))
+    weight = torch.randn(tokens, HEADS * DIM, generator=generator).to(device)
+    gradients = torch.autograd.grad((output * weight).sum(), flats)
+    want = torch.autograd.grad((reference * weight).sum(), exact)
+    pairs = [(output, reference), *zip(gradients, want, strict=True)]
+    return [(float((a.float() - b).abs().max()), float(b.abs().max())) for a, b in pairs]
+
+
+def check_attention(device: Device) -> list[DeviceFinding]:
+    """Check every case that the platform's kernels honour, a line for each rule, in fp32 and bf16."""
+    findings = []
+    for dtype, rule in product(LIMITS, RULES):
+        cases, apart, failures = 0, {"outputs": 0.0, "gradients": 0.0}, []
+        for kind, cp, lengths in product(KINDS, CP_SIZES, LENGTHS):
+            try:
+                find_backend(device.platform.attention_backends, kind, cp, rule)
+            except ValueError:
+                continue
+            pairs = compare_attention(device.platform, lengths, kind, cp, (rule,), device=device.device, dtype=dtype)
+            output, *gradients = (difference / max(1.0, largest) for difference, largest in pairs)
+            cases += 1
+            apart = {"outputs": max(apart["outputs"], output), "gradients": max(apart["gradients"], *gradients)}
+            if not max(output, *gradients) <= LIMITS[dtype]:
+                failures.append(f"{kind}, cp={cp}, lengths {lengths}")
+        if cases:
+            text = f"{cases - len(failures)} of {cases} cases: outputs {apart['outputs']:.1e}, gradients "
+            text += f"{apart['gradients']:.1e}, limit {LIMITS[dtype]:.0e}"
+            text += f"; not {failures[0]}" if failures else ""
+            figures = {"cases": cases} | {f"{name} difference": value for name, value in apart.items()}
+            where = f"{rule}, {str(dtype).removeprefix('torch.')}"
+            findings.append(device.make_finding("attention", where, not failures, text, figures))
+    return findings

@@ -1,0 +1,80 @@
+"""The report of a device check: a line for everything that was looked at, as a table and as JSON."""
+
+import platform as machine
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from hardware.platform import Platform, describe
+from rlworker.checks.trainer import Finding
+
+PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "torch-npu")
+
+
+@dataclass(frozen=True)
+class DeviceFinding(Finding):
+    """A line with its numbers.
+
+    Attributes:
+        figures: what was measured, by a name that ends with its unit.
+    """
+
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device under check, and how lines about it are made."""
+
+    platform: Platform
+    device: torch.device
+
+    @property
+    def is_emulated(self) -> bool:
+        """An emulator or the CPU platform stands where an accelerator would."""
+        return self.device.type == "cpu"
+
+    def make_finding(
+        self, check: str, where: str, passed: bool, text: str, figures: dict[str, float] | None = None
+    ) -> DeviceFinding:
+        """Make a line of the report, with the platform's evidence."""
+        return DeviceFinding(check, where, "ok" if passed else "FAILED", text, self.platform.evidence, figures or {})
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was told to."""
+        if not self.is_emulated:
+            torch.get_device_module(self.device).synchronize()
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the device and the versions of what ran on it."""
+        name = machine.processor() or machine.machine()
+        if not self.is_emulated:
+            name = torch.get_device_module(self.device).get_device_name(self.device)
+        versions = {"python": machine.python_version()}
+        for package in PACKAGES:
+            try:
+                versions[package] = version(package)
+            except PackageNotFoundError:
+                continue
+        if torch.version.cuda:
+            versions["cuda"] = torch.version.cuda
+        return {"platform": describe(self.platform), "device": name, "versions": versions}
+
+
+def format_table(findings: Iterable[Finding]) -> str:
+    """Format findings as a table, a line each."""
+    rows = [("check", "where", "outcome", "evidence", "found")]
+    rows += [(f.check, f.where, f.outcome, f.evidence, f.text) for f in findings]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths)), text]) for *cells, text in rows
+    )
+
+
+def build_report(device: Device, findings: list[DeviceFinding]) -> dict[str, Any]:
+    """Build what ``--json`` writes: device, versions, findings, and whether all of them passed."""
+    passed = not any(finding.outcome == "FAILED" for finding in findings)
+    return device.describe() | {"passed": passed, "findings": [asdict(finding) for finding in findings]}

@@ -1,0 +1,241 @@
+"""Checks of the training engine: masks, layouts and gradients, on ranks anywhere.
+
+Nothing here needs Ray or a rollout engine: ``rlworker check`` makes these checks over the ranks that it starts, and
+``scripts/device_check.py`` in its own process.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+import torch
+
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import TokenOutputs
+from engines.config import MegatronConfig
+from engines.models.spec import ModelSpec
+from hardware.attention.capabilities import find_backend
+from hardware.attention.rules import CAUSAL, Rule
+from hardware.platform import Platform, describe
+from hardware.platforms import get_platform
+from rlworker.checks.case import Case
+from rlworker.checks.huggingface import Reference, probe_loss
+
+KINDS = ("bshd", "thd")
+RULES = (CAUSAL, Rule(window=3), Rule(chunk=4), Rule(images=True), Rule(prefix=True), Rule(causal=False))
+_JUMP = 5.0
+"""A layer at which the difference grows by this factor is where it comes from."""
+
+
+LIMITS = {
+    "float32": {"logprobs": 1e-4, "gradients": 1e-4, "layers": 1e-6, "rollout mean": 2e-5, "rollout max": 5e-3},
+    "bfloat16": {"logprobs": 0.2, "gradients": 0.1, "layers": 1e-2, "rollout mean": 0.05, "rollout max": math.inf},
+}
+"""Limits by the type of weights: largest difference of a logprob, ``|difference| / |gradient|`` of a tensor, what a
+layer adds by rounding alone to the relative difference of a token's hidden state, mean and largest |rollout - trainer
+logprob|."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        check: what was checked. where: layout, rule, engine.
+        outcome: "refused" is the capability table's word: nothing was run, and nothing is wrong.
+        text: what was found. evidence: what it shows (``Platform.evidence``), or "table".
+    """
+
+    check: str
+    where: str
+    outcome: Literal["ok", "FAILED", "refused"]
+    text: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class CheckedTrainer:
+    """A training engine under check, and what it is checked with.
+
+    Attributes:
+        platform: its name. settings: of the engine.
+        call_ranks: ``call_ranks(name, *args)`` calls a function of ``engines.probes.megatron`` on every rank and
+            returns what each of them returned.
+    """
+
+    platform: str
+    settings: MegatronConfig
+    model: ModelSpec
+    case: Case
+    reference: Reference | None
+    call_ranks: Callable[..., list]
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits of its dtype."""
+        return LIMITS[self.settings.dtype]
+
+    def list_comparisons(self) -> list[tuple[str, Reference]]:
+        """List the layouts to be compared with HuggingFace, each with what that computed; none where it did not run."""
+        return [(kind, self.reference) for kind in KINDS if self.reference]
+
+    def compute_outputs(self, kind: str, batch: TrainBatch | None = None) -> TokenOutputs:
+        """Compute the outputs of the whole batch, or of one like it, which every replica computes."""
+        outputs = self.call_ranks("compute_outputs", kind, batch or self.case.batch)
+        return next(part for part in outputs if part is not None)
+
+    def make_finding(self, check: str, where: str, passed: bool, text: str) -> Finding:
+        """Make a line of the report, with the platform's evidence."""
+        return Finding(check, where, "ok" if passed else "FAILED", text, get_platform(self.platform).evidence)
+
+
+def list_platform_limits(platform: Platform) -> list[Finding]:
+    """List what the platform's evidence says nothing about, as the last line of the report."""
+    covered = Finding("platform", platform.name, "ok", describe(platform), platform.evidence)
+    return [covered] if platform.not_covered else []
+
+
+# -- masks
+
+
+def check_attention(trainer: CheckedTrainer) -> list[Finding]:
+    """Check every rule that the platform honours, through each layer's core attention."""
+    findings = []
+    backends = get_platform(trainer.platform).attention_backends
+    for kind in KINDS:
+        for rule in dict.fromkeys((*RULES, *trainer.model.rules)):
+            try:
+                find_backend(backends, kind, trainer.settings.cp, rule, trainer.settings.attention_override)
+            except ValueError as error:
+                findings.append(Finding("attention", f"{kind}, {rule}", "refused", str(error), "table"))
+                continue
+            influences = list(chain(*trainer.call_ranks("probe_attention", kind, rule, trainer.case.probe)))
+            findings.append(
+                trainer.make_finding("attention", f"{kind}, {rule}", not influences, _describe_influences(influences))
+            )
+    return findings
+
+
+def check_tokens(trainer: CheckedTrainer) -> list[Finding]:
+    """Check who influences whom through the whole model, from token ids to the entropy of what is predicted."""
+    findings = []
+    for kind in KINDS:
+        influences = list(chain(*trainer.call_ranks("probe_tokens", kind, trainer.model.rules, trainer.case.probe)))
+        findings.append(
+            trainer.make_finding("tokens", f"{kind}, whole model", not influences, _describe_influences(influences))
+        )
+    return findings
+
+
+def check_images(trainer: CheckedTrainer) -> list[Finding]:
+    """Check who influences whom from pixels on: another image moves what comes from its first token on, in its own
+    sequence and nowhere else; and within the tower nothing of the images beside it."""
+    findings, batch, others = [], trainer.case.batch, trainer.case.others
+    if not others:
+        return []
+    starts, shown, image_block = np.cumsum([0, *batch.lengths]), batch.images or (), batch.require_column("image_block")
+    for kind in KINDS:
+        before, leaks, missing = trainer.compute_outputs(kind), 0, 0
+        for image, other in others.items():  # wherever it is: as many images are then seen, split in the same way
+            images = tuple(tuple(other if one == image else one for one in own) for own in shown)
+            after = trainer.compute_outputs(kind, replace(batch, images=images))
+            heard = (before.entropy != after.entropy) | (before.logprobs != after.logprobs)
+            sees = torch.zeros(batch.num_tokens, dtype=torch.bool)
+            for row, own in enumerate(shown):
+                if image in own:
+                    blocks = image_block[starts[row] : starts[row + 1]]
+                    sees[starts[row] + int((blocks == own.index(image)).nonzero()[0]) : starts[row + 1]] = True
+            leaks, missing = leaks + int((heard & ~sees).sum()), missing + int((sees & ~heard).sum())
+        words = f"{leaks} tokens see an image that they must not, {missing} do not see their own"
+        passed = not leaks and not missing
+        findings.append(trainer.make_finding("images", f"{kind}, whole model", passed, "no leak" if passed else words))
+    images = list(others)
+    leaks = sum(trainer.call_ranks("probe_tower", images, [others[image] for image in images]))
+    text = f"{leaks} images see another in the tower" if leaks else "no leak"
+    return [*findings, trainer.make_finding("images", "tower", not leaks, text)]
+
+
+def _describe_influences(influences: list) -> str:
+    if not influences:
+        return "no leak, no missing link"
+    first = min(influences, key=lambda influence: influence.layer)
+    parts = [f"{count} pairs see {kind}" for kind, count in first.leaks.items()]
+    parts += [f"{first.missing} links missing"] if first.missing else []
+    where = f"from layer {first.layer} on: " if first.layer else ""
+    return f"{where}{', '.join(parts)}; {first.example}"
+
+
+# -- numbers
+
+
+def check_layouts(trainer: CheckedTrainer) -> list[Finding]:
+    """Check logprobs and entropies of both layouts against each other and against HuggingFace."""
+    limit = trainer.limits["logprobs"]
+    outputs = {kind: trainer.compute_outputs(kind) for kind in KINDS}
+    findings = []
+    for kind, reference in trainer.list_comparisons():
+        distance = _find_largest(outputs[kind], TokenOutputs(reference.logprobs, reference.entropy))
+        text = f"{distance:.1e}, limit {limit:.0e}"
+        if not distance <= limit:
+            text += f"; {find_first_difference(trainer, kind, reference)}"
+        findings.append(trainer.make_finding("layouts", f"{kind} against HuggingFace", distance <= limit, text))
+    distance = _find_largest(outputs["bshd"], outputs["thd"])
+    return [
+        *findings,
+        trainer.make_finding("layouts", "bshd against thd", distance <= limit, f"{distance:.1e}, limit {limit:.0e}"),
+    ]
+
+
+def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Reference) -> str:
+    """Name the first layer whose output is not HuggingFace's, in words."""
+    states = {
+        n: hidden
+        for part in trainer.call_ranks("hidden_states", kind, trainer.case.batch)
+        for n, hidden in part.items()
+    }
+    before = trainer.limits["layers"]
+    for number, want in sorted(reference.hidden.items()):
+        apart = float(((states[number] - want).norm(dim=1) / want.norm(dim=1)).max())
+        if not apart <= _JUMP * before:
+            return f"layer {number} of {len(states)} is the first to differ, by {apart:.1e} of a token's hidden state"
+        before = max(before, apart)
+    return f"all {len(states)} layers agree: what differs is the output layer or its targets"
+
+
+def check_gradients(trainer: CheckedTrainer) -> list[Finding]:
+    """Check gradients of a loss that differs at every token, against HuggingFace; each tensor by its own norm."""
+    findings, limit = [], trainer.limits["gradients"]
+    for kind, reference in trainer.list_comparisons():
+        results = trainer.call_ranks(
+            "compute_gradients", kind, trainer.case.batch, probe_loss, trainer.case.denominator
+        )
+        gradients = next(part for part in results if part)
+        apart = {
+            name: float((gradients[name] - want).norm() / want.norm().clamp(min=1e-12))
+            for name, want in reference.gradients.items()
+            if trainer.model.find_part(name) not in trainer.settings.freeze
+        }
+        worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
+        text = f"{apart[worst]:.1e} of the norm at most, in {worst}, limit {limit:.0e}"
+        findings.append(trainer.make_finding("gradients", f"{kind} against HuggingFace", apart[worst] <= limit, text))
+    return findings
+
+
+def _find_largest(a: TokenOutputs, b: TokenOutputs) -> float:
+    """Find the largest difference of a logprob or an entropy; NaN where one is NaN or they are not equally many."""
+    if a.logprobs.shape != b.logprobs.shape:
+        return math.nan
+    return max(float((x - y).abs().max()) for x, y in ((a.logprobs, b.logprobs), (a.entropy, b.entropy)))
+
+
+TRAINER_CHECKS = {
+    "attention": check_attention,
+    "tokens": check_tokens,
+    "images": check_images,
+    "layouts": check_layouts,
+    "gradients": check_gradients,
+}
+"""Name -> ``check(trainer)``, in the order in which one explains the next."""
