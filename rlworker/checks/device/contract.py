@@ -31,10 +31,13 @@ def _build_varlen(device: torch.device) -> Kernel:
     from torch.nn.attention import varlen
 
     from hardware.cuda.emulator import contract, examples
+    from hardware.cuda.kernel_call import Call
 
     asks_for_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
     def attend(**arguments: Any) -> Any:
+        if any(isinstance(x, Tensor) and x.is_meta for x in arguments.values()):
+            contract.check(Call(**arguments))  # a CPU's other device has shapes alone, and no kernel is asked there
         grouped = arguments["query"].shape[1] != arguments["key"].shape[1]
         return varlen.varlen_attn(**arguments, **{"enable_gqa": grouped} if asks_for_groups else {})
 

@@ -43,6 +43,10 @@ class Device:
         """Make a line of the report, with the platform's evidence."""
         return DeviceFinding(check, where, "ok" if passed else "FAILED", text, self.platform.evidence, figures or {})
 
+    def refuse(self, check: str, where: str, text: str) -> DeviceFinding:
+        """Make a line about what was not run here, and why."""
+        return DeviceFinding(check, where, "refused", text, "untested")
+
     def synchronize(self) -> None:
         """Wait until the device has done what it was told to."""
         if not self.is_emulated:

@@ -1,0 +1,191 @@
+"""A tiny training engine of one rank in this process: its numbers, its memory and its reads of the device."""
+
+import gc
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engines.batch.batch import TrainBatch
+from engines.batch.schedule import plan_schedule
+from engines.batch.shard import Shard
+from engines.config import MegatronConfig
+from engines.megatron.memory.activations import MicroBatch, count_kept
+from engines.megatron.memory.estimate import compute_rank_memory
+from engines.models.spec import ModelSpec
+from rlworker.checks.case import Case, make_case
+from rlworker.checks.device.report import Device, DeviceFinding
+from rlworker.checks.huggingface import Reference, compute_reference, probe_loss
+from rlworker.checks.tiny_models import LARGE_WEIGHTS, Tiny, make_tiny_model, make_tiny_text
+from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer
+
+if TYPE_CHECKING:
+    from engines.megatron.engine import MegatronEngine
+
+MODELS: tuple[Tiny, ...] = ("qwen2", "qwen2_5_vl", "qwen3_vl")
+DTYPES = ("float32", "bfloat16")
+PLAN_LIMITS = {"activations": 0.1, "peak": 0.15}
+"""By how much of the plan what was measured may be away from it (activations), or above it (peak)."""
+_MB = 2**20
+
+
+@contextmanager
+def joined_process(device: Device) -> Iterator[None]:
+    """Be a group of one rank, in which engines can be built."""
+    from engines.megatron.engine import init_distributed, leave_distributed
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    init_distributed(device.platform, MegatronConfig(), 0, f"127.0.0.1:{port}", seed=0)
+    try:
+        yield
+    finally:
+        gc.collect()
+        leave_distributed()
+
+
+def build_engine(device: Device, model: ModelSpec, config: MegatronConfig) -> "MegatronEngine":
+    """Build an engine of one rank on the device."""
+    from engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine(model, config, device.platform, device.device)
+
+
+def plan_shard(engine: "MegatronEngine", batch: TrainBatch) -> Shard:
+    """Plan a batch for the one replica that there is."""
+    (shard,) = plan_schedule(batch.lengths, engine.config, engine.model.hidden, 1).shards(batch)
+    return shard
+
+
+# -- numbers
+
+
+def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
+    """Check masks, layouts and gradients of tiny models against HuggingFace, which computes on the CPU in fp32.
+
+    Args:
+        folder: for the models and their images.
+    """
+    findings: list[DeviceFinding] = []
+    kinds = MODELS if find_spec("torchvision") else MODELS[:1]
+    # HuggingFace computes where nothing of torch is patched for Megatron.
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        for kind in kinds:
+            model, case, reference = process.submit(make_reference, folder, kind).result()
+            for dtype in DTYPES:
+                findings += _check_model(device, model, case, reference, MegatronConfig(dtype=dtype), kind)
+    if kinds != MODELS:
+        text = "not run: transformers' image processor needs torchvision; pip install torchvision"
+        findings.append(device.refuse("engine images", ", ".join(MODELS[1:]), text))
+    return findings
+
+
+def make_reference(folder: Path, kind: Tiny) -> tuple[ModelSpec, Case, Reference]:
+    """Make a tiny model, sequences for it, and what HuggingFace computes of them."""
+    model = ModelSpec.from_folder(make_tiny_model(folder / kind, kind))
+    case = make_case(model, 1, str(folder))
+    return model, case, compute_reference(model, case.batch, probe_loss, case.denominator, 1.0)
+
+
+def _check_model(
+    device: Device, model: ModelSpec, case: Case, reference: Reference, config: MegatronConfig, kind: str
+) -> list[DeviceFinding]:
+    from engines.probes import megatron as probes
+
+    engine = build_engine(device, model, config)
+    call_ranks = lambda function, *args: [getattr(probes, function)(engine, *args)]  # noqa: E731
+    trainer = CheckedTrainer(device.platform.name, config, model, case, reference, call_ranks)
+    findings = []
+    for name, check in TRAINER_CHECKS.items():
+        for finding in check(trainer):
+            where = f"{kind}, {config.dtype}, {finding.where}"
+            line = DeviceFinding(f"engine {name}", where, finding.outcome, finding.text, finding.evidence)
+            findings.append(line)
+    return findings
+
+
+# -- memory and reads
+
+
+def make_batch(model: ModelSpec, sequences: int, tokens: int) -> TrainBatch:
+    """Make sequences of ``tokens`` inputs each, every one of which counts."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.vocab, (sequences, tokens + 1), generator=generator).tolist()
+    batch = TrainBatch.from_ids(ids, [1] * sequences)
+    return replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
+
+
+def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, sequences: int, tokens: int) -> dict:
+    """Measure the bytes of two training steps, each of one micro-batch, beside the plan.
+
+    Returns:
+        on an accelerator ``peak`` and ``planned peak``; else ``activations`` (what autograd held) and
+        ``planned activations``.
+    """
+    from engines.probes.saved_bytes import SavedBytes
+
+    micro, kernels = MicroBatch(sequences * tokens, sequences), device.platform.kernel_memory
+    if not device.is_emulated:
+        gc.collect()
+        torch.get_device_module(device.device).reset_peak_memory_stats()
+    engine = build_engine(device, model, config)
+    shard = plan_shard(engine, make_batch(model, sequences, tokens))
+    if device.is_emulated:
+        saved = SavedBytes({parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()})
+        with saved.counting():
+            engine.backward(shard, probe_loss, 1.0)
+        planned = count_kept(model, config, 0, micro, kernels).most
+        return {"activations": saved.most, "planned activations": planned}
+    for _ in range(2):
+        engine.train_step(shard, probe_loss, 1.0)
+    peak = torch.get_device_module(device.device).max_memory_allocated()
+    return {"peak": peak, "planned peak": compute_rank_memory(model, config, 0, 0, micro, kernels).total}
+
+
+def check_memory(device: Device, folder: Path) -> list[DeviceFinding]:
+    """Check the plan of memory against a model of some megabytes, with and without recomputation."""
+    sizes: dict[str, Any] = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_hidden_layers=4)
+    if device.is_emulated:
+        sizes = {}
+    model = ModelSpec.from_folder(make_tiny_text(folder / "memory", "qwen2", 1024, **LARGE_WEIGHTS, **sizes))
+    sequences, tokens = (4, 64) if device.is_emulated else (16, 256)
+    findings = []
+    for dtype in DTYPES[:1] if device.is_emulated else DTYPES:  # an emulator keeps bf16 as it likes
+        for recompute in ("none", "full"):
+            config = MegatronConfig(dtype=dtype, recompute=recompute, micro_batch_tokens=sequences * tokens)
+            figures = measure_memory(device, model, config, sequences, tokens)
+            (name, measured), (_, planned) = figures.items()
+            apart = measured / planned - 1
+            passed = apart <= PLAN_LIMITS[name] and (name == "peak" or -apart <= PLAN_LIMITS[name])
+            text = f"{name} {measured / _MB:.1f} MB, {apart:+.1%} of the planned {planned / _MB:.1f} MB"
+            in_mb = {f"{key} MB": value / _MB for key, value in figures.items()}
+            findings.append(device.make_finding("memory", f"{dtype}, recompute {recompute}", passed, text, in_mb))
+    return findings
+
+
+def check_reads(device: Device, folder: Path) -> list[DeviceFinding]:
+    """Check that a training step reads values back where ``READS_OF_A_STEP`` says, and nowhere else."""
+    from engines.probes.host_reads import READS_OF_A_STEP, HostReads
+
+    model = ModelSpec.from_folder(make_tiny_model(folder / "reads", "qwen2"))
+    dtype = "float32" if device.is_emulated else "bfloat16"
+    engine = build_engine(device, model, MegatronConfig(dtype=dtype))
+    shard = plan_shard(engine, make_batch(model, 4, 16))
+    engine.train_step(shard, probe_loss, 1.0)  # in whose first all is made that is made once
+    with HostReads() as reads:
+        engine.train_step(shard, probe_loss, 1.0)
+    counts = reads.count()
+    findings = []
+    for place in sorted(counts.keys() | READS_OF_A_STEP.keys()):
+        stated, count = READS_OF_A_STEP.get(place, "not on the list"), counts.get(place, 0)
+        passed = place in READS_OF_A_STEP and count > 0
+        findings.append(device.make_finding("reads", place, passed, f"{stated}: {count} times", {"reads": count}))
+    return findings

@@ -1,0 +1,136 @@
+"""Times of attention and of a training step, beside a matrix product's in the same run."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engines.config import MegatronConfig
+from engines.megatron.layout import Layout
+from engines.models.spec import ModelSpec
+from hardware.attention.capabilities import find_backend
+from hardware.attention.rules import CAUSAL, Rule
+from rlworker.checks.device.attention import build_core, make_no_rotation
+from rlworker.checks.device.engine import build_engine, make_batch, measure_memory, plan_shard
+from rlworker.checks.device.report import Device, DeviceFinding
+from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.tiny_models import make_tiny_text
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
+"""Dense bf16 TFLOP/s of a card, by a part of its name (the vendors' data sheets)."""
+_SHAPE: dict[str, Any] = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
+_SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=4096)
+_HALF_BILLION = _SHAPE | {"vocab_size": 151936}
+"""The shape of Qwen2.5-0.5B."""
+
+
+def measure_seconds(device: Device, run: Callable[[], Any], repeat: int = 5) -> float:
+    """Measure the least seconds that a call takes, after one that warms up."""
+    seconds = []
+    for _ in range(1 + repeat):
+        device.synchronize()
+        start = time.perf_counter()
+        run()
+        device.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
+    """Measure attention, the share of its second call, and a training step. Only what cannot be run fails.
+
+    On a CPU everything is small: the lines show that the program runs, and their numbers say nothing.
+    """
+    findings, product = [], measure_product(device)
+    text = f"{product:.3g} TFLOP/s"
+    findings.append(device.make_finding("speed", "matrix product", product > 0, text, {"TFLOP/s": product}))
+    findings += measure_attention(device, product)
+    return [*findings, measure_step(device, folder, product)]
+
+
+def measure_product(device: Device) -> float:
+    """Measure the TFLOP/s of a square matrix product in bf16."""
+    side = 256 if device.is_emulated else 8192
+    a, b = (torch.randn(side, side, device=device.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * side**3 / measure_seconds(device, lambda: a @ b) / 1e12
+
+
+def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
+    """Measure causal attention of one sequence by the platform's core and by SDPA, forward and backward; then what
+    images that see each other both ways add to a pack."""
+    tokens, heads, kv_heads, dim = (128, 4, 2, 16) if device.is_emulated else (8192, 16, 16, 128)
+    dtype, findings = torch.bfloat16, []
+    flops = 2 * tokens**2 * heads * dim  # two products of [tokens, dim], of whose pairs half are seen
+    drawn = [torch.randn(tokens, h, dim, device=device.device, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
+    query, key, value = (x.requires_grad_() for x in drawn)
+    layout = Layout.build((tokens,), "thd", device=device.device)
+    rotary = make_no_rotation(layout, dtype, device.device, dim)
+    core = build_core(device.platform, heads=heads, kv_heads=kv_heads, dim=dim)
+    inputs = device.platform.build_attention_inputs(layout.build_mask_spec((CAUSAL,)), rotary)
+    by_core = lambda: core(query, key, value, None, packed_seq_params=inputs)  # noqa: E731
+    shaped = [x.transpose(0, 1)[None] for x in (query, key, value)]
+    by_sdpa = lambda: F.scaled_dot_product_attention(*shaped, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: E731
+    for name, forward in (("core attention", by_core), ("SDPA", by_sdpa)):
+        output = forward()
+        gradient = torch.ones_like(output)
+        backward = lambda output=output, gradient=gradient: torch.autograd.grad(  # noqa: E731
+            output, (query, key, value), gradient, retain_graph=True
+        )
+        for way, run, count in (("forward", forward, flops), ("backward", backward, 2.5 * flops)):
+            rate = count / measure_seconds(device, run) / 1e12
+            text = f"{rate:.3g} TFLOP/s, {rate / product:.0%} of the matrix product's; causal, {tokens} tokens, "
+            text += f"{heads} heads of {dim}, bf16"
+            findings.append(device.make_finding("speed", f"{name}, {way}", rate > 0, text, {"TFLOP/s": rate}))
+    return [*findings, _measure_images(device, query, key, value, core, rotary)]
+
+
+def _measure_images(device: Device, query, key, value, core, rotary) -> DeviceFinding:
+    """Measure the share of a forward pass that a pack's images take, half of whose tokens they are."""
+    tokens, where = len(query), "image pack, second call"
+    lengths, rule = (tokens // 4,) * 4, Rule(images=True)
+    try:
+        find_backend(device.platform.attention_backends, "thd", 1, rule)
+    except ValueError:
+        return device.refuse("speed", where, "no backend of the platform honours images in a pack")
+    layout = Layout.build(lengths, "thd", device=device.device)
+    blocks = torch.tensor([index // 32 if index % 64 < 32 else -1 for index in range(tokens)])
+    specs = layout.build_mask_spec((CAUSAL,)), layout.build_mask_spec((rule,), blocks)
+    seconds = []
+    for spec in specs:
+        inputs = device.platform.build_attention_inputs(spec, rotary)
+        run = lambda inputs=inputs: core(query, key, value, None, packed_seq_params=inputs)  # noqa: E731
+        seconds.append(measure_seconds(device, run))
+    share = 1 - seconds[0] / seconds[1]
+    text = f"{share:.0%} of {1e3 * seconds[1]:.2f} ms is what images add to a causal pack of {tokens} tokens"
+    return device.make_finding("speed", where, True, text, {"share": share})
+
+
+def measure_step(device: Device, folder: Path, product: float) -> DeviceFinding:
+    """Measure a training step of the shape of Qwen2.5-0.5B in bf16: seconds, TFLOP/s, and the peak beside the plan."""
+    shape = dict(_HALF_BILLION)
+    sequences, tokens, micro_batches, vocab = 8, 1024, 2, shape.pop("vocab_size")
+    if device.is_emulated:
+        shape, sequences, tokens, vocab = {"max_position_embeddings": 256}, 4, 32, 128
+    model = ModelSpec.from_folder(make_tiny_text(folder / "step", "qwen2", vocab, **shape))
+    config = MegatronConfig(dtype="bfloat16", micro_batch_tokens=sequences * tokens)
+    memory = measure_memory(device, model, config, sequences, tokens)
+    engine = build_engine(device, model, config)
+    shard = plan_shard(engine, make_batch(model, micro_batches * sequences, tokens))
+    seconds = measure_seconds(device, lambda: engine.train_step(shard, probe_loss, 1.0), repeat=3)
+    parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+    count = micro_batches * sequences * tokens
+    # Six for each weight and token, forward and backward; attention's two products see half of the pairs.
+    rate = count * (6 * parameters + 6 * model.layers * tokens * model.heads * model.head_dim) / seconds / 1e12
+    name = device.describe()["device"]
+    peak = next((peak for card, peak in PEAK_TFLOPS.items() if card in name), None)
+    text = f"{seconds:.3f} s for {count} tokens, {parameters / 1e6:.1f} M parameters: {rate:.3g} TFLOP/s, "
+    text += f"{rate / product:.0%} of the matrix product's"
+    text += f", MFU {rate / peak:.1%}" if peak else ""
+    (kind, measured), (_, planned) = memory.items()
+    text += f"; {kind} {measured / 2**30:.2f} GiB, planned {planned / 2**30:.2f}"
+    figures = {"seconds": seconds, "TFLOP/s": rate, f"{kind} GiB": measured / 2**30, "planned GiB": planned / 2**30}
+    figures |= {"MFU": rate / peak} if peak else {}
+    return device.make_finding("speed", "training step", seconds > 0, text, figures)
