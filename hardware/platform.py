@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # settings are checked against a platform before anything tak
     from torch import Tensor
 
     from hardware.attention.cell import Evidence
+    from hardware.attention.contract import KernelContract
     from hardware.attention.faults import Patch
     from hardware.attention.inputs import AttentionInputs
     from hardware.attention.mask_spec import MaskSpec
@@ -137,6 +138,10 @@ class Platform(Protocol):
 
     def wrap_forward(self, inputs: AttentionInputs) -> AbstractContextManager:
         """Return the context that a forward of the model runs within."""
+        ...
+
+    def build_contract(self, device: torch.device) -> KernelContract | None:
+        """Build the contract of its attention kernel, to be tried on ``device``; None where the kernel has none."""
         ...
 
     def list_faults(self) -> dict[str, list[Patch]]:

@@ -20,8 +20,10 @@ READS_OF_A_STEP = {
     "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32": "the norm that gradients are clipped by",
 }
 """Every place that reads, once a step or once it is over, and what. At a micro-batch none does."""
-_READS_TENSOR = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "equal", "masked_select")
-_READS_TENSOR += ("__bool__", "__float__", "__int__", "__index__", "__contains__")
+_T = torch.Tensor
+_READING_METHODS = (_T.item, _T.tolist, _T.cpu, _T.numpy, _T.nonzero, _T.unique, _T.equal, _T.masked_select)
+_READING_METHODS += (_T.__bool__, _T.__float__, _T.__int__, _T.__index__, _T.__contains__)
+_READING_FUNCTIONS = (torch.nonzero, torch.unique, torch.equal, torch.masked_select)
 _READS_OPERATOR = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
 
 
@@ -84,11 +86,10 @@ class _Functions(TorchFunctionMode):
     def __init__(self, operators: _Operators):
         super().__init__()
         self.operators = operators
-        self.names = {getattr(torch.Tensor, name) for name in _READS_TENSOR}
-        self.names |= {getattr(torch, name) for name in _READS_TENSOR if hasattr(torch, name)}
+        self.reading = {*_READING_METHODS, *_READING_FUNCTIONS}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function not in self.names or self.operators.noted:
+        if function not in self.reading or self.operators.noted:
             return function(*args, **kwargs or {})
         self.operators.places.append(_find_place())
         self.operators.noted = True

@@ -5,7 +5,7 @@ An emulated kernel checks each call. It is strict: what a device computes as som
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Call = TypeVar("Call")
 
@@ -56,6 +56,20 @@ class Requirement(Generic[Call]):
         if self.silent:
             return "computed as something else, without an error"
         return "refused" if self.source.refuses else "not allowed; what happens is not known"
+
+
+@dataclass(frozen=True)
+class KernelContract:
+    """A kernel on a device, and what it is asked there.
+
+    Attributes:
+        examples: requirement -> arguments of a call that breaks it, and of one that keeps it.
+        attend: makes a call; the output.
+    """
+
+    requirements: tuple[Requirement, ...]
+    examples: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    attend: Callable[..., Any]
 
 
 def check_call(operator: str, requirements: Iterable[Requirement[Call]], call: Call) -> None:

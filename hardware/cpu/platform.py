@@ -66,6 +66,9 @@ class CpuPlatform:
     def wrap_forward(self, inputs):
         return contextlib.nullcontext()
 
+    def build_contract(self, device):
+        return None
+
     def list_faults(self):
         from hardware.cpu.faults import list_faults
 

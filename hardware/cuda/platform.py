@@ -46,6 +46,11 @@ class _CudaAttention:
             find_backend((backend,), spec.kind, spec.cp, rule, override)
         return varlen(spec, rotary) if takes else grouped(spec, rotary)
 
+    def build_contract(self, device):
+        from hardware.cuda.emulator.examples import build_contract
+
+        return build_contract(device)
+
     def list_faults(self):
         from hardware.cuda.faults import list_faults
 

@@ -44,6 +44,11 @@ class _NpuAttention:
         found = {rule: find_backend(backends, spec.kind, spec.cp, rule, override)[0] for rule in spec.rules}
         return build_attention_inputs(spec, rotary, {rule: int(backend[-1]) for rule, backend in found.items()})
 
+    def build_contract(self, device):
+        from hardware.npu.emulator.examples import build_contract
+
+        return build_contract(device)
+
     def list_faults(self):
         from hardware.npu.faults import list_faults
 

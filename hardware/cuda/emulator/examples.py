@@ -3,10 +3,16 @@
 They are right in all else. So an emulated kernel and a real one can be asked the same.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
+
+from hardware.attention.contract import KernelContract
+from hardware.cuda.emulator.contract import REQUIREMENTS, check
+from hardware.cuda.kernel_call import Call
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 
@@ -62,6 +68,21 @@ def make_examples(
             _tensors(keys=keys, **on) | dict(cu_seq_k=_bounds(keys - 6, 6, device=device), max_k=6) for keys in (8, 10)
         ),
     }
+
+
+def build_contract(device: torch.device) -> KernelContract:
+    """Build the contract with the calls above, made through torch's own function."""
+    asks_for_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+
+    def attend(**arguments: Any) -> Any:
+        if any(isinstance(x, Tensor) and x.is_meta for x in arguments.values()):
+            check(Call(**arguments))  # a CPU's other device has shapes alone, and no kernel is asked there
+        grouped = arguments["query"].shape[1] != arguments["key"].shape[1]
+        return varlen.varlen_attn(**arguments, **{"enable_gqa": grouped} if asks_for_groups else {})
+
+    right = make_example_call(device)
+    calls = {name: (right | broken, right | kept) for name, (broken, kept) in make_examples(device).items()}
+    return KernelContract(REQUIREMENTS, calls, attend)
 
 
 def _draw(tokens: int, heads: int, *, dim: int = DIM, **on: Any) -> Tensor:

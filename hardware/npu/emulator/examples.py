@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hardware.attention.contract import KernelContract
+from hardware.npu.emulator.contract import REQUIREMENTS
 from hardware.npu.kernel_call import build_prefix_mask, build_triangle
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -63,7 +65,19 @@ def _make_band_mask(before: int, after: int) -> torch.Tensor:
 
 def make_examples() -> dict[str, tuple[dict[str, Any], ...]]:
     """Make, for each requirement, changes to ``make_example_call`` that break it, and changes that keep it."""
-    causal, prefix_mask = build_triangle(), build_prefix_mask()
+    return _make_size_examples() | _make_mask_examples()
+
+
+def build_contract(device: torch.device) -> KernelContract:
+    """Build the contract with the calls above, made through the operator that is there."""
+    calls = {
+        name: (make_example_call(device, **broken), make_example_call(device, **kept))
+        for name, (broken, kept) in make_examples().items()
+    }
+    return KernelContract(REQUIREMENTS, calls, lambda **arguments: torch.ops.npu.npu_fusion_attention(**arguments)[0])
+
+
+def _make_size_examples() -> dict[str, tuple[dict[str, Any], ...]]:
     return {
         "head_num": (dict(head_num=0), {}),
         "rank": (dict(query=torch.zeros(2, 4)), {}),
@@ -102,6 +116,12 @@ def make_examples() -> dict[str, tuple[dict[str, Any], ...]]:
             {},
         ),
         "scale": (dict(scale=1.0), dict(scale=0.3)),
+    }
+
+
+def _make_mask_examples() -> dict[str, tuple[dict[str, Any], ...]]:
+    causal, prefix_mask = build_triangle(), build_prefix_mask()
+    return {
         "mask given": (dict(atten_mask=None), dict(atten_mask=None, sparse_mode=0)),
         "mask type": (dict(atten_mask=causal.float()), dict(atten_mask=causal.to(torch.uint8))),
         "mask shape": (

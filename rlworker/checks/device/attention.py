@@ -72,7 +72,7 @@ def compare_attention(
     layer: int = 1,
     slots: int = 0,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     build_inputs: BuildInputs | None = None,
 ) -> list[tuple[float, float]]:
@@ -88,7 +88,7 @@ def compare_attention(
     """
     from hardware.megatron import layers
 
-    device = torch.device(device)
+    device = device or torch.get_default_device()
     generator = torch.Generator().manual_seed(0)
     tokens = sum(lengths)
     drawn = [torch.randn(tokens, h, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS)]

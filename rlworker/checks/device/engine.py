@@ -133,12 +133,12 @@ def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, seq
     from engines.probes.saved_bytes import SavedBytes
 
     micro, kernels = MicroBatch(sequences * tokens, sequences), device.platform.kernel_memory
-    if not device.is_emulated:
+    if not device.is_host:
         gc.collect()
         torch.get_device_module(device.device).reset_peak_memory_stats()
     engine = build_engine(device, model, config)
     shard = plan_shard(engine, make_batch(model, sequences, tokens))
-    if device.is_emulated:
+    if device.is_host:
         saved = SavedBytes({parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()})
         with saved.counting():
             engine.backward(shard, probe_loss, 1.0)
@@ -153,12 +153,12 @@ def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, seq
 def check_memory(device: Device, folder: Path) -> list[DeviceFinding]:
     """Check the plan of memory against a model of some megabytes, with and without recomputation."""
     sizes: dict[str, Any] = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_hidden_layers=4)
-    if device.is_emulated:
+    if device.is_host:
         sizes = {}
     model = ModelSpec.from_folder(make_tiny_text(folder / "memory", "qwen2", 1024, **LARGE_WEIGHTS, **sizes))
-    sequences, tokens = (4, 64) if device.is_emulated else (16, 256)
+    sequences, tokens = (4, 64) if device.is_host else (16, 256)
     findings = []
-    for dtype in DTYPES[:1] if device.is_emulated else DTYPES:  # an emulator keeps bf16 as it likes
+    for dtype in DTYPES[:1] if device.is_host else DTYPES:  # an emulator keeps bf16 as it likes
         for recompute in ("none", "full"):
             config = MegatronConfig(dtype=dtype, recompute=recompute, micro_batch_tokens=sequences * tokens)
             figures = measure_memory(device, model, config, sequences, tokens)
@@ -176,7 +176,7 @@ def check_reads(device: Device, folder: Path) -> list[DeviceFinding]:
     from engines.probes.host_reads import READS_OF_A_STEP, HostReads
 
     model = ModelSpec.from_folder(make_tiny_model(folder / "reads", "qwen2"))
-    dtype = "float32" if device.is_emulated else "bfloat16"
+    dtype = "float32" if device.is_host else "bfloat16"
     engine = build_engine(device, model, MegatronConfig(dtype=dtype))
     shard = plan_shard(engine, make_batch(model, 4, 16))
     engine.train_step(shard, probe_loss, 1.0)  # in whose first all is made that is made once

@@ -11,7 +11,7 @@ import torch
 from hardware.platform import Platform, describe
 from rlworker.checks.trainer import Finding
 
-PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "torch-npu")
+PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "torch_npu")
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Device:
     device: torch.device
 
     @property
-    def is_emulated(self) -> bool:
-        """An emulator or the CPU platform stands where an accelerator would."""
-        return self.device.type == "cpu"
+    def is_host(self) -> bool:
+        """The device is the host's processor: of an emulator, or of the platform that has no other."""
+        return self.device.type == torch.get_default_device().type
 
     def make_finding(
         self, check: str, where: str, passed: bool, text: str, figures: dict[str, float] | None = None
@@ -49,13 +49,13 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was told to."""
-        if not self.is_emulated:
+        if not self.is_host:
             torch.get_device_module(self.device).synchronize()
 
     def describe(self) -> dict[str, Any]:
         """Describe the device and the versions of what ran on it."""
         name = machine.processor() or machine.machine()
-        if not self.is_emulated:
+        if not self.is_host:
             name = torch.get_device_module(self.device).get_device_name(self.device)
         versions = {"python": machine.python_version()}
         for package in PACKAGES:
@@ -63,8 +63,6 @@ class Device:
                 versions[package] = version(package)
             except PackageNotFoundError:
                 continue
-        if torch.version.cuda:
-            versions["cuda"] = torch.version.cuda
         return {"platform": describe(self.platform), "device": name, "versions": versions}
 
 

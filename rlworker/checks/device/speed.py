@@ -2,17 +2,18 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from engines.config import MegatronConfig
 from engines.megatron.layout import Layout
 from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL, Rule
+from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from rlworker.checks.device.attention import build_core, make_no_rotation
 from rlworker.checks.device.engine import build_engine, make_batch, measure_memory, plan_shard
 from rlworker.checks.device.report import Device, DeviceFinding
@@ -53,7 +54,7 @@ def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
 
 def measure_product(device: Device) -> float:
     """Measure the TFLOP/s of a square matrix product in bf16."""
-    side = 256 if device.is_emulated else 8192
+    side = 256 if device.is_host else 8192
     a, b = (torch.randn(side, side, device=device.device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * side**3 / measure_seconds(device, lambda: a @ b) / 1e12
 
@@ -61,19 +62,20 @@ def measure_product(device: Device) -> float:
 def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
     """Measure causal attention of one sequence by the platform's core and by SDPA, forward and backward; then what
     images that see each other both ways add to a pack."""
-    tokens, heads, kv_heads, dim = (128, 4, 2, 16) if device.is_emulated else (8192, 16, 16, 128)
+    tokens, heads, kv_heads, dim = (128, 4, 2, 16) if device.is_host else (8192, 16, 16, 128)
     dtype, findings = torch.bfloat16, []
     flops = 2 * tokens**2 * heads * dim  # two products of [tokens, dim], of whose pairs half are seen
     drawn = [torch.randn(tokens, h, dim, device=device.device, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
     query, key, value = (x.requires_grad_() for x in drawn)
     layout = Layout.build((tokens,), "thd", device=device.device)
     rotary = make_no_rotation(layout, dtype, device.device, dim)
-    core = build_core(device.platform, heads=heads, kv_heads=kv_heads, dim=dim)
-    inputs = device.platform.build_attention_inputs(layout.build_mask_spec((CAUSAL,)), rotary)
-    by_core = lambda: core(query, key, value, None, packed_seq_params=inputs)  # noqa: E731
-    shaped = [x.transpose(0, 1)[None] for x in (query, key, value)]
-    by_sdpa = lambda: F.scaled_dot_product_attention(*shaped, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: E731
-    for name, forward in (("core attention", by_core), ("SDPA", by_sdpa)):
+    sizes = dict(heads=heads, kv_heads=kv_heads, dim=dim)
+    cores = {}
+    # The default platform attends to one sequence by one call of SDPA, on any device.
+    for name, platform in (("core attention", device.platform), ("SDPA", get_platform(DEFAULT_PLATFORM))):
+        inputs = platform.build_attention_inputs(layout.build_mask_spec((CAUSAL,)), rotary)
+        cores[name] = partial(build_core(platform, **sizes), query, key, value, None, packed_seq_params=inputs)
+    for name, forward in cores.items():
         output = forward()
         gradient = torch.ones_like(output)
         backward = lambda output=output, gradient=gradient: torch.autograd.grad(  # noqa: E731
@@ -84,6 +86,7 @@ def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
             text = f"{rate:.3g} TFLOP/s, {rate / product:.0%} of the matrix product's; causal, {tokens} tokens, "
             text += f"{heads} heads of {dim}, bf16"
             findings.append(device.make_finding("speed", f"{name}, {way}", rate > 0, text, {"TFLOP/s": rate}))
+    core = build_core(device.platform, **sizes)
     return [*findings, _measure_images(device, query, key, value, core, rotary)]
 
 
@@ -110,9 +113,9 @@ def _measure_images(device: Device, query, key, value, core, rotary) -> DeviceFi
 
 def measure_step(device: Device, folder: Path, product: float) -> DeviceFinding:
     """Measure a training step of the shape of Qwen2.5-0.5B in bf16: seconds, TFLOP/s, and the peak beside the plan."""
-    shape = dict(_HALF_BILLION)
+    shape: dict[str, Any] = dict(_HALF_BILLION)
     sequences, tokens, micro_batches, vocab = 8, 1024, 2, shape.pop("vocab_size")
-    if device.is_emulated:
+    if device.is_host:
         shape, sequences, tokens, vocab = {"max_position_embeddings": 256}, 4, 32, 128
     model = ModelSpec.from_folder(make_tiny_text(folder / "step", "qwen2", vocab, **shape))
     config = MegatronConfig(dtype="bfloat16", micro_batch_tokens=sequences * tokens)

@@ -1,0 +1,188 @@
+"""``scripts/device_check.py``: what it needs, what it finds, and what it says where a device is not as stated."""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.ranks.engines_cases import leave_groups, start_process
+
+from hardware.attention.contract import KernelContract, RefusedError, Requirement, SilentError, Source
+from hardware.cuda.platform import EmulatedCudaPlatform
+from hardware.platforms import get_platform
+from rlworker.checks.device import contract
+from rlworker.checks.device.report import Device, build_report, format_table
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts" / "device_check.py"
+ABSENT = ("ray", "vllm", "tyro", "pytest", "pydantic", "datasets", "accelerate", "xxhash")
+BLOCKED = f"""
+import runpy, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {ABSENT}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+sys.argv = {[str(SCRIPT)]} + sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("device_check", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def find_imports(path: Path, in_functions: bool) -> set[str]:
+    """Modules that a file imports when it is imported itself, and in its functions too."""
+    names, pending = set(), list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif (in_functions or not isinstance(node, ast.FunctionDef)) and not is_for_types(node):
+            pending += ast.iter_child_nodes(node)
+    return names
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def test_its_modules_import_neither_ray_nor_tyro():
+    """Followed through this project's own modules, with what the functions of a device check import."""
+    checked = [SCRIPT, *(ROOT / "rlworker" / "checks" / "device").glob("*.py")]
+    pending, seen, foreign = [*checked], set(checked), set()
+    while pending:
+        path = pending.pop()
+        for name in find_imports(path, in_functions=path in checked):
+            file = ROOT / (name.replace(".", "/") + ".py")
+            folder = ROOT / name.replace(".", "/") / "__init__.py"
+            own = [each for each in (file, folder) if each.exists()]
+            pending += [each for each in own if each not in seen]
+            seen.update(own)
+            foreign |= {name.split(".")[0]} if not own else set()
+    assert len(seen) > 25 and "torch" in foreign
+    assert not foreign & set(ABSENT)
+
+
+def run_parts(rank, world, name, parts, folder):
+    leave_groups()
+    device = Device(start_process(rank, name), torch.device("cpu"))
+    try:
+        findings = load_script().run_parts(device, parts, Path(folder))
+    finally:
+        leave_groups()
+    return build_report(device, findings)
+
+
+@pytest.mark.parametrize("platform", ["cuda-emulated", "npu-emulated"])
+def test_an_emulator_is_as_stated(one_rank, tmp_path, platform):
+    report = one_rank.run(run_parts, platform, ["reads", "memory", "contract"], str(tmp_path))[0]
+    assert report["passed"], [line for line in report["findings"] if line["outcome"] == "FAILED"]
+    counts = {part: sum(line["check"] == part for line in report["findings"]) for part in ("reads", "contract")}
+    assert counts == {"reads": 7, "contract": {"cuda-emulated": 17, "npu-emulated": 34}[platform]}
+    assert {line["evidence"] for line in report["findings"]} == {"emulated"}
+    assert report["platform"].startswith(f"{platform} (emulated)") and report["versions"]["torch"] == torch.__version__
+
+
+@dataclass(frozen=True)
+class Real(Device):
+    """A device that is not emulated, as the contract sees it."""
+
+    is_host = False
+
+    def synchronize(self):
+        pass
+
+
+def raise_error(kind):
+    raise kind("no")
+
+
+@pytest.mark.parametrize(
+    ("silent", "refuses", "broken", "emulated", "passed"),
+    [
+        (False, True, RefusedError, True, True),
+        (False, True, SilentError, True, False),
+        (True, False, SilentError, True, True),
+        (True, False, None, True, False),
+        (False, True, None, True, False),
+        (False, True, RuntimeError, False, True),
+        (False, True, None, False, False),
+        (True, False, None, False, True),
+        (True, False, RuntimeError, False, False),
+        (False, False, None, False, True),
+        (False, False, RuntimeError, False, True),
+    ],
+)
+def test_a_kernel_is_held_to_what_is_stated(monkeypatch, silent, refuses, broken, emulated, passed):
+    """What raises where it is to be silent fails as what computes where it is to refuse."""
+    requirement = Requirement("one", Source("page", refuses), lambda call: True, lambda call: "", silent)
+    calls = {"one": ({"kind": broken}, {"kind": None})}
+    attend = lambda kind: raise_error(kind) if kind else None  # noqa: E731
+    kernel = KernelContract((requirement,), calls, attend)
+    monkeypatch.setattr(EmulatedCudaPlatform, "build_contract", lambda self, device: kernel)
+    device = (Device if emulated else Real)(get_platform("cuda-emulated"), torch.device("cpu"))
+    (line,) = contract.check_contract(device)
+    assert line.outcome == ("ok" if passed else "FAILED"), line
+    calls["one"] = calls["one"][0], {"kind": ValueError}
+    (line,) = contract.check_contract(device)
+    assert line.outcome == "FAILED" and "kept: ValueError" in line.text
+
+
+def test_a_part_that_raises_is_a_line_that_failed(monkeypatch, capsys):
+    from rlworker.checks.device import attention, engine
+
+    monkeypatch.setattr(attention, "check_attention", lambda device: 1 / 0)
+    monkeypatch.setattr(engine, "joined_process", lambda device: torch.no_grad())
+    device = Device(get_platform("cuda-emulated"), torch.device("cpu"))
+    findings = load_script().run_parts(device, ["attention"], Path())
+    assert not build_report(device, findings)["passed"]
+    assert "attention         FAILED   emulated  raised ZeroDivisionError" in capsys.readouterr().out
+    line = device.make_finding("speed", "a", True, "1 TFLOP/s", {"TFLOP/s": 1.0})
+    assert format_table([line]).splitlines()[1] == "speed  a      ok       emulated  1 TFLOP/s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing", "said"),
+    [
+        (["--platform", "cuda"], [], "'cuda' needs a torch that was built for CUDA"),
+        (["--platform", "npu"], [], "'npu' needs torch_npu and CANN"),
+        (["--platform", "cpu"], ["megatron-core"], "not installed: megatron-core; pip install megatron-core"),
+        (["--platform", "cpu", "--only", "masks"], [], "there is no part masks, expected some of attention"),
+    ],
+)
+def test_what_is_not_there_is_said_before_anything_is_built(monkeypatch, capsys, arguments, missing, said):
+    script = load_script()
+    monkeypatch.setattr(script, "find_missing_packages", lambda: missing)
+    monkeypatch.setattr(script, "os", SimpleNamespace(environ=dict(os.environ)))
+    monkeypatch.setattr(sys, "argv", ["device_check.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.large
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("platform", ["cuda-emulated", "npu-emulated"])
+def test_it_runs_whole_where_ray_vllm_and_tyro_are_not(tmp_path, measured, platform):
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-W", "ignore", "-c", BLOCKED, "--platform", platform, "--json", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = json.loads(report.read_text())["findings"]
+    assert {line["evidence"] for line in lines} <= {"emulated", "table", "untested"}
+    assert {line["check"].split()[0] for line in lines} == {*load_script().PARTS}
+    measured({"lines": len(lines)})
