@@ -10,9 +10,9 @@ import pytest
 from engines.probes.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("architecture", "ascend", "from_verl", "masks", "metrics", "vlm")
+NAMES = ("architecture", "ascend", "cuda", "from_verl", "masks", "metrics", "vlm")
 PAGES = ("CONTRIBUTING.md", *(f"docs/{name}.md" for name in NAMES))
-TOPS = ("hardware", "engines", "rlworker", "recipes", "tests", "scripts", "docs", "requirements")
+TOPS = ("hardware", "engines", "rlworker", "recipes", "tests", "scripts", "docs", "requirements", "docker")
 PLACEHOLDER = re.compile(r"\b[A-Z]+\b")
 """Such as NAME in ``hardware/NAME/platform.py``."""
 OTHER_OPTIONS = {
@@ -26,6 +26,8 @@ OTHER_OPTIONS = {
     "memory-gb",
     "stops",
     "write",
+    "only",
+    "help",
     "algorithm",
 }
 """What stands after two dashes and is no setting: options of scripts, and a section."""
@@ -89,3 +91,24 @@ def test_the_emulator_has_as_many_requirements_as_the_page_says():
     from hardware.npu.emulator.contract import REQUIREMENTS
 
     assert f"lists {len(REQUIREMENTS)} requirements" in (ROOT / "docs" / "ascend.md").read_text()
+
+
+def test_the_page_on_cuda_has_every_requirement_by_name():
+    from hardware.cuda.emulator.contract import REQUIREMENTS
+
+    page = (ROOT / "docs" / "cuda.md").read_text()
+    table = page.partition("## The contract")[2].partition("\n- ")[0]
+    rows = [row.split(" | ") for row in re.findall(r"^\| (.+) \|$", table, re.M)[1:]]
+    told = {name: sentence for names, _, sentence in rows for name in names.split(", ")}
+    assert told.keys() == {requirement.name for requirement in REQUIREMENTS}
+    assert f"has {len(REQUIREMENTS)} requirements" in page
+    for requirement in REQUIREMENTS:
+        assert told[requirement.name].startswith("silent" if requirement.silent else "refused"), requirement.name
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docker").iterdir()), ids=lambda path: path.name)
+def test_an_image_copies_what_is_there_and_says_that_nobody_built_it(file):
+    text = file.read_text()
+    sources = [words[1] for words in map(str.split, text.splitlines()) if words[:1] == ["COPY"]]
+    assert len(sources) == 2 and all((ROOT / source).exists() for source in sources)
+    assert "UNTESTED" in text.splitlines()[0] and f"docker/{file.name}" in text
