@@ -1,11 +1,13 @@
-"""Attention by the book, and who influences whom: kernels and lowerings are compared with these."""
+"""Attention by the book, and packs with images: kernels and lowerings are compared with these."""
 
 import torch
+from torch import Tensor
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
+"""Of queries, of keys and values, and the size of each: the least that a kernel for cards takes."""
 
 
-def dense_attention(query, key, value, see):
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, see: Tensor) -> Tensor:
     """Compute attention by the book: softmax over the visible keys. Rows that see nothing give zero.
 
     Args:
@@ -21,24 +23,7 @@ def dense_attention(query, key, value, see):
     return torch.einsum("bhqk,bkhd->bqhd", weight, value).flatten(2)
 
 
-def draw_qkv(b, s, seed=0):
-    """Draw query, key and value ``[b, s, heads, DIM]``, which take gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(b, s, h, DIM, generator=generator, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)]
-
-
-def probe_influence(attend, b, s):
-    """Return ``[b, s, s]`` bool: the output at place i changes with keys and values at place j of the same row."""
-    query, key, value = draw_qkv(b, s)
-    out = attend(query, key, value)
-    sees = torch.zeros(b, s, s, dtype=torch.bool)
-    for i in range(s):
-        grads = torch.autograd.grad(out[:, i].sum(), (key, value), retain_graph=True)
-        sees[:, i] = sum(g.abs().flatten(2).sum(-1) for g in grads) > 0
-    return sees
-
-
-def find_image_blocks(lengths):
+def find_image_blocks(lengths: tuple[int, ...]) -> Tensor:
     """Return the image of each token ``[N]``, -1 where it is text.
 
     Every sequence that has the room has an image of two tokens near its start, long ones one of three at their end.

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.attention import draw_qkv
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
@@ -18,7 +19,7 @@ from hardware.attention.rules import CAUSAL, RULES, Rule
 from hardware.cpu.platform import CpuPlatform
 from hardware.npu.emulator.operator import install
 from hardware.npu.kernel_call import build_prefix_mask, build_triangle
-from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv, find_image_blocks
+from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
 
 RULE_OF = {
     "full": Rule(causal=False),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attention import draw_qkv, probe_influence
 from support.ranks.engines_cases import start_process
 from torch.utils.checkpoint import checkpoint
 
@@ -11,7 +12,7 @@ from hardware.attention.capabilities import TABLE, find_backend
 from hardware.attention.mask_spec import to_additive_mask, to_blocking_mask
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.cpu.platform import CpuPlatform
-from rlworker.checks.device.dense_attention import DIM, dense_attention, draw_qkv, probe_influence
+from rlworker.checks.device.dense_attention import DIM, dense_attention
 
 LENGTHS = (5, 1, 7)
 

@@ -16,19 +16,11 @@ from hardware.cpu.attention_plan import CpuPlan
 from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
 from hardware.cuda.kernel_call import Call
 from hardware.cuda.platform import CudaPlatform, EmulatedCudaPlatform
+from rlworker.checks.device.attention import LENGTHS as EVERY_LENGTHS
+from rlworker.checks.device.attention import RULES
 from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, find_image_blocks
 
-RULES = (
-    CAUSAL,
-    Rule(causal=False),
-    Rule(window=3),
-    Rule(chunk=4),
-    Rule(images=True),
-    Rule(prefix=True),
-    Rule(window=3, images=True),
-    Rule(window=5, chunk=8, images=True, prefix=True),
-)
-LENGTHS = [(5, 1, 0, 9, 9, 2), (3, 0, 7, 40, 41, 37, 38)]
+LENGTHS = [EVERY_LENGTHS[0], EVERY_LENGTHS[-1]]
 
 
 def calls_of(lengths, kind, rule, cp=1, cp_rank=0, slots=0, dtype=torch.bfloat16) -> tuple[MaskSpec, RuleCalls]:

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from support.attention import draw_qkv
 
 from engines.megatron.layout import Layout
 from hardware.attention.contract import RefusedError, SilentError
 from hardware.attention.rules import CAUSAL
 from hardware.npu.emulator.operator import install
 from hardware.platforms import get_platform
-from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, draw_qkv
+from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention
 
 LENGTHS = (5, 2, 7)
 
