@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hardware.megatron.form import PLAIN, LayerForm
+
 if TYPE_CHECKING:  # settings are checked against a platform before anything takes the time to import torch
     import torch
     from torch import Tensor
@@ -118,7 +120,7 @@ class Platform(Protocol):
     def get_device_key(self) -> str | None:
         """Return what tells this process's device from all others; None where ranks may share one."""
 
-    def build_layer_spec(self, config) -> Any:
+    def build_layer_spec(self, config, form: LayerForm = PLAIN) -> Any:
         """Build Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
         ...
 
@@ -128,7 +130,7 @@ class Platform(Protocol):
         """Lower a rule to what this platform's core attention honours.
 
         Args:
-            rotary: ``(cos, sin)`` of this rank's slots, ``[b, s, d]`` each.
+            rotary: ``(cos, sin)`` of this rank's slots, ``[kinds, b, s, d]`` each.
             override: refused cells of the capability table that are used all the same.
 
         Raises:

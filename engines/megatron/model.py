@@ -1,5 +1,6 @@
 """A Megatron GPT of the shape a HuggingFace folder describes."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ _RECOMPUTE = {
 }
 
 
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
@@ -42,11 +46,12 @@ def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> Transf
         kv_channels=model.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
-        activation_func=F.silu,
+        activation_func=_ACTIVATIONS[model.form.activation],
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
+        softmax_scale=model.form.attention_scale,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=config.tp,
@@ -113,12 +118,17 @@ class ValueHead(torch.nn.Module):
         return gather_from_sequence_parallel_region(values, False) if self.sequence_parallel else values
 
 
+def _scale_embedding(embedding: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+    """Scale token embeddings ``[s / tp, b, h]`` by sqrt(h), rounded to their own type as transformers rounds it."""
+    return output * torch.tensor(output.shape[-1] ** 0.5, dtype=output.dtype)
+
+
 def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform) -> Decoder:
     """Build this rank's part of the model, its weights not yet loaded."""
     tp = config.tensor_model_parallel_size
     module = Decoder(
         config,
-        platform.build_layer_spec(config),
+        platform.build_layer_spec(config, model.form),
         vocab_size=-(-model.vocab // tp) * tp,
         max_sequence_length=model.max_positions,
         pre_process=mpu.is_pipeline_first_stage(),
@@ -126,6 +136,8 @@ def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform)
         position_embedding_type="none",
         share_embeddings_and_output_weights=model.tied,
     )
+    if model.form.scales_embedding and module.pre_process:
+        module.embedding.register_forward_hook(_scale_embedding)
     if model.head == "value" and module.post_process:
         module.output_layer = ValueHead(config)
     if model.vision and module.pre_process:

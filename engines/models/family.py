@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hardware.attention.rules import Rule
+from hardware.megatron.form import LayerForm
 
 if TYPE_CHECKING:  # both are read by what a family states, and hold it
     from engines.models.spec import ModelSpec
@@ -97,6 +98,10 @@ class Family:
         needed: keys that ``config.json`` must have.
         refused: keys of features that one engine would build and the other would not; they must be off.
         rules: reads who may see whom in each layer, or one rule for all; raises ValueError for what is not built.
+        defaults: what transformers takes for keys that a config leaves out.
+        ropes: reads the rotary settings, those of each kind of layer; None reads one for all.
+        form: reads what the layers compute; None is the form of Llama and Qwen.
+        activation: key and only value of the MLP's activation.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
         prefix: what the names of the language model's weights begin with in a saved folder.
         renamed: how names begin in transformers' module -> in a saved folder, where they differ.
@@ -110,6 +115,10 @@ class Family:
     needed: tuple[str, ...]
     refused: tuple[str, ...]
     rules: Callable[[dict, Path], tuple[Rule, ...]]
+    defaults: dict[str, Any] = field(default_factory=dict)
+    ropes: Callable[[dict, Path], tuple[dict, ...]] | None = None
+    form: Callable[[dict, Path], LayerForm] | None = None
+    activation: tuple[str, str] = ("hidden_act", "silu")
     own_head_dim: bool = True
     prefix: str = "model."
     renamed: dict[str, str] = field(default_factory=dict)

@@ -108,9 +108,15 @@ def read_rope(config: dict, path: Path) -> dict:
         ValueError: a kind that is not built, or a key of it that is missing or no number.
     """
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    return check_rope(rope, config, path)
+
+
+def check_rope(rope: dict, config: dict, path: Path) -> dict:
+    """Return rotary settings in the form of today's configs; ValueError as ``read_rope``."""
+    rope = dict(rope)
     kinds = {rope[key] for key in ("type", "rope_type") if isinstance(rope.get(key), str)}
     rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in _ROPE_NEEDED or len(kinds) > 1:
         quoted = " and ".join(repr(k) for k in sorted(kinds)) if len(kinds) > 1 else repr(kind)
@@ -161,7 +167,7 @@ def refuse_unsupported(config: dict, path: Path, family: Family, head: Head) -> 
     for key in family.refused:
         if config.get(key):
             raise ValueError(f"model: {path} sets {key}, which the engine does not build; it must be false")
-    for key, built in (("hidden_act", "silu"), ("is_causal", True), ("logit_scale", 1)):
+    for key, built in (family.activation, ("is_causal", True), ("logit_scale", 1)):
         if config.get(key, built) != built:
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {built!r}")
     if config.get("attention_dropout"):

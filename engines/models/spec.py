@@ -10,6 +10,7 @@ from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, read_ro
 from engines.models.vision_spec import VisionSpec, extract_language_config
 from engines.validation import read_object
 from hardware.attention.rules import Rule
+from hardware.megatron.form import PLAIN, LayerForm
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class ModelSpec:
     Attributes:
         folder: the HuggingFace folder. family: what its ``model_type`` stands for.
         rules: attention rule per layer, or one for every layer.
-        rope_theta, rope: base of the rotary embedding and the config's ``rope_parameters``, ``rope_type`` among them.
+        ropes: the config's ``rope_parameters`` of each kind of layer, ``rope_type`` and ``rope_theta`` among them.
+        form: what the layers compute, and which kind each of them is.
         tied: the output layer is the transposed embedding.
         head: what the last hidden states become, logits or the value of a critic.
         vision: the tower of a vision-language model.
@@ -35,13 +37,13 @@ class ModelSpec:
     head_dim: int
     vocab: int
     norm_eps: float
-    rope_theta: float
-    rope: dict
+    ropes: tuple[dict, ...]
     tied: bool
     rules: tuple[Rule, ...]
     max_positions: int
     head: Head = "language"
     vision: VisionSpec | None = None
+    form: LayerForm = PLAIN
 
     @classmethod
     def from_folder(cls, folder: str | Path, head: Head = "language") -> "ModelSpec":
@@ -62,9 +64,9 @@ class ModelSpec:
                     f"model: {path} has model_type {family.model_type!r}, of which no critic is built; use GRPO"
                 )
             vision, config = VisionSpec.from_config(config, family.tower, path), extract_language_config(config)
+        config = family.defaults | config
         check_keys(config, path, family)
         refuse_unsupported(config, path, family, head)
-        rope = read_rope(config, path)
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         if heads % kv_heads:
@@ -82,13 +84,13 @@ class ModelSpec:
             head_dim=read_head_dim(config, path, family),
             vocab=config["vocab_size"],
             norm_eps=config["rms_norm_eps"],
-            rope_theta=rope["rope_theta"],
-            rope=rope,
+            ropes=family.ropes(config, path) if family.ropes else (read_rope(config, path),),
             tied=config.get("tie_word_embeddings", False) and head == "language",
             rules=family.rules(config, path),
             max_positions=min(config[key] for key in LENGTHS if config.get(key) is not None),
             head=head,
             vision=vision,
+            form=family.form(config, path) if family.form else PLAIN,
         )
         if vision:
             vision.check_language(spec.hidden, spec.head_dim, spec.vocab, path)

@@ -22,7 +22,8 @@ class AttentionInputs:
         qkv_format: Megatron's word for the layout: ``"sbhd"`` or ``"thd"``.
         attention_mask: what the backend's forward takes as its mask; None where the core attention knows the rule.
         spec: the rule, which names each layer's window.
-        rotary: ``(cos, sin)`` of this rank's own slots, ``[s, b, 1, d]`` (sbhd) or ``[s, 1, d]`` (thd).
+        rotary: ``(cos, sin)`` of this rank's own slots, ``[kinds, s, b, 1, d]`` (sbhd) or ``[kinds, s, 1, d]`` (thd):
+            a kind for each rotary embedding that the model's layers turn by.
         plan: index tensors and masks that the platform's core attention built once for all layers.
         deepstack: what the first layers add to their image tokens (``engines.megatron.vision``); None without images.
     """
@@ -37,8 +38,8 @@ class AttentionInputs:
 
     @classmethod
     def build(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
-        """Build them from ``rotary`` in the shape ``[b, s, d]`` that ``Platform.build_attention_inputs`` is given."""
+        """Build them from ``rotary`` ``[kinds, b, s, d]``, as ``Platform.build_attention_inputs`` is given it."""
         cos, sin = rotary
         if spec.kind == "bshd":
-            return cls("sbhd", spec, (cos.transpose(0, 1).unsqueeze(2), sin.transpose(0, 1).unsqueeze(2)), plan)
-        return cls("thd", spec, (cos[0].unsqueeze(1), sin[0].unsqueeze(1)), plan)
+            return cls("sbhd", spec, (cos.transpose(1, 2).unsqueeze(3), sin.transpose(1, 2).unsqueeze(3)), plan)
+        return cls("thd", spec, (cos[:, 0].unsqueeze(2), sin[:, 0].unsqueeze(2)), plan)

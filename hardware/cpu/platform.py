@@ -8,6 +8,7 @@ import os
 from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
+from hardware.megatron.form import PLAIN
 from hardware.platform import KernelMemory
 
 # Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
@@ -50,11 +51,11 @@ class CpuPlatform:
     def get_device_key(self) -> str | None:
         return None
 
-    def build_layer_spec(self, config):
+    def build_layer_spec(self, config, form=PLAIN):
         from hardware.cpu.attention import CpuAttention
         from hardware.megatron.layers import build_layer_spec
 
-        return build_layer_spec(config, CpuAttention)
+        return build_layer_spec(config, form, CpuAttention)
 
     def build_attention_inputs(self, spec, rotary, override=()):
         from hardware.cpu.attention_plan import build_attention_inputs

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
 from hardware.cpu.platform import CpuPlatform
+from hardware.megatron.form import PLAIN
 from hardware.platform import KernelMemory, Node
 
 NOT_COVERED = (
@@ -28,11 +29,11 @@ class _CudaAttention:
     varlen_types: tuple[str, ...] = ("bfloat16", "float16")
     max_pack_sequences = None
 
-    def build_layer_spec(self, config):
+    def build_layer_spec(self, config, form=PLAIN):
         from hardware.cuda.attention import CudaAttention
         from hardware.megatron.layers import build_layer_spec
 
-        return build_layer_spec(config, CudaAttention)
+        return build_layer_spec(config, form, CudaAttention)
 
     def build_attention_inputs(self, spec, rotary, override=()):
         from hardware.cpu.attention_plan import build_attention_inputs as grouped

@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 from hardware.collectives import gather_keys_values
+from hardware.megatron.form import PLAIN, LayerForm
 from hardware.megatron.marks import mark_sequence_parallel
 
 
@@ -31,6 +33,35 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class NormFromOne(torch.nn.Module):
+    """Root mean square norm whose weight is what is added to 1, so that decay draws it to 1; all in fp32, as in
+    transformers' Gemma 3."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        mark_sequence_parallel([self.weight], config)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.rms_norm(x.float(), (x.shape[-1],), None, self.eps) * (1 + self.weight.float())).to(x.dtype)
+
+
+class NormedAdd(torch.nn.Module):
+    """``residual + norm(output)`` in the place of Megatron's bias, dropout and addition, which has neither here."""
+
+    def __init__(self, config, norm: type[torch.nn.Module]):
+        super().__init__()
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool):
+        """Return what Megatron calls with ``(output, bias)``, the residual and a dropout rate."""
+        return self._add
+
+    def _add(self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + self.norm(output_with_bias[0])
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -56,10 +87,12 @@ class CoreAttention(MegatronModule, ABC):
         cp_comm_type=None,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
+        form: LayerForm = PLAIN,
     ):
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        self.rotary_kind = form.get_rotary_kind(layer_number)
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -84,7 +117,8 @@ class CoreAttention(MegatronModule, ABC):
                 "state the rule in the MaskSpec"
             )
         inputs = packed_seq_params
-        query, key = rotate(query, inputs.rotary), rotate(key, inputs.rotary)
+        cos, sin = (x[self.rotary_kind] for x in inputs.rotary)
+        query, key = rotate(query, (cos, sin)), rotate(key, (cos, sin))
         if self.cp_group.size() > 1:
             key, value = gather_keys_values(key, value, self.cp_group)
         return self.attend(query, key, value, inputs.plan, inputs.spec.get_rule(self.layer_number))
@@ -98,8 +132,8 @@ class CoreAttention(MegatronModule, ABC):
         """
 
 
-def build_layer_spec(config, core_attention: type[CoreAttention]) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our norm and a platform's core attention.
+def build_layer_spec(config, form: LayerForm, core_attention: type[CoreAttention]) -> TransformerBlockSubmodules:
+    """Build Megatron's local layers with our norms, a family's form and a platform's core attention.
 
     Raises:
         ValueError: the configuration asks for attention dropout, which the core attention does not do.
@@ -108,12 +142,14 @@ def build_layer_spec(config, core_attention: type[CoreAttention]) -> Transformer
         raise ValueError(f"core attention: attention_dropout must be 0, got {config.attention_dropout}")
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = cast(Any, layer.submodules)  # an object, says Megatron's annotation
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    norm = cast(Any, NormFromOne if form.norms_from_one else RMSNorm)  # Megatron's annotation leaves out classes
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    if form.post_norms:
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.
     parts.sharded_state_dict_keys_map = {}
     attention = parts.self_attention.submodules
-    attention.core_attention = core_attention
+    attention.core_attention = ModuleSpec(core_attention, {"form": form})
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    norm = cast(Any, RMSNorm)  # Megatron builds a class too, which its annotation leaves out
+        attention.q_layernorm = attention.k_layernorm = norm
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)

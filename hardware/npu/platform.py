@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
 from hardware.cpu.platform import CpuPlatform
+from hardware.megatron.form import PLAIN
 from hardware.npu.limits import MAX_PACK_SEQUENCES
 from hardware.platform import KernelMemory, Node
 
@@ -31,11 +32,11 @@ class _NpuAttention:
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
     max_pack_sequences = MAX_PACK_SEQUENCES
 
-    def build_layer_spec(self, config):
+    def build_layer_spec(self, config, form=PLAIN):
         from hardware.megatron.layers import build_layer_spec
         from hardware.npu.attention import NpuAttention
 
-        return build_layer_spec(config, NpuAttention)
+        return build_layer_spec(config, form, NpuAttention)
 
     def build_attention_inputs(self, spec, rotary, override=()):
         from hardware.npu.attention_plan import build_attention_inputs

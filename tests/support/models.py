@@ -17,6 +17,16 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_GEMMA = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,  # not head_dim
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    },
+}
 LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "llama": ("llama", {}),
@@ -24,6 +34,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Sliding windows on the upper half of the layers.
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
     "llama-rope3": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
+    "gemma3_text": ("gemma3_text", _GEMMA),
 }
 """Name -> HF model_type and the settings that differ."""
 

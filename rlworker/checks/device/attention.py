@@ -44,6 +44,7 @@ def build_core(platform: Platform, layer: int = 1, cp: int = 1, cp_rank: int = 0
         sizes: ``heads``, ``kv_heads`` and ``dim`` of a head, else those of ``dense_attention``.
     """
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
 
     from hardware.megatron import layers
 
@@ -54,12 +55,13 @@ def build_core(platform: Platform, layer: int = 1, cp: int = 1, cp_rank: int = 0
     with patch.object(layers, "get_num_layers_to_build", lambda config: 1):  # it would ask which stage this is
         layer_of_model = platform.build_layer_spec(config).layer_specs[0].submodules
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp, rank=lambda: cp_rank))
-    return layer_of_model.self_attention.submodules.core_attention(config, layer, None, "self", pg_collection=group)
+    spec = layer_of_model.self_attention.submodules.core_attention
+    return build_module(spec, config, layer, None, "self", pg_collection=group)
 
 
 def make_no_rotation(layout: Layout, dtype: torch.dtype, device: torch.device, dim: int = DIM) -> tuple[Tensor, Tensor]:
-    """Make ``(cos, sin)`` that rotate nothing, ``[b, s, dim]`` each."""
-    shape = (*layout.shape, dim)
+    """Make ``(cos, sin)`` that rotate nothing, ``[1, b, s, dim]`` each."""
+    shape = (1, *layout.shape, dim)
     return torch.ones(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
 

@@ -38,7 +38,7 @@ def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path):
     """``rope_scaling`` with ``type``, and sliding windows without ``layer_types``."""
     old = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     spec = ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **old))
-    assert (spec.rope["rope_type"], spec.rope["factor"], spec.rope_theta) == ("linear", 2.0, 500.0)
+    assert tuple(spec.ropes[0][key] for key in ("rope_type", "factor", "rope_theta")) == ("linear", 2.0, 500.0)
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3, "layer_types": None}
     spec = ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **window))
     assert spec.rules == (CAUSAL, CAUSAL, CAUSAL, Rule(window=4))
@@ -46,7 +46,7 @@ def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path):
         edit_config(make_hf_model, tmp_path, **window | {"use_sliding_window": False})
     ).rules == (CAUSAL,)
     both = old | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
-    assert ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **both)).rope["rope_type"] == "linear"
+    assert ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **both)).ropes[0]["rope_type"] == "linear"
 
 
 PUBLISHED = {  # as they stand on the hub, further keys of no matter aside

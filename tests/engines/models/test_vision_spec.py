@@ -19,7 +19,7 @@ def spec_of(folder, config: dict) -> ModelSpec:
 def test_a_folder_from_before_text_config(tmp_path):
     spec = spec_of(tmp_path, QWEN2_5_VL_7B)
     assert (spec.layers, spec.hidden, spec.head_dim, spec.vocab, spec.tied) == (28, 3584, 128, 152064, False)
-    assert (spec.rope["rope_type"], spec.rope["rope_theta"]) == ("default", 1e6)
+    assert (spec.ropes[0]["rope_type"], spec.ropes[0]["rope_theta"]) == ("default", 1e6)
     assert [spec.vision.axes.count(axis) for axis in range(3)] == [16, 24, 24]
     assert spec.banned_tokens == (151652, 151653, 151655, 151656)
     shapes = spec.vision.list_weight_shapes()

@@ -109,7 +109,7 @@ def test_an_npu_refuses_what_it_does_not_compute(kind, cp, rule):
         spec = layout.build_mask_spec((rule,), find_image_blocks(lengths), tuple(min(2, n) for n in lengths))
         said = f"no backend honours the rule {re.escape(str(rule))} in {kind} with cp={cp}"
         with pytest.raises(ValueError, match=said):
-            get_platform("npu-emulated").build_attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2)
+            get_platform("npu-emulated").build_attention_inputs(spec, (torch.zeros(1, *layout.shape, DIM),) * 2)
 
 
 @pytest.mark.parametrize("rule", [CAUSAL, Rule(window=3)], ids=str)
@@ -123,7 +123,7 @@ def test_an_npu_may_be_told_a_band_by_a_mask_too(one_rank, rule, cp):
 def test_the_rest_of_a_pack_does_not_cost_its_square(cp):
     layout = Layout.build((100, 7), "thd", cp=cp, slots=8192)
     inputs = get_platform("npu-emulated").build_attention_inputs(
-        layout.build_mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2
+        layout.build_mask_spec(), (torch.zeros(1, *layout.shape, DIM),) * 2
     )
     for call in inputs.plan.calls[CAUSAL]:
         queries, keys = (np.diff([0, *ends]) for ends in (call.actual_seq_qlen, call.actual_seq_kvlen))
@@ -132,7 +132,7 @@ def test_the_rest_of_a_pack_does_not_cost_its_square(cp):
     few = Layout.build((2,) * 1000, "thd", slots=8192)
     (call,) = (
         get_platform("npu-emulated")
-        .build_attention_inputs(few.build_mask_spec(), (torch.zeros(*few.shape, DIM),) * 2)
+        .build_attention_inputs(few.build_mask_spec(), (torch.zeros(1, *few.shape, DIM),) * 2)
         .plan.calls[CAUSAL]
     )
     assert len(call.actual_seq_qlen) == 1024 and call.actual_seq_qlen[-1] == 8192
@@ -144,7 +144,7 @@ def test_an_override_that_no_call_can_follow_is_refused(rule, cp):
     override = (f"npu_mode1/thd/{'cp' if cp > 1 else 'no-cp'}/{rule.parts[0]}",)
     spec = layout.build_mask_spec((rule,), find_image_blocks((5, 9)))
     with pytest.raises(ValueError, match="leave out the override"):
-        get_platform("npu-emulated").build_attention_inputs(spec, (torch.zeros(*layout.shape, DIM),) * 2, override)
+        get_platform("npu-emulated").build_attention_inputs(spec, (torch.zeros(1, *layout.shape, DIM),) * 2, override)
 
 
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
@@ -182,7 +182,7 @@ def test_no_mask_is_as_large_as_the_pack():
 
     lengths = tuple(range(10, 60)) * 4
     layout = Layout.build(lengths, "thd", cp=2)
-    turn = torch.zeros(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
+    turn = torch.zeros(1, *layout.shape, DIM), torch.zeros(1, *layout.shape, DIM)
     plan = CpuPlatform().build_attention_inputs(layout.build_mask_spec((Rule(window=8),)), turn).plan
     largest = max(mask.numel() for group in plan.groups for mask in group.masks.values())
     assert largest <= 60 * 60 and sum(lengths) ** 2 > 100 * largest
@@ -193,7 +193,7 @@ def test_sequences_of_like_lengths_share_a_call():
     from hardware.cpu.platform import CpuPlatform
 
     layout = Layout.build(tuple(range(1, 257)), "thd")
-    turn = torch.zeros(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
+    turn = torch.zeros(1, *layout.shape, DIM), torch.zeros(1, *layout.shape, DIM)
     groups = CpuPlatform().build_attention_inputs(layout.build_mask_spec(), turn).plan.groups
     taken = [group.keys for group in groups for _ in range(group.rows)]
     assert sorted({group.keys for group in groups}) == [
@@ -238,7 +238,7 @@ def test_rotation_is_that_of_huggingface(one_rank, make_hf_model):
         position = torch.tensor([[0, 1, 2, 0, 100, 200]])
         query = torch.randn(1, 6, 4, spec.head_dim)
         ours = Rotary(spec, torch.device("cpu"))(position, torch.float32)
-        got = rotate(query, tuple(x[:, :, None] for x in ours))
+        got = rotate(query, tuple(x[0][:, :, None] for x in ours))
         theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))(query, position)
         want = apply_rotary_pos_emb(query.transpose(1, 2), query.transpose(1, 2), *theirs)[0].transpose(1, 2)
         return float((got - want).abs().max())

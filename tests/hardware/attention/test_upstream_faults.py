@@ -26,7 +26,7 @@ def sdpa(**how):
 
 
 def no_turn(layout):
-    return torch.ones(*layout.shape, DIM), torch.zeros(*layout.shape, DIM)
+    return torch.ones(1, *layout.shape, DIM), torch.zeros(1, *layout.shape, DIM)
 
 
 def through_platform(layout, rules=(CAUSAL,)):

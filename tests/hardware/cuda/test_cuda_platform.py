@@ -181,7 +181,7 @@ def test_a_plan_travels_so(monkeypatch):
     layout = Layout.build(lengths, "thd", cp=2, device="meta")
     assert layout.slots.device.type == "meta"
     for dtype in (torch.bfloat16, torch.float32):
-        rotary = (torch.zeros(*layout.shape, 8, dtype=dtype, device="meta"),) * 2
+        rotary = (torch.zeros(1, *layout.shape, 8, dtype=dtype, device="meta"),) * 2
         plan = CudaPlatform().build_attention_inputs(layout.build_mask_spec(rules, blocks), rotary).plan
         tensors = list(_tensors(plan))
         assert len(tensors) > 5 and {x.device.type for x in tensors} == {"meta"}

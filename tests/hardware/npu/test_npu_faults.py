@@ -27,7 +27,7 @@ def attend(query, key, value, **arguments):
 
 
 def lowered(platform, layout):
-    rotary = (torch.zeros(*layout.shape, DIM),) * 2
+    rotary = (torch.zeros(1, *layout.shape, DIM),) * 2
     return platform.build_attention_inputs(layout.build_mask_spec(), rotary)
 
 

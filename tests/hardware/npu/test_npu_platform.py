@@ -19,7 +19,7 @@ def test_a_pack_of_more_sequences_than_the_kernel_takes_is_refused():
     platform = get_platform("npu-emulated")
     assert platform.max_pack_sequences == 1024
     with pytest.raises(ValueError, match="at most 1024 sequences in a pack, got 1025"):
-        platform.build_attention_inputs(layout.build_mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2)
+        platform.build_attention_inputs(layout.build_mask_spec(), (torch.zeros(1, *layout.shape, DIM),) * 2)
 
 
 def test_each_platform_says_what_it_shows():
@@ -59,7 +59,7 @@ def keepers(monkeypatch):
 def test_mindspeed_has_the_lengths_during_a_forward_and_not_after(keepers, cp):
     platform = get_platform("npu")
     layout = Layout.build((5, 2, 7), "thd", cp=cp)
-    inputs = platform.build_attention_inputs(layout.build_mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2)
+    inputs = platform.build_attention_inputs(layout.build_mask_spec(), (torch.zeros(1, *layout.shape, DIM),) * 2)
     assert [keeper.kept for keeper in keepers] == ["whatever was there"] * 2, "packing does not touch them"
     ends = [5, 7, 14] if cp == 1 else [4, 6, 10]  # a rank's own slots: 8, 4 and 8 over two ranks
     with pytest.raises(KeyError), platform.wrap_forward(inputs):
@@ -71,7 +71,7 @@ def test_mindspeed_has_the_lengths_during_a_forward_and_not_after(keepers, cp):
 def test_rows_leave_mindspeed_without_lengths(keepers):
     platform = get_platform("npu")
     layout = Layout.build((5, 2, 7), "bshd")
-    inputs = platform.build_attention_inputs(layout.build_mask_spec(), (torch.zeros(*layout.shape, DIM),) * 2)
+    inputs = platform.build_attention_inputs(layout.build_mask_spec(), (torch.zeros(1, *layout.shape, DIM),) * 2)
     with platform.wrap_forward(inputs):
         assert [keeper.kept for keeper in keepers] == [None, None]
 
