@@ -3,7 +3,7 @@
 import math
 import re
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 TIED = ("tied", "untied")
 LAYOUTS = ("bshd", "thd")

@@ -30,13 +30,14 @@ class _Layer:
     """Bytes of one layer's micro-batch on a rank.
 
     Attributes:
-        input: what comes in. norms, mlp: what they keep. before: what attention keeps of queries, keys and values
+        input: what comes in. norms, mlp: what they keep; late_norms: those after core attention. before: what attention keeps of queries, keys and values
             before they are rotated. core: what core attention keeps. output: what the projection after it keeps.
         core_input: what is kept in place of ``core`` where that is computed again.
     """
 
     input: float
     norms: float
+    late_norms: float
     before: float
     core: float
     output: float
@@ -57,7 +58,8 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
     """
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
     query, key = (heads * model.head_dim * size * slots for heads in (model.heads, model.kv_heads))
-    norm_input = kernels.count_norm_input_bytes(size) * slots
+    # One whose weight is added to 1 works in fp32, and multiplies what was normed by hand: both are kept.
+    norm_input = (2 * FP32 if model.form.norms_from_one else kernels.count_norm_input_bytes(size)) * slots
     hidden, ffn = model.hidden * size * slots, model.ffn * size * slots
     before, core_input = query + 2 * key, query
     if model.qk_norm:  # a fused norm keeps its input, and of keys that is a view into what is there
@@ -69,10 +71,13 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
     keys_and_values = 2 * key * config.cp if config.cp > 1 else key
     sums = model.heads * FP32 * slots
     copied = query if kernels.copies_output and config.layout == "thd" else 0.0
+    norm = model.hidden * norm_input + hidden
+    post_norms = 2 * model.hidden * norm_input if model.form.post_norms else 0.0  # what they give is added, not kept
     out = query - copied  # with a copy the kernel keeps its own
     return _Layer(
         input=hidden,
-        norms=2 * (model.hidden * norm_input + hidden),
+        norms=2 * norm + post_norms,
+        late_norms=norm + post_norms,
         before=before,
         core=query + keys_and_values + sums + copied,
         output=out + copied,
@@ -106,7 +111,7 @@ def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: Micr
     each, again, loss = layer.whole, 0.0, 0.0
     if config.recompute == "core":  # when a layer's core is computed again, what came after it in the layer has gone
         each += layer.core_input - layer.core
-        again = max(0.0, layer.core - layer.mlp - layer.output - layer.norms / 2)
+        again = max(0.0, layer.core - layer.mlp - layer.output - layer.late_norms)
     elif config.recompute == "full":  # the first norm keeps what the layer keeps
         each, again = layer.input, layer.whole - (layer.input if kernels.keeps_own_input(size) else 0)
     kept = model.layers // config.pp * each + 2 * model.head_dim * size * slots

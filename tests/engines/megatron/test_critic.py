@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
+from support.factors import LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
@@ -14,6 +14,8 @@ from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import iterate_logits, load_huggingface, name_gradients
 
 VALUES, GRADIENTS = 1e-5, 1e-6
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Those of which transformers has a token classification."""
 
 
 def make_value_batch():

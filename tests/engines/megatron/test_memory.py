@@ -15,6 +15,7 @@ MODELS = {
     "qwen2-tied": ("qwen2", True, "language"),
     "qwen3-untied": ("qwen3", False, "language"),
     "llama-critic": ("llama", False, "value"),
+    "gemma3-tied": ("gemma3_text", True, "language"),
 }
 """Family, whether its embeddings are tied, and its head."""
 
@@ -102,6 +103,7 @@ CASES = [
     ("qwen3", "TP2", {"recompute": "full", "layout": "bshd"}),
     ("qwen2", "CP2", {}),
     ("qwen3", "PP2", {}),
+    ("gemma3_text", "one", {}),
 ]
 MORE_CASES = [
     ("qwen3", "one", {}),
@@ -112,6 +114,9 @@ MORE_CASES = [
     ("qwen2", "TP2", {}),
     ("qwen3", "CP2", {"recompute": "core", "layout": "bshd"}),
     ("llama", "PP2", {"recompute": "full"}),
+    ("gemma3_text", "TP2", {"dtype": "bfloat16"}),
+    ("gemma3_text", "one", {"recompute": "full", "layout": "bshd"}),
+    ("gemma3_text", "one", {"recompute": "core"}),
 ]
 
 
