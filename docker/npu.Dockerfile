@@ -10,7 +10,8 @@ RUN python3 -m venv /opt/rlworker
 ENV PATH=/opt/rlworker/bin:$PATH
 
 COPY requirements/npu.txt requirements/
-RUN pip install --no-cache-dir --no-deps -r requirements/npu.txt
+RUN sed -i "/^triton-ascend==/d" requirements/npu.txt \
+ && pip install --no-cache-dir --no-deps -r requirements/npu.txt
 
 COPY . /src
 RUN pip install --no-cache-dir --no-deps /src

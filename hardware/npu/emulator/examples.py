@@ -74,7 +74,8 @@ def build_contract(device: torch.device) -> KernelContract:
         name: (make_example_call(device, **broken), make_example_call(device, **kept))
         for name, (broken, kept) in make_examples().items()
     }
-    return KernelContract(REQUIREMENTS, calls, lambda **arguments: torch.ops.npu.npu_fusion_attention(**arguments)[0])
+    operator = torch.ops.npu.npu_fusion_attention
+    return KernelContract(REQUIREMENTS, calls, lambda **arguments: operator(**arguments)[0])
 
 
 def _make_size_examples() -> dict[str, tuple[dict[str, Any], ...]]:

@@ -25,11 +25,12 @@ SCRIPT = ROOT / "scripts" / "device_check.py"
 ABSENT = ("ray", "vllm", "tyro", "pytest", "pydantic", "datasets", "accelerate", "xxhash")
 BLOCKED = f"""
 import runpy, sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {ABSENT}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Blocked())
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in {ABSENT} else super().find_spec(name, path, target)
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
 sys.argv = {[str(SCRIPT)]} + sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
