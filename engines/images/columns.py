@@ -72,7 +72,7 @@ def make_image_columns(
         sequences: whole ids of each sequence. images: those of each sequence, in order.
 
     Returns:
-        ``image_block`` ``[N]`` and ``positions`` ``[N, 3]``, both long, and ``images``.
+        ``image_block`` ``[N]`` long and ``images``; with positions of three axes also ``positions`` ``[N, 3]`` long.
 
     Raises:
         ValueError: image tokens that are not those of the images.
@@ -81,9 +81,11 @@ def make_image_columns(
 
     # The last id of a sequence is no input, so that L ids have L - 1 entries.
     blocks = [find_image_blocks(ids, shown, vision)[:-1] for ids, shown in zip(sequences, images, strict=True)]
-    positions = [make_multimodal_positions(b, shown, vision.merge) for b, shown in zip(blocks, images, strict=True)]
-    return {
+    columns = {
         "image_block": torch.from_numpy(np.concatenate(blocks)),
-        "positions": torch.from_numpy(np.concatenate(positions)),
         "images": tuple(tuple(shown) for shown in images),
     }
+    if vision.axes:
+        positions = [make_multimodal_positions(b, shown, vision.merge) for b, shown in zip(blocks, images, strict=True)]
+        columns["positions"] = torch.from_numpy(np.concatenate(positions))
+    return columns

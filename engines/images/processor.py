@@ -44,11 +44,10 @@ class ImageProcessor:
             ) from None
         self.vision = vision
         self.settings = {key: value for key, value in self._process.to_dict().items() if not key.endswith("_type")}
-        for name, expected in (
-            ("patch_size", vision.patch),
-            ("temporal_patch_size", vision.temporal_patch),
-            ("merge_size", vision.merge),
-        ):
+        side = vision.patch * (vision.side or 0)
+        cut = {"patch_size": vision.patch, "temporal_patch_size": vision.temporal_patch, "merge_size": vision.merge}
+        whole = {"size": {"height": side, "width": side}, "do_pan_and_scan": False}
+        for name, expected in (whole if vision.side else cut).items():
             if (actual := getattr(self._process, name, None)) != expected:
                 raise ValueError(
                     f"model: preprocessor_config.json in {folder!r} has {name} {actual}, expected {expected}, which "
@@ -61,18 +60,24 @@ class ImageProcessor:
         Raises:
             ValueError: there is no such file, it is no image or cut short, or it is too narrow to be resized.
         """
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
         data = _read_bytes(path, place)
         width, height = self.check(data, repr(str(path)), place)
+        grid = self._find_grid(width, height, f"{place}: {str(path)!r}")
+        digest = hashlib.sha256(data).hexdigest()
+        return Image(str(Path(path).absolute()), digest, (width, height), grid, place)
+
+    def _find_grid(self, width: int, height: int, what: str) -> tuple[int, int, int]:
+        """Find how an image of this size is cut: frames, rows and columns of patches."""
+        if self.vision.side:
+            return 1, self.vision.side, self.vision.side
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
         cell, size = self.vision.patch * self.vision.merge, self._process.size
         try:
             rows, columns = smart_resize(height, width, cell, size["shortest_edge"], size["longest_edge"])
         except ValueError as error:
-            raise ValueError(f"{place}: {str(path)!r} is {width} x {height} pixels: {error}; crop it") from None
-        grid = 1, rows // self.vision.patch, columns // self.vision.patch
-        digest = hashlib.sha256(data).hexdigest()
-        return Image(str(Path(path).absolute()), digest, (width, height), grid, place)
+            raise ValueError(f"{what} is {width} x {height} pixels: {error}; crop it") from None
+        return 1, rows // self.vision.patch, columns // self.vision.patch
 
     @staticmethod
     def check(data: bytes, name: str, place: str) -> tuple[int, int]:
@@ -95,12 +100,15 @@ class ImageProcessor:
         return (height, width) if turned else (width, height)
 
     def patches(self, images: Sequence[Image]) -> "Tensor":
-        """Cut images into patches ``[patches, patch_size]`` float32, one image after another.
+        """Make the pixels of images as their tower takes them, float32: patches ``[patches, patch_size]``, one image
+        after another; or whole images ``[images, channels, height, width]``, where all are of one size.
 
         Raises:
             ValueError: an image is gone, was changed, or cannot be decoded.
         """
         processed = self._process(images=[decode(image) for image in images], return_tensors="pt")
+        if self.vision.side:
+            return processed["pixel_values"]
         for image, grid in zip(images, processed["image_grid_thw"].tolist(), strict=True):
             if tuple(grid) != image.grid:
                 raise ValueError(

@@ -10,7 +10,7 @@ class Rotary:
     """Frequencies of one model (arXiv:2104.09864), scaled as its config says (linear, llama3, yarn)."""
 
     def __init__(self, model: ModelSpec, device: torch.device):
-        self.axes = torch.tensor(model.vision.axes, device=device) if model.vision else None
+        self.axes = torch.tensor(model.vision.axes, device=device) if model.vision and model.vision.axes else None
         frequencies, scales = zip(*(_compute_frequencies(model, rope, device) for rope in model.ropes), strict=True)
         self.inverse_frequency = torch.stack(frequencies)[:, None, None]  # [kinds, 1, 1, head_dim / 2]
         self.scale = torch.tensor(scales, device=device)[:, None, None, None]

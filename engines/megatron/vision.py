@@ -15,7 +15,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers.initialization import no_init_weights
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
@@ -23,6 +22,7 @@ from engines.images.plan import VisionPlan, cut_waves
 from engines.images.processor import ImageProcessor
 from engines.megatron.groups import get_tensor_and_context_group, get_tensor_group
 from engines.megatron.layout import Layout
+from engines.megatron.towers import TowerRunner
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from hardware.attention.inputs import AttentionInputs
@@ -32,12 +32,10 @@ from hardware.transfer import to_device
 
 def add_tower(module: GPTModel, vision: VisionSpec) -> None:
     """Add ``module.vision``, whose weights are the same on every rank, and let its features into the first layers."""
-    tower, settings = resolve_name(vision.tower.module), resolve_name(vision.tower.config)
-    dtype = module.config.params_dtype
-    with no_init_weights():  # every one is read from the folder
-        module.vision = tower._from_config(settings(**vision.config), attn_implementation="sdpa", dtype=dtype)
+    runner: TowerRunner = resolve_name(vision.tower.runner)
+    module.vision = runner.build(vision, module.config.params_dtype)
     if module.config.recompute_granularity == "full":
-        for block in module.vision.blocks:  # none of which draws random numbers
+        for block in runner.list_blocks(module.vision):  # none of which draws random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     for parameter in module.vision.parameters():
         # Each rank sees its own images: Megatron adds gradients of such weights up over tensor-parallel ranks.
@@ -101,6 +99,7 @@ class Vision:
         self.spec, self.module, self.device = model.require_vision(), module, device
         self.processor = ImageProcessor(model.folder, self.spec)
         self.tower = cast(torch.nn.Module, module.vision)
+        self.runner: TowerRunner = resolve_name(self.spec.tower.runner)
         self.learns = any(parameter.requires_grad for parameter in self.tower.parameters())
 
     def embed(
@@ -148,8 +147,7 @@ class Vision:
         pixels = self.processor.patches(images)
         grid = to_device(torch.tensor([image.grid for image in images]), self.device)
         pixels = to_device(pixels.to(self.module.config.params_dtype), self.device)
-        output = self.tower(pixels, grid_thw=grid)
-        return torch.stack([output.pooler_output, *(output.deepstack_features if self.spec.deepstack else ())], 1)
+        return self.runner.see(self.tower, pixels, grid)
 
     def _places(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Find the slots ``[n]`` of this rank's part of the embeddings that hold image tokens, and the row of each."""

@@ -67,16 +67,18 @@ class Tower:
     """The vision tower of a family, as transformers builds it.
 
     Attributes:
-        prefix: what the names of its weights begin with in a saved folder.
-        projector: what those names begin with, past the prefix, of weights that map features to tokens.
+        prefixes: how names begin in the tower's module -> in a saved folder.
+        projector: how those names begin in the module of weights that map features to tokens.
+        runner: the engine's code for this kind of tower (``engines.megatron.towers``), as ``pkgutil.resolve_name``.
         module, config: transformers' classes of the tower and of its settings, as ``pkgutil.resolve_name`` takes them.
         needed: keys that ``vision_config`` must have.
         activation: the only ``hidden_act`` that it may have.
         gated: its MLPs have a gate and its norms are RMS norms; else neither.
-        weights: gives each weight's name past the prefix and its shape, in the order of the tower's modules.
+        weights: gives each weight's name in the module and its shape, in the order of the modules.
+        read: reads the tower from a whole config; None reads Qwen's keys.
     """
 
-    prefix: str
+    prefixes: dict[str, str]
     projector: tuple[str, ...]
     module: str
     config: str
@@ -84,6 +86,13 @@ class Tower:
     activation: str
     gated: bool
     weights: Callable[[VisionSpec], dict[str, tuple[int, ...]]]
+    runner: str = "engines.megatron.towers:QwenTower"
+    read: Callable[[dict, Tower, Path], VisionSpec] | None = None
+
+    def find_folder_name(self, name: str) -> str:
+        """Find the name in a saved folder of a weight of the tower's module."""
+        begin = next(begin for begin in self.prefixes if name.startswith(begin))
+        return self.prefixes[begin] + name.removeprefix(begin)
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,7 @@ class Family:
         ropes: reads the rotary settings, those of each kind of layer; None reads one for all.
         form: reads what the layers compute; None is the form of Llama and Qwen.
         activation: key and only value of the MLP's activation.
+        extract_language: extracts the settings of the language model from those of the whole; None is as Qwen has them.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
         prefix: what the names of the language model's weights begin with in a saved folder.
         renamed: how names begin in transformers' module -> in a saved folder, where they differ.
@@ -119,6 +129,7 @@ class Family:
     ropes: Callable[[dict, Path], tuple[dict, ...]] | None = None
     form: Callable[[dict, Path], LayerForm] | None = None
     activation: tuple[str, str] = ("hidden_act", "silu")
+    extract_language: Callable[[dict], dict] | None = None
     own_head_dim: bool = True
     prefix: str = "model."
     renamed: dict[str, str] = field(default_factory=dict)

@@ -63,7 +63,8 @@ class ModelSpec:
                 raise ValueError(
                     f"model: {path} has model_type {family.model_type!r}, of which no critic is built; use GRPO"
                 )
-            vision, config = VisionSpec.from_config(config, family.tower, path), extract_language_config(config)
+            vision = VisionSpec.from_config(config, family.tower, path)
+            config = (family.extract_language or extract_language_config)(config)
         config = family.defaults | config
         check_keys(config, path, family)
         refuse_unsupported(config, path, family, head)

@@ -24,7 +24,9 @@ class VisionSpec:
         positions: places of a learned grid of positions; 0 without one.
         deepstack: levels of features that are added to the hidden states after as many first layers (arXiv:2406.04334).
         image_token, video_token, start_token, end_token: ids. pad_token: one more that some configs have.
-        axes: for each rotary frequency the axis that turns it: 0 time, 1 height, 2 width (arXiv:2409.12191).
+        axes: for each rotary frequency the axis that turns it: 0 time, 1 height, 2 width (arXiv:2409.12191). None where
+            images have positions as text has.
+        side: patches of the side of every image; None where each has its own size. norm_eps: of the projector's norm.
     """
 
     tower: Tower
@@ -40,11 +42,13 @@ class VisionSpec:
     positions: int
     deepstack: int
     image_token: int
-    video_token: int
+    video_token: int | None
     start_token: int
     end_token: int
     pad_token: int | None
     axes: tuple[int, ...]
+    side: int | None = None
+    norm_eps: float = 1e-6
 
     @classmethod
     def from_config(cls, config: dict, tower: Tower, path: Path) -> "VisionSpec":
@@ -53,6 +57,8 @@ class VisionSpec:
         Raises:
             ValueError: a key is missing, has a wrong type, or asks for something that is not built.
         """
+        if tower.read:
+            return tower.read(config, tower, path)
         vision = config.get("vision_config")
         if not isinstance(vision, dict):
             raise ValueError(f"model: {path} lacks vision_config; save the model again with transformers")
@@ -110,7 +116,7 @@ class VisionSpec:
             raise ValueError(
                 f"model: {path} has vision_config.out_hidden_size {self.out}, expected hidden_size {hidden}"
             )
-        if len(self.axes) != head_dim // 2:
+        if self.axes and len(self.axes) != head_dim // 2:
             raise ValueError(
                 f"model: {path} has an mrope_section of {len(self.axes)} frequencies in all, expected {head_dim // 2}, "
                 "half of a head"
@@ -150,7 +156,7 @@ class VisionSpec:
         tower, parameters = self.tower, []
         for name, shape in self.list_weight_shapes().items():
             part = "projector" if name.startswith(tower.projector) else "vision"
-            parameters.append(Weight(f"vision.{name}", {tower.prefix + name: shape}, part=part))
+            parameters.append(Weight(f"vision.{name}", {tower.find_folder_name(name): shape}, part=part))
         return parameters
 
 

@@ -149,9 +149,11 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
 
     def arguments(one: TrainBatch) -> dict[str, Tensor]:
         ids, images = one.inputs[None], one.images[0] if one.images else ()
-        inputs = {"mm_token_type_ids": (ids == vision.image_token).int(), "attention_mask": torch.ones_like(ids)}
+        kinds = "token_type_ids" if vision.side else "mm_token_type_ids"
+        inputs = {kinds: (ids == vision.image_token).int(), "attention_mask": torch.ones_like(ids)}
         if images:
             inputs["pixel_values"] = torch.cat([processor.patches([image]) for image in images])
+        if images and not vision.side:
             inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
         return inputs
 

@@ -30,8 +30,9 @@ class _Layer:
     """Bytes of one layer's micro-batch on a rank.
 
     Attributes:
-        input: what comes in. norms, mlp: what they keep; late_norms: those after core attention. before: what attention keeps of queries, keys and values
-            before they are rotated. core: what core attention keeps. output: what the projection after it keeps.
+        input: what comes in. norms, mlp: what they keep; late_norms: those after core attention.
+        before: what attention keeps of queries, keys and values before they are rotated. core: what core attention
+            keeps. output: what the projection after it keeps.
         core_input: what is kept in place of ``core`` where that is computed again.
     """
 
