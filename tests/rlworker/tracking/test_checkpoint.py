@@ -87,7 +87,7 @@ def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
 
 
 def test_a_claim_that_comes_too_late_is_given_back(tmp_path, monkeypatch):
-    """Another run came and went between the look and the claim: who then holds on to the folder would keep others out."""
+    """Another run came and went between the look and the claim. Who holds on to the folder keeps others out."""
     late, looks = RunFolder(str(tmp_path / "run")), []
 
     def check(config):
