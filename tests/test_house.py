@@ -331,6 +331,8 @@ def test_naming_a_family_is_no_choice():
 HEAVY = {"transformers", "ray", "vllm", "megatron", "datasets", "pyarrow", "torchvision"}
 HEAVY |= {"plotly", "math_verify", "tensorboard", "wandb"}
 """Packages that take up to ten CPU-seconds to import: a test or fixture that needs one imports it as it runs."""
+HEAVY_MODULES = {"torch.nn.attention.varlen", "torch._dynamo", "torch.fx"}
+"""Modules that bring torch's compiler."""
 LIGHT = [TESTS / "conftest.py", *sorted(TESTS.rglob("test_*.py"))]
 """What every run of pytest loads."""
 
@@ -369,7 +371,7 @@ def way_to(path: Path, packages: set[str]) -> list[str]:
     ways, seen = [(path, [str(path.relative_to(ROOT))])], {path}
     for here, way in ways:  # it grows as it is read
         for module in sorted(imported(here, on_load=True)):
-            if module.split(".")[0] in packages:
+            if module.split(".")[0] in packages or module in HEAVY_MODULES:
                 return [*way, module]
             new = [file for file in files_of(module) if file not in seen]
             seen.update(new)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from hardware.attention.contract import KernelContract
 from hardware.cuda.emulator.contract import REQUIREMENTS, check
@@ -72,6 +71,8 @@ def make_examples(
 
 def build_contract(device: torch.device) -> KernelContract:
     """Build the contract with the calls above, made through torch's own function."""
+    from torch.nn.attention import varlen  # which takes seconds, since it imports torch's compiler
+
     asks_for_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
     def attend(**arguments: Any) -> Any:

@@ -7,7 +7,6 @@ two operators have no public name; they are those of torch 2.11 to 2.14.
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from hardware.cuda.emulator.contract import check
 from hardware.cuda.kernel_call import Call
@@ -19,6 +18,8 @@ _INSTALLED: list[bool] = []
 
 def install() -> None:
     """Give the operators their kernels in this process; once is enough."""
+    from torch.nn.attention import varlen  # which takes seconds, since it imports torch's compiler
+
     if not _INSTALLED:
         varlen._varlen_attn.register_kernel("cpu")(_forward)
         varlen._varlen_attn_backward.register_kernel("cpu")(_backward)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from support.attention import refused_for
-from torch.nn.attention import varlen
 
 from hardware.attention.contract import RefusedError, SilentError
 from hardware.cuda.emulator.contract import REQUIREMENTS, check
@@ -24,9 +23,15 @@ def operator():
     install()
 
 
+def load_varlen():
+    from torch.nn.attention import varlen
+
+    return varlen
+
+
 def attend(**changes):
     arguments = make_example_call() | changes
-    return varlen.varlen_attn(**arguments, enable_gqa=arguments["query"].shape[1] != arguments["key"].shape[1])
+    return load_varlen().varlen_attn(**arguments, enable_gqa=arguments["query"].shape[1] != arguments["key"].shape[1])
 
 
 def test_every_requirement_has_its_calls():
@@ -122,7 +127,7 @@ def test_values_and_gradients_are_those_of_the_definition(case, heads):
     want = by_hand(*exact, *bounds, window)
     drawn = [x.detach().float().requires_grad_() for x in exact]
     cu_seq = [torch.tensor(ends, dtype=torch.int32) for ends in bounds]
-    got, log_sum = varlen.varlen_attn(
+    got, log_sum = load_varlen().varlen_attn(
         *drawn,
         *cu_seq,
         max(queries),
@@ -130,7 +135,7 @@ def test_values_and_gradients_are_those_of_the_definition(case, heads):
         scale=0.3,
         window_size=window,
         enable_gqa=heads[0] != heads[1],
-        return_aux=varlen.AuxRequest(lse=True),
+        return_aux=load_varlen().AuxRequest(lse=True),
     )
     assert torch.allclose(got.double(), want, atol=1e-6) and log_sum.shape == (heads[0], sum(queries))
     weight = torch.randn_like(want)
@@ -139,7 +144,9 @@ def test_values_and_gradients_are_those_of_the_definition(case, heads):
 
 
 def test_the_log_of_the_sum_is_what_a_uniform_query_gets():
-    _, log_sum = attend(query=torch.zeros(8, HEADS, DIM, dtype=torch.bfloat16), return_aux=varlen.AuxRequest(lse=True))
+    _, log_sum = attend(
+        query=torch.zeros(8, HEADS, DIM, dtype=torch.bfloat16), return_aux=load_varlen().AuxRequest(lse=True)
+    )
     assert torch.allclose(log_sum[0].exp(), torch.tensor([1.0, 2, 3, 1, 2, 3, 4, 5]))
 
 
@@ -148,7 +155,7 @@ def test_16_bits_are_rounded_once(dtype):
     """The sums are in fp32, as on the device: half a unit in the last place from the definition."""
     arguments = make_example_call(dtype=dtype)
     tensors = [arguments.pop(name).requires_grad_() for name in ("query", "key", "value")]
-    out = varlen.varlen_attn(*tensors, **arguments, enable_gqa=True)
+    out = load_varlen().varlen_attn(*tensors, **arguments, enable_gqa=True)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     factor = arguments["scale"] / 0.3
     want = by_hand(exact[0] * factor, *exact[1:], [0, 3, 8], [0, 3, 8], (-1, 0))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.ranks.engines_cases import join_group
 from support.ranks.pool import draw_address
-from torch.nn.attention import varlen
 
 from hardware.cuda.platform import CudaPlatform
 from hardware.megatron import shims as megatron_shims
@@ -67,6 +66,8 @@ def test_a_card_that_will_not_do_is_refused_before_megatron_is_there(card, repor
 def test_a_torch_without_the_operator_is_refused(card, monkeypatch):
     def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
         raise AssertionError
+
+    from torch.nn.attention import varlen
 
     monkeypatch.setattr(varlen, "varlen_attn", of_2_10)
     with pytest.raises(RuntimeError, match=r"has no scale and no window_size in torch.nn.attention.varlen, .*2.11"):

@@ -11,6 +11,7 @@ import pytest
 from engines.config import MegatronConfig, OptimizerConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CheckpointConfig, LimitsConfig
+from rlworker.tracking import run_folder
 from rlworker.tracking.run_folder import RunFolder, Score
 
 HELDOUT = Score("heldout", +1)
@@ -83,6 +84,28 @@ def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
             folder.claim(RunConfig(resume=True))
     assert other.returncode == 0
     folder.claim(RunConfig(resume=True))
+
+
+def test_a_claim_that_comes_too_late_is_given_back(tmp_path, monkeypatch):
+    """Another run came and went between the look and the claim. Who holds on to the folder keeps others out."""
+    late, looks = RunFolder(str(tmp_path / "run")), []
+
+    def check(config):
+        looks.append(config)
+        if len(looks) == 2:
+            raise ValueError("already holds a run")
+
+    monkeypatch.setattr(late, "check", check)
+    with pytest.raises(ValueError, match="already holds a run"):
+        late.claim(RunConfig())
+    RunFolder(str(tmp_path / "run")).claim(RunConfig())
+
+
+def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda number: sizes.append((os.fstat(number).st_size, (tmp_path / "a").exists())))
+    run_folder._write(tmp_path / "a", "12345")
+    assert sizes == [(5, False)] and (tmp_path / "a").read_text() == "12345"
 
 
 def test_a_resumed_run_keeps_its_settings(tmp_path):
