@@ -267,7 +267,7 @@ class VllmConfig:
                 f"rollout: max_model_len={self.max_model_len} is above the model's {model.max_positions} positions; "
                 "lower --rollout.max-model-len"
             )
-        if len(set(model.rules)) > 1:
+        if len({rule.window for rule in model.rules}) > 1 and not model.family.mixes_windows:
             raise ValueError(
                 f"rollout: the model has a sliding_window on some layers and none on others, which vLLM does not do "
                 f"for {model.model_type}; set max_window_layers in its config.json to 0 or use_sliding_window to false"

@@ -112,6 +112,7 @@ class Family:
         form: reads what the layers compute; None is the form of Llama and Qwen.
         activation: key and only value of the MLP's activation.
         extract_language: extracts the settings of the language model from those of the whole; None is as Qwen has them.
+        mixes_windows: vLLM knows layers with a window and layers without one.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
         prefix: what the names of the language model's weights begin with in a saved folder.
         renamed: how names begin in transformers' module -> in a saved folder, where they differ.
@@ -130,6 +131,7 @@ class Family:
     form: Callable[[dict, Path], LayerForm] | None = None
     activation: tuple[str, str] = ("hidden_act", "silu")
     extract_language: Callable[[dict], dict] | None = None
+    mixes_windows: bool = False
     own_head_dim: bool = True
     prefix: str = "model."
     renamed: dict[str, str] = field(default_factory=dict)

@@ -60,6 +60,12 @@ def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
             f"model: {path} has mm_tokens_per_image {tokens}, expected the square of a divisor of {side}, the patches "
             "of an image's side"
         )
+    window = config["text_config"].get("sliding_window", TEXT.defaults["sliding_window"])
+    if tokens > window:
+        raise ValueError(
+            f"model: {path} has mm_tokens_per_image {tokens} above its sliding_window {window}, so that an image would "
+            "not see all of itself on every layer: rollouts and training read that rule differently"
+        )
     if vision["hidden_act"] != tower.activation:
         raise ValueError(
             f"model: {path} has vision_config.hidden_act {vision['hidden_act']!r}, expected {tower.activation!r}"

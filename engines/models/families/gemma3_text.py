@@ -97,4 +97,5 @@ FAMILY = Family(
     ropes=read_ropes,
     form=read_form,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
+    mixes_windows=True,
 )
