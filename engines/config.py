@@ -16,6 +16,7 @@ from engines.validation import (
     read_installed_fields,
 )
 from hardware.attention.capabilities import check_override
+from hardware.attention.rollouts import check_rollout_override
 from hardware.attention.rules import compute_slot_unit
 
 
@@ -237,11 +238,14 @@ class VllmConfig:
     image_memory_mb: Annotated[int, Ge(1)] = 8192
     """Memory that an engine's images may take at once while they are decoded; the other prompts wait for these to be
     answered."""
+    attention_override: tuple[str, ...] = ()
+    """Refused cells of the capability table of rollouts that are used all the same: backend/rule."""
     vllm: PassThrough = field(default_factory=dict)
     """Further arguments of vLLM's LLM."""
 
     def __post_init__(self):
         check_types("rollout", self)
+        check_rollout_override(self.attention_override)
         # Below vLLM samples at 0.01 (0.32, sampling_params), or greedily; above it refuses.
         rule = "from 0.01 to 2, which vLLM takes (a greedy policy has no gradient)"
         check_numbers("rollout", self, rule, lambda x: 0.01 <= x <= 2, "temperature")
@@ -267,8 +271,24 @@ class VllmConfig:
                 f"rollout: max_model_len={self.max_model_len} is above the model's {model.max_positions} positions; "
                 "lower --rollout.max-model-len"
             )
+        if any(rule.images for rule in model.rules):
+            self._check_whole_prompts()
         if len({rule.window for rule in model.rules}) > 1 and not model.family.mixes_windows:
             raise ValueError(
                 f"rollout: the model has a sliding_window on some layers and none on others, which vLLM does not do "
                 f"for {model.model_type}; set max_window_layers in its config.json to 0 or use_sliding_window to false"
+            )
+
+    def _check_whole_prompts(self) -> None:
+        """Raise ValueError where vLLM would compute a prompt in parts, which may cut an image."""
+        if self.vllm.get("enable_chunked_prefill"):
+            raise ValueError(
+                "rollout: --rollout.vllm enable_chunked_prefill would cut images, whose tokens see each other both ways "
+                "in this model; leave it out"
+            )
+        if (budget := self.vllm.get("max_num_batched_tokens", self.max_model_len)) < self.max_model_len:
+            raise ValueError(
+                f"rollout: --rollout.vllm max_num_batched_tokens {budget} is below --rollout.max-model-len "
+                f"{self.max_model_len}, and this model's prompts are computed whole: a part of one could end within an "
+                "image; raise it, or lower --rollout.max-model-len"
             )

@@ -108,6 +108,9 @@ class Platform(Protocol):
     """Its numbers are the same bits each time, whether that is asked for or not."""
     rollout_head_dims: tuple[int, ...]
     """Attention head sizes that vLLM has kernels for here."""
+    rollout_backends: tuple[str, ...]
+    """Backends of the capability table of rollouts (hardware.attention.rollouts) that vLLM has on the machines where
+    this platform rolls out, the one to be preferred first."""
     rollout_block_tokens: int
     """Tokens whose keys and values vLLM keeps together."""
     rollout_kv_cache_mb: int
@@ -173,6 +176,15 @@ class Platform(Protocol):
 
     def get_rollout_env(self) -> dict[str, str]:
         """Return the environment of a vLLM process, set before vllm is imported."""
+        ...
+
+    def install_rollout_backend(self, backend: str) -> str | None:
+        """Have vLLM engines that this process starts compute attention by one of ``rollout_backends``.
+
+        Returns:
+            name of the class that must build their attention's metadata once they have started; None where vLLM chooses
+            among several by itself.
+        """
         ...
 
 

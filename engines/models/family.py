@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,6 +77,7 @@ class Tower:
         gated: its MLPs have a gate and its norms are RMS norms; else neither.
         weights: gives each weight's name in the module and its shape, in the order of the modules.
         read: reads the tower from a whole config; None reads Qwen's keys.
+        margin: newlines before the start token of an image and after its end token.
     """
 
     prefixes: dict[str, str]
@@ -88,6 +90,7 @@ class Tower:
     weights: Callable[[VisionSpec], dict[str, tuple[int, ...]]]
     runner: str = "engines.megatron.towers:QwenTower"
     read: Callable[[dict, Tower, Path], VisionSpec] | None = None
+    margin: str = ""
 
     def find_folder_name(self, name: str) -> str:
         """Find the name in a saved folder of a weight of the tower's module."""
@@ -138,6 +141,11 @@ class Family:
     tower: Tower | None = None
 
     def find_architecture(self, head: Head) -> str:
-        """Find HuggingFace's class of a model with this head; a critic is a token classification."""
-        critic = self.architecture.replace("ForCausalLM", "ForTokenClassification")
-        return self.architecture if head == "language" else critic
+        """Find the name of HuggingFace's class of a model with this head; a critic is a token classification.
+
+        Of a vision-language model transformers has none: who goes by that name refuses a critic, and does not take it
+        for a model that speaks.
+        """
+        if head == "language":
+            return self.architecture
+        return re.sub("For(CausalLM|ConditionalGeneration)$", "ForTokenClassification", self.architecture)

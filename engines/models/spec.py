@@ -59,10 +59,6 @@ class ModelSpec:
         config = read_object(path)
         family, vision = find_family(config.get("model_type"), path), None
         if family.tower:
-            if head == "value":
-                raise ValueError(
-                    f"model: {path} has model_type {family.model_type!r}, of which no critic is built; use GRPO"
-                )
             vision = VisionSpec.from_config(config, family.tower, path)
             config = (family.extract_language or extract_language_config)(config)
         config = family.defaults | config

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from unittest.mock import patch
 
+from engines.probes import family_faults
 from hardware.attention.faults import ATTENTION_FAULTS, Patch, collect_faults
 
 
@@ -230,6 +231,22 @@ FAULTS: dict[str, Fault] = {
     "one window over all images": Fault(_one_window_over_all_images, "images", model="qwen3_vl"),
     "features one row off": Fault(_features_one_row_off, "layouts", model="qwen3_vl"),
     "positions of the neighbour": Fault(_positions_of_the_neighbour, "layouts", model="qwen3_vl"),
+    **{
+        name: Fault(patches, "layouts", model="gemma3")
+        for name, patches in {
+            "rotary kinds swapped": family_faults.swap_rotary_kinds,
+            "a norm without its one": family_faults.leave_out_the_one,
+            "post norms left out": family_faults.leave_out_post_norms,
+            "scores scaled by the head's size": family_faults.scale_by_head_size,
+            "features scaled like text": family_faults.scale_features,
+            "images on the wrong layers": family_faults.see_images_on_some_layers,
+            "image block off by one": family_faults.shift_image_block,
+        }.items()
+    },
+    "a rollout that sees images causally": Fault(
+        family_faults.see_images_causally, "rollout", where="rollouts", model="gemma3"
+    ),
+    "an image cut by a chunk": Fault(family_faults.cut_images, "rollout", where="rollouts", model="gemma3"),
     "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", cp=2),
 }
 """Every fault by its name."""

@@ -165,9 +165,9 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
         _axes(engine, _positions(case.lengths)),
         torch.zeros_like(ids),
         torch.ones(len(ids), dtype=torch.bool),
-        None if engine.model.vision else torch.tensor(case.image_block),  # which would ask for images
+        torch.tensor(case.image_block),
     )
-    with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)):
+    with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)), _blind(engine):
         outputs = compute_outputs(engine, kind, batch)
     return None if outputs is None else torch.stack([outputs.logprobs, outputs.entropy], dim=1)
 
@@ -285,6 +285,16 @@ def _settings(engine: MegatronEngine, **changes):
 
 
 @contextlib.contextmanager
+def _blind(engine: MegatronEngine):
+    """Let image tokens be embedded as text is, for sequences without images."""
+    vision, engine.vision = engine.vision, None
+    try:
+        yield
+    finally:
+        engine.vision = vision
+
+
+@contextlib.contextmanager
 def _pad_id(engine: MegatronEngine, pad_id: int):
     previous, engine.pad_id = engine.pad_id, pad_id
     try:
@@ -298,8 +308,9 @@ def _positions(lengths: tuple[int, ...]) -> Tensor:
 
 
 def _axes(engine: MegatronEngine, positions: Tensor) -> Tensor:
-    """Expand positions ``[N]`` for a model that sees images: ``[N, 3]``, alike in all three, as text has them."""
-    return positions[:, None].expand(-1, 3) if engine.model.vision else positions
+    """Expand positions ``[N]`` for a model that gives images axes: ``[N, 3]``, alike in all three, as text has them."""
+    has_axes = engine.model.vision and engine.model.vision.axes
+    return positions[:, None].expand(-1, 3) if has_axes else positions
 
 
 def _changes(before: Tensor, after: Tensor, copies: int) -> np.ndarray:

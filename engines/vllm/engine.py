@@ -11,10 +11,13 @@ from vllm.inputs import TokensPrompt
 
 from engines.batch.samples import Completion, Prompt, Sampling
 from engines.config import VllmConfig
+from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
 from engines.weight_sync import WeightBucket
+from hardware.attention.rollouts import find_rollout_backend
+from hardware.platform import Platform
 
 
 def _tie_alike(config):
@@ -33,12 +36,18 @@ class VllmEngine:
 
     Args:
         model: read from ``model.folder``; its weights count as version 0.
+
+    Raises:
+        ValueError: vLLM has no backend here that honours the model's rules.
+        RuntimeError: it took another one than it was told.
     """
 
-    def __init__(self, model: ModelSpec, config: VllmConfig):
+    def __init__(self, model: ModelSpec, config: VllmConfig, platform: Platform):
         self.model, self.config = model, config
         self.version = 0
         self._names: set[str] = set()
+        backend = find_rollout_backend(platform.rollout_backends, model.rules, config.attention_override)
+        builder = platform.install_rollout_backend(backend)
         settings: dict[str, Any] = dict(
             model=model.folder,
             dtype=config.dtype,
@@ -55,13 +64,24 @@ class VllmEngine:
         )
         if model.vision:
             # Images are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
-            settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}, "hf_overrides": _tie_alike}
+            others = {} if model.vision.video_token is None else {"video": 0}
+            settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": _tie_alike}
             # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
             settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
+        if any(rule.images for rule in model.rules):
+            # A chunk may end within an image, even where vLLM is asked to keep images whole (vLLM issue 52306).
+            settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(config.max_model_len, 2048)}
         if config.kv_cache_mb:
             settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
-        self.llm = LLM(**settings, **cast(dict[str, Any], config.vllm))
+        self.llm = LLM(**(settings | cast(dict[str, Any], config.vllm)))
+        found = self.llm.collective_rpc("list_metadata_builders")[0]
+        if builder and found != [builder]:  # an upstream change may pass over what was installed, without a word
+            self.close()
+            raise RuntimeError(
+                f"rollout: vLLM computes attention with {found}, expected {[builder]} for {backend}; this version of "
+                "vLLM does not take the backend that was registered with it: install the one in requirements"
+            )
 
     def close(self) -> None:
         """End vLLM and free its memory, as far as this process can; another engine may be started in it."""
@@ -112,12 +132,7 @@ class VllmEngine:
         """Make vLLM's request of a prompt, with one token for each image: vLLM puts all of its tokens there."""
         if not prompt.images:
             return TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        vision, remaining, ids = self.model.require_vision(), list(prompt.images), []
-        place = 0
-        while place < len(prompt.token_ids):
-            token = prompt.token_ids[place]
-            ids.append(token)
-            place += remaining.pop(0).tokens(vision.merge) if token == vision.image_token else 1
+        ids = collapse_images(prompt.token_ids, prompt.images, self.model)
         decoded = {"image": [decode(image) for image in prompt.images]}
         digests = {"image": [image.digest for image in prompt.images]}
         return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from hardware.platform import Platform
 
@@ -44,6 +46,9 @@ def build_attention_faults(
     def patch_all(places: Iterable[Place], wrap: Callable) -> list[Patch]:
         return [(*place, wrap) for place in places]
 
+    def masks_of(change: Callable) -> list[Patch]:
+        return patch_all(lowerings, lambda lower: lambda spec, rule, *args: lower(change(spec, rule), rule, *args))
+
     def change_rule(change: Callable) -> list[Patch]:
         masks = patch_all(lowerings, lambda lower: lambda spec, rule, *args: lower(spec, change(rule), *args))
         return masks + patch_all(rule_calls, lambda call: lambda rule, *args: call(change(rule), *args))
@@ -54,6 +59,7 @@ def build_attention_faults(
         "inverted polarity": patch_all(dense_masks, _inverted) + list(inverted),
         "None where None means full": list(without_mask),
         "window off by one": change_rule(lambda rule: replace(rule, window=rule.window and rule.window + 1)),
+        "a window that closes an image's future": masks_of(_images_cut_at_the_window),
         "causal where the image rule was asked": change_rule(lambda rule: replace(rule, images=False)),
         "padding seen": patch_all(lowerings, _open_to_padding),
     }
@@ -94,6 +100,18 @@ def _second_boundary_moved(spec):
     for sizes in (lengths, padded):
         sizes[0], sizes[2] = sizes[0] + 1, sizes[2] - 1
     return replace(spec, lengths=tuple(lengths), padded=tuple(padded))
+
+
+def _images_cut_at_the_window(spec, rule):
+    """Where a window closes the future too, the first tokens of an image that is longer do not see its last ones."""
+    if spec.image_block is None or rule.window is None:
+        return spec
+    block, begins = np.asarray(spec.image_block), np.zeros(len(spec.image_block), dtype=bool)
+    begins[np.cumsum((0, *spec.lengths[:-1]))[np.asarray(spec.lengths) > 0]] = True
+    begins[1:] |= block[1:] != block[:-1]
+    place = np.arange(len(block)) - np.maximum.accumulate(np.where(begins, np.arange(len(block)), 0))  # within a run
+    cut = block * (len(block) + 1) + place // rule.window  # a part of an image has a number of its own
+    return replace(spec, image_block=np.where(block < 0, -1, cut))
 
 
 def _inverted(mask: Callable) -> Callable:

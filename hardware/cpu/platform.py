@@ -31,6 +31,7 @@ class CpuPlatform:
     kernel_memory = KernelMemory(copies_output=True)
     repeats = True
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
+    rollout_backends = ("vllm_cpu", "vllm_cpu_images")
     rollout_block_tokens = 128  # vllm 0.32, platforms/cpu
 
     @property
@@ -102,3 +103,8 @@ class CpuPlatform:
             "TORCH_COMPILE_DISABLE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+    def install_rollout_backend(self, backend):
+        from hardware.cpu.image_rule import install
+
+        return install(backend)

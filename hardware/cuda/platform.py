@@ -73,6 +73,7 @@ class CudaPlatform(_CudaAttention):
     kernel_memory = KernelMemory(fuses_norms=True, expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128)
     repeats = False
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # untested: sizes of vllm's flash kernels
+    rollout_backends = ("vllm_cuda",)
     rollout_block_tokens = 16  # vllm, config/cache
     rollout_kv_cache_mb = 16 * 1024
 
@@ -128,6 +129,9 @@ class CudaPlatform(_CudaAttention):
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+    def install_rollout_backend(self, backend):
+        return None  # vLLM refuses a backend that does not know the rules of a model, and takes another
 
 
 class EmulatedCudaPlatform(_CudaAttention, CpuPlatform):

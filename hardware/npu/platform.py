@@ -70,6 +70,7 @@ class NpuPlatform(_NpuAttention):
     kernel_memory = KernelMemory()
     repeats = False
     rollout_head_dims = (64, 128, 192, 256)  # untested: sizes of the models that vllm-ascend's documentation lists
+    rollout_backends = ("vllm_ascend",)
     rollout_block_tokens = 128  # vllm-ascend 0.23, utils.refresh_block_size
     rollout_kv_cache_mb = 16 * 1024
 
@@ -143,6 +144,9 @@ class NpuPlatform(_NpuAttention):
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+    def install_rollout_backend(self, backend):
+        return None
 
 
 class EmulatedNpuPlatform(_NpuAttention, CpuPlatform):

@@ -10,6 +10,7 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image, Prompt
 from engines.images.columns import make_image_columns
+from engines.images.placeholders import list_margin_tokens, make_placeholders
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from engines.probes.case import ProbeCase
@@ -66,7 +67,8 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     if windows:
         lengths = (*_LENGTHS, min(max(windows) + 6, model.max_positions - 1))
     generator = torch.Generator().manual_seed(1)
-    text = torch.tensor(sorted(set(range(model.vocab)) - set(model.banned_tokens) - _padding_tokens(model.folder)))
+    special = {*model.banned_tokens, *list_margin_tokens(model), *_padding_tokens(model.folder)}
+    text = torch.tensor(sorted(set(range(model.vocab)) - special))
     ids = [text[torch.randint(len(text), (n + 1,), generator=generator)].tolist() for n in lengths * replicas]
     prompts = [1 + min(i % 3, len(s) - 1) for i, s in enumerate(ids)]
     sampled_prompts = [Prompt(tuple(s[:4])) for s in ids[: len(lengths)] if len(s) > 4]
@@ -105,11 +107,7 @@ def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tupl
 
 def _insert_images(ids: list[int], prompt: int, images: tuple[Image, ...], model: ModelSpec) -> list[int]:
     """Put images at the end of a prompt, with their tokens around and between them."""
-    placeholders = []
-    for image in images:
-        vision = model.require_vision()
-        placeholders += [vision.start_token, *[vision.image_token] * image.tokens(vision.merge), vision.end_token]
-    return ids[:prompt] + placeholders + ids[prompt:]
+    return ids[:prompt] + make_placeholders(images, model) + ids[prompt:]
 
 
 def _make_probe_case(lengths: tuple[int, ...]) -> ProbeCase:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
-TinyVlm = Literal["qwen2_5_vl", "qwen3_vl"]
+TinyVlm = Literal["qwen2_5_vl", "qwen3_vl", "gemma3"]
 Tiny = Literal["qwen2", TinyVlm]
 """HF model_type of a tiny model."""
 
@@ -28,6 +28,26 @@ _LANGUAGE: dict[str, Any] = dict(
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+}
+_GEMMA_LANGUAGE: dict[str, Any] = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,  # the scores' scale is not that of the head's size
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "pad_token_id": None,
+}
+_GEMMA_VISION: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "vision_use_head": False,
 }
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 _PATCH, _MERGE = 14, 2
@@ -88,6 +108,8 @@ def make_tiny_vlm(
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
+    if family == "gemma3":
+        return _make_tiny_gemma(folder, tokenizer, vocab, seed, tied, language or {}, vision or {}, apart)
     rope, heads = _ROPE | {"mrope_section": [8, 4, 4]}, {}
     if family == "qwen3_vl":
         rope, heads = rope | {"mrope_interleaved": True}, {"head_dim": 32}
@@ -122,6 +144,69 @@ def make_tiny_vlm(
     }
     (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
     return saved
+
+
+def _make_tiny_gemma(
+    folder: str | Path, tokenizer: Any, vocab: int, seed: int, tied: bool, language: dict, vision: dict, apart: float
+) -> str:
+    """Save a Gemma 3 with images, its weights named as in the released folders, which vLLM reads too."""
+    import torch
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3ImageProcessor,
+        Gemma3Processor,
+        PreTrainedTokenizerFast,
+    )
+
+    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
+    start, image, end, _ = IMAGE_TOKENS
+    names = {"boi_token": start, "image_token": image, "eoi_token": end}
+    named = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        unk_token=tokenizer.unk_token,
+        pad_token=tokenizer.pad_token,
+        chat_template=tokenizer.chat_template,
+        extra_special_tokens=names,
+    )
+    start_id, image_id, end_id = named.convert_tokens_to_ids([start, image, end])
+    ends = dict(bos_token_id=named.bos_token_id, eos_token_id=named.eos_token_id)
+    text = _LANGUAGE | _GEMMA_LANGUAGE | {"vocab_size": vocab} | ends | language
+    tower = _GEMMA_VISION | vision
+    _seed(seed)
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=tower,
+        mm_tokens_per_image=4,
+        boi_token_index=start_id,
+        eoi_token_index=end_id,
+        image_token_index=image_id,
+        tie_word_embeddings=tied,
+    )
+    model = Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "mm_input_projection" in name:  # born zero
+                parameter.normal_(0, 0.3)
+            elif "vision_tower" in name and parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    saved = save_apart(model, folder, apart)
+    _name_as_released(Path(folder, "model.safetensors"))
+    side = tower["image_size"]
+    images = Gemma3ImageProcessor(size={"height": side, "width": side}, do_pan_and_scan=False)
+    Gemma3Processor(images, named, image_seq_length=4, chat_template=tokenizer.chat_template).save_pretrained(folder)
+    return saved
+
+
+def _name_as_released(path: Path) -> None:
+    """Rename a tower's weights, which transformers 5 saves as vLLM does not know them and reads by both names."""
+    from safetensors.torch import load_file, save_file
+
+    here, there = "vision_tower.", "vision_tower.vision_model."
+    weights = {name.replace(here, there, 1): tensor for name, tensor in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def _seed(seed: int) -> None:

@@ -25,7 +25,16 @@ from rlworker.checks.case import Case
 from rlworker.checks.huggingface import Reference, probe_loss
 
 KINDS = ("bshd", "thd")
-RULES = (CAUSAL, Rule(window=3), Rule(chunk=4), Rule(images=True), Rule(prefix=True), Rule(causal=False))
+RULES = (
+    CAUSAL,
+    Rule(window=3),
+    Rule(chunk=4),
+    Rule(images=True),
+    Rule(images=True, window=3),
+    Rule(prefix=True),
+    Rule(causal=False),
+)
+"""Rules to probe with; of the images, one is longer than the window."""
 _JUMP = 5.0
 """A layer at which the difference grows by this factor is where it comes from."""
 

@@ -202,7 +202,7 @@ class RolloutWorker(_Worker):
         with pausing_collection():
             gc.freeze()  # vLLM collects five times of its own while it starts
             cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
-            self.engine: RolloutEngine = VllmEngine(model, replace(config, kv_cache_mb=cache_mb))
+            self.engine: RolloutEngine = VllmEngine(model, replace(config, kv_cache_mb=cache_mb), self.platform)
 
     def close(self) -> None:
         """Give up the engine. ``start`` may follow, with another model.

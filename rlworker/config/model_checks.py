@@ -8,6 +8,7 @@ from engines.images.processor import ImageProcessor
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend
+from hardware.attention.rollouts import find_rollout_backend, list_parts
 from hardware.attention.rules import CAUSAL
 from hardware.platform import Platform
 from hardware.platforms import get_platform
@@ -28,6 +29,7 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
             f"rollout: vLLM on platform {platform_name!r} has no attention for the model's head_dim "
             f"{model.head_dim}, expected one of {list(platform.rollout_head_dims)}"
         )
+    check_rollout_rules(model, rollout, platform)
     _check_cache(model, rollout, platform)
     return model
 
@@ -82,6 +84,18 @@ def check_rules(model: ModelSpec, actor: MegatronConfig, platform: Platform) -> 
             )
     for rule in set(model.rules):
         find_backend(platform.attention_backends, actor.layout, actor.cp, rule, actor.attention_override)
+
+
+def check_rollout_rules(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:
+    """Raise ValueError where vLLM on the machine that rolls out honours not all of the rules, or an override does
+    nothing."""
+    backend = find_rollout_backend(platform.rollout_backends, model.rules, rollout.attention_override)
+    used = {f"{backend}/{part}" for part in list_parts(model.rules)}
+    if idle := sorted(set(rollout.attention_override) - used):
+        raise ValueError(
+            f"rollout: attention_override {idle} does nothing for this model, which rolls out by {backend} on platform "
+            f"{platform.name!r} and needs {sorted(used)}; leave it out"
+        )
 
 
 def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:

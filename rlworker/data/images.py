@@ -116,7 +116,8 @@ class ImageReader:
                 f"model: the tokenizer calls tokens {ids}, which config.json gives to images, {tokens}; take the "
                 "tokenizer that belongs to the model"
             )
-        return text.replace(MARKER, "".join(tokens))
+        margin = vision.tower.margin
+        return text.replace(MARKER, f"{margin}{''.join(tokens)}{margin}")
 
     def expand_ids(self, ids: Sequence[int], images: tuple[Image, ...], where: str, data: "DataConfig") -> list[int]:
         """Repeat the token of each image as often as the tower makes tokens of it: ``[n] -> [m]`` ids.

@@ -76,6 +76,7 @@ def write_report(folder: Path) -> Path:
     html = page.render(
         name=folder.name,
         summary={"platform": describe(get_platform(stored["platform"]))}
+        | _describe_approximation(stored)
         | (json.loads(summary.read_text()) if summary.is_file() else _summarise_run(lines)),
         plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
         phases=_tabulate_phases(steps),
@@ -87,6 +88,12 @@ def write_report(folder: Path) -> Path:
     path = folder / "report.html"
     path.write_text(html, encoding="utf-8")
     return path
+
+
+def _describe_approximation(stored: dict) -> dict[str, str]:
+    """Name the rules that rollouts did not honour; nothing where they honoured all."""
+    override = stored.get("rollout", {}).get("attention_override")
+    return {"rollouts": f"approximate: {', '.join(override)} did not honour the model's rule"} if override else {}
 
 
 def _find_missing_package(folder: Path) -> str:

@@ -9,6 +9,7 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, get_logprobs, get_values
 from engines.interfaces import LossFn
+from hardware.attention.rollouts import list_rollout_warnings
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_group_size, configure_advantage
 from rlworker.algorithms.losses import Aggregation, configure_loss, token_mean, value_loss
 from rlworker.cluster.rollout_group import Rollouts
@@ -115,6 +116,11 @@ class Trainer(Run[RunConfig]):
         parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
 
+    def begin(self) -> None:
+        super().begin()
+        for warning in list_rollout_warnings(self.config.rollout.attention_override):
+            LOGGER.warning(warning)
+
     def _list_groups(self) -> Iterator[tuple]:
         """Name, platform, engines and seed of each group of training processes."""
         config, temperature = self.config, self.config.rollout.temperature
@@ -157,6 +163,8 @@ class Trainer(Run[RunConfig]):
             self.check_canary()
         self.steps_done += 1
         metrics |= step_metrics.measure_batch(batch)
+        if approximate := self.config.rollout.attention_override:
+            metrics["approximate_rules"] = len(approximate)
         return step_metrics.complete_step(metrics, version, clock.total()), pick_samples(groups)
 
     def _count_empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:

@@ -26,6 +26,7 @@ RECIPES = {
     "distill": ("--algorithm.reference",),
     "sft_text": (),
     "grpo_geo3k": (),
+    "ppo_geo3k": (),
     "sft_vlm": (),
 }
 """Recipe -> options that name further models."""
@@ -47,14 +48,24 @@ LLAMA_8B = {
 }
 """The shape of Llama 3.1 8B."""
 TRACED = ("--profile-steps", "2:2")
+GEMMA = ("--smoke-model", "gemma3")
 SMOKES = [
     *((name, TRACED if name == "ppo_gsm8k" else ()) for name in RECIPES),
     *((name, NPU) for name in ON_NPU),
     ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
+    ("ppo_geo3k", ("--smoke-model", "qwen3_vl")),
+    ("ppo_geo3k", GEMMA),
+    ("sft_vlm", GEMMA),
 ]
-BY_HAND = {("grpo_gsm8k", NPU), ("grpo_geo3k", NPU)}
-"""Those that no suite runs: the rest of the emulated platform's matrix."""
+BY_HAND = {
+    ("grpo_gsm8k", NPU),
+    ("grpo_geo3k", NPU),
+    ("ppo_geo3k", ()),
+    ("ppo_geo3k", ("--smoke-model", "qwen3_vl")),
+    ("sft_vlm", GEMMA),
+}
+"""Those that no suite runs: the rest of the emulated platform's matrix, and of the families'."""
 ALWAYS = {("dapo_math", ()), ("grpo_geo3k", ())}
 """Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with images
 and a KL penalty. Tests of the trainers have what else differs in the others."""
@@ -152,7 +163,7 @@ SIZES = {
 @pytest.mark.parametrize("platform", ["cpu", "npu"])
 def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
     """Of 80 GB as the recipe states, of a node's sixteen cards as its platform does."""
-    sees = recipe in ("grpo_geo3k", "sft_vlm")
+    sees = recipe in ("grpo_geo3k", "ppo_geo3k", "sft_vlm")
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B if sees else LLAMA_8B))
     others = [word for option in RECIPES[recipe] for word in (option, str(tmp_path))]
     settings = ["--model", str(tmp_path), "--platform", platform, *others]

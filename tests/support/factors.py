@@ -4,7 +4,7 @@ import math
 import re
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
-IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 TIED = ("tied", "untied")
 LAYOUTS = ("bshd", "thd")
 PLATFORMS = ("cpu", "cuda-emulated", "npu-emulated")

@@ -128,5 +128,6 @@ FAMILY = replace(
         gated=False,
         weights=list_tower_weights,
         read=read_vision,
+        margin="\n\n",
     ),
 )

@@ -9,9 +9,17 @@ from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import ROWS, make_images, make_vlm_batch, name_part, run_vlm_case
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
+from rlworker.checks.huggingface import (
+    load_huggingface,
+    make_image_arguments,
+    name_gradients,
+    probe_loss,
+    run_forward,
+)
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6}
+OF_THE_LARGEST = 2e-6
+"""Gradients of Gemma's embedding are multiplied by sqrt(hidden): the limit grows with the largest gradient."""
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +29,9 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {family: make_vlm(tmp_path_factory.mktemp(family), family) for family in IMAGE_FAMILIES}
+    # Gemma as it is released: where stages are several, the first and the last share the embedding.
+    tied = {"gemma3"}
+    return {family: make_vlm(tmp_path_factory.mktemp(family), family, family in tied) for family in IMAGE_FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +111,28 @@ def test_parity_where_some_ranks_see_no_image(four_ranks, folders, images, measu
     check(ranks, hf_results(folders[family], images, rows), measured, f"{family} TP2-CP2 one image")
 
 
+def test_the_image_rule_moves_the_test_model(folders, images):
+    """Else parity would prove nothing of it: at least 0.3 in a logit, in fp32, against the same model read causally."""
+    spec = ModelSpec.from_folder(folders["gemma3"])
+    model, batch, see = load_huggingface(spec), make_vlm_batch(spec, images), make_image_arguments(spec)
+
+    def read_causally(one):
+        return {name: x * (name != "token_type_ids") for name, x in see(one).items()}
+
+    with torch.no_grad():
+        both_ways, causal = (run_forward(model, spec, batch, probe_loss, arguments=a) for a in (see, read_causally))
+    assert float((both_ways.logits - causal.logits).abs().max()) >= 0.3
+
+
+EMULATED = (("cuda-emulated", "thd"), ("cuda-emulated", "bshd"), ("npu-emulated", "bshd"))
+
+
+@pytest.mark.parametrize(("platform", "layout"), EMULATED)
+def test_images_both_ways_on_emulated_devices(pool_of, folders, images, reference, measured, platform, layout):
+    args = folders["gemma3"], images, {"layout": layout}, platform
+    check(pool_of("one").run(run_vlm_case, draw_address(), *args), reference("gemma3"), measured, platform)
+
+
 OTHERS = {
     "CP2, one image at a time": ("CP2", {"budget": 1}),
     "TP2 with slots": ("TP2", {"slots": 160, "recompute": "core"}),
@@ -137,4 +169,6 @@ def check(ranks: list[dict], want: dict, measured, label: str, frozen: tuple[str
     worst = max(differences, key=differences.get)
     found["gradients"] = differences[worst]
     measured(found)
-    assert all(found[name] <= limit for name, limit in LIMITS.items()), (label, found, worst)
+    largest = max(float(gradient.abs().max()) for gradient in want["gradients"].values())
+    limits = LIMITS | {"gradients": max(LIMITS["gradients"], OF_THE_LARGEST * largest)}
+    assert all(found[name] <= limit for name, limit in limits.items()), (label, found, worst)

@@ -2,13 +2,18 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.factors import IMAGE_FAMILIES
 from support.models import make_vlm
 from support.ranks.vlm_cases import QWEN2_5_VL_7B, name_part
 
+from engines.images.processor import ImageProcessor
+from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
+from rlworker.checks.tiny_models import make_tiny_model
 
 
 def spec_of(folder, config: dict) -> ModelSpec:
@@ -46,7 +51,7 @@ def test_names_and_shapes_are_those_of_the_saved_model(tmp_path, family):
     assert {name: spec.find_part(name) for name in shapes} == {name: name_part(name) for name in shapes}
 
 
-@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_interleaved_and_sectioned_axes_are_those_of_transformers(tmp_path, family):
     """Each frequency's axis, found from the angles that transformers itself computes."""
     import torch
@@ -102,7 +107,83 @@ def test_what_cannot_be_built_is_refused_by_name(tmp_path, change, message):
     assert message in str(error.value)
 
 
-def test_no_critic_of_it_is_built(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B))
-    with pytest.raises(ValueError, match="of which no critic is built; use GRPO"):
-        ModelSpec.from_folder(tmp_path, head="value")
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_a_critic_is_no_model_that_speaks(tmp_path, family):
+    """transformers has no class for it: by its name others refuse it, and so do we as an actor."""
+    path = tmp_path / "config.json"
+    critic = ModelSpec.from_folder(make_vlm(tmp_path, family), head="value")
+    assert critic.architecture.endswith("ForTokenClassification") and not critic.tied
+    assert critic.list_hf_names() >= {"score.weight", "score.bias"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [critic.architecture]}))
+    assert ModelSpec.from_folder(tmp_path, head="value").list_hf_names() == critic.list_hf_names()
+    with pytest.raises(ValueError, match="has architectures .*ForTokenClassification.*, expected .*ForCond"):
+        ModelSpec.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mm_tokens_per_image": 16, "text_config.sliding_window": 12}, "mm_tokens_per_image 16 above its sliding_win"),
+        ({"mm_tokens_per_image": 9}, "has mm_tokens_per_image 9, expected the square of a divisor of 4"),
+        ({"text_config.final_logit_softcapping": 30.0}, "sets final_logit_softcapping, which the engine does not"),
+        ({"text_config.attn_logit_softcapping": 50.0}, "sets attn_logit_softcapping, which the engine does not"),
+        ({"text_config.use_bidirectional_attention": True}, "sets use_bidirectional_attention, which the engine does"),
+        ({"vision_config.hidden_act": "relu"}, "has vision_config.hidden_act 'relu', expected 'gelu_pytorch_tanh'"),
+        ({"text_config.hidden_activation": "silu"}, "has hidden_activation 'silu', expected 'gelu_pytorch_tanh'"),
+        ({"image_token_index": 131}, "has an image token 131, expected one below vocab_size 131"),
+    ],
+)
+def test_what_cannot_be_built_of_gemma_is_refused_by_name(tmp_path, change, message):
+    config = json.loads((Path(make_tiny_model(tmp_path, "gemma3")) / "config.json").read_text())
+    for key, value in change.items():
+        *outer, last = key.split(".")
+        (config[outer[0]] if outer else config)[last] = value
+    with pytest.raises(ValueError) as error:
+        spec_of(tmp_path, config)
+    assert message in str(error.value)
+
+
+def test_pan_and_scan_is_refused_by_name(tmp_path):
+    """It cuts an image into several of other sizes."""
+    folder = make_tiny_model(tmp_path, "gemma3")
+    path = Path(folder, "processor_config.json")
+    settings = json.loads(path.read_text())
+    settings["image_processor"]["do_pan_and_scan"] = True
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="has do_pan_and_scan True, expected False"):
+        ImageProcessor(folder, ModelSpec.from_folder(folder).vision)
+
+
+def test_weights_by_other_names_are_refused_by_name(tmp_path):
+    """transformers 5 saves a tower by names that vLLM does not know."""
+    path = Path(make_tiny_model(tmp_path, "gemma3")) / "model.safetensors"
+    weights = {name.replace("vision_tower.vision_model.", "vision_tower."): x for name, x in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing \['vision_tower.vision_model.*unexpected \['vision_tower.emb"):
+        SafetensorsFolder(str(tmp_path)).check(ModelSpec.from_folder(tmp_path))
+
+
+def test_released_configs_leave_out_what_transformers_takes_by_itself(tmp_path):
+    """Every key of a config that says no more than the released ones is read as transformers reads it."""
+    from transformers import Gemma3Config
+
+    small = {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "intermediate_size": 10240}}
+    released = small | {"text_config": small["text_config"] | {"num_hidden_layers": 34, "sliding_window": 1024}}
+    spec, want = spec_of(tmp_path, released), Gemma3Config(**released)
+    text, vision = want.text_config, want.vision_config
+    assert (spec.heads, spec.kv_heads, spec.head_dim) == (
+        text.num_attention_heads,
+        text.num_key_value_heads,
+        text.head_dim,
+    )
+    assert (spec.vocab, spec.max_positions, spec.norm_eps) == (
+        text.vocab_size,
+        text.max_position_embeddings,
+        text.rms_norm_eps,
+    )
+    assert [rule.window is None for rule in spec.rules] == [kind == "full_attention" for kind in text.layer_types]
+    assert spec.form.attention_scale == text.query_pre_attn_scalar**-0.5
+    thetas = [rope["rope_theta"] for rope in spec.ropes]
+    assert sorted(thetas) == sorted(rope["rope_theta"] for rope in text.rope_parameters.values())
+    assert (spec.vision.image_token, spec.vision.start_token) == (want.image_token_index, want.boi_token_index)
+    assert (spec.vision.side, spec.vision.width) == (vision.image_size // vision.patch_size, vision.hidden_size)

@@ -71,16 +71,17 @@ def make_prompts(model, paths, rows=ROWS, seed: int = 1):
     import torch
 
     from engines.batch.samples import Prompt
+    from engines.images.placeholders import make_placeholders
     from engines.images.processor import ImageProcessor
 
     processor, generator = ImageProcessor(model.folder, model.vision), torch.Generator().manual_seed(seed)
-    text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
-    prompts, spec = [], model.vision
+    text = lambda count: torch.randint(10, 85, (count,), generator=generator).tolist()  # noqa: E731
+    prompts = []
     for row, numbers in enumerate(rows):
         images = tuple(processor.open(paths[n], f"row {row}, image {i}") for i, n in enumerate(numbers))
         ids = text(2 + row)
         for image in images:
-            ids += [spec.start_token, *[spec.image_token] * image.tokens(spec.merge), spec.end_token, *text(row)]
+            ids += [*make_placeholders([image], model), *text(row)]
         prompts.append(Prompt(tuple(ids), images))
     return prompts
 
@@ -95,7 +96,7 @@ def make_vlm_batch(model, paths, rows=ROWS, seed: int = 1):
     from engines.images.columns import make_image_columns
 
     prompts, generator = make_prompts(model, paths, rows, seed), torch.Generator().manual_seed(seed)
-    text = lambda count: torch.randint(6, 85, (count,), generator=generator).tolist()  # noqa: E731
+    text = lambda count: torch.randint(10, 85, (count,), generator=generator).tolist()  # noqa: E731
     sequences = [[*prompt.token_ids, *text(3 + row % 3)] for row, prompt in enumerate(prompts)]
     columns = make_image_columns(sequences, [prompt.images for prompt in prompts], model.vision)
     batch = TrainBatch.from_ids(sequences, [len(prompt.token_ids) for prompt in prompts], **columns)
@@ -109,9 +110,9 @@ def rename(name: str) -> str:
 
 def name_part(name: str) -> str:
     """Return the part of the model that a weight of HuggingFace's name belongs to."""
-    if "visual." not in name:
-        return "language"
-    return "projector" if "merger" in name else "vision"
+    if "merger" in name or "multi_modal_projector" in name:
+        return "projector"
+    return "vision" if "visual." in name or "vision_tower." in name else "language"
 
 
 def run_vlm_case(

@@ -1,0 +1,79 @@
+"""The tokens that stand for images in a prompt, as the trainer and as vLLM's requests have them.
+
+In some families newlines surround an image (``Tower.margin``). A tokenizer merges neighbouring newlines to one token,
+so that those of an image and those of the text beside it may be one.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from engines.batch.samples import Image
+from engines.models.spec import ModelSpec
+
+_MOST = 4
+"""Newlines of the longest token that vLLM merges them to (0.32, model_executor/models/gemma3_mm)."""
+
+
+@cache
+def read_newlines(folder: str) -> dict[int, int]:
+    """Read the tokens that are newlines alone from a folder's tokenizer: count -> id; ValueError where one lacks."""
+    from tokenizers import Tokenizer
+
+    path = Path(folder, "tokenizer.json")
+    if not path.is_file():
+        raise ValueError(f"model: {folder!r} has no tokenizer.json, which says what surrounds images; save it there")
+    tokenizer = Tokenizer.from_file(str(path))
+    ids = {count: tokenizer.token_to_id("\n" * count) for count in range(1, _MOST + 1)}
+    if lacking := [count for count, token in ids.items() if token is None]:
+        raise ValueError(f"model: {path} has no token of {lacking[0]} newlines, which vLLM merges those of images to")
+    return ids
+
+
+def make_placeholders(images: Sequence[Image], model: ModelSpec) -> list[int]:
+    """Make the tokens of images that follow one another in a prompt."""
+    vision, ids = model.require_vision(), []
+    margin = len(vision.tower.margin)
+    newlines = read_newlines(model.folder) if margin else {}
+    for number, image in enumerate(images):
+        if margin:
+            ids.append(newlines[2 * margin if number else margin])
+        ids += [vision.start_token, *[vision.image_token] * image.tokens(vision.merge), vision.end_token]
+    return [*ids, newlines[margin]] if ids and margin else ids
+
+
+def list_margin_tokens(model: ModelSpec) -> tuple[int, ...]:
+    """List the tokens that may be a part of an image's margin."""
+    return tuple(read_newlines(model.folder).values()) if model.vision and model.vision.tower.margin else ()
+
+
+def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpec) -> list[int]:
+    """Collapse each image of a prompt to the one token that vLLM puts its tokens in the place of: ``[n] -> [m]`` ids.
+
+    That is the image token; or, of a family with a margin, the start token, which vLLM surrounds by the rest.
+    """
+    vision, remaining = model.require_vision(), list(images)
+    collapsed, place = [], 0
+    while place < len(ids):
+        collapsed.append(ids[place])
+        place += remaining.pop(0).tokens(vision.merge) if ids[place] == vision.image_token else 1
+    return _strip_margins(collapsed, model) if vision.tower.margin else collapsed
+
+
+def _strip_margins(ids: list[int], model: ModelSpec) -> list[int]:
+    """Leave of ``margin start image end margin`` the start token, and of newlines what the text has of its own."""
+    vision, newlines = model.require_vision(), read_newlines(model.folder)
+    counts = {token: count for count, token in newlines.items()}
+    stripped: list[int] = []
+
+    def strip(token: int) -> list[int]:
+        left = counts.get(token, 0) - len(vision.tower.margin)
+        return [token] if left < 0 else [newlines[left]] if left else []
+
+    for before, token in zip([None, *ids], ids, strict=False):
+        if token in (vision.image_token, vision.end_token):
+            continue
+        if token == vision.start_token and stripped:
+            stripped += strip(stripped.pop())
+        stripped += strip(token) if before == vision.end_token and token != vision.start_token else [token]
+    return stripped

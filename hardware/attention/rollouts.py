@@ -1,0 +1,109 @@
+"""The capability table of rollouts: what vLLM does with each part of a rule, by the backend that computes attention.
+
+Trainers refuse what their kernels would misread; a rollout that misreads a rule samples from another model, mostly
+without a word. Settings are held against this table before anything starts. docs/masks.md is this page for users.
+"""
+
+from collections.abc import Iterable
+
+from hardware.attention.cell import Cell
+from hardware.attention.rules import RULES, Rule
+
+_NO_FULL = Cell(False, "tokens are sampled one after another, so that none sees the future", "a causal rule")
+_NO_CHUNK = Cell(False, "vLLM cuts sequences at chunks by a backend that nobody compared here", "a window")
+_NO_PREFIX = Cell(False, "vLLM lets the tokens of images see ahead, and never the text of a prompt", "the image rule")
+_REFUSED = {"full": _NO_FULL, "chunk": _NO_CHUNK, "prefix": _NO_PREFIX}
+
+
+def _honour(evidence, window: str) -> dict[str, Cell]:
+    return {
+        "causal": Cell(True, "its own", evidence=evidence),
+        "window": Cell(True, window, composes=True, evidence=evidence),
+    }
+
+
+_CPU = _REFUSED | _honour("executed", "a window of the kernel on every layer or, where the family is read so, on some")
+_UNTRIED = _REFUSED | _honour("untested", "a window of the kernel")
+
+ROLLOUTS: dict[str, dict[str, Cell]] = {
+    "vllm_cpu": _CPU
+    | {
+        "images": Cell(
+            False,
+            "it never reads where images lie and computes them causally, without a word",
+            "vllm_cpu_images, which is taken by itself",
+        )
+    },
+    "vllm_cpu_images": _CPU
+    | {"images": Cell(True, "an image is a sequence of its own that is not causal", composes=True, evidence="executed")},
+    "vllm_cuda": _UNTRIED
+    | {
+        "images": Cell(
+            True, "FlashAttention 4, Triton or FlexAttention; without chunks of a prompt, which cut images", composes=True
+        )
+    },
+    "vllm_ascend": _UNTRIED
+    | {
+        "images": Cell(
+            False,
+            "it has no rule for images and computes them causally, without a word",
+            "a model of causal images, such as Qwen's, or rollouts on another platform",
+        )
+    },
+}
+"""Backend -> part of a rule -> what it does with it. A backend is vLLM's on one kind of machine, as this project
+starts it."""
+
+PLACES = {f"{backend}/{part}": cell for backend, cells in ROLLOUTS.items() for part, cell in cells.items()}
+"""Every cell by the name that an override gives it."""
+
+
+def list_parts(rules: Iterable[Rule]) -> list[str]:
+    """List what the rules of a model's layers are made of, in the order of ``RULES``."""
+    asked = {part for rule in rules for part in rule.parts}
+    return [part for part in RULES if part in asked]
+
+
+def find_rollout_backend(backends: Iterable[str], rules: Iterable[Rule], override: Iterable[str] = ()) -> str:
+    """Find the first of ``backends`` that honours every part of a model's rules.
+
+    Args:
+        override: names of refused cells that count as honoured.
+
+    Raises:
+        ValueError: none does; the message has each one's reason and what works instead.
+    """
+    parts, refusals = list_parts(rules), []
+    for backend in backends:
+        refused = [p for p in parts if not ROLLOUTS[backend][p].honoured and f"{backend}/{p}" not in override]
+        if not refused:
+            return backend
+        refusals += [
+            f"{backend}/{part} is refused: {ROLLOUTS[backend][part].text}; nearest: {ROLLOUTS[backend][part].nearest}"
+            for part in refused
+        ]
+    raise ValueError(
+        f"rollout: no backend honours a model with the rules {', '.join(parts)}: {'. '.join(refusals)}. Or name the "
+        "cell in --rollout.attention-override, and the run is approximate"
+    )
+
+
+def check_rollout_override(override: Iterable[str]) -> None:
+    """Raise ValueError where an override names no cell, or one that is honoured anyway."""
+    for name in override:
+        if name not in PLACES:
+            raise ValueError(
+                f"rollout: attention_override {name!r} names no cell of the capability table of rollouts; expected one "
+                f"of {[place for place, cell in PLACES.items() if not cell.honoured]}"
+            )
+        if PLACES[name].honoured:
+            raise ValueError(f"rollout: attention_override {name!r} is honoured and needs no override; leave it out")
+
+
+def list_rollout_warnings(override: Iterable[str]) -> list[str]:
+    """List what a run should say about each cell that makes its rollouts approximate."""
+    return [
+        f"rollout: {name} is refused by the capability table ({PLACES[name].text}; nearest: {PLACES[name].nearest}) and "
+        "used all the same, as --rollout.attention-override asks: samples are those of an approximate model"
+        for name in override
+    ]

@@ -1,0 +1,130 @@
+"""vLLM's CPU attention with the image rule: other metadata for its own kernel, and no kernel of ours.
+
+The kernel takes a flag for each sequence whether it is causal. So a request is told to it as several sequences that
+share their keys: the text up to an image, causal, and the image, which ends with its last token and is not. A query of
+either then sees what transformers' Gemma 3 lets it see. The kernel closes a window on both sides of a token that is
+not causal, which changes nothing while no image is longer than the window (``engines.models.families.gemma3``).
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of a request that the kernel is told as one sequence.
+
+    Attributes:
+        request: its number. start, stop: positions of the tokens; keys are all from 0 to ``stop``.
+        causal: each token sees those before it and itself; else every one of the run sees all of it.
+    """
+
+    request: int
+    start: int
+    stop: int
+    causal: bool
+
+
+def cut_runs(request: int, start: int, stop: int, images: Iterable[tuple[int, int]]) -> list[Run]:
+    """Cut the scheduled positions ``start .. stop - 1`` of a request into text and images.
+
+    Args:
+        images: ``(first, last)`` position of each, as vLLM gives them. One that began before ``start`` has its head in
+            the cache, where it was computed with the whole of it.
+
+    Raises:
+        RuntimeError: an image ends after ``stop``, so that its tokens would not see all of it.
+    """
+    if start == stop:
+        return [Run(request, start, stop, causal=True)]  # what fills a batch has no tokens
+    runs, at = [], start
+    for first, last in sorted(images):
+        if last < at or first >= stop:
+            continue
+        if last >= stop:
+            raise RuntimeError(
+                f"rollout: the image at positions {first} to {last} of request {request} is cut by a forward pass of "
+                f"positions {start} to {stop - 1}, and its tokens would not see all of it; expected prompts that are "
+                "computed whole: leave enable_chunked_prefill out of --rollout.vllm"
+            )
+        if first > at:
+            runs.append(Run(request, at, first, causal=True))
+        at = last + 1
+        runs.append(Run(request, max(first, start), at, causal=False))
+    if at < stop:
+        runs.append(Run(request, at, stop, causal=True))
+    return runs
+
+
+class ImageRuleBuilder(CPUAttentionMetadataBuilder):
+    """Builds the kernel's metadata from runs in the place of requests."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CPUAttentionMetadata:
+        common = common_attn_metadata
+        runs = list_runs(common)
+        if all(run.causal for run in runs):
+            return super().build(common_prefix_len, common, fast_build)
+        return super().build(common_prefix_len, replace_requests(common, runs), fast_build)
+
+
+def list_runs(common: CommonAttentionMetadata) -> list[Run]:
+    """List the runs of every request of a forward pass, in order."""
+    images, starts = common.mm_req_doc_ranges or {}, common.query_start_loc.tolist()
+    runs = []
+    for request, stop in enumerate(common.seq_lens.tolist()):
+        count = starts[request + 1] - starts[request]
+        runs += cut_runs(request, stop - count, stop, images.get(request, ()))
+    return runs
+
+
+def replace_requests(common: CommonAttentionMetadata, runs: list[Run]) -> CommonAttentionMetadata:
+    """Tell runs as the sequences of a batch: each has its request's blocks, and keys up to its own last token."""
+    counts = torch.tensor([0, *(run.stop - run.start for run in runs)])
+    starts = counts.cumsum(0).to(common.query_start_loc.dtype)  # [runs + 1]
+    requests = torch.tensor([run.request for run in runs])
+    return dataclasses.replace(
+        common,
+        num_reqs=len(runs),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor([run.stop for run in runs], dtype=common.seq_lens.dtype),
+        block_table_tensor=common.block_table_tensor[requests].contiguous(),
+        max_query_len=int(counts.max()),
+        causal=torch.tensor([run.causal for run in runs], dtype=torch.int32),  # the kernel takes no bool
+    )
+
+
+class ImageRuleBackend(CPUAttentionBackend):
+    """vLLM's backend with the other builder."""
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return ImageRuleBuilder
+
+
+def install(backend: str) -> str:
+    """Have vLLM engines of this process compute attention by a backend of ``CpuPlatform.rollout_backends``.
+
+    Returns:
+        name of the class that must build their metadata.
+    """
+    if backend == "vllm_cpu":
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        return CPUAttentionMetadataBuilder.__name__
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{ImageRuleBackend.__name__}")
+    return ImageRuleBuilder.__name__

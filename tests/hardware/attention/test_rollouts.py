@@ -1,0 +1,68 @@
+"""The capability table of rollouts: what is honoured, by whom, and what a refusal says."""
+
+import pytest
+
+from hardware.attention.rollouts import (
+    PLACES,
+    ROLLOUTS,
+    check_rollout_override,
+    find_rollout_backend,
+    list_rollout_warnings,
+)
+from hardware.attention.rules import CAUSAL, RULES, Rule
+from hardware.platforms import PLATFORMS, get_platform
+
+WINDOW, IMAGES = Rule(window=8), Rule(images=True)
+GEMMA = (Rule(window=8, images=True), IMAGES)
+
+
+def find(platform: str, rules, override=()):
+    return find_rollout_backend(get_platform(platform).rollout_backends, rules, override)
+
+
+def test_every_cell_says_something():
+    for backend, cells in ROLLOUTS.items():
+        assert set(cells) == set(RULES), backend
+        assert all(cell.text and (cell.honoured or cell.nearest) for cell in cells.values())
+    for platform in PLATFORMS:
+        assert set(get_platform(platform).rollout_backends) <= set(ROLLOUTS)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda-emulated", "npu-emulated"])
+def test_who_emulates_a_device_rolls_out_on_the_cpu(platform):
+    assert find(platform, (CAUSAL,)) == find(platform, (CAUSAL, WINDOW)) == "vllm_cpu"
+    assert find(platform, GEMMA) == "vllm_cpu_images"
+    assert find(platform, GEMMA, ("vllm_cpu/images",)) == "vllm_cpu", "an override takes vLLM's own"
+
+
+@pytest.mark.parametrize("rules", [(CAUSAL,), (WINDOW, CAUSAL), GEMMA])
+def test_on_devices(rules):
+    assert find("cuda", rules) == "vllm_cuda" and PLACES["vllm_cuda/images"].evidence == "untested"
+    if rules != GEMMA:
+        assert find("npu", rules) == "vllm_ascend"
+        return
+    with pytest.raises(ValueError, match=r"rollout: .*vllm_ascend/images is refused: .*nearest: .*attention-override"):
+        find("npu", rules)
+    assert find("npu", rules, ("vllm_ascend/images",)) == "vllm_ascend"
+
+
+@pytest.mark.parametrize("rule", [Rule(causal=False), Rule(chunk=4), Rule(prefix=True)], ids=str)
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "npu"])
+def test_rules_that_no_rollout_honours(platform, rule):
+    with pytest.raises(ValueError, match=rf"/{rule.parts[0]} is refused: "):
+        find(platform, (rule,))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("vllm_cpu/pictures", "names no cell"), ("vllm_cpu_images/images", "is honoured and needs no override")],
+)
+def test_an_override_that_does_nothing_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        check_rollout_override((name,))
+
+
+def test_an_override_is_told():
+    check_rollout_override(("vllm_ascend/images",))
+    (text,) = list_rollout_warnings(("vllm_ascend/images",))
+    assert "vllm_ascend/images" in text and "approximate" in text and PLACES["vllm_ascend/images"].text in text
