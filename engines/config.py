@@ -283,12 +283,12 @@ class VllmConfig:
         """Raise ValueError where vLLM would compute a prompt in parts, which may cut an image."""
         if self.vllm.get("enable_chunked_prefill"):
             raise ValueError(
-                "rollout: --rollout.vllm enable_chunked_prefill would cut images, whose tokens see each other both ways "
-                "in this model; leave it out"
+                "rollout: --rollout.vllm enable_chunked_prefill would cut images, whose tokens see each other both "
+                "ways in this model; leave it out"
             )
         if (budget := self.vllm.get("max_num_batched_tokens", self.max_model_len)) < self.max_model_len:
             raise ValueError(
                 f"rollout: --rollout.vllm max_num_batched_tokens {budget} is below --rollout.max-model-len "
-                f"{self.max_model_len}, and this model's prompts are computed whole: a part of one could end within an "
-                "image; raise it, or lower --rollout.max-model-len"
+                f"{self.max_model_len}, and this model's prompts are computed whole: a part of one could end within "
+                "an image; raise it, or lower --rollout.max-model-len"
             )

@@ -118,6 +118,7 @@ class Family:
         mixes_windows: vLLM knows layers with a window and layers without one.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
         prefix: what the names of the language model's weights begin with in a saved folder.
+        output: name in a saved folder of the output layer's weight, where that is not the embedding.
         renamed: how names begin in transformers' module -> in a saved folder, where they differ.
     """
 
@@ -137,6 +138,7 @@ class Family:
     mixes_windows: bool = False
     own_head_dim: bool = True
     prefix: str = "model."
+    output: str = "lm_head.weight"
     renamed: dict[str, str] = field(default_factory=dict)
     tower: Tower | None = None
 

@@ -194,7 +194,7 @@ class ModelSpec:
 
 
 def _make_language_head(model: ModelSpec) -> list[Weight]:
-    return [Weight(OUTPUT, {"lm_head.weight": (model.vocab, model.hidden)}, "vocabulary", cut=0)]
+    return [Weight(OUTPUT, {model.family.output: (model.vocab, model.hidden)}, "vocabulary", cut=0)]
 
 
 def _make_value_head(model: ModelSpec) -> list[Weight]:

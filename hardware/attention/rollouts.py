@@ -35,11 +35,15 @@ ROLLOUTS: dict[str, dict[str, Cell]] = {
         )
     },
     "vllm_cpu_images": _CPU
-    | {"images": Cell(True, "an image is a sequence of its own that is not causal", composes=True, evidence="executed")},
+    | {
+        "images": Cell(True, "an image is a sequence of its own that is not causal", composes=True, evidence="executed")
+    },
     "vllm_cuda": _UNTRIED
     | {
         "images": Cell(
-            True, "FlashAttention 4, Triton or FlexAttention; without chunks of a prompt, which cut images", composes=True
+            True,
+            "FlashAttention 4, Triton or FlexAttention; without chunks of a prompt, which cut images",
+            composes=True,
         )
     },
     "vllm_ascend": _UNTRIED
@@ -103,7 +107,7 @@ def check_rollout_override(override: Iterable[str]) -> None:
 def list_rollout_warnings(override: Iterable[str]) -> list[str]:
     """List what a run should say about each cell that makes its rollouts approximate."""
     return [
-        f"rollout: {name} is refused by the capability table ({PLACES[name].text}; nearest: {PLACES[name].nearest}) and "
-        "used all the same, as --rollout.attention-override asks: samples are those of an approximate model"
+        f"rollout: {name} is refused by the capability table ({PLACES[name].text}; nearest: {PLACES[name].nearest}) "
+        "and used all the same, as --rollout.attention-override asks: samples are those of an approximate model"
         for name in override
     ]

@@ -110,10 +110,12 @@ FAMILY = replace(
     model_type="gemma3",
     architecture="Gemma3ForConditionalGeneration",
     prefix="language_model.model.",
+    output="language_model.lm_head.weight",
     renamed={
         "model.language_model.": "language_model.model.",
         "model.vision_tower.": "vision_tower.vision_model.",
         "model.multi_modal_projector.": "multi_modal_projector.",
+        "lm_head.": "language_model.lm_head.",
     },
     rules=read_rules,
     extract_language=extract_text,

@@ -47,8 +47,9 @@ def make_critic(folder, family: str) -> str:
 
     path = f"{make_vlm(folder, family)}/model.safetensors"
     weights, generator = load_file(path), torch.Generator().manual_seed(3)
-    width = ModelSpec.from_folder(folder).hidden
-    del weights["lm_head.weight"]
+    model = ModelSpec.from_folder(folder)
+    width = model.hidden
+    del weights[model.family.output]
     weights["score.weight"] = 0.1 * torch.randn(1, width, generator=generator)
     weights["score.bias"] = torch.randn(1, generator=generator)
     save_file(weights, path, metadata={"format": "pt"})

@@ -81,7 +81,7 @@ def make_prompts(model, paths, rows=ROWS, seed: int = 1):
         images = tuple(processor.open(paths[n], f"row {row}, image {i}") for i, n in enumerate(numbers))
         ids = text(2 + row)
         for image in images:
-            ids += [*make_placeholders([image], model), *text(row)]
+            ids += [*make_placeholders([image], model), *text(row % 4)]  # the fifth row ends in an image
         prompts.append(Prompt(tuple(ids), images))
     return prompts
 

@@ -1,0 +1,76 @@
+"""What a model's rules ask of the machine that rolls out is answered before anything starts."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from engines.config import MegatronConfig, VllmConfig
+from rlworker.checks.tiny_models import (
+    LARGE_WEIGHTS,
+    make_bare_tokenizer,
+    make_tiny_model,
+    make_tiny_text,
+    make_tiny_vlm,
+)
+from rlworker.config.model_checks import check_engines
+from rlworker.tracking.report import write_report
+
+ROLLOUT = VllmConfig(max_new_tokens=8, max_model_len=64, max_num_seqs=16, kv_cache_mb=256)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda-emulated", "npu-emulated", "cuda"])
+def test_images_both_ways_where_they_are_honoured(gemma, platform):
+    layout = "bshd" if "npu" in platform else "thd"
+    check_engines(gemma, platform, MegatronConfig(layout=layout), ROLLOUT)
+
+
+def test_images_both_ways_where_they_are_not(tmp_path):
+    sizes = LARGE_WEIGHTS | {"head_dim": 64}  # one that vllm-ascend knows
+    folder = make_tiny_vlm(tmp_path, "gemma3", make_bare_tokenizer(), 131, language=sizes)
+    actor = MegatronConfig(layout="bshd")
+    with pytest.raises(ValueError, match=r"vllm_ascend/images is refused: .*nearest: .*--rollout.attention-override"):
+        check_engines(folder, "npu", actor, ROLLOUT)
+    check_engines(folder, "npu", actor, replace(ROLLOUT, attention_override=("vllm_ascend/images",)))
+
+
+def test_an_override_of_another_machine_does_nothing(gemma):
+    rollout = replace(ROLLOUT, attention_override=("vllm_ascend/images",))
+    with pytest.raises(ValueError, match=r"attention_override \['vllm_ascend/images'\] does nothing.*vllm_cpu_images"):
+        check_engines(gemma, "cpu", MegatronConfig(), rollout)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_batched_tokens": 63}, "max_num_batched_tokens 63 is below --rollout.max-model-len 64"),
+        ({"enable_chunked_prefill": True}, "enable_chunked_prefill would cut images"),
+    ],
+)
+def test_prompts_are_computed_whole(gemma, tmp_path, settings, message):
+    """A text model's may be cut."""
+    rollout = replace(ROLLOUT, vllm=settings)
+    with pytest.raises(ValueError, match=message):
+        check_engines(gemma, "cpu", MegatronConfig(), rollout)
+    check_engines(make_tiny_text(tmp_path, "qwen2", 99), "cpu", MegatronConfig(), rollout)
+
+
+def test_mixed_windows_are_vllms_to_know(tmp_path):
+    windows = dict(use_sliding_window=True, sliding_window=4, max_window_layers=2)
+    with pytest.raises(ValueError, match=r"sliding_window on some layers and none on others.* qwen2;"):
+        check_engines(make_tiny_text(tmp_path / "qwen2", "qwen2", 99, **windows), "cpu", MegatronConfig(), ROLLOUT)
+    kinds = dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=4, head_dim=32)
+    check_engines(make_tiny_text(tmp_path / "gemma", "gemma3_text", 99, **kinds), "cpu", MegatronConfig(), ROLLOUT)
+
+
+def test_a_report_names_what_was_approximate(tmp_path):
+    stored = {"platform": "cpu", "rollout": {"attention_override": ["vllm_cpu/images"]}}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, "approximate_rules": 1}) + "\n")
+    page = write_report(tmp_path).read_text()
+    assert "approximate: vllm_cpu/images" in page
