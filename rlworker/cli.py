@@ -42,7 +42,8 @@ def check(config: CheckConfig) -> None:
         if config.self_test:
             findings = run_self_test(replace(config, self_test=False), folder, tell)
         else:
-            findings = run_check(replace(config, model=config.model or make_tiny_model(folder, config.tiny)))
+            made = config if config.model else replace(config, model=make_tiny_model(folder, config.tiny), tiny="qwen2")
+            findings = run_check(made)
     if config.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import cast
 
+from engines.models.spec import ModelSpec
 from engines.probes.faults import FAULTS, Fault
 from hardware.attention.faults import collect_faults
 from hardware.platforms import get_platform
@@ -12,7 +13,7 @@ from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
 from rlworker.checks.tiny_models import Tiny, make_tiny_model
-from rlworker.checks.trainer import Finding, list_platform_limits
+from rlworker.checks.trainer import Finding, list_kinds, list_platform_limits
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 
@@ -36,8 +37,11 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     collect_faults(platform)
     with running_ray(2 + config.rollout.engines, config.platform):
         for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
-            of_kind = replace(config, model=make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind)))
-            findings += _test_model(of_kind, kind, tell)
+            model = make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind))
+            kinds, actor = list_kinds(config.platform, config.actor, ModelSpec.from_folder(model)), config.actor
+            if actor.layout not in kinds:
+                actor = replace(actor, layout=kinds[0])
+            findings += _test_model(replace(config, model=model, actor=actor), kind, tell)
     return [*findings, *list_platform_limits(platform)]
 
 

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.program import run_program
 
 from hardware.platforms import PLATFORMS
@@ -33,6 +34,19 @@ def test_report_draws_a_run_cut_short(tmp_path):
 def test_help_shows_the_platforms_to_choose_from():
     done = run_program(main, "check", "--help")
     assert done.returncode == 0 and f"--platform {{{','.join(PLATFORMS)}}}" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3"])
+def test_check_makes_the_tiny_model_that_it_is_asked_for(monkeypatch, kind):
+    asked = []
+
+    def find_nothing(config):
+        asked.append(json.loads(Path(config.model, "config.json").read_text())["model_type"])
+        return []
+
+    monkeypatch.setattr("rlworker.checks.check.run_check", find_nothing)
+    done = run_program(main, "check", "--tiny", kind)
+    assert (done.returncode, asked) == (0, [kind]), done.stderr
 
 
 def test_the_installed_command_ends_with_a_message(tmp_path):
