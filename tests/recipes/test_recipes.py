@@ -61,8 +61,10 @@ SMOKES = [
 BY_HAND = {
     ("grpo_gsm8k", NPU),
     ("grpo_geo3k", NPU),
+    ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("ppo_geo3k", ()),
     ("ppo_geo3k", ("--smoke-model", "qwen3_vl")),
+    ("sft_vlm", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", GEMMA),
 }
 """Those that no suite runs: the rest of the emulated platform's matrix, and of the families'."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.factors import IMAGE_FAMILIES
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import draw_address
@@ -14,7 +15,6 @@ from engines.config import MegatronConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import probe_loss
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 PARTS = ("vision", "projector", "language")
 
 
@@ -68,7 +68,7 @@ def step_once(rank: int, world: int, address: str, folder: str, paths, settings:
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", "projector"), ("language",), ("projector", "language")])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", IMAGE_FAMILIES[1:])  # of each kind of tower
 def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family, frozen):
     folder, paths = make_vlm(tmp_path / "model", family), make_images(tmp_path)
     (found,) = one_rank.run(step_once, draw_address(), folder, paths, {"freeze": frozen})
@@ -82,16 +82,16 @@ def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family
 
 
 RESUMED = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "CP2": {"cp": 2, "freeze": ("vision",)}}
-ALWAYS = {("qwen2_5_vl", "TP2"), ("qwen3_vl", "PP2"), ("qwen2_5_vl", "CP2")}
-"""Those that every suite runs: each size once."""
+ALWAYS = {("gemma3", "TP2"), ("qwen3_vl", "PP2"), ("qwen2_5_vl", "CP2")}
+"""Those that every suite runs: each size and each family once."""
 
 
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
         pytest.param(family, RESUMED[size], id=f"{family}-{size}", marks=mark)
-        for family, size in itertools.product(FAMILIES, RESUMED)
-        for mark in [() if (family, size) in ALWAYS else pytest.mark.large]
+        for family, size in itertools.product(IMAGE_FAMILIES, RESUMED)
+        for mark in [() if (family, size) in ALWAYS else pytest.mark.product]
     ],
 )
 def test_saved_and_gone_on_from(two_ranks, tmp_path, family, settings):

@@ -24,7 +24,7 @@ LAST = 4
 """The prompt that ends in an image."""
 
 
-@pytest.fixture(scope="module", params=IMAGE_FAMILIES)
+@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.large), *IMAGE_FAMILIES[1:]])
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
     from rlworker.cluster.rollout_group import Rollouts

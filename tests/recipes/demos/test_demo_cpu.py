@@ -68,7 +68,7 @@ PPO = ["--critic.warmup-steps", "1", "--shuffle-rewards", "--actor.layout", "bsh
     [
         pytest.param("demos.ppo", PPO, marks=pytest.mark.large, id="ppo-dp2"),
         pytest.param(
-            "demos.vlm", ["--actor.layout", "bshd", "--shuffle-rewards"], marks=pytest.mark.large, id="vlm-dp2"
+            "demos.vlm", ["--actor.layout", "bshd", "--shuffle-rewards"], marks=pytest.mark.product, id="vlm-dp2"
         ),
         pytest.param(
             "demos.vlm", ["--actor.tp", "2", "--platform", "npu-emulated"], marks=pytest.mark.product, id="vlm-tp2-npu"

@@ -175,9 +175,11 @@ def test_what_is_not_there_is_said_before_anything_is_built(monkeypatch, capsys,
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-@pytest.mark.large
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("platform", ["cuda-emulated", "npu-emulated"])
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param("cuda-emulated", marks=pytest.mark.large), pytest.param("npu-emulated", marks=pytest.mark.product)],
+)
 def test_it_runs_whole_where_ray_vllm_and_tyro_are_not(tmp_path, measured, platform):
     report = tmp_path / "report.json"
     command = [sys.executable, "-W", "ignore", "-c", BLOCKED, "--platform", platform, "--json", str(report)]

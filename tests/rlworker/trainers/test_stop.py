@@ -106,4 +106,4 @@ def test_a_terminal_a_second_run_and_an_impatient_user(tmp_path, monkeypatch):
 @pytest.mark.timeout(900)
 def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(tmp_path):
     prepare(tmp_path)
-    run_chain(tmp_path, draw_moments(3, seed=3, steps=5), steps=5)
+    run_chain(tmp_path, draw_moments(1, seed=3, steps=3), steps=3)

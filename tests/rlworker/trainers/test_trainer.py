@@ -345,6 +345,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
     assert (first.get("reward_raised", 0), first.get("reward_died", 0)) == (sevens, threes)
 
 
+@pytest.mark.large
 def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_path, capsys, measured):
     """An untied llama over CP2 and two rollout engines; a teacher of another family, whose KL is part of the reward;
     ReMax's baseline; groups that are all alike give way to others."""

@@ -105,7 +105,7 @@ def make_vlm_batch(model, paths, rows=ROWS, seed: int = 1):
 
 def rename(name: str) -> str:
     """Return a weight's name without what differs between transformers' modules and its saved folders."""
-    return name.replace("language_model.", "").removeprefix("model.")
+    return name.replace("language_model.", "").replace("vision_model.", "").removeprefix("model.")
 
 
 def name_part(name: str) -> str:
