@@ -29,7 +29,7 @@ from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer
 if TYPE_CHECKING:
     from engines.megatron.engine import MegatronEngine
 
-MODELS: tuple[Tiny, ...] = ("qwen2", "qwen2_5_vl", "qwen3_vl")
+MODELS: tuple[Tiny, ...] = ("qwen2", "qwen2_5_vl", "qwen3_vl", "gemma3")
 DTYPES = ("float32", "bfloat16")
 PLAN_LIMITS = {"activations": 0.1, "peak": 0.15}
 """By how much of the plan what was measured may be away from it (activations), or above it (peak)."""

@@ -145,7 +145,7 @@ def kept_by_the_tower(rank: int, world: int, address: str, folder: str, paths, r
     return sum(kept)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
 def test_a_recomputed_tower_keeps_the_inputs_of_its_blocks_alone(one_rank, tmp_path, family):
     folder, paths = make_vlm(tmp_path / "model", family), make_images(tmp_path)
     (whole,), (few,) = (
