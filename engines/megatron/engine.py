@@ -29,7 +29,7 @@ from engines.megatron.logprobs import score_tokens
 from engines.megatron.model import build_model, build_transformer_config
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
-from engines.megatron.vision import Vision
+from engines.megatron.vision.embedding import Vision
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
 from hardware.collectives import refuse_shared_devices

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engines.config import MegatronConfig
-from engines.megatron.vision import add_tower
+from engines.megatron.vision.embedding import add_tower
 from engines.models.spec import ModelSpec
 from hardware.megatron.marks import mark_sequence_parallel
 from hardware.platform import Platform

@@ -70,7 +70,7 @@ class Tower:
     Attributes:
         prefixes: how names begin in the tower's module -> in a saved folder.
         projector: how those names begin in the module of weights that map features to tokens.
-        runner: the engine's code for this kind of tower (``engines.megatron.towers``), as ``pkgutil.resolve_name``.
+        runner: the code that runs it (``engines.megatron.vision.towers``), as ``pkgutil.resolve_name`` takes it.
         module, config: transformers' classes of the tower and of its settings, as ``pkgutil.resolve_name`` takes them.
         needed: keys that ``vision_config`` must have.
         activation: the only ``hidden_act`` that it may have.
@@ -88,7 +88,7 @@ class Tower:
     activation: str
     gated: bool
     weights: Callable[[VisionSpec], dict[str, tuple[int, ...]]]
-    runner: str = "engines.megatron.towers:QwenTower"
+    runner: str = "engines.megatron.vision.towers:QwenTower"
     read: Callable[[dict, Tower, Path], VisionSpec] | None = None
     margin: str = ""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from unittest.mock import patch
 
-from engines.probes import family_faults
+from engines.probes import form_faults
 from hardware.attention.faults import ATTENTION_FAULTS, Patch, collect_faults
 
 
@@ -136,7 +136,7 @@ def _layer_computes_otherwise() -> list[Patch]:
 
 
 def _features_one_row_off() -> list[Patch]:
-    from engines.megatron.vision import Vision
+    from engines.megatron.vision.embedding import Vision
 
     def wrap(places):
         def shift_rows(self, rows, layout):
@@ -234,19 +234,19 @@ FAULTS: dict[str, Fault] = {
     **{
         name: Fault(patches, "layouts", model="gemma3")
         for name, patches in {
-            "rotary kinds swapped": family_faults.swap_rotary_kinds,
-            "a norm without its one": family_faults.leave_out_the_one,
-            "post norms left out": family_faults.leave_out_post_norms,
-            "scores scaled by the head's size": family_faults.scale_by_head_size,
-            "features scaled like text": family_faults.scale_features,
-            "images on the wrong layers": family_faults.see_images_on_some_layers,
-            "image block off by one": family_faults.shift_image_block,
+            "rotary kinds swapped": form_faults.swap_rotary_kinds,
+            "a norm without its one": form_faults.leave_out_the_one,
+            "post norms left out": form_faults.leave_out_post_norms,
+            "scores scaled by the head's size": form_faults.scale_by_head_size,
+            "features scaled like text": form_faults.scale_features,
+            "images on the wrong layers": form_faults.see_images_on_some_layers,
+            "image block off by one": form_faults.shift_image_block,
         }.items()
     },
     "a rollout that sees images causally": Fault(
-        family_faults.see_images_causally, "rollout", where="rollouts", model="gemma3"
+        form_faults.see_images_causally, "rollout", where="rollouts", model="gemma3"
     ),
-    "an image cut by a chunk": Fault(family_faults.cut_images, "rollout", where="rollouts", model="gemma3"),
+    "an image cut by a chunk": Fault(form_faults.cut_images, "rollout", where="rollouts", model="gemma3"),
     "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", cp=2),
 }
 """Every fault by its name."""

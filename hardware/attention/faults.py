@@ -103,7 +103,7 @@ def _second_boundary_moved(spec):
 
 
 def _images_cut_at_the_window(spec, rule):
-    """Where a window closes the future too, the first tokens of an image that is longer do not see its last ones."""
+    """Cut images that are longer than the window: as if it closed the future, first tokens do not see the last ones."""
     if spec.image_block is None or rule.window is None:
         return spec
     block, begins = np.asarray(spec.image_block), np.zeros(len(spec.image_block), dtype=bool)

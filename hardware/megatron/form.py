@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class LayerForm:
-    """What a layer computes where families differ in more than names.
+    """A layer's arithmetic, where families differ in more than names.
 
     Attributes:
         norms_from_one: a norm's weight is what is added to 1, as in Gemma.

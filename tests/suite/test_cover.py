@@ -18,7 +18,8 @@ CONVERTED = {
     "engines/megatron/test_mask_matrix.py::test_rules_at_every_size",
     "engines/megatron/test_memory.py::test_planned_bytes_are_those_of_the_engine",
     "engines/megatron/test_memory.py::test_planned_bytes_of_a_vision_language_model",
-    "engines/megatron/test_vlm_parity.py::test_parity",
+    "engines/megatron/vision/test_vlm_critic.py::test_parity",
+    "engines/megatron/vision/test_vlm_parity.py::test_parity",
     "hardware/attention/test_core_attention.py::test_attention_is_what_the_oracle_allows",
     "rlworker/algorithms/test_loss_invariance.py::test_gradients_do_not_depend_on_the_cut",
 }

@@ -101,7 +101,7 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
     [
         (
             {"model_type": "mamba"},
-            r"model_type 'mamba', expected one of \['llama', 'qwen2', .*'qwen3_vl'\]; to train "
+            r"model_type 'mamba', expected one of \['gemma3', .*'qwen3_vl'\]; to train "
             r"another family, add its file in engines/models/families",
         ),
         ({"attention_bias": True}, "attention_bias"),
@@ -189,7 +189,7 @@ def test_what_a_family_lacks_is_refused(make_hf_model, tmp_path, family, changes
         ("", r"config\.json cannot be read: Expecting value"),
         ("[1]", r"config\.json must hold a JSON object, got list"),
         ("[" * 100_000, r"config\.json cannot be read: maximum recursion depth"),
-        ('{"model_type": []}', r"model_type \[\], expected one of \['llama'"),
+        ('{"model_type": []}', r"model_type \[\], expected one of \['gemma3'"),
         (
             json.dumps({"model_type": "qwen3", "vocab_size": 9, "num_hidden_layers": 1, "hidden_size": 8}),
             r"lacks the keys \['intermediate_size', 'num_attention_heads', .*, 'num_key_value_heads', 'head_dim'\]",

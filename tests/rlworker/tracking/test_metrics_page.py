@@ -16,6 +16,7 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completion, Image
 from engines.batch.shard import TokenOutputs, ValueOutputs
+from engines.config import VllmConfig
 from engines.interfaces import StepResult
 from rlworker.algorithms.advantages import gae, grpo
 from rlworker.algorithms.losses import (
@@ -38,7 +39,7 @@ from rlworker.trainers.stop import Stop
 ROOT = Path(__file__).parents[3]
 LOGPROB = -1.0
 IMAGE_TOKEN = 9
-VISION = SimpleNamespace(image_token=IMAGE_TOKEN, merge=1)
+VISION = SimpleNamespace(image_token=IMAGE_TOKEN, merge=1, axes=(0,))
 """What of a vision tower's shape a batch is made with."""
 TOKENIZER = SimpleNamespace(eos_token_id=0, batch_decode=lambda ids, **_: ["2"] * len(ids))
 
@@ -155,8 +156,9 @@ def fields(tmp_path) -> set[str]:
     algorithm = AlgorithmConfig(kl_coef=0.1, mini_batches=2, greedy_baseline=True)
     in_reward = replace(algorithm, kl_in="reward")
     critic = CriticConfig(train=True, clip=0.5, warmup_steps=1)
+    approximate = VllmConfig(attention_override=("vllm_cpu/images",))
     return (
-        rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting)
+        rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate)
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic, advantage=gae)
         | rl_fields(tmp_path / "empty", algorithm=AlgorithmConfig(dynamic_sampling=1), alike=True)
         | supervised_fields(tmp_path / "sft")

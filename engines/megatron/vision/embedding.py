@@ -22,7 +22,7 @@ from engines.images.plan import VisionPlan, cut_waves
 from engines.images.processor import ImageProcessor
 from engines.megatron.groups import get_tensor_and_context_group, get_tensor_group
 from engines.megatron.layout import Layout
-from engines.megatron.towers import TowerRunner
+from engines.megatron.vision.towers import TowerRunner
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from hardware.attention.inputs import AttentionInputs

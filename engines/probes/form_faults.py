@@ -40,7 +40,7 @@ def leave_out_post_norms() -> list[Patch]:
 
 def scale_features() -> list[Patch]:
     """Multiply features of images as embeddings of text are."""
-    from engines.megatron.vision import Vision
+    from engines.megatron.vision.embedding import Vision
 
     def wrap(features):
         return lambda self, *args: features(self, *args) * math.sqrt(self.spec.out)
