@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,16 @@ COLOURS = {"red": (235, 90, 90), "green": (90, 220, 90), "blue": (100, 130, 250)
 SIDE, CELL, MAX_COUNT = 56, 14, 4
 WORDS = ("?", *COLOURS, *map(str, range(1, MAX_COUNT + 1)))
 IMAGE_COUNTS = {"train": 4096, "heldout": 512}
+Draw = Callable[[np.random.Generator], tuple[Image.Image, str]]
+"""A function that draws an image and returns it with its right answer."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(words: tuple[str, ...] = WORDS) -> PreTrainedTokenizerFast:
     """Make a tokenizer of one token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: i for i, token in enumerate((*SPECIAL, *IMAGE_TOKENS, *WORDS))}
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *IMAGE_TOKENS, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL))
@@ -54,13 +57,13 @@ def draw_image(generator: np.random.Generator) -> tuple[Image.Image, str]:
     return image, f"{colour} {count}"
 
 
-def make_data(folder: Path, counts: dict[str, int] = IMAGE_COUNTS) -> Path:
+def make_data(folder: Path, counts: dict[str, int] = IMAGE_COUNTS, draw: Draw = draw_image) -> Path:
     """Write images, and train.jsonl and heldout.jsonl that name them: ``counts`` has the rows of each file."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for seed, (name, count) in enumerate(counts.items()):
         generator, rows = np.random.default_rng(seed), []
         for number in range(count):
-            image, answer = draw_image(generator)
+            image, answer = draw(generator)
             path = f"images/{name}_{number:04d}.png"
             image.save(folder / path)
             rows.append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})

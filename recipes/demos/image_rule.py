@@ -1,4 +1,4 @@
-"""What a rollout that reads images causally costs a model that sees them both ways, on a laptop CPU.
+"""A model that sees images both ways pays for a rollout that reads them causally: how much, on a laptop CPU.
 
 A tiny Gemma 3 is made on the spot and warmed up on answers. From it start short runs of GRPO that differ in the
 rollout alone: one honours the rule for images; one does not, as vLLM by itself on a CPU, and is stopped; a third is
