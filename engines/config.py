@@ -286,7 +286,8 @@ class VllmConfig:
                 "rollout: --rollout.vllm enable_chunked_prefill would cut images, whose tokens see each other both "
                 "ways in this model; leave it out"
             )
-        if (budget := self.vllm.get("max_num_batched_tokens", self.max_model_len)) < self.max_model_len:
+        budget = self.vllm.get("max_num_batched_tokens", self.max_model_len)
+        if isinstance(budget, int) and budget < self.max_model_len:
             raise ValueError(
                 f"rollout: --rollout.vllm max_num_batched_tokens {budget} is below --rollout.max-model-len "
                 f"{self.max_model_len}, and this model's prompts are computed whole: a part of one could end within "

@@ -18,6 +18,7 @@ from rlworker import AlgorithmConfig, CriticConfig, launch
 DEFAULT = replace(
     GRPO,
     run_dir="runs/ppo_geo3k",
+    actor=replace(GRPO.actor, micro_batch_tokens=8192),  # beside a critic
     algorithm=AlgorithmConfig(kl_coef=0.001, kl_in="reward", mini_batches=4),
     critic=CriticConfig(train=True, lr=1e-5, clip=0.5, lam=1.0, warmup_steps=10),
     prompts_per_step=1024,

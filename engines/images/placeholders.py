@@ -27,7 +27,7 @@ def read_newlines(folder: str) -> dict[int, int]:
     ids = {count: tokenizer.token_to_id("\n" * count) for count in range(1, _MOST + 1)}
     if lacking := [count for count, token in ids.items() if token is None]:
         raise ValueError(f"model: {path} has no token of {lacking[0]} newlines, which vLLM merges those of images to")
-    return ids
+    return {count: token for count, token in ids.items() if token is not None}
 
 
 def make_placeholders(images: Sequence[Image], model: ModelSpec) -> list[int]:

@@ -171,7 +171,7 @@ def _make_tiny_gemma(
         chat_template=tokenizer.chat_template,
         extra_special_tokens=names,
     )
-    start_id, image_id, end_id = named.convert_tokens_to_ids([start, image, end])
+    start_id, image_id, end_id = (named.vocab[token] for token in (start, image, end))
     ends = dict(bos_token_id=named.bos_token_id, eos_token_id=named.eos_token_id)
     text = _LANGUAGE | _GEMMA_LANGUAGE | {"vocab_size": vocab} | ends | language
     tower = _GEMMA_VISION | vision

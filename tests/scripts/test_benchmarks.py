@@ -16,14 +16,18 @@ BENCHMARKS = sorted(path for path in FOLDER.glob("*.py") if path.name != "timing
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.]*(?:e[-+]\d+)?|nan|inf)(?!\w)")
 
 
+def mark(path: Path) -> pytest.MarkDecorator:
+    """CI runs those of a step and of a loss's parts, the others are run when their figures are taken."""
+    return pytest.mark.large if path.stem in ("step", "gae", "head") else pytest.mark.product
+
+
 def run(path: Path, *options: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-W", "ignore", str(path), *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=mark(path), id=path.stem) for path in BENCHMARKS])
 def test_it_runs_prints_its_figures_and_writes_them(path, tmp_path):
     done = run(path, "--tiny", "--json", str(tmp_path / "figures.json"))
     assert done.returncode == 0, done.stdout + done.stderr

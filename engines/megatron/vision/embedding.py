@@ -27,6 +27,7 @@ from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
+from hardware.megatron.marks import mark_sequence_parallel
 from hardware.transfer import to_device
 
 
@@ -37,9 +38,8 @@ def add_tower(module: GPTModel, vision: VisionSpec) -> None:
     if module.config.recompute_granularity == "full":
         for block in runner.list_blocks(module.vision):  # none of which draws random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-    for parameter in module.vision.parameters():
-        # Each rank sees its own images: Megatron adds gradients of such weights up over tensor-parallel ranks.
-        parameter.sequence_parallel = module.config.sequence_parallel
+    # Each rank sees its own images: Megatron adds gradients of such weights up over tensor-parallel ranks.
+    mark_sequence_parallel(module.vision.parameters(), module.config)
     for level in range(vision.deepstack):
         module.decoder.layers[level].register_forward_hook(partial(_add_level, level), with_kwargs=True)
 

@@ -77,9 +77,8 @@ class _Projector(torch.nn.Module):
     def __init__(self, vision: VisionSpec, dtype: torch.dtype):
         super().__init__()
         self.mm_input_projection_weight = torch.nn.Parameter(torch.zeros(vision.width, vision.out, dtype=dtype))
-        self.mm_soft_emb_norm = torch.nn.Module()
-        self.mm_soft_emb_norm.weight = torch.nn.Parameter(torch.zeros(vision.width, dtype=dtype))
-        self.side, self.merge, self.eps = vision.side, vision.merge, vision.norm_eps
+        self.mm_soft_emb_norm = _Weight(vision.width, dtype)
+        self.side, self.merge, self.eps = vision.side or 0, vision.merge, vision.norm_eps
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[images, side * side, width] -> [images, tokens, out]``, tokens row by row."""
@@ -88,3 +87,11 @@ class _Projector(torch.nn.Module):
         normed = torch.nn.functional.rms_norm(pooled.float(), pooled.shape[-1:], None, self.eps)
         scaled = (normed * (1 + self.mm_soft_emb_norm.weight.float())).to(hidden.dtype)
         return scaled @ self.mm_input_projection_weight
+
+
+class _Weight(torch.nn.Module):
+    """A weight by the name that it has in saved folders."""
+
+    def __init__(self, size: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size, dtype=dtype))

@@ -135,13 +135,15 @@ def test_rules_at_every_size(pool_of, check_rules, size, platform, layout, rule)
     check_rules(pool_of(size), parse_size(size), platform, [(layout, rule)], size)
 
 
-@pytest.mark.large
-def test_rules_on_eight_ranks(check_rules):
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param(name, marks=pytest.mark.large if name == "cpu" else pytest.mark.product) for name in PLATFORMS],
+)
+def test_rules_on_eight_ranks(check_rules, platform):
     pool = Ranks(8)
     try:
-        for platform in PLATFORMS:
-            places = [place for place in itertools.product(LAYOUTS, RULES) if is_honoured(platform, *place)]
-            check_rules(pool, {"tp": 2, "cp": 2, "pp": 2}, platform, places, "TP2-CP2-PP2")
+        places = [place for place in itertools.product(LAYOUTS, RULES) if is_honoured(platform, *place)]
+        check_rules(pool, {"tp": 2, "cp": 2, "pp": 2}, platform, places, "TP2-CP2-PP2")
     finally:
         pool.close()
 

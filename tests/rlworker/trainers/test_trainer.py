@@ -315,6 +315,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     assert got == want
 
 
+@pytest.mark.large
 def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, capsys, measured):
     """A tied llama over PP2; some calls of the reward raise, some end its process, and the run goes on."""
 
