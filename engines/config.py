@@ -77,7 +77,7 @@ MEGATRON_SOURCES = (
 )
 """Megatron's files and classes that hold the fields of TransformerConfig."""
 
-_VLLM_BATCHED_TOKENS = 4096
+VLLM_BATCHED_TOKENS = 4096
 """Tokens in one forward pass on a CPU where nothing else is said (0.32, engine/arg_utils.py)."""
 
 
@@ -257,7 +257,7 @@ class VllmConfig:
         if self.vllm:
             known = read_installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
             check_pass_through("rollout: --rollout.vllm", self.vllm, VLLM_OWN, VLLM_REFUSED, known)
-        batched = self.vllm.get("max_num_batched_tokens", _VLLM_BATCHED_TOKENS)
+        batched = self.vllm.get("max_num_batched_tokens", VLLM_BATCHED_TOKENS)
         if isinstance(batched, int) and self.max_num_seqs > batched:
             raise ValueError(
                 f"rollout: max_num_seqs={self.max_num_seqs} is above vLLM's max_num_batched_tokens={batched}; lower "
