@@ -68,9 +68,9 @@ BY_HAND = {
     ("sft_vlm", GEMMA),
 }
 """Those that no suite runs: the rest of the emulated platform's matrix, and of the families'."""
-ALWAYS = {("dapo_math", ()), ("grpo_geo3k", ())}
-"""Those that every suite runs: one with a reward and an advantage of its own and dynamic sampling; one with images
-and a KL penalty. Tests of the trainers have what else differs in the others."""
+ALWAYS = {("grpo_geo3k", ())}
+"""The one that every suite runs, with images and a KL penalty. Tests of the trainers have what else differs in the
+others."""
 
 
 def mark_smoke(case: tuple) -> tuple | pytest.MarkDecorator:

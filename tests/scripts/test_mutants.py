@@ -183,6 +183,7 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.large
 def test_one_is_found_and_one_survives(toy):
     done = run(toy, "--fast", "--out", str(toy / "out.json"))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -199,6 +200,7 @@ def test_one_is_found_and_one_survives(toy):
     assert (toy / "toy.py").read_text() == TOY and {p.name for p in toy.iterdir()} == {"toy.py", "tests", "out.json"}
 
 
+@pytest.mark.large
 def test_what_is_equivalent_does_not_count_and_the_rest_of_the_tests_are_asked(toy):
     (toy / "tests" / "test_toy.py").write_text("import toy\n\n\ndef test_it():\n    pass\n")
     (toy / "tests" / "test_rest.py").write_text(TOY_TEST.replace("assert 0", "pass"))
@@ -218,6 +220,7 @@ def test_what_was_not_drawn_is_an_error(scripts, toy, given):
         mutants.choose(mutants.make_parser().parse_args(["--seed", "0", *given]), drawn)
 
 
+@pytest.mark.large
 def test_a_hang_is_found_by_its_test_and_leaves_nothing_behind(toy):
     (toy / "toy.py").write_text("def seen(a, b):\n    return a < b\n")
     test = "import subprocess, time, toy\n\ndef test_it():\n    if not toy.seen(1, 2) or toy.seen(1, 1):\n"

@@ -162,6 +162,7 @@ def test_processes_count_for_the_test_that_started_them(run, pytester):
     assert table["."][:4] == [str(whole[kind]) for kind in ("vllm", "rank", "torch", "unwatched")]
 
 
+@pytest.mark.large
 def test_workers_of_xdist_count_for_themselves_and_are_added_up(run, pytester):
     """What the workers are does not count, and the time of what they start counts in its file."""
     sources = {"conftest": "import torch", "test_starts": STARTS, "test_then_burns": BURNS}

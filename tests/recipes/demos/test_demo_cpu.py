@@ -42,6 +42,7 @@ def check(run: Path, said: str, options: list[str]) -> None:
     assert (run / "report.html").stat().st_size > 10**6
 
 
+@pytest.mark.large
 def test_it_runs_and_sums_itself_up(cluster, tmp_path):
     """And the finished run is one that could be gone on with, under its own settings alone."""
     from recipes.demos.cpu import ADDITION, DEFAULT, DemoConfig, prepare
