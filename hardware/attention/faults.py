@@ -91,7 +91,12 @@ def _changing_spec(change: Callable) -> Callable:
 
 def _one_sequence(spec):
     prefixes = None if spec.prefixes is None else spec.prefixes[:1]
-    return replace(spec, lengths=(sum(spec.lengths),), padded=(sum(spec.padded),), prefixes=prefixes)
+    block = spec.image_block
+    if block is not None:  # images of two sequences stay two, whose numbers may have been one
+        sequence = np.repeat(np.arange(len(spec.lengths)), spec.lengths)
+        block = np.where(block < 0, -1, block + sequence * (len(block) + 1))
+    total = (sum(spec.lengths),), (sum(spec.padded),)
+    return replace(spec, lengths=total[0], padded=total[1], prefixes=prefixes, image_block=block)
 
 
 def _second_boundary_moved(spec):

@@ -85,7 +85,7 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
         columns = make_image_columns(ids, images, model.vision)
     batch = TrainBatch.from_ids(ids, prompts, **columns)
     batch = replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
-    return Case(_make_probe_case(lengths), batch, float(batch.mask.sum()), sampled_prompts, others)
+    return Case(make_probe_case(lengths), batch, float(batch.mask.sum()), sampled_prompts, others)
 
 
 def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:
@@ -110,7 +110,8 @@ def _insert_images(ids: list[int], prompt: int, images: tuple[Image, ...], model
     return ids[:prompt] + make_placeholders(images, model) + ids[prompt:]
 
 
-def _make_probe_case(lengths: tuple[int, ...]) -> ProbeCase:
+def make_probe_case(lengths: tuple[int, ...] = _LENGTHS) -> ProbeCase:
+    """Make what masks are probed with: sequences that begin with ``_LENGTHS``, images, prefixes, tokens to change."""
     blocks = []
     for i, n in enumerate(lengths):
         block = [-1] * n

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from contextlib import ExitStack
 from functools import partial
 from unittest.mock import patch
 
@@ -15,11 +16,13 @@ from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
-from hardware.attention.faults import ATTENTION_FAULTS
+from hardware.attention.faults import ATTENTION_FAULTS, collect_faults
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
+from rlworker.checks.case import make_probe_case
 from rlworker.checks.device.attention import LENGTHS, RULES, compare_attention
 from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
+from rlworker.checks.trainer import RULES as PROBED_RULES
 
 
 def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, mode=None):
@@ -97,6 +100,21 @@ def test_a_planted_fault_is_a_fault_on_every_platform(one_rank, tmp_path, platfo
         runs = [partial(run_on_added, folder, run) for run in runs]
     wrong, right = (one_rank.run(run, *case)[0] for run in runs)
     assert min(wrong) > 1e-2 and max(right) <= 5e-6, (wrong, right)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("fault", ATTENTION_FAULTS)
+def test_a_planted_fault_is_a_wrong_mask_and_no_exception(platform, fault):
+    """Under every rule that a check probes, with the sequences that it probes: what raises is not found by numbers."""
+    backend, case = get_platform(platform), make_probe_case()
+    with ExitStack() as planted:
+        for owner, name, wrap in collect_faults(backend)[fault]:
+            planted.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
+        for kind, rule in itertools.product(LAYOUTS, PROBED_RULES):
+            if honoured(platform, kind, 1, rule):
+                layout = Layout.build(case.lengths, kind, multiple=4)
+                spec = layout.build_mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
+                backend.build_attention_inputs(spec, (torch.zeros(1, *layout.shape, DIM),) * 2)
 
 
 REFUSED = [case for case in itertools.product(LAYOUTS, (1, 2, 4), RULES) if not honoured("npu-emulated", *case)]
