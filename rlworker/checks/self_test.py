@@ -72,6 +72,7 @@ def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> 
 def _test_fault(engines: CheckedEngines, name: str, fault: Fault, version: int) -> Finding:
     """Plant a fault, make the check that must find it, take the fault out again."""
     group = engines.actor if fault.where == "actor" else engines.rollouts
+    engines = replace(engines, trainer=replace(engines.trainer, ends_early=True))
     group.call("run", "engines.probes.faults:plant", name)
     try:
         findings = check_all(engines, version, fault.found_by)

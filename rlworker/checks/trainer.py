@@ -78,6 +78,8 @@ class CheckedTrainer:
         platform: its name. settings: of the engine.
         call_ranks: ``call_ranks(name, *args)`` calls a function of ``engines.probes.megatron`` on every rank and
             returns what each of them returned.
+        ends_early: masks are probed up to the first rule under which one is wrong. A wrong mask may see a whole pack,
+            whose square takes its time.
     """
 
     platform: str
@@ -86,6 +88,7 @@ class CheckedTrainer:
     case: Case
     reference: Reference | None
     call_ranks: Callable[..., list]
+    ends_early: bool = False
 
     @property
     def limits(self) -> dict[str, float]:
@@ -146,6 +149,8 @@ def check_attention(trainer: CheckedTrainer) -> list[Finding]:
             findings.append(
                 trainer.make_finding("attention", f"{kind}, {rule}", not influences, _describe_influences(influences))
             )
+            if influences and trainer.ends_early:
+                return findings
     return findings
 
 
