@@ -286,6 +286,11 @@ class VllmConfig:
                 "rollout: --rollout.vllm enable_chunked_prefill would cut images, whose tokens see each other both "
                 "ways in this model; leave it out"
             )
+        if threshold := self.vllm.get("long_prefill_token_threshold"):  # vLLM cuts at it without chunked prefill too
+            raise ValueError(
+                f"rollout: --rollout.vllm long_prefill_token_threshold {threshold} would cut images, whose tokens see "
+                "each other both ways in this model; leave it out"
+            )
         budget = self.vllm.get("max_num_batched_tokens", self.max_model_len)
         if isinstance(budget, int) and budget < self.max_model_len:
             raise ValueError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engines.batch.samples import Image
 from engines.models.spec import ModelSpec
+from engines.models.vision_spec import VisionSpec
 
 _MOST = 4
 """Newlines of the longest token that vLLM merges them to (0.32, model_executor/models/gemma3_mm)."""
@@ -58,6 +59,34 @@ def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpe
         collapsed.append(ids[place])
         place += remaining.pop(0).tokens(vision.merge) if ids[place] == vision.image_token else 1
     return _strip_margins(collapsed, model) if vision.tower.margin else collapsed
+
+
+def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, int], where: str) -> None:
+    """Check that the newlines around each image are tokens which vLLM gives back as they are.
+
+    It merges its own with the text's, and afterwards looks for its own again: three before an image it finds, three
+    after one it does not (0.32, ``_find_mm_placeholders`` of model_executor/models/gemma3_mm).
+
+    Args:
+        ids: of a prompt. newlines: count -> id; none of a family whose images have no margin.
+
+    Raises:
+        ValueError: others are beside an image; the message begins with ``where``.
+    """
+    margin, counts = len(vision.tower.margin), {token: count for count, token in newlines.items()}
+    if not margin:
+        return
+    sides = ((vision.start_token, -1, "before", range(margin, _MOST + 1)), (vision.end_token, 1, "after", (2, 4)))
+    for place, token in enumerate(ids):
+        for mark, step, side, known in sides:
+            beside = ids[place + step] if token == mark and 0 <= place + step < len(ids) else None
+            if token == mark and counts.get(beside) not in known:
+                text = ", ".join(str(count - margin) for count in known)
+                raise ValueError(
+                    f"{where}: the text {side} an image meets the {margin} newlines that this family has there, and "
+                    f"vLLM would not find the image again: expected {text} newlines of the text's own {side} <image>; "
+                    "leave the others out"
+                )
 
 
 def _strip_margins(ids: list[int], model: ModelSpec) -> list[int]:

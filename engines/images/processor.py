@@ -46,13 +46,18 @@ class ImageProcessor:
         self.settings = {key: value for key, value in self._process.to_dict().items() if not key.endswith("_type")}
         side = vision.patch * (vision.side or 0)
         cut = {"patch_size": vision.patch, "temporal_patch_size": vision.temporal_patch, "merge_size": vision.merge}
-        whole = {"size": {"height": side, "width": side}, "do_pan_and_scan": False}
+        whole = {"size": {"height": side, "width": side}}
         for name, expected in (whole if vision.side else cut).items():
             if (actual := getattr(self._process, name, None)) != expected:
                 raise ValueError(
                     f"model: preprocessor_config.json in {folder!r} has {name} {actual}, expected {expected}, which "
                     "config.json has"
                 )
+        if vision.side and getattr(self._process, "do_pan_and_scan", None):
+            raise ValueError(
+                f"model: preprocessor_config.json in {folder!r} has do_pan_and_scan "
+                f"{self._process.do_pan_and_scan}, expected false or null: an image is one, and is not cut into more"
+            )
 
     def open(self, path: str | Path, place: str) -> Image:
         """Refer to an image, of which the header alone is decoded where the file has its end.

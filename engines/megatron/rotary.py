@@ -34,7 +34,8 @@ def _compute_frequencies(model: ModelSpec, rope: dict, device: torch.device) -> 
     kind = rope["rope_type"]
     if kind in ("default", "linear"):
         steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
-        return (1.0 / rope["rope_theta"] ** steps).to(device) / rope.get("factor", 1.0), 1.0
+        factor = rope["factor"] if kind == "linear" else 1.0
+        return (1.0 / rope["rope_theta"] ** steps).to(device) / factor, 1.0
     # Only where they are needed: importing transformers takes a second of every rank's start.
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 
 from engines.batch.samples import Completion, Prompt, Sampling
-from engines.config import VLLM_BATCHED_TOKENS, VllmConfig
+from engines.config import VllmConfig
 from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
 from engines.images.processor import decode
@@ -70,10 +70,8 @@ class VllmEngine:
             settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
         if any(rule.images for rule in model.rules):
             # A chunk may end within an image, even where vLLM is asked to keep images whole (vLLM issue 52306).
-            settings |= {
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(config.max_model_len, VLLM_BATCHED_TOKENS),
-            }
+            # Without chunks vLLM makes room for the longest sequence in a forward pass by itself.
+            settings["enable_chunked_prefill"] = False
         if config.kv_cache_mb:
             settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word

@@ -205,7 +205,10 @@ def _name_as_released(path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     here, there = "vision_tower.", "vision_tower.vision_model."
-    weights = {name.replace(here, there, 1): tensor for name, tensor in load_file(path).items()}
+    weights = {
+        name if name.startswith(there) else name.replace(here, there, 1): tensor
+        for name, tensor in load_file(path).items()
+    }
     save_file(weights, path, metadata={"format": "pt"})
 
 

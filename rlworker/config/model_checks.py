@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.images.placeholders import list_margin_tokens
 from engines.images.processor import ImageProcessor
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
@@ -41,6 +42,7 @@ def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str
     SafetensorsFolder(model.folder).check(model)
     if model.vision:
         _check_processor(model.folder)
+        list_margin_tokens(model)
 
 
 def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:

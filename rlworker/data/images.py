@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.batch.samples import Image
 from engines.images.columns import find_image_blocks
+from engines.images.placeholders import check_margins, read_newlines
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
@@ -42,12 +43,14 @@ class ImageReader:
     Attributes:
         folder: keeps the images that rows hold as bytes.
         limit: bytes that the images of a row may take while they are decoded.
+        newlines: tokens that are newlines alone, count -> id, of a family that surrounds images by them.
         opened: those that were read before, by their paths.
     """
 
     processor: ImageProcessor
     folder: Path
     limit: int
+    newlines: dict[int, int] = field(default_factory=dict)
     opened: dict[Path, Image] = field(default_factory=dict)
 
     @property
@@ -123,7 +126,7 @@ class ImageReader:
         """Repeat the token of each image as often as the tower makes tokens of it: ``[n] -> [m]`` ids.
 
         Raises:
-            ValueError: the prompt has places for another number of images.
+            ValueError: the prompt has places for another number of images, or newlines that would be lost beside one.
         """
         vision, remaining = self.vision, list(images)
         if (places := list(ids).count(vision.image_token)) != len(images):
@@ -133,6 +136,7 @@ class ImageReader:
             )
         if vision.video_token in ids:
             raise ValueError(f"{where}: the prompt has the token of a video; give images")
+        check_margins(ids, vision, self.newlines, where)
         expanded: list[int] = []
         for token in ids:
             is_image = token == vision.image_token
@@ -145,4 +149,5 @@ def build_image_reader(model: ModelSpec, run_dir: str, limit_mb: int) -> ImageRe
     """Make the image reader of a model, which writes into the run folder; None for a model without vision."""
     if model.vision is None:
         return None
-    return ImageReader(ImageProcessor(model.folder, model.vision), Path(run_dir) / "images", limit_mb * 2**20)
+    newlines = read_newlines(model.folder) if model.vision.tower.margin else {}
+    return ImageReader(ImageProcessor(model.folder, model.vision), Path(run_dir) / "images", limit_mb * 2**20, newlines)

@@ -1,5 +1,6 @@
 """Rows to learn from: files and data sets in, tokenised prompts out, and which of them each step takes."""
 
+import json
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from engines.batch.samples import Image
+from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.images import MARKER, ImageReader, refuse_other_fields
 from rlworker.data.sources import find_base_folder, iterate_rows
@@ -74,6 +76,27 @@ def load_tokenizer(folder: str):
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set one")
     return tokenizer
+
+
+def list_stop_tokens(folder: str, tokenizer: Any) -> tuple[int, ...]:
+    """List the tokens that end an answer: the tokenizer's, then what else ``generation_config.json`` names.
+
+    A model that was tuned to chat ends its turns with a token that its tokenizer need not call the end (Gemma).
+
+    Raises:
+        ValueError: the file cannot be read, or names no tokens.
+    """
+    path = Path(folder, "generation_config.json")
+    try:
+        named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"model: {str(path)!r} cannot be read ({error}); save it there again") from None
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not fits(list[int], ids):
+        raise ValueError(
+            f"model: {str(path)!r} has eos_token_id {named!r}, expected the number of a token or several in a list"
+        )
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))
 
 
 def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], tokenizer, vocab: int) -> None:

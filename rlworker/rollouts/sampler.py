@@ -21,7 +21,8 @@ class Sampler:
     """Draws prompts, samples and scores.
 
     Args:
-        rows: to draw from. phase: ``phase(clock, name)``, the context in which a part of a step runs.
+        stop_token_ids: each ends a completion. rows: to draw from.
+        phase: ``phase(clock, name)``, the context in which a part of a step runs.
         warn: what to do with a line about rewards that failed.
     """
 
@@ -29,13 +30,14 @@ class Sampler:
         self,
         config: RunConfig,
         tokenizer,
+        stop_token_ids: tuple[int, ...],
         rows: list[Row],
         rollouts: Rollouts,
         rewards: RewardPool,
         phase: Callable,
         warn: Callable[[str], None],
     ):
-        self.config, self.tokenizer, self.rows = config, tokenizer, rows
+        self.config, self.tokenizer, self.stop_token_ids, self.rows = config, tokenizer, stop_token_ids, rows
         self.rollouts, self.rewards, self.phase, self.warn = rollouts, rewards, phase, warn
         self.rollouts_done = 0
 
@@ -70,7 +72,7 @@ class Sampler:
     def make_sampling(self, count: int, use: int = TRAINING) -> Sampling:
         """Say how ``count`` completions per prompt are drawn for the next rollout, or beside it for another ``use``."""
         rollout, stream = self.config.rollout, (self.config.seed, self.rollouts_done, use)
-        return Sampling(count, rollout.temperature, rollout.max_new_tokens, stream, (self.tokenizer.eos_token_id,))
+        return Sampling(count, rollout.temperature, rollout.max_new_tokens, stream, self.stop_token_ids)
 
     def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[PromptGroup], Scores]:
         """Find the texts and rewards of the completions ``[P][G]``."""

@@ -17,7 +17,7 @@ from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGrou
 from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
 from rlworker.data.images import build_image_reader
-from rlworker.data.rows import Rows, check_vocabulary, load_tokenizer, read_rows
+from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.pool import REWARD_LOG, RewardPool, pickle_reward
@@ -73,6 +73,7 @@ class Trainer(Run[RunConfig]):
         pickle_reward(reward)  # one that cannot be sent to the processes that call it is refused here
         self.models = config.check_models()
         self.tokenizer = load_tokenizer(config.model)
+        self.stop_token_ids = list_stop_tokens(config.model, self.tokenizer)
         image_reader = build_image_reader(self.models["actor"], config.run_dir, config.image_memory_mb)
         read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
         train = read(config.data.train)
@@ -113,7 +114,7 @@ class Trainer(Run[RunConfig]):
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
         tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
-        parts = (self.tokenizer, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
+        parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
 
     def begin(self) -> None:

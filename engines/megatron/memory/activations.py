@@ -115,7 +115,7 @@ def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: Micr
         again = max(0.0, layer.core - layer.mlp - layer.output - layer.late_norms)
     elif config.recompute == "full":  # the first norm keeps what the layer keeps
         each, again = layer.input, layer.whole - (layer.input if kernels.keeps_own_input(size) else 0)
-    kept = model.layers // config.pp * each + 2 * model.head_dim * size * slots
+    kept = model.layers // config.pp * each + 2 * len(model.ropes) * model.head_dim * size * slots
     if stage == config.pp - 1:
         loss = model.hidden * (size + kernels.count_norm_input_bytes(size) / config.tp) * slots
     return Kept(kept * (config.pp - stage), again, loss)

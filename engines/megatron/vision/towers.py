@@ -57,7 +57,8 @@ class SiglipTower:
         module, settings = resolve_name(vision.tower.module), resolve_name(vision.tower.config)
         tower = torch.nn.Module()
         with no_init_weights():
-            tower.encoder = module._from_config(settings(**vision.config), attn_implementation="sdpa", dtype=dtype)
+            model = module._from_config(settings(**vision.config), attn_implementation="sdpa", dtype=dtype)
+        tower.encoder = getattr(model, "vision_model", model)  # a wrapper before transformers 5.6
         tower.projector = _Projector(vision, dtype)
         return tower
 

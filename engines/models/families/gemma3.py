@@ -10,6 +10,7 @@ from engines.models.families.gemma3_text import FAMILY as TEXT
 from engines.models.families.gemma3_text import read_rules as read_text_rules
 from engines.models.family import Tower
 from engines.models.vision_spec import VisionSpec
+from engines.validation import fits
 from hardware.attention.rules import Rule
 
 _TOKENS = {"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000}
@@ -28,6 +29,7 @@ _VISION_DEFAULTS = {
     "vision_use_head": True,
 }
 """SiglipVisionConfig's."""
+_VISION_SIZES = tuple(key for key, value in _VISION_DEFAULTS.items() if type(value) is int)
 
 
 def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
@@ -51,16 +53,22 @@ def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
 
 def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
     """Read the tower of a whole ``config.json``; ValueError for what is not built."""
-    config = _DEFAULTS | config
+    config, text = _DEFAULTS | config, extract_text(config)
     vision = _VISION_DEFAULTS | (config.get("vision_config") or {})
+    window = text.get("sliding_window", TEXT.defaults["sliding_window"])
+    numbers = {key: config[key] for key in _DEFAULTS} | {f"vision_config.{key}": vision[key] for key in _VISION_SIZES}
+    numbers |= {"text_config.hidden_size": text.get("hidden_size"), "text_config.sliding_window": window}
+    for key, value in numbers.items():
+        least = 0 if key in _TOKENS or key.endswith(".num_hidden_layers") else 1
+        if not fits(int, value) or value < least:
+            raise ValueError(f"model: {path} has {key} {value!r}, expected a whole number of at least {least}")
     tokens, side = config["mm_tokens_per_image"], vision["image_size"] // vision["patch_size"]
     merge = side // max(1, math.isqrt(tokens))
-    if tokens < 1 or math.isqrt(tokens) ** 2 != tokens or side != merge * math.isqrt(tokens):
+    if math.isqrt(tokens) ** 2 != tokens or side != merge * math.isqrt(tokens):
         raise ValueError(
             f"model: {path} has mm_tokens_per_image {tokens}, expected the square of a divisor of {side}, the patches "
             "of an image's side"
         )
-    window = config["text_config"].get("sliding_window", TEXT.defaults["sliding_window"])
     if tokens > window:
         raise ValueError(
             f"model: {path} has mm_tokens_per_image {tokens} above its sliding_window {window}, so that an image would "
@@ -76,7 +84,7 @@ def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
         depth=vision["num_hidden_layers"],
         width=vision["hidden_size"],
         ffn=vision["intermediate_size"],
-        out=config["text_config"]["hidden_size"],
+        out=text["hidden_size"],
         patch=vision["patch_size"],
         temporal_patch=1,
         channels=vision["num_channels"],

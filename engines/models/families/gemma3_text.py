@@ -64,11 +64,15 @@ def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
 
 def read_ropes(config: dict, path: Path) -> tuple[dict, ...]:
     """Read the rotary settings of both kinds of layers, in today's form or in that of the released configs."""
-    nested = config.get("rope_parameters") or {}
-    local = nested.get(_KINDS[0]) or {"rope_theta": config.get("rope_local_base_freq", _LOCAL_THETA)}
-    scaling = config.get("rope_scaling") or {}
-    full = nested.get(_KINDS[1]) or {"rope_theta": config.get("rope_theta", _THETA)} | scaling
-    return check_rope(local, config, path), check_rope(full, config, path)
+    nested, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if set(nested) - set(_KINDS) or not all(isinstance(rope, dict) for rope in nested.values()):
+        raise ValueError(f"model: {path} has rope_parameters {nested}, expected an object for each of {list(_KINDS)}")
+    local = {"rope_theta": config.get("rope_local_base_freq", _LOCAL_THETA)} | (nested.get(_KINDS[0]) or {})
+    full = {"rope_theta": config.get("rope_theta", _THETA)} | (nested.get(_KINDS[1]) or scaling)
+    ropes = check_rope(local, config, path), check_rope(full, config, path)
+    if others := {rope["rope_type"] for rope in ropes} - {"default", "linear"}:
+        raise ValueError(f"model: {path} has rope_type {others.pop()!r}, expected 'default' or 'linear'")
+    return ropes
 
 
 def read_form(config: dict, path: Path) -> LayerForm:

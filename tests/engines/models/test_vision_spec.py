@@ -120,6 +120,9 @@ def test_a_critic_is_no_model_that_speaks(tmp_path, family):
         ModelSpec.from_folder(tmp_path)
 
 
+YARN = {"full_attention": {"rope_type": "yarn", "factor": 4.0}}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -130,6 +133,13 @@ def test_a_critic_is_no_model_that_speaks(tmp_path, family):
         ({"text_config.use_bidirectional_attention": True}, "sets use_bidirectional_attention, which the engine does"),
         ({"vision_config.hidden_act": "relu"}, "has vision_config.hidden_act 'relu', expected 'gelu_pytorch_tanh'"),
         ({"text_config.hidden_activation": "silu"}, "has hidden_activation 'silu', expected 'gelu_pytorch_tanh'"),
+        ({"vision_config.patch_size": 0}, "vision_config.patch_size 0, expected a whole number of at least 1"),
+        ({"vision_config.image_size": "8"}, "vision_config.image_size '8', expected a whole number of at least 1"),
+        ({"mm_tokens_per_image": -1}, "mm_tokens_per_image -1, expected a whole number of at least 1"),
+        ({"text_config.sliding_window": None}, "text_config.sliding_window None, expected a whole number of at"),
+        ({"text_config": None}, "text_config.hidden_size None, expected a whole number of at least 1"),
+        ({"text_config.rope_parameters": YARN}, "has rope_type 'yarn', expected 'default' or 'linear'"),
+        ({"text_config.rope_parameters": {"rope_theta": 1e4}}, "expected an object for each of ['sliding_attention'"),
         ({"image_token_index": 131}, "has an image token 131, expected one below vocab_size 131"),
     ],
 )
@@ -143,15 +153,34 @@ def test_what_cannot_be_built_of_gemma_is_refused_by_name(tmp_path, change, mess
     assert message in str(error.value)
 
 
+def test_rotary_bases_that_a_config_leaves_out_are_those_of_transformers(tmp_path):
+    """A configuration may name the kind of scaling alone."""
+    from transformers import Gemma3TextConfig
+
+    config = json.loads((Path(make_tiny_model(tmp_path, "gemma3")) / "config.json").read_text())
+    bare = {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_type": "linear", "factor": 8.0}}
+    expected = Gemma3TextConfig(rope_parameters=json.loads(json.dumps(bare))).rope_parameters
+    config["text_config"]["rope_parameters"] = bare
+    bases = [rope["rope_theta"] for rope in spec_of(tmp_path, config).ropes]
+    assert bases == [expected[kind]["rope_theta"] for kind in bare]
+
+
 def test_pan_and_scan_is_refused_by_name(tmp_path):
-    """It cuts an image into several of other sizes."""
+    """It cuts an image into several of other sizes. The released folders say null, others nothing or false."""
     folder = make_tiny_model(tmp_path, "gemma3")
-    path = Path(folder, "processor_config.json")
+    path, vision = Path(folder, "processor_config.json"), ModelSpec.from_folder(folder).vision
     settings = json.loads(path.read_text())
+    for value in (None, False):
+        settings["image_processor"]["do_pan_and_scan"] = value
+        path.write_text(json.dumps(settings))
+        ImageProcessor(folder, vision)
+    del settings["image_processor"]["do_pan_and_scan"]
+    path.write_text(json.dumps(settings))
+    ImageProcessor(folder, vision)
     settings["image_processor"]["do_pan_and_scan"] = True
     path.write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="has do_pan_and_scan True, expected False"):
-        ImageProcessor(folder, ModelSpec.from_folder(folder).vision)
+    with pytest.raises(ValueError, match="has do_pan_and_scan True, expected false or null"):
+        ImageProcessor(folder, vision)
 
 
 def test_weights_by_other_names_are_refused_by_name(tmp_path):

@@ -10,8 +10,9 @@ from support.huggingface import make_batch, measure_differences
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
 from support.rollout_workers import ask
 
-from engines.batch.samples import Sampling
+from engines.batch.samples import Prompt, Sampling
 from engines.config import VllmConfig
+from engines.images.placeholders import make_placeholders, read_newlines
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments
 from rlworker.checks.tiny_models import make_tiny_model
@@ -135,6 +136,21 @@ def _with_memory(worker, megabytes: float) -> int:
     count = len(calls)
     calls.clear()
     return count
+
+
+def test_newlines_beside_images_come_back_from_vllm(rollout):
+    """And those that are refused before anything starts do not: vLLM loses the image."""
+    worker, model, prompts = rollout
+    if not model.vision.tower.margin:
+        return  # nothing surrounds the images of the other families
+    newlines, (image, *_) = read_newlines(model.folder), next(each.images for each in prompts if each.images)
+    inner = make_placeholders([image], model)[1:-1]
+    beside = [(before, after) for before in (2, 3, 4) for after in (2, 4)]
+    asked = [Prompt((20, newlines[a], *inner, newlines[b], 21), (image,)) for a, b in beside]
+    assert len(ask(worker.generate, asked, dataclasses.replace(sampling(count=1), temperature=0.0))) == len(beside)
+    with pytest.raises(Exception, match="Expected there to be 1 prompt placeholders"):
+        lost = Prompt((20, newlines[2], *inner, newlines[3], 21), (image,))
+        ask(worker.generate, [lost], sampling(count=1))
 
 
 def test_another_count_of_tokens_names_the_image(rollout):

@@ -50,6 +50,7 @@ def test_an_override_of_another_machine_does_nothing(gemma):
     [
         ({"max_num_batched_tokens": 63}, "max_num_batched_tokens 63 is below --rollout.max-model-len 64"),
         ({"enable_chunked_prefill": True}, "enable_chunked_prefill would cut images"),
+        ({"long_prefill_token_threshold": 32}, "long_prefill_token_threshold 32 would cut images"),
     ],
 )
 def test_prompts_are_computed_whole(gemma, tmp_path, settings, message):

@@ -40,7 +40,7 @@ def sampler(rows, further, prompts=4):
     config = RunConfig(algorithm=algorithm, prompts_per_step=prompts, samples_per_prompt=3)
     config = replace(config, rollout=rollout, data=replace(config.data, max_prompt_tokens=8))
     phase = lambda *_: nullcontext()  # noqa: E731
-    return Sampler(config, make_tokenizer(), rows, Rollouts(), Rewards(), phase, print)
+    return Sampler(config, make_tokenizer(), (2,), rows, Rollouts(), Rewards(), phase, print)
 
 
 @pytest.mark.parametrize(

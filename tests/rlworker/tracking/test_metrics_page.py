@@ -133,7 +133,15 @@ def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, *
     trainer.version = trainer.empty_steps = 0
     trainer.processes, trainer.rollouts, trainer.rewards = [], Rollouts(trainer), Rewards(alike)
     trainer.start_seconds = {"time_start_trainers": 1.0, "time_start_rollouts": 1.0}
-    parts = (TOKENIZER, trainer.rows, trainer.rollouts, trainer.rewards, trainer._phase, lambda text: None)
+    parts = (
+        TOKENIZER,
+        (TOKENIZER.eos_token_id,),
+        trainer.rows,
+        trainer.rollouts,
+        trainer.rewards,
+        trainer._phase,
+        lambda text: None,
+    )
     trainer.sampler = Sampler(config, *parts)
     return written(trainer, config, folder)
 

@@ -171,7 +171,9 @@ def go_on_otherwise(
     return {name: tensor.clone() for name, tensor in engine.export_weights()}
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.large)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.large) for name in ("qwen2_5_vl", "gemma3"))]
+)
 def test_gone_on_from_at_another_size(two_ranks, tmp_path, family):
     folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_images(tmp_path)
     (tmp_path / "out").mkdir()
