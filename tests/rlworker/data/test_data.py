@@ -8,7 +8,7 @@ import pytest
 
 from recipes.common.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config.sections import DataConfig
-from rlworker.data.rows import check_rows, check_vocabulary, pick_rows, read_rows
+from rlworker.data.rows import check_rows, check_vocabulary, list_stop_tokens, pick_rows, read_rows
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -337,3 +337,18 @@ def test_tokens_that_the_model_does_not_have_are_named():
         check_vocabulary(texts, ids, tokenizer, vocab=10)
     with pytest.raises(ValueError, match="eos token is 2, the model has 2 tokens"):
         check_vocabulary([], [], tokenizer, vocab=2)
+
+
+@pytest.mark.parametrize(("named", "stops"), [(None, (2,)), (2, (2,)), ([1, 106], (2, 1, 106)), (106, (2, 106))])
+def test_answers_end_with_what_generation_config_names_too(tmp_path, named, stops):
+    tokenizer = make_tokenizer()
+    assert list_stop_tokens(str(tmp_path), tokenizer) == (2,), "a folder may have no generation_config.json"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    assert list_stop_tokens(str(tmp_path), tokenizer) == stops
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"eos_token_id": "end"}', '{"eos_token_id": [1, null]}'])
+def test_a_broken_generation_config_is_named(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model: .*generation_config.json. (cannot be read|has eos_token_id)"):
+        list_stop_tokens(str(tmp_path), make_tokenizer())
