@@ -79,7 +79,7 @@ def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, in
     sides = ((vision.start_token, -1, "before", range(margin, _MOST + 1)), (vision.end_token, 1, "after", (2, 4)))
     for place, token in enumerate(ids):
         for mark, step, side, known in sides:
-            beside = ids[place + step] if token == mark and 0 <= place + step < len(ids) else None
+            beside = ids[place + step] if 0 <= place + step < len(ids) else -1
             if token == mark and counts.get(beside) not in known:
                 text = ", ".join(str(count - margin) for count in known)
                 raise ValueError(

@@ -59,7 +59,7 @@ def build_attention_faults(
         "inverted polarity": patch_all(dense_masks, _inverted) + list(inverted),
         "None where None means full": list(without_mask),
         "window off by one": change_rule(lambda rule: replace(rule, window=rule.window and rule.window + 1)),
-        "a window that closes an image's future": masks_of(_images_cut_at_the_window),
+        "an image cut at the window": masks_of(_images_cut_at_the_window),
         "causal where the image rule was asked": change_rule(lambda rule: replace(rule, images=False)),
         "padding seen": patch_all(lowerings, _open_to_padding),
     }

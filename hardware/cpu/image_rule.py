@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 
 import torch
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -123,6 +124,7 @@ def install(backend: str) -> str:
     Returns:
         name of the class that must build their metadata.
     """
+    selector._cached_get_attn_backend.cache_clear()  # it would answer with the one of an engine before
     if backend == "vllm_cpu":
         AttentionBackendEnum.CPU_ATTN.clear_override()
         return CPUAttentionMetadataBuilder.__name__

@@ -70,7 +70,7 @@ FAULTY = {
     "inverted polarity": ("bshd", Rule(images=True)),
     "None where None means full": ("bshd", CAUSAL),
     "window off by one": ("bshd", Rule(window=3)),
-    "a window that closes an image's future": ("bshd", Rule(window=1, images=True)),
+    "an image cut at the window": ("bshd", Rule(window=1, images=True)),
     "causal where the image rule was asked": ("bshd", Rule(images=True)),
     "padding seen": ("bshd", Rule(causal=False)),
 }
