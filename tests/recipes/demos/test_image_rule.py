@@ -6,17 +6,18 @@ from functools import partial
 
 import pytest
 
-from recipes.common import twins
-from recipes.demos import cpu as demo_cpu
-from recipes.demos import image_rule
 from rlworker.tracking.log import read_metrics
-from rlworker.trainers.stop import Stop
 
 
 @pytest.mark.large
 @pytest.mark.usefixtures("cluster")
 def test_the_rule_left_out_is_found_in_the_first_step(tmp_path, monkeypatch, measured):
     """The demo from end to end, its warm-up too short to learn anything."""
+    from recipes.common import twins
+    from recipes.demos import cpu as demo_cpu
+    from recipes.demos import image_rule
+    from rlworker.trainers.stop import Stop
+
     make_data = partial(twins.make_data, counts={"train": 32, "heldout": 16})
     toy = replace(image_rule.TWINS, make_data=make_data)
     monkeypatch.setattr(image_rule, "TWINS", toy)
