@@ -17,6 +17,7 @@ from hardware.platform import Platform
 from hardware.platforms import get_platform
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
+from rlworker.tracking.digests import FileDigest
 
 BUCKET_BYTES = 256 * 2**20
 """Weights travel to the rollout engines in buckets of this size."""
@@ -79,14 +80,28 @@ class WorkerGroup:
         )
 
 
-def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:
+def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDigest]:
     """Write each engine's state and its HuggingFace folder into a checkpoint: ``actor`` and ``hf``, ``critic`` and
-    ``hf_critic``."""
+    ``hf_critic``.
+
+    Returns:
+        the digests of all files, by their paths in the checkpoint: each rank reads what it wrote.
+    """
+    digests = {}
     for group in groups:
         (folder / group.name).mkdir()
-        group.call("save", str(folder / group.name))
-        hf = folder / ("hf" if group.name == "actor" else f"hf_{group.name}")
-        group.call("save_hf", str(hf), SHARD_BYTES)
+        hf = "hf" if group.name == "actor" else f"hf_{group.name}"
+        saved = group.call("save", str(folder / group.name)), group.call("save_hf", str(folder / hf), SHARD_BYTES)
+        for name, of_ranks in zip((group.name, hf), saved, strict=True):
+            digests |= {f"{name}/{file}": digest for part in of_ranks for file, digest in part.items()}
+    return digests
+
+
+def digest_on_ranks(group: WorkerGroup, folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
+    """Digest files of a checkpoint, dealt out among the ranks of a group; returned by their names."""
+    shares = [list(names[rank :: len(group.workers)]) for rank in range(len(group.workers))]
+    calls = [worker.digest_files.remote(str(folder), share) for worker, share in zip(group.workers, shares)]
+    return {name: digest for part in ray.get(calls) for name, digest in part.items()}
 
 
 class StartingGroup:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.ray import pausing_collection
+from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
     from engines.interfaces import RolloutEngine, TrainEngine
@@ -162,18 +163,26 @@ class TrainWorker(_Worker):
             reference = ray.put(bucket)
             ray.get([rollout.load_weights.remote(reference, version, last) for rollout in rollouts])
 
-    def save(self, role: str, folder: str) -> None:
-        self._use(role).save(folder)
+    def save(self, role: str, folder: str) -> dict[str, FileDigest]:
+        """Write this rank's part of a checkpoint; returns the digests of its files by their names."""
+        return digest_files(folder, self._use(role).save(folder))
 
     def load(self, role: str, folder: str) -> None:
         self._use(role).load(folder)
 
-    def save_hf(self, role: str, folder: str, shard_bytes: int) -> None:
-        """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from."""
+    def save_hf(self, role: str, folder: str, shard_bytes: int) -> dict[str, FileDigest]:
+        """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from.
+
+        Returns:
+            the digests of its files by their names, on the rank that wrote them.
+        """
         from engines.models.hf_folder import save_hf_folder
 
         engine = self._use(role)
-        save_hf_folder(engine.export_weights(), engine.model, folder, shard_bytes)
+        return digest_files(folder, save_hf_folder(engine.export_weights(), engine.model, folder, shard_bytes))
+
+    def digest_files(self, folder: str, names: list[str]) -> dict[str, FileDigest]:
+        return digest_files(folder, names)
 
 
 class RolloutWorker(_Worker):

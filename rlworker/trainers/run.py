@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from ray.actor import ActorHandle
@@ -19,10 +20,11 @@ from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker.cluster.ray import naming_failures, running_ray
 from rlworker.cluster.rollout_group import Rollouts
-from rlworker.cluster.train_group import StartingGroup, WorkerGroup, save_groups
+from rlworker.cluster.train_group import StartingGroup, WorkerGroup, digest_on_ranks, save_groups
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool
+from rlworker.tracking.digests import FileDigest
 from rlworker.tracking.log import RunLog, StepClock, is_due, tell_skipped
 from rlworker.tracking.report import tell_report
 from rlworker.tracking.run_folder import RunFolder, Score
@@ -115,6 +117,10 @@ class Run(Generic[Config]):
         for group in self.list_learners():
             group.call("load", f"{state['folder']}/{group.name}")
 
+    def digest_files(self, folder: Path, names: list[str]) -> Mapping[str, FileDigest]:
+        """Return the digests of a checkpoint's files by their names: read by the ranks that will load them."""
+        return digest_on_ranks(self.list_learners()[0], folder, names)
+
     # -- what they share
 
     def __enter__(self) -> Self:
@@ -164,7 +170,7 @@ class Run(Generic[Config]):
     def begin(self) -> None:
         """Take up the run that the claimed folder holds, or begin one, now that its engines are there."""
         config = self.config
-        state, text = self.folder.begin(config)
+        state, text = self.folder.begin(config, self.digest_files)
         self.steps_done = state["step"] if state else 0
         tracked = TrackedRun(self.folder.path, self.steps_done, asdict(config))
         trackers = Trackers(config.trackers, tracked, self.trackers)
@@ -225,9 +231,14 @@ class Run(Generic[Config]):
                 metrics |= self.evaluate()
             if samples and (self.steps_done == 1 or self.score.name in metrics):
                 self.log.rollouts(self.steps_done, samples)
-            self.log.step(self.steps_done, metrics)
-            if last or self._is_save_due(metrics):
-                self.save(metrics)
+            clock, written = StepClock(), None
+            try:
+                if last or self.stop_request.signal or self._is_save_due(metrics):
+                    written = self._write_checkpoint(clock)
+            finally:  # with its seconds, and before it counts: a run that goes on from it has the lines up to it
+                self.log.step(self.steps_done, metrics | clock.seconds)
+            if written:
+                self._finish_checkpoint(*written, metrics)
         if self.steps_done < config.steps:
             if self._saved_step < self.steps_done:
                 self.save(metrics)
@@ -251,13 +262,21 @@ class Run(Generic[Config]):
         Args:
             metrics: of the step that was done; a held-out score among them is the checkpoint's.
         """
-        with self._phase(StepClock(), "save"):
-            self._save({name: value for name, value in metrics.items() if name == self.score.name})
+        self._finish_checkpoint(*self._write_checkpoint(StepClock()), metrics)
 
-    def _save(self, score: dict[str, float]) -> None:
-        partial = self.folder.begin_checkpoint(self.steps_done)
-        save_groups(self.list_learners(), partial)
-        self.folder.finish_checkpoint(partial, {"step": self.steps_done} | self.get_state() | score)
+    def _write_checkpoint(self, clock: StepClock) -> tuple[Path, dict[str, FileDigest]]:
+        """Write what the engines hold, on the clock: a folder that does not count yet, and the digests of its files."""
+        with self._phase(clock, "save"):
+            partial_folder = self.folder.begin_checkpoint(self.steps_done)
+            return partial_folder, save_groups(self.list_learners(), partial_folder)
+
+    def _finish_checkpoint(
+        self, partial_folder: Path, digests: dict[str, FileDigest], metrics: Mapping[str, float]
+    ) -> None:
+        """Make a written checkpoint count, and remove those that it replaces."""
+        score = {name: value for name, value in metrics.items() if name == self.score.name}
+        state = {"step": self.steps_done} | self.get_state() | score
+        self.folder.finish_checkpoint(partial_folder, state, digests)
         best = self.folder.find_best(self.score)
         self._best = best and best[1]
         checkpoint = self.config.checkpoint
