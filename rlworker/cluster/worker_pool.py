@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from hardware.platform import list_ray_resources, make_ray_options
 from hardware.platforms import get_platform
+from rlworker.cluster.watch import LIVENESS
 
 _CLOSE_S = 30.0
 """Seconds that a worker may take to give up its engines; one that takes longer is ended."""
@@ -62,7 +63,8 @@ def start_workers(kind: type, platform: str, arguments: Sequence[tuple], devices
     Args:
         devices: that each of them takes.
     """
-    remote_class: Any = ray.remote(kind).options(**make_ray_options(get_platform(platform), devices))
+    options = make_ray_options(get_platform(platform), devices)
+    remote_class: Any = ray.remote(concurrency_groups={LIVENESS: 1})(kind).options(**options)
     keys = [(kind, devices, platform, *further) for further in arguments]
     pool = _pool
     if not pool:

@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
@@ -153,18 +153,25 @@ class TrainWorker(_Worker):
     def train_step(self, role: str, shard, loss_fn, denominator: float):
         return self._use(role).train_step(shard, loss_fn, denominator)
 
-    def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
-        """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
+    def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> list[int]:
+        """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends.
+
+        One that dies meanwhile is left out from there on, since the other ranks wait for the sender at every weight.
+
+        Returns:
+            the indices of those that died, on the sender.
+        """
         import ray
 
         from engines.weight_sync import pack_buckets
 
-        loading = []
+        alive, loading = dict(enumerate(rollouts)), {}
         for bucket, last in pack_buckets(self._use(role).export_weights(), bucket_bytes):
             reference = ray.put(bucket)
-            ray.get(loading)  # the bucket before, which is loaded while this one is gathered and packed
-            loading = [rollout.load_weights.remote(reference, version, last) for rollout in rollouts]
-        ray.get(loading)
+            _drop_dead(alive, loading)  # the bucket before, which is loaded while this one is gathered and packed
+            loading = {i: rollout.load_weights.remote(reference, version, last) for i, rollout in alive.items()}
+        _drop_dead(alive, loading)
+        return sorted(set(range(len(rollouts))) - alive.keys())
 
     def save(self, role: str, folder: str) -> dict[str, FileDigest]:
         """Write this rank's part of a checkpoint; returns the digests of its files by their names."""
@@ -250,6 +257,18 @@ class RolloutWorker(_Worker):
     def run(self, function: str, *args):
         """Call a function on the engine, as ``TrainWorker.run`` does."""
         return _named(function)(self.engine, *args)
+
+
+def _drop_dead(workers: dict[int, Any], calls: dict[int, Any]) -> None:
+    """Wait for a call of each worker, and drop those that died in it."""
+    import ray
+    from ray.exceptions import RayActorError
+
+    for index, call in calls.items():
+        try:
+            ray.get(call)
+        except RayActorError:
+            del workers[index]
 
 
 def _refuse_planted(who: str) -> None:

@@ -19,6 +19,7 @@ from rlworker.config.sections import (
     DataConfig,
     LimitsConfig,
     PlacementConfig,
+    RecoveryConfig,
     RewardConfig,
 )
 
@@ -76,6 +77,7 @@ class TrainingConfig:
     data: DataConfig = field(default_factory=DataConfig)
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     platform: PlatformName = DEFAULT_PLATFORM
     """Kind of machine the engines run on."""
     steps: Annotated[int, Ge(1)] = 100

@@ -156,3 +156,18 @@ class LimitsConfig:
 
     def __post_init__(self):
         check_types("limits", self)
+
+
+@dataclass(frozen=True)
+class RecoveryConfig:
+    """Settings of what becomes of a run that loses processes."""
+
+    stall_timeout_s: Annotated[float, Ge(1), FINITE] = 300.0
+    """Seconds without a sign of life after which a process counts as standing still and is ended; one that is merely
+    busy gives signs of life."""
+    restarts: Annotated[int, Ge(0)] = 0
+    """Most times that lost processes are replaced and the run goes on in the same program: rollout engines with the
+    weights of the others, trainers from the newest checkpoint. 0 ends the run at the first."""
+
+    def __post_init__(self):
+        check_types("recovery", self)

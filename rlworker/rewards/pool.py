@@ -9,8 +9,8 @@ is not lost. Workers are spread over the nodes that Ray has; those of a node tha
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.cloudpickle.cloudpickle_fast import dumps
-from ray.exceptions import RayError, RayTaskError
 
 from rlworker.config.sections import RewardConfig
 from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
+from rlworker.rewards.part import Part, end_worker, explain_death
 from rlworker.rewards.progress import NodeLost, RewardNode, find_nodes
 from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, find_call_bounds
 from rlworker.tracking.terminal import LOGGER
@@ -41,8 +41,6 @@ _START_S = 120.0
 """Seconds that a worker may take to start; it may import much."""
 _STARTS = 3
 """Workers in a row that may end before they begin, such as one that died between two calls."""
-_END_S = 10.0
-"""Seconds to wait for the end of a process that was ended."""
 _POLL_S = 0.1
 _OVERDUE = "no end after {:g} s and no heed of the interrupt, so that its process was ended"
 _DIED = "its process died (it exited, crashed or had no memory left)"
@@ -126,6 +124,9 @@ class RewardPool:
             output.parent.mkdir(parents=True, exist_ok=True)
         self._remote_class: Any = ray.remote(RewardWorker)
         self._sent = self._failed_starts = 0
+        self._note: Callable[[Mapping[str, str]], None] | None = None
+        self._idle_s = _START_S
+        self._proven: set[ActorHandle] = set()
         self.nodes = find_nodes(config.workers)
         self.places = [self.nodes[slot % len(self.nodes)] for slot in range(config.workers)]
         self.workers = [self._start_worker(node) for node in self.places]
@@ -136,6 +137,17 @@ class RewardPool:
             output = output.with_name(f"{output.stem}.{node.address}{output.suffix}")
         options = self._remote_class.options(num_cpus=0, scheduling_strategy=node.strategy)
         return options.remote(*self._arguments, output, node.folder)
+
+    def repeat_lost(self, note: Callable[[Mapping[str, str]], None], stall_timeout_s: float) -> None:
+        """Make a call once more that a worker died in or did not come back from, from now on.
+
+        The text is to blame only where that befalls the next worker too; else it was the worker that was lost.
+
+        Args:
+            note: hears which worker was lost and what became of it. It raises where the run may not go on.
+            stall_timeout_s: seconds after which a worker that has scored before and does not begin stands still.
+        """
+        self._note, self._idle_s = note, min(_START_S, stall_timeout_s)
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """List every worker by the name that a message gives it."""
@@ -166,6 +178,7 @@ class RewardPool:
         index = [places.setdefault(id(row), len(places)) for row in rows]
         bounds = find_call_bounds(index, self.batch)
         outcomes: list[Outcome] = [0.0] * len(texts)
+        self._suspected: dict[int, tuple[int, str]] = {}  # text -> slot and fate of the worker that it may have ended
         waiting, running = deque(self._split_work(bounds)), {}
         while waiting or running:
             busy = {part.slot for part in running.values()}
@@ -188,16 +201,17 @@ class RewardPool:
         cuts = [bounds[calls * i // count] for i in range(count + 1)]
         return [(a, b) for a, b in pairwise(cuts) if b > a]
 
-    def _send(self, slot: int, start: int, end: int, texts, index: list[int], rows) -> "_Part":
+    def _send(self, slot: int, start: int, end: int, texts, index: list[int], rows) -> Part:
         """Give a worker its texts, with every row only once."""
         self._sent += 1
         part_rows = dict(zip(index[start:end], rows[start:end], strict=True))
         # Pickled here, because Ray's own way with a list of small objects takes three times as long.
         job = dumps((texts[start:end], index[start:end], part_rows))
-        worker = self.workers[slot]
-        return _Part(self._sent, slot, self.places[slot], worker, start, end, worker.score.remote(job, self._sent))
+        worker, node = self.workers[slot], self.places[slot]
+        begin_s = self._idle_s if worker in self._proven else _START_S
+        return Part(self._sent, slot, node, worker, start, end, worker.score.remote(job, self._sent), begin_s)
 
-    def _watch(self, parts: list["_Part"]) -> None:
+    def _watch(self, parts: list[Part]) -> None:
         """Note how far workers are, each node being asked once, unless all of them were asked a moment ago."""
         due = [part for part in parts if time.monotonic() - part.asked >= _POLL_S]
         for node in {part.node: None for part in due}:
@@ -209,15 +223,15 @@ class RewardPool:
             for part, count in zip(here, counts, strict=True):
                 part.note(count)
 
-    def _finish(self, part: "_Part", stalled: bool, bounds: list[int], outcomes) -> list[tuple[int, int]]:
+    def _finish(self, part: Part, stalled: bool, bounds: list[int], outcomes) -> list[tuple[int, int]]:
         """Take what a worker wrote. One that died or got no further is replaced.
 
         Returns:
             what is left to be done: start and end, or nothing.
         """
-        reason = "It got no further." if stalled else _explain_death(part.reference)
+        reason = "It got no further." if stalled else explain_death(part.reference)
         if reason:
-            _end_worker(part)
+            end_worker(part)
         try:
             scored = self._collect(part, outcomes)
         except NodeLost as error:
@@ -225,14 +239,22 @@ class RewardPool:
             return [(part.start, part.end)]
         at = part.start + (scored or 0)
         self._failed_starts = self._failed_starts + 1 if scored is None else 0
+        self._clear_texts(part.start, at)
         if not reason:
+            self._proven.add(part.worker)
             return []
+        fate = "got no further and was ended" if stalled else "died"
+        if scored is None and part.worker in self._proven:
+            self._note_lost(part.slot, fate)
         if self._failed_starts == _STARTS:
             raise RunError(f"reward: its process does not start, {_STARTS} times in a row. {reason}")
         self.workers[part.slot] = self._start_worker(self.places[part.slot])
         next_call = at
         # The call it was at is to blame, unless it never came to one, or came to another after it had seemed to hang.
         if scored is not None and at < part.end and not (stalled and scored > part.progress):
+            if self._note and at not in self._suspected:
+                self._suspected[at] = part.slot, fate
+                return [(at, part.end)]
             next_call = bounds[bisect_right(bounds, at)]
             limit = self.config.time_limit_s
             outcomes[at:next_call] = [("timeout", _OVERDUE.format(limit)) if stalled else ("died", _DIED)] * (
@@ -240,7 +262,16 @@ class RewardPool:
             )
         return [(next_call, part.end)] if next_call < part.end else []
 
-    def _collect(self, part: "_Part", outcomes: list[Outcome]) -> int | None:
+    def _clear_texts(self, start: int, end: int) -> None:
+        """Take texts of ``start`` to ``end`` that were scored after all off the list of suspects."""
+        for text in [text for text in self._suspected if start <= text < end]:
+            self._note_lost(*self._suspected.pop(text))
+
+    def _note_lost(self, slot: int, fate: str) -> None:
+        if self._note:
+            self._note({f"reward worker {slot}": fate})
+
+    def _collect(self, part: Part, outcomes: list[Outcome]) -> int | None:
         """Copy what was scored of a part to its place among all ``outcomes``: how much; None where it had not begun."""
         rewards, failures = part.node.ask("collect", part.number)
         if rewards is None:
@@ -271,53 +302,3 @@ class RewardPool:
                     examples.append(RewardFailure(kind, row.prompt, text, message))
         values = [self.config.default if isinstance(x, tuple) else x for x in outcomes]
         return Scores(values, dict(failures), examples)
-
-
-@dataclass
-class _Part:
-    """Texts that a worker is at.
-
-    Attributes:
-        number: by which its files are known. slot: which worker. node, worker: that worker, and where it runs.
-        start, end: which texts. reference: Ray's, to the end of its call.
-        progress, changed, asked: texts that were scored when last seen (-1 before the worker begins), since when, and
-            when the node was asked last.
-    """
-
-    number: int
-    slot: int
-    node: RewardNode
-    worker: ActorHandle
-    start: int
-    end: int
-    reference: ray.ObjectRef
-    progress: int = -1
-    changed: float = field(default_factory=time.monotonic)
-    asked: float = field(default_factory=time.monotonic)
-
-    def note(self, progress: int) -> None:
-        """Take note of how many texts are scored."""
-        self.asked = time.monotonic()
-        if progress != self.progress:
-            self.progress, self.changed = progress, self.asked
-
-    def is_stalled(self, limit_s: float) -> bool:
-        """Tell whether no text was scored for ``limit_s``."""
-        return time.monotonic() - self.changed > (limit_s if self.progress >= 0 else _START_S)
-
-
-def _end_worker(part: _Part) -> None:
-    """End a worker and wait until it can write no more."""
-    ray.kill(part.worker)
-    ray.wait([part.reference], timeout=_END_S)
-
-
-def _explain_death(reference: ray.ObjectRef) -> str | None:
-    """Return what Ray says of the worker that died in a call; None where it did not."""
-    try:
-        ray.get(reference)
-    except RayTaskError:
-        raise
-    except RayError as error:
-        return str(error)
-    return None

@@ -32,6 +32,8 @@ _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
 _HAS_DIGESTS = "has_digests"
 """Key of that file: without it a checkpoint is one of before there were digests, which therefore lacks none."""
+OUTAGES = "outages.jsonl"
+"""A line for every time that workers were lost and replaced: where in the run, who, and what became of each."""
 _PROBE_BYTES = 2**20
 """Written to see that there is room; less than what any run writes."""
 _MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "trackers"}
@@ -39,7 +41,7 @@ _MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout"
 _MAY_CHANGE |= {"rollout.max_num_seqs", "rollout.tp", "actor.timeout_s", "reward.workers", "reward.time_limit_s"}
 _MAY_CHANGE |= {"actor.image_memory_mb", "rollout.image_memory_mb", "actor.deterministic", "profile_steps"}
 _MAY_CHANGE |= {"actor.optimizer.host_fraction"}
-_MAY_CHANGE_IN = ("checkpoint.", "placement.", "limits.")
+_MAY_CHANGE_IN = ("checkpoint.", "placement.", "limits.", "recovery.")
 """Settings, and sections of them, that a resumed run may change: how it is spread, how far it goes, what it says."""
 
 
@@ -52,8 +54,8 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, rewards.log, rollouts/, profile/,
-    checkpoints/, report.html."""
+    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, outages.jsonl, rewards.log, rollouts/,
+    profile/, checkpoints/, report.html."""
 
     def __init__(self, path: str):
         self.given = path
@@ -141,7 +143,7 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def begin(self, config: TrainingConfig, digest: DigestFiles = digest_files) -> tuple[dict | None, str]:
+    def begin(self, config: TrainingConfig, digest: DigestFiles | None = digest_files) -> tuple[dict | None, str]:
         """Take up the run that a claimed folder holds, or begin one: once everything has started, since a start that
         fails must not leave a folder that looks taken.
 
@@ -149,7 +151,7 @@ class RunFolder:
         with it, where a copy may be had of the file that is damaged. Nothing is changed then.
 
         Args:
-            digest: reads the checkpoint's files.
+            digest: reads the checkpoint's files; None looks at their names and sizes alone.
 
         Returns:
             when resuming, the newest checkpoint's state with its ``folder``, or None where there is none; metrics of
@@ -226,6 +228,17 @@ class RunFolder:
                 return checkpoint, passed_over
             passed_over.append(describe_damage(checkpoint, damage))
         return None, passed_over
+
+    def leave_damaged(self, digest: DigestFiles) -> list[str]:
+        """Set aside the checkpoints that are newer than the newest good one.
+
+        Returns:
+            what is damaged of each, and where it is now.
+        """
+        good, damaged = self.find_newest_good(digest)
+        checkpoints = self.list_checkpoints()
+        newer = checkpoints[checkpoints.index(good) + 1 :] if good else checkpoints
+        return [f"{text}; kept as {self.set_aside(each).name}" for each, text in zip(reversed(newer), damaged)]
 
     def set_aside(self, checkpoint: Path) -> Path:
         """Rename a damaged checkpoint, so that it no longer counts and no later one replaces it; returns its path."""

@@ -241,7 +241,7 @@ def test_a_text_that_is_met_when_another_hung_is_not_to_blame(make_pool, monkeyp
     """The call that seemed to hang ends just before its process does, which is then at the next text."""
     from rlworker.rewards import pool as reward_pool
 
-    pool, calls, end = make_pool(slow), tmp_path / "calls", reward_pool._end_worker
+    pool, calls, end = make_pool(slow), tmp_path / "calls", reward_pool.end_worker
 
     def end_late(part):
         while part.node.ask("count_scored", [part.number]) == [part.progress]:
@@ -249,7 +249,7 @@ def test_a_text_that_is_met_when_another_hung_is_not_to_blame(make_pool, monkeyp
         time.sleep(0.1)
         end(part)
 
-    monkeypatch.setattr(reward_pool, "_end_worker", end_late)
+    monkeypatch.setattr(reward_pool, "end_worker", end_late)
     scores = pool.score(["1", "2", "3"], [make_row(how, calls) for how in ("masked signal", None, None)])
     assert scores.values == [1.0, 2.0, 3.0] and scores.failures == {}
     assert calls.read_text().split() == ["1", "2", "2", "3"]
