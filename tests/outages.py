@@ -90,11 +90,11 @@ def run(config: RunConfig, outage: Outage | None) -> dict[str, float]:
             super().start()
             if outage:
                 victim = self.name_workers()[outage.victim]
-                self.pid = ray.get(victim.__ray_call__.remote(lambda _: os.getpid()))
+                (self.pid,) = ray.get([victim.__ray_call__.remote(lambda _: os.getpid())])
 
         def strike(self):
             times["struck"] = time.monotonic()
-            os.kill(self.pid, signal.SIGSTOP if outage.stops else signal.SIGKILL)
+            os.kill(self.pid, signal.SIGSTOP if outage and outage.stops else signal.SIGKILL)
 
         def send_weights(self, engines):
             if not outage or outage.resends:
@@ -148,6 +148,7 @@ def play(folder: Path, name: str) -> dict[str, float]:
     lines = (folder / name / "outages.jsonl").read_text().splitlines()
     lost = [json.loads(line)["lost"] for line in lines]
     assert any(outage.victim in each for each in lost), lost
+    assert all(json.loads(line)["where"].startswith("step ") for line in lines), lines
     assert f"<th>outages</th><td>{len(lines)}</td>" in (folder / name / "report.html").read_text()
     assert read_metrics_without_times(folder / name) == read_metrics_without_times(folder / "whole")
     ends = [read_weights(folder / each / "checkpoints" / f"step_{STEPS}") for each in ("whole", name)]

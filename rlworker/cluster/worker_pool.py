@@ -64,7 +64,8 @@ def start_workers(kind: type, platform: str, arguments: Sequence[tuple], devices
         devices: that each of them takes.
     """
     options = make_ray_options(get_platform(platform), devices)
-    remote_class: Any = ray.remote(concurrency_groups={LIVENESS: 1})(kind).options(**options)
+    make_remote: Any = ray.remote
+    remote_class = make_remote(concurrency_groups={LIVENESS: 1})(kind).options(**options)
     keys = [(kind, devices, platform, *further) for further in arguments]
     pool = _pool
     if not pool:

@@ -325,12 +325,8 @@ class Run(Generic[Config]):
         """Time a phase on the clock, in which a worker that fails is named."""
         step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
         where = f"step {step}, phase {name}" if self.has_begun else f"phase {name}"
-        self._where = where
-        with (
-            clock.phase(name),
-            naming_failures(where, self.name_workers, ADVICE * self.has_begun),
-            self._tracing(step, name),
-        ):
+        self.outages.where, advice = where, ADVICE if self.has_begun else ""
+        with clock.phase(name), naming_failures(where, self.name_workers, advice), self._tracing(step, name):
             yield
 
     def _tracing(self, step: int, phase: str) -> AbstractContextManager[None]:

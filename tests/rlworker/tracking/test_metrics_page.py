@@ -34,6 +34,7 @@ from rlworker.data.rows import Row
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.trackers import TrackedRun, Trackers
+from rlworker.trainers.outages import Outages
 from rlworker.trainers.stop import Stop
 
 ROOT = Path(__file__).parents[3]
@@ -106,8 +107,10 @@ def written(trainer, config, folder: Path) -> set[str]:
     trainer.config, trainer.folder = config, RunFolder(folder)
     trainer.running, trainer.stop_request = ExitStack(), Stop()
     trainer.steps_done, trainer._best, trainer._saved_step, trainer._saved_at = 0, None, 0, 0.0
+    trainer.outages = Outages(1, folder)
     trainer.skipped = {"skipped_train": 0, "skipped_heldout": 0}
     folder.mkdir()
+    trainer.outages.note("step 1, phase rollout", {"rollout engine 0": "died"})
     with RunLog(folder, config.steps, 0, Trackers([], TrackedRun(folder, 0, {})), trainer.line) as trainer.log:
         trainer._steps()
     lines = (folder / "metrics.jsonl").read_text().splitlines()

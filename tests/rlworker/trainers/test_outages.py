@@ -1,0 +1,66 @@
+"""Outages are counted, told and bounded; what is repaired by whom is shown by runs (tests/outages.py)."""
+
+import json
+
+import pytest
+
+from rlworker.cluster.watch import WorkerFailure
+from rlworker.errors import RunError
+from rlworker.trainers.outages import Outages
+
+DIED = WorkerFailure("step 2, phase update: actor rank 0 died", "step 2, phase update", {"actor rank 0": "died"})
+
+
+def run_failing(*errors: Exception):
+    """Make a run that ends with each of the errors in turn, then well."""
+    left = list(errors)
+
+    def run() -> str:
+        if left:
+            raise left.pop(0)
+        return "done"
+
+    return run
+
+
+def test_a_run_goes_back_as_often_as_it_may(tmp_path):
+    outages, went_back = Outages(2, tmp_path), []
+    assert outages.repeat(run_failing(DIED, DIED), lambda: went_back.append(1)) == "done"
+    assert len(went_back) == 2 and outages.count() == {"restarts": 2}
+    line = {"where": "step 2, phase update", "lost": {"actor rank 0": "died"}}
+    assert [json.loads(text) for text in (tmp_path / "outages.jsonl").read_text().splitlines()] == [line, line]
+
+
+def test_the_last_outage_names_all(tmp_path):
+    named = (
+        r"^step 2, phase update: actor rank 0 died. It would be restart 3 of at most 2, after \(1\) step 2.*; \(2\) "
+        r"step 2, phase update: actor rank 0 died. .*--recovery.restarts. .*--resume$"
+    )
+    with pytest.raises(RunError, match=named):
+        Outages(2, tmp_path).repeat(run_failing(DIED, DIED, DIED), lambda: None)
+
+
+def test_none_is_repaired_where_none_may_be_or_where_it_would_come_again(tmp_path):
+    raised = WorkerFailure("step 2, phase update: KeyError", "step 2, phase update", {})
+    for limit, error in ((0, DIED), (2, raised)):
+        outages = Outages(limit, tmp_path)
+        with pytest.raises(WorkerFailure) as failure:
+            outages.repeat(run_failing(error), lambda: None)
+        assert failure.value is error and outages.count() == {}
+
+
+def test_going_back_may_fail_too(tmp_path):
+    """As an outage of its own; engines of the first one that are replaced meanwhile are not counted again."""
+    outages, failures = Outages(3, tmp_path), [DIED]
+
+    def go_back() -> None:
+        outages.note_lost({"actor rank 0": "died"})  # known
+        if failures:
+            raise failures.pop()
+        outages.where = "step 1, phase restore"
+        outages.note_lost({"rollout engine 1": "died"})  # new
+
+    assert outages.repeat(run_failing(DIED), go_back) == "done"
+    assert [text.partition(":")[0] for text in outages.told] == ["step 2, phase update"] * 2 + ["step 1, phase restore"]
+    with pytest.raises(RunError, match="restart 4 of at most 3"):
+        outages.note_lost({"actor rank 0": "died"})  # once more, after it was replaced
