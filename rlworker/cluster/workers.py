@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.ray import pausing_collection
+from rlworker.cluster.transport import send_buckets
 
 if TYPE_CHECKING:
     from engines.interfaces import RolloutEngine, TrainEngine
@@ -154,16 +155,9 @@ class TrainWorker(_Worker):
 
     def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
         """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
-        import ray
-
         from engines.weight_sync import pack_buckets
 
-        loading = []
-        for bucket, last in pack_buckets(self._use(role).export_weights(), bucket_bytes):
-            reference = ray.put(bucket)
-            ray.get(loading)  # the bucket before, which is loaded while this one is gathered and packed
-            loading = [rollout.load_weights.remote(reference, version, last) for rollout in rollouts]
-        ray.get(loading)
+        send_buckets(pack_buckets(self._use(role).export_weights(), bucket_bytes), rollouts, version)
 
     def save(self, role: str, folder: str) -> None:
         self._use(role).save(folder)

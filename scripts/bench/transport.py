@@ -16,6 +16,7 @@ machines; --interface is then the network interface of the broadcast.
 import os
 import statistics
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,7 +47,7 @@ if OPTIONS.tiny:
     OPTIONS.rounds, BUCKET_BYTES, SIZES = 2, 100_000, dict(num_hidden_layers=2)
 else:
     BUCKET_BYTES = OPTIONS.bucket_mb * 2**20
-    SIZES = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
+    SIZES = dict(hidden_size=1024, intermediate_size=4352, num_hidden_layers=8, num_attention_heads=16)
 
 
 # -- one by one: runs in the training ranks
@@ -102,7 +103,6 @@ def send_stage(worker) -> None:
         for work in works:
             work.wait()
         works = [broadcast(group, tensor) for tensor in (sizes, head, torch.from_numpy(bucket.data))]
-        works[0].tensors = sizes, head, bucket  # kept until they are sent
     for work in works:
         work.wait()
 
@@ -136,7 +136,7 @@ def receive_stages(worker) -> set[str]:
     worker.begin_sync()
     names, ended = set(), 0
     while ended < len(threads):
-        bucket, last = arrived.get()
+        bucket, last = arrived.get(timeout=TIMEOUT.total_seconds())
         worker.take_weights(bucket.tensors())
         names |= {name for name, *_ in bucket.entries}
         ended += last
@@ -181,9 +181,11 @@ def call(workers: list, function, *args) -> list:
 
 
 def count_cpu_seconds() -> float:
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    times = [process.cpu_times() for process in processes]
-    return sum(t.user + t.system for t in times)
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:2])  # user and system
+    return total
 
 
 def measure_ways(group: WorkerGroup, rollouts: Rollouts, rounds: int) -> dict[str, list[tuple[float, float]]]:
