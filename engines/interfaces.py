@@ -82,5 +82,9 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:
-        """Take one bucket of new weights; ``last`` makes them count as ``version``."""
+        """Take one bucket of new weights; ``last`` makes them count as ``version``. A first bucket begins anew."""
+        ...
+
+    def rewind(self, version: int) -> None:
+        """Take ``version`` as the next one, be it older than what is here."""
         ...

@@ -117,14 +117,11 @@ class ImageRuleBackend(CPUAttentionBackend):
         return ImageRuleBuilder
 
 
-def install(backend: str) -> str:
-    """Have vLLM engines of this process compute attention by a backend of ``CpuPlatform.rollout_backends``.
-
-    Returns:
-        name of the class that must build their metadata.
-    """
-    if backend == "vllm_cpu":
-        AttentionBackendEnum.CPU_ATTN.clear_override()
-        return CPUAttentionMetadataBuilder.__name__
+def install() -> None:
+    """Have vLLM models that this process builds from now on compute attention with the image rule."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{ImageRuleBackend.__name__}")
-    return ImageRuleBuilder.__name__
+
+
+def uninstall() -> None:
+    """Have vLLM models that this process builds from now on compute attention as vLLM does."""
+    AttentionBackendEnum.CPU_ATTN.clear_override()

@@ -53,8 +53,8 @@ def start_engines(config: CheckConfig, rollouts: Rollouts | None = None) -> Iter
                 f"--rollout.max-model-len from {config.rollout.max_model_len}"
             )
         if rollouts is None:
-            running.enter_context(running_ray(config.actor.ranks + config.rollout.engines, config.platform))
-            rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
+            running.enter_context(running_ray(config.actor.ranks + config.rollout.devices, config.platform))
+            rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
             rollouts.start(model, config.rollout)
         role = Role("actor", model, config.actor, temperature)
         actor = running.enter_context(StartingGroup("actor", config.platform, (role,), seed=0))

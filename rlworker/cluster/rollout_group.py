@@ -6,11 +6,14 @@ Without torch at its top, so that the processes can start while the controller i
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 
+from engines.batch.balance import balance_costs
 from engines.batch.samples import Prompt
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
@@ -28,10 +31,14 @@ class Rollouts:
     """The vLLM engines of a run: processes that import vLLM from now on, and hold a model once it was ``start``ed.
 
     As a context manager it ends the processes.
+
+    Args:
+        engines: how many. devices: of each.
     """
 
-    def __init__(self, platform: str, engines: int):
-        self.workers = start_workers(RolloutWorker, platform, [(index,) for index in range(engines)])
+    def __init__(self, platform: str, engines: int, devices: int = 1):
+        arguments = [(index, devices) for index in range(engines)]
+        self.workers = start_workers(RolloutWorker, platform, arguments, devices)
         for worker in self.workers:
             worker.prepare.remote()
 
@@ -45,16 +52,17 @@ class Rollouts:
         return self
 
     def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
-        """Sample ``[P][count]`` completions; each engine takes a run of consecutive prompts and draws from a stream of
-        its own."""
+        """Sample ``[P][count]`` completions; each engine takes an even share of the expected tokens and draws from a
+        stream of its own."""
         prompts = [Prompt(row.prompt_ids, row.images) for row in rows]
-        bounds = [len(prompts) * i // len(self.workers) for i in range(len(self.workers) + 1)]
+        parts = deal_prompts([len(prompt.token_ids) for prompt in prompts], sampling, len(self.workers))
         calls = [
-            worker.generate.remote(prompts[a:b], replace(sampling, stream=(*sampling.stream, i)))
-            for i, (worker, a, b) in enumerate(zip(self.workers, bounds, bounds[1:]))
-            if b > a
+            worker.generate.remote([prompts[p] for p in part], replace(sampling, stream=(*sampling.stream, i)))
+            for i, (worker, part) in enumerate(zip(self.workers, parts))
+            if part
         ]
-        return [group for part in ray.get(calls) for group in part]
+        groups = zip((p for part in parts for p in part), (group for result in ray.get(calls) for group in result))
+        return [group for _, group in sorted(groups, key=itemgetter(0))]
 
     def call(self, method: str, *args: Any) -> list:
         """Call ``method(*args)`` on every engine; the results in order."""
@@ -70,3 +78,14 @@ class Rollouts:
     def __exit__(self, kind, *_) -> None:
         workers, self.workers = self.workers, []
         end_workers(workers, keep=kind is None)
+
+
+def deal_prompts(lengths: Sequence[int], sampling: Sampling, engines: int) -> list[list[int]]:
+    """Deal prompts of some ``lengths`` out to engines: the prompts of each, in their order.
+
+    What a prompt is expected to take is its own tokens and those of its completions. The same lengths and expectation
+    are dealt alike at any time, as a resumed run needs: the prompts of a call decide what is sampled of each.
+    """
+    costs = np.asarray(lengths, dtype=np.int64) + round(sampling.count * sampling.expected_tokens)
+    owners = balance_costs(costs, engines, counts_matter=False)
+    return [np.flatnonzero(owners == engine).tolist() for engine in range(engines)]

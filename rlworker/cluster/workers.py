@@ -16,6 +16,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.ray import pausing_collection
 from rlworker.tracking.digests import FileDigest, digest_files
+from rlworker.cluster.transport import send_buckets
 
 if TYPE_CHECKING:
     from engines.interfaces import RolloutEngine, TrainEngine
@@ -155,13 +156,9 @@ class TrainWorker(_Worker):
 
     def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
         """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
-        import ray
-
         from engines.weight_sync import pack_buckets
 
-        for bucket, last in pack_buckets(self._use(role).export_weights(), bucket_bytes):
-            reference = ray.put(bucket)
-            ray.get([rollout.load_weights.remote(reference, version, last) for rollout in rollouts])
+        send_buckets(pack_buckets(self._use(role).export_weights(), bucket_bytes), rollouts, version)
 
     def save(self, role: str, folder: str) -> dict[str, FileDigest]:
         """Write this rank's part of a checkpoint; returns the digests of its files by their names."""
@@ -186,13 +183,20 @@ class TrainWorker(_Worker):
 
 
 class RolloutWorker(_Worker):
-    """One vLLM engine."""
+    """One vLLM engine.
 
-    def __init__(self, platform: str, index: int):
+    Args:
+        index: its number, for messages. devices: that it takes.
+    """
+
+    def __init__(self, platform: str, index: int, devices: int = 1):
         from hardware.platforms import get_platform
 
         self.index, self.platform = index, get_platform(platform)
-        os.environ.update(self.platform.get_rollout_env() | {"HF_HUB_OFFLINE": "1"})
+        # Ray gives a process as many threads as it has CPUs, which the processes of its devices share.
+        threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")) // devices)
+        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+        os.environ.update(self.platform.get_rollout_env() | own)
 
     def __repr__(self) -> str:
         return f"rollout engine {self.index}"
@@ -229,6 +233,9 @@ class RolloutWorker(_Worker):
 
     def get_version(self) -> int:
         return self.engine.version
+
+    def rewind(self, version: int) -> None:
+        self.engine.rewind(version)
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
         self._note_work()

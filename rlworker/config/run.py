@@ -105,7 +105,7 @@ class TrainingConfig:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes that the run needs at once."""
+        """Devices that the run's worker processes hold at once."""
         raise NotImplementedError
 
     def move_to_platform(self, name: PlatformName) -> Self:
@@ -212,8 +212,8 @@ class RunConfig(TrainingConfig):
 
     @property
     def num_workers(self) -> int:
-        """Worker processes that the run needs at once."""
-        return self.rollout.engines + self.actor.ranks * (1 + len(set(self.placement.separate)))
+        """Devices that the run's worker processes hold at once."""
+        return self.rollout.devices + self.actor.ranks * (1 + len(set(self.placement.separate)))
 
     @property
     def logprob_limits(self) -> tuple[float, float]:

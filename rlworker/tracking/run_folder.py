@@ -36,7 +36,7 @@ _PROBE_BYTES = 2**20
 """Written to see that there is room; less than what any run writes."""
 _MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "trackers"}
 _MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
-_MAY_CHANGE |= {"rollout.max_num_seqs", "actor.timeout_s", "reward.workers", "reward.time_limit_s"}
+_MAY_CHANGE |= {"rollout.max_num_seqs", "rollout.tp", "actor.timeout_s", "reward.workers", "reward.time_limit_s"}
 _MAY_CHANGE |= {"actor.image_memory_mb", "rollout.image_memory_mb", "actor.deterministic", "profile_steps"}
 _MAY_CHANGE |= {"actor.optimizer.host_fraction"}
 _MAY_CHANGE_IN = ("checkpoint.", "placement.", "limits.")

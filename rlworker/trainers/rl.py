@@ -97,7 +97,9 @@ class Trainer(Run[RunConfig]):
     def start_engines(self, clock: StepClock) -> None:
         """Start every engine at the same time. ``starting_rollouts`` are on their way already."""
         config = self.config
-        rollouts = self.start_processes(self.starting_rollouts or Rollouts(config.platform, config.rollout.engines))
+        rollouts = self.start_processes(
+            self.starting_rollouts or Rollouts(config.platform, config.rollout.engines, config.rollout.tp)
+        )
         rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
         trainers = [self.start_processes(StartingGroup(*group)) for group in self._list_groups()]
         with self._phase(clock, "start_trainers"):
@@ -296,12 +298,14 @@ class Trainer(Run[RunConfig]):
 
     # -- checkpoints
 
-    def get_state(self) -> dict[str, int]:
-        rollouts = self.sampler.rollouts_done
-        return {"version": self.version, "rollouts": rollouts, "empty_steps": self.empty_steps}
+    def get_state(self) -> dict[str, float]:
+        sampler = self.sampler
+        state = {"rollouts": sampler.rollouts_done, "completion_tokens": sampler.completion_tokens}
+        return {"version": self.version, "empty_steps": self.empty_steps} | state
 
     def restore(self, state: dict) -> None:
         self.sampler.rollouts_done = state.get("rollouts", state["step"])  # older runs had one of each
+        self.sampler.completion_tokens = state.get("completion_tokens", self.sampler.completion_tokens)
         self.empty_steps = state.get("empty_steps", 0)
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)
