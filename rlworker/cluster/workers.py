@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.ray import pausing_collection
-from rlworker.tracking.digests import FileDigest, digest_files
 from rlworker.cluster.transport import send_buckets
+from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
     from engines.interfaces import RolloutEngine, TrainEngine
