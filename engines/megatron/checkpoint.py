@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-_LAYOUT = {
+LAYOUT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
@@ -41,7 +41,7 @@ _BY_SHARES = "fully_sharded_model_space"
 """Megatron's name for state that is handed to it as each rank's own share, flat."""
 
 
-class _SaveInProcess(TorchDistSaveShardedStrategy):
+class SaveInProcess(TorchDistSaveShardedStrategy):
     """Megatron's format written by torch's own writer, in this process.
 
     Megatron's writer starts a manager process and forks one more per file. Inside a worker, with its threads, a fork
@@ -146,7 +146,7 @@ def _name_shares(part: DistributedOptimizer, model: dict, is_loading: bool) -> d
             if kind != "step"  # it is among what all have alike
         }
         assert all(len(values) == end - start for kind, values in kinds.items() if kind != "step")
-    kind = _LAYOUT["distrib_optim_sharding_type"]
+    kind = LAYOUT["distrib_optim_sharding_type"]
     return part.state_dict() | {"param_state": shares, "param_state_sharding_type": kind}
 
 
@@ -162,7 +162,7 @@ def _join_shares(state: dict) -> dict:
 def _state(module, optimizer, schedule, is_loading: bool) -> dict:
     """Name everything that a checkpoint holds of this rank; the same call saves it and says where to load it."""
     # Megatron writes its process groups into the dict it is given, so each call gets one of its own.
-    model = module.module.sharded_state_dict(metadata=dict(_LAYOUT))
+    model = module.module.sharded_state_dict(metadata=dict(LAYOUT))
     parts = [_name_shares(part, model, is_loading) for part in optimizer.chained_optimizers]
     # As Megatron numbers them, which takes a single one as it is.
     state = parts[0] if len(parts) == 1 else dict(enumerate(parts))
@@ -176,9 +176,9 @@ def save_checkpoint(folder: str, module, optimizer, schedule) -> list[str]:
         the names of the files that this rank wrote.
     """
     ranks = mpu.get_data_parallel_group(with_context_parallel=True)
-    strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess("torch_dist", 1), ranks)
+    strategy = FullyParallelSaveStrategyWrapper(SaveInProcess("torch_dist", 1), ranks)
     state = _state(module, optimizer, schedule, False)
-    dist_checkpointing.save(state, folder, strategy, content_metadata=dict(_LAYOUT))
+    dist_checkpointing.save(state, folder, strategy, content_metadata=dict(LAYOUT))
     rank = torch.distributed.get_rank()
     names = [path.name for path in Path(folder).iterdir()]
     return [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]

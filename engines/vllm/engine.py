@@ -32,7 +32,7 @@ def _tie_alike(config):
     return config
 
 
-def _make_settings(model: ModelSpec, config: VllmConfig) -> dict[str, Any]:
+def _make_settings(model: ModelSpec, config: VllmConfig, worker: str) -> dict[str, Any]:
     """Make the arguments of vLLM's LLM."""
     settings: dict[str, Any] = dict(
         model=model.folder,
@@ -45,6 +45,7 @@ def _make_settings(model: ModelSpec, config: VllmConfig) -> dict[str, Any]:
         enforce_eager=True,
         # log_softmax(logits / temperature): what the trainer computes.
         logprobs_mode="processed_logprobs",
+        worker_cls=worker,
         worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
         disable_log_stats=True,
         # Prompts come as ids and leave as ids; text is the controller's business. vLLM's processors of images
@@ -87,8 +88,7 @@ class VllmEngine:
         worker = platform.find_rollout_worker(backend)
         if config.kv_cache_mb:
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
-        settings = _make_settings(model, config) | {"worker_cls": worker.name}
-        self.llm = LLM(**(settings | cast(dict[str, Any], config.vllm)))
+        self.llm = LLM(**(_make_settings(model, config, worker.name) | cast(dict[str, Any], config.vllm)))
         if config.tp > 1:
             self._tie_workers()
         for found in self.llm.collective_rpc("list_metadata_builders"):

@@ -10,11 +10,12 @@ import gc
 import os
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.ray import pausing_collection
+from rlworker.cluster.transport import send_buckets
 from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
@@ -153,25 +154,11 @@ class TrainWorker(_Worker):
     def train_step(self, role: str, shard, loss_fn, denominator: float):
         return self._use(role).train_step(shard, loss_fn, denominator)
 
-    def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> list[int]:
-        """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends.
-
-        One that dies meanwhile is left out from there on, since the other ranks wait for the sender at every weight.
-
-        Returns:
-            the indices of those that died, on the sender.
-        """
-        import ray
-
+    def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
+        """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
         from engines.weight_sync import pack_buckets
 
-        alive, loading = dict(enumerate(rollouts)), {}
-        for bucket, last in pack_buckets(self._use(role).export_weights(), bucket_bytes):
-            reference = ray.put(bucket)
-            _drop_dead(alive, loading)  # the bucket before, which is loaded while this one is gathered and packed
-            loading = {i: rollout.load_weights.remote(reference, version, last) for i, rollout in alive.items()}
-        _drop_dead(alive, loading)
-        return sorted(set(range(len(rollouts))) - alive.keys())
+        send_buckets(pack_buckets(self._use(role).export_weights(), bucket_bytes), rollouts, version)
 
     def save(self, role: str, folder: str) -> dict[str, FileDigest]:
         """Write this rank's part of a checkpoint; returns the digests of its files by their names."""
@@ -257,18 +244,6 @@ class RolloutWorker(_Worker):
     def run(self, function: str, *args):
         """Call a function on the engine, as ``TrainWorker.run`` does."""
         return _named(function)(self.engine, *args)
-
-
-def _drop_dead(workers: dict[int, Any], calls: dict[int, Any]) -> None:
-    """Wait for a call of each worker, and drop those that died in it."""
-    import ray
-    from ray.exceptions import RayActorError
-
-    for index, call in calls.items():
-        try:
-            ray.get(call)
-        except RayActorError:
-            del workers[index]
 
 
 def _refuse_planted(who: str) -> None:

@@ -23,6 +23,7 @@ PACKAGES = {  # which import a part of their own, as the real ones do
     "vllm/__init__.py": "import vllm.version",
     "vllm/version.py": "",
     "vllm/late.py": "",
+    "vllm/model_executor/models/registry.py": "import torch",
     "torch/__init__.py": "from torch import storage",
     "torch/storage.py": "",
     "torch/late.py": "",
@@ -71,6 +72,9 @@ def test_grandchild():
 
 def test_it_only_asks():
     python("from importlib.util import find_spec; assert find_spec('vllm') and find_spec('torch')")
+
+def test_vllm_looks_a_model_up():
+    subprocess.run([sys.executable, "-m", "vllm.model_executor.models.registry"], check=True)
 
 def test_its_path_is_its_own():
     python("import vllm", env=os.environ | {"PYTHONPATH": "elsewhere"})
@@ -168,7 +172,7 @@ def test_workers_of_xdist_count_for_themselves_and_are_added_up(run, pytester):
     sources = {"conftest": "import torch", "test_starts": STARTS, "test_then_burns": BURNS}
     done = run(2, "-p", "xdist", "-n", "2", "--dist", "loadfile", "--costs", "costs.json", **sources)
     assert done.ret == pytest.ExitCode.TESTS_FAILED
-    done.assert_outcomes(passed=9)
+    done.assert_outcomes(passed=10)
     done.stdout.fnmatch_lines("FAILED: 3 vLLM processes started, of at most 2 *")
     told = json.loads((pytester.path / "costs.json").read_text())
     assert told["tests"] == {f"test_starts.py::{test}": kinds for test, kinds in STARTED.items()}

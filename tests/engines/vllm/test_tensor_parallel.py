@@ -134,6 +134,7 @@ def test_an_engine_that_is_killed_leaves_no_process(cluster, make_hf_model):
 def test_an_engine_that_loses_a_device_ends(cluster, make_hf_model):
     """So that it is found like any process that died, and not waited for."""
     worker = start(make_hf_model("qwen2", True), 2)
-    engine, *devices = processes = find_processes(worker)
-    devices[1].send_signal(signal.SIGKILL)
+    processes = find_processes(worker)
+    assert len(processes) == 3
+    processes[2].send_signal(signal.SIGKILL)
     assert wait_for_end(processes) == []

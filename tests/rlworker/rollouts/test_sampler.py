@@ -67,7 +67,7 @@ def test_every_use_of_every_rollout_on_every_engine_has_numbers_of_its_own():
 
 
 def test_the_expected_length_follows_the_completions_and_is_asked_of_every_engine():
-    drawn = sampler(ROWS, 1)
+    drawn = sampler(ROWS[:4], 1)
     assert drawn.make_sampling(3).expected_tokens == 4.0, "the most there can be, before any was seen"
     drawn.sample(StepClock(), 0)
     assert drawn.make_sampling(3).expected_tokens == pytest.approx(2 + 2 * 0.8**2), "two rollouts of two tokens each"
