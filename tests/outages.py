@@ -18,13 +18,16 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from kill_chain import make_config, read_metrics_without_times, read_weights, reward
 
-from rlworker.config.run import RunConfig
+from rlworker.config.run import RunConfig, TrainingConfig
 from rlworker.config.sections import RecoveryConfig, RewardConfig
+from rlworker.config.sft import SftConfig
 from rlworker.errors import RunError
 
 STEPS = 5
@@ -42,6 +45,7 @@ class Outage:
 
     Attributes:
         delay_ms: into the phase; 0 is before it begins. resends: whether a new engine gets the weights.
+        supervised: whether the run has no rollouts.
     """
 
     victim: str
@@ -50,6 +54,7 @@ class Outage:
     phase: str
     delay_ms: float = 0.0
     resends: bool = True
+    supervised: bool = False
 
 
 OUTAGES = {
@@ -62,30 +67,37 @@ OUTAGES = {
     "engine-stopped": Outage("rollout engine 0", True, 3, "rollout"),
     "engine-stopped-sync": Outage("rollout engine 1", True, 3, "sync"),
     "rank-stopped": Outage("actor rank 1", True, 3, "update"),
+    "rank-supervised": Outage("actor rank 1", False, 4, "update", supervised=True),
     "reward-stopped": Outage("reward worker 0", True, 3, "reward"),
 }
 CONTROL = Outage("rollout engine 1", False, 3, "rollout", resends=False)
 
 
-def make_outage_config(folder: Path, run: str) -> RunConfig:
-    """Make the settings of a run with two engines, saved after every other step."""
-    config = make_config(folder, run, STEPS)
-    rollout = replace(config.rollout, engines=2)
+def make_outage_config(folder: Path, name: str, supervised: bool = False) -> TrainingConfig:
+    """Make the settings of a run, saved after every other step; one of RL has two engines."""
+    config = make_config(folder, name, STEPS)
     recovery = RecoveryConfig(stall_timeout_s=STALL_TIMEOUT_S, restarts=2)
-    return replace(config, rollout=rollout, recovery=recovery, reward=RewardConfig(workers=2, time_limit_s=5.0))
+    if not supervised:
+        rollout, rewards = replace(config.rollout, engines=2), RewardConfig(workers=2, time_limit_s=5.0)
+        return replace(config, rollout=rollout, recovery=recovery, reward=rewards)
+    same = {name: getattr(config, name) for name in ("model", "run_dir", "data", "actor", "steps", "checkpoint")}
+    return SftConfig(**same, recovery=recovery, rows_per_step=8, max_answer_tokens=8)
 
 
-def run(config: RunConfig, outage: Outage | None) -> dict[str, float]:
+def run(config: TrainingConfig, outage: Outage | None) -> dict[str, float]:
     """Run to the end, with a victim that is struck as ``outage`` says. Returns times: struck, named, replaced."""
     import ray
 
     import rlworker.trainers.rl as rl
     from rlworker.cluster.rollout_group import Rollouts
     from rlworker.trainers.outages import Outages
+    from rlworker.trainers.sft import SftTrainer
 
     times: dict[str, float] = {}
+    is_rl = isinstance(config, RunConfig)
+    kind: Any = rl.Trainer if is_rl else SftTrainer
 
-    class Struck(rl.Trainer):
+    class Struck(kind):
         def start(self):
             super().start()
             if outage:
@@ -123,8 +135,9 @@ def run(config: RunConfig, outage: Outage | None) -> dict[str, float]:
         replace_engines(self, lost)
         times["replaced"] = time.monotonic()
 
+    make = partial(Struck, config, *([reward] if is_rl else []))
     noting, replacing = patch.object(Outages, "note", note_named), patch.object(Rollouts, "replace", replace_timed)
-    with noting, replacing, patch.object(rl, "BUCKET_BYTES", BUCKET_BYTES), Struck(config, reward) as trainer:
+    with noting, replacing, patch.object(rl, "BUCKET_BYTES", BUCKET_BYTES), make() as trainer:
         trainer.fit()
     return times
 
@@ -144,14 +157,18 @@ def play(folder: Path, name: str) -> dict[str, float]:
         RunError: the run did not go on.
     """
     outage = OUTAGES[name]
-    times = run(make_outage_config(folder, name), outage)
+    whole = "whole-supervised" if outage.supervised else "whole"
+    if not (folder / whole).exists():
+        run(make_outage_config(folder, whole, outage.supervised), None)
+        check_whole(folder / whole)
+    times = run(make_outage_config(folder, name, outage.supervised), outage)
     lines = (folder / name / "outages.jsonl").read_text().splitlines()
     lost = [json.loads(line)["lost"] for line in lines]
     assert any(outage.victim in each for each in lost), lost
     assert all(json.loads(line)["where"].startswith("step ") for line in lines), lines
     assert f"<th>outages</th><td>{len(lines)}</td>" in (folder / name / "report.html").read_text()
-    assert read_metrics_without_times(folder / name) == read_metrics_without_times(folder / "whole")
-    ends = [read_weights(folder / each / "checkpoints" / f"step_{STEPS}") for each in ("whole", name)]
+    assert read_metrics_without_times(folder / name) == read_metrics_without_times(folder / whole)
+    ends = [read_weights(folder / each / "checkpoints" / f"step_{STEPS}") for each in (whole, name)]
     assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
     named = times["named"] - times["struck"]
     assert named < outage.stops * STALL_TIMEOUT_S + NAMED_S, f"named after {named:.1f} s"
@@ -197,8 +214,6 @@ def main(arguments: list[str]) -> None:
             stay_calm(folder, float(arguments[1]))
             return
         with keeping_workers():
-            run(make_outage_config(folder, "whole"), None)
-            check_whole(folder / "whole")
             for name in arguments or OUTAGES:
                 start = time.monotonic()
                 print(name, play(folder, name), f"{time.monotonic() - start:.0f} s in all", flush=True)

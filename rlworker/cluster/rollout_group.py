@@ -114,7 +114,7 @@ class Rollouts:
         """Start new engines in the place of those of some indices, with the weights that the others have."""
         assert self._note and self._send_weights, "replace_lost comes first"
         old = {_name_engine(index): self.workers[index] for index in lost}
-        self._note(find_lost(old))
+        self._note(dict.fromkeys(old, "could not be reached") | find_lost(old))
         unwatch_workers(list(old.values()))
         end_workers(list(old.values()), keep=False)
         new = self._start_processes(lost)

@@ -134,6 +134,15 @@ def process_id(text: str, row: Row) -> float:
     return os.getpid()
 
 
+def die_at_first(text: str, row: Row) -> float:
+    """Is killed in the first call of a row that says so, and in every call of one that ends its process."""
+    before = Path(row.source["calls"]).read_text().split()
+    misbehave(text, row)
+    if row.source["how"] == "killed" and text not in before:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(text)
+
+
 def make_row(how: str | None, calls="/dev/null") -> Row:
     return Row(f"prompt {how}", (1, 2), "answer", {"how": how, "calls": str(calls)})
 
@@ -337,3 +346,24 @@ def test_exact_match_ignores_blanks_around(make_pool):
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match="must be"):
         RewardConfig(**settings)
+
+
+def test_a_lost_process_is_told_from_a_text_that_ends_it(make_pool, tmp_path):
+    pool, calls, lost = make_pool(die_at_first), tmp_path / "calls", []
+    calls.touch()
+    pool.repeat_lost(lost.append, 1.0)
+    rows = [make_row(how, calls) for how in (None, "killed", "os._exit", "masked signal", None)]
+    scores = pool.score(["0", "1", "2", "3", "4"], rows)
+    assert scores.values == [0.0, 1.0, DEFAULT, DEFAULT, 4.0]
+    assert scores.failures == {"died": 1, "timeout": 1} and lost == [{"reward worker 0": "died"}]
+    assert calls.read_text().split() == ["0", "1", "1", "2", "2", "3", "3", "4"]
+
+
+def test_a_process_that_stands_still_between_two_calls_is_named_and_replaced(make_pool):
+    pool, lost = make_pool(process_id), []
+    pool.repeat_lost(lost.append, 1.0)
+    (pid,) = pool.score(["a"], [make_row(None)]).values
+    os.kill(int(pid), signal.SIGSTOP)
+    (other,) = pool.score(["a"], [make_row(None)]).values
+    assert other != pid and lost == [{"reward worker 0": "got no further and was ended"}]
+    assert is_gone(int(pid))

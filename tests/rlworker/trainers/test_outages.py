@@ -1,9 +1,11 @@
-"""Outages are counted, told and bounded; what is repaired by whom is shown by runs (tests/outages.py)."""
+"""Outages are counted, told, bounded and repaired; ``tests/outages.py`` plays more of them."""
 
 import json
 
+import outages as played
 import pytest
 
+from recipes.common.addition import make_data, make_model
 from rlworker.cluster.watch import WorkerFailure
 from rlworker.errors import RunError
 from rlworker.trainers.outages import Outages
@@ -64,3 +66,13 @@ def test_going_back_may_fail_too(tmp_path):
     assert [text.partition(":")[0] for text in outages.told] == ["step 2, phase update"] * 2 + ["step 1, phase restore"]
     with pytest.raises(RunError, match="restart 4 of at most 3"):
         outages.note_lost({"actor rank 0": "died"})  # once more, after it was replaced
+
+
+@pytest.mark.large
+@pytest.mark.timeout(600)
+def test_a_run_that_loses_processes_ends_as_if_it_had_not(cluster, by_value, tmp_path, measured):
+    make_data(tmp_path / "data")
+    make_model(tmp_path / "model", seed=0)
+    for name in ("engine-sync", "rank-save"):
+        seconds = played.play(tmp_path, name)
+        measured({f"{name}: seconds until it was named": seconds["named"], "until replaced": seconds["replaced"]})
