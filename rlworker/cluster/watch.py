@@ -23,8 +23,8 @@ _SLICE_S = 1.0
 """Seconds of a wait between two looks at those who have been asked."""
 _ASK_EVERY_S = 4.0
 """Seconds between two questions to a worker."""
-_ANSWER_S = 10.0
-"""Seconds that workers have to say that they live, once one has failed."""
+_ANSWER_S, _LATE_ANSWER_S = 3.0, 7.0
+"""Seconds that workers have to say that they live, once one has failed; and that watched ones have beyond that."""
 
 
 @dataclass
@@ -185,17 +185,16 @@ def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
     if not questions:
         return {}
     answered, silent = ray.wait(list(questions), num_returns=len(questions), timeout=_ANSWER_S)
-    lost = {}
+    if silent := [reference for reference in silent if workers[questions[reference]] in _watch.workers]:
+        late, silent = ray.wait(silent, num_returns=len(silent), timeout=_LATE_ANSWER_S)
+        answered += late
+    lost = dict.fromkeys((questions[reference] for reference in silent), "did not answer")
     for reference in answered:
         name = questions[reference]
         try:
             ray.get(reference)
         except RayActorError:
             lost[name] = _tell_fate(workers[name])
-    for reference in silent:
-        name = questions[reference]
-        if workers[name] in _watch.workers:
-            lost[name] = f"did not answer for {_ANSWER_S:.0f} s"
     return dict(sorted(lost.items()))
 
 

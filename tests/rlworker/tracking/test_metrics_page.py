@@ -194,7 +194,7 @@ MADE_IN = (
 )
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
-OTHER_KEYS |= {"aggregation", "advantage", "time_save", "time_restore"}
+OTHER_KEYS |= {"aggregation", "advantage", "time_save", "time_restart", "time_restore"}
 """Keys there that are none: samples, roles and states; and phases whose time nothing keeps."""
 
 

@@ -70,7 +70,11 @@ def test_going_back_may_fail_too(tmp_path):
 
 @pytest.mark.large
 @pytest.mark.timeout(600)
-def test_a_run_that_loses_processes_ends_as_if_it_had_not(cluster, by_value, tmp_path, measured):
+def test_a_run_that_loses_processes_ends_as_if_it_had_not(cluster, tmp_path, measured):
+    import kill_chain
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(kill_chain)  # whose reward the workers cannot import
     make_data(tmp_path / "data")
     make_model(tmp_path / "model", seed=0)
     for name in ("engine-sync", "rank-save"):
