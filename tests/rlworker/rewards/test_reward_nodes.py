@@ -8,7 +8,6 @@ import os
 import time
 
 import pytest
-import ray
 
 from rlworker.config.sections import RewardConfig
 from rlworker.data.rows import Row
@@ -36,6 +35,8 @@ def make_row(how: str | None) -> Row:
 @pytest.fixture
 def make_pool(cluster, by_value, monkeypatch):
     """``make(*is_other)`` -> a pool with a worker on each of so many nodes: the driver's, or another."""
+    import ray
+
     from rlworker.rewards import pool, progress
 
     pools, here = [], ray.get_runtime_context().get_node_id()
@@ -72,6 +73,8 @@ def test_rewards_and_failures_are_the_same_on_any_nodes(make_pool, tmp_path):
 @pytest.mark.large
 def test_what_a_lost_node_was_at_is_done_on_the_others(make_pool, capsys):
     """Its workers and what reads their files end at once, in the middle of a call; the next call goes on without it."""
+    import ray
+
     pool = make_pool(False, True)
     texts, rows = [str(i) for i in range(60)], [make_row(None)] * 60
     here, lost = pool.nodes

@@ -14,7 +14,6 @@ from rlworker.tracking import digests
 from rlworker.tracking import run_folder as checkpoint
 from rlworker.tracking.log import RL_LINE, read_metrics
 from rlworker.tracking.run_folder import Score
-from rlworker.trainers import run
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +133,8 @@ def test_seconds_of_a_save_are_on_its_steps_line_before_it_counts(counting, tmp_
 
 
 def test_a_step_whose_save_fails_has_its_line(counting, tmp_path, monkeypatch):
+    from rlworker.trainers import run
+
     def fail(*_):
         raise RunError("rank 1 died")
 
