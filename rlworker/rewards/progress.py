@@ -112,7 +112,12 @@ class RewardNode:
             self.files.close()
             return
         ray.wait([self.files.close.remote()], timeout=_CLOSE_S)
-        ray.kill(self.files)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End what reads the files, without waiting for the node."""
+        if not isinstance(self.files, ProgressFiles):
+            ray.kill(self.files)
 
 
 def find_nodes(count: int) -> list[RewardNode]:
