@@ -110,7 +110,7 @@ def _cut_share(
         data = cast(Tensor, part.data)
         if not data.is_contiguous():
             raise RuntimeError(f"checkpoint: {part.key} is stored in parts that do not lie whole in {whole.key}")
-        first = data.storage_offset() - cast(Tensor, whole.data).storage_offset()
+        first = cast(int, data.storage_offset()) - cast(int, cast(Tensor, whole.data).storage_offset())
         low, high = max(start, first), min(start + len(values), first + data.numel())
         ahead = part.prepend_axis_num  # axes of the stored tensor alone, such as the layers'
         at = low - start
@@ -175,7 +175,7 @@ def save_checkpoint(folder: str, module, optimizer, schedule) -> list[str]:
     Returns:
         the names of the files that this rank wrote.
     """
-    ranks = mpu.get_data_parallel_group(with_context_parallel=True)
+    ranks = cast(torch.distributed.ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))
     strategy = FullyParallelSaveStrategyWrapper(SaveInProcess("torch_dist", 1), ranks)
     state = _state(module, optimizer, schedule, False)
     dist_checkpointing.save(state, folder, strategy, content_metadata=dict(LAYOUT))

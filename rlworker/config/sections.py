@@ -103,7 +103,7 @@ class RewardConfig:
     """Settings of where the reward function runs, and what becomes of a text that it fails on."""
 
     workers: Annotated[int, Ge(1)] = 1
-    """Processes that call it, all on the controller's machine."""
+    """Processes that call it, spread over the nodes that Ray has, the driver's first."""
     time_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
     """Seconds that one call may take; one that takes longer is ended and counts as failed."""
     default: Annotated[float, Ge(-LARGEST), FINITE] = 0.0

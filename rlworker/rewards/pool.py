@@ -286,9 +286,11 @@ class RewardPool:
         if lost not in self.nodes:
             return
         self.nodes.remove(lost)
+        lost.abandon()
         LOGGER.warning(f"reward: its workers on a lost node start anew on others, with what they were at: {error}")
         for slot, node in enumerate(self.places):
             if node is lost:
+                ray.kill(self.workers[slot])  # where no more than the way to the node is lost
                 self.places[slot] = self.nodes[slot % len(self.nodes)]
                 self.workers[slot] = self._start_worker(self.places[slot])
 

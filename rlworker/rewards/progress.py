@@ -1,4 +1,4 @@
-"""How far reward workers are: files on the node where they run, which are read there.
+"""Reward workers tell how far they are in files of the node where they run, which are read there.
 
 A worker writes each number to a file of its node as it comes, so that none is lost with a process that dies, and so
 that one that gets no further is noticed. Of its own node the driver reads the files itself; on every other one a
@@ -112,7 +112,12 @@ class RewardNode:
             self.files.close()
             return
         ray.wait([self.files.close.remote()], timeout=_CLOSE_S)
-        ray.kill(self.files)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End what reads the files, without waiting for the node."""
+        if not isinstance(self.files, ProgressFiles):
+            ray.kill(self.files)
 
 
 def find_nodes(count: int) -> list[RewardNode]:

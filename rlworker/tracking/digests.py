@@ -23,7 +23,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file holds, in short.
+    """A file's contents, in short.
 
     Attributes:
         size: bytes. digest: xxh3 of 128 bits over them, as hexadecimal digits.

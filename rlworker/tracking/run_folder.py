@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rlworker.config.keys import flatten, flatten_config, map_renamed_keys
 from rlworker.config.run import TrainingConfig
@@ -167,7 +167,7 @@ class RunFolder:
         newest = self.find_newest()
         if newest and (damage := _find_damage(newest, digest)):
             raise RunError(self._explain_damage(newest, damage))
-        state = _read_state(newest) | {"folder": str(newest)} if newest else None
+        state: dict[str, Any] | None = _read_state(newest) | {"folder": str(newest)} if newest else None
         metrics = self.path / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         kept_lines = [line for line in lines if state and _read_step(line) <= state["step"]]
@@ -280,8 +280,8 @@ class RunFolder:
         Args:
             digests: of its files, by their paths from it; those that are left out are read here.
         """
-        text, known = json.dumps(state | {_HAS_DIGESTS: True}), digests or {}
-        known = known | digest_files(partial, list_files(partial) - known.keys()) | {_COMPLETE: digest_text(text)}
+        text, known = json.dumps(state | {_HAS_DIGESTS: True}), dict(digests or {})
+        known |= digest_files(partial, list_files(partial) - known.keys()) | {_COMPLETE: digest_text(text)}
         _write(partial / DIGESTS, format_digests(known))
         _write(partial / _COMPLETE, text)
         final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))

@@ -55,7 +55,7 @@ def save_engine(rank: int, world: int, address: str, model: str, out: str) -> tu
     engine.train_step(plan(engine, batch)[1], probe_loss, float(batch.mask.sum()))
     of_engine = digest_files(f"{out}/actor", engine.save(f"{out}/actor"))
     return of_engine, digest_files(
-        f"{out}/hf", save_hf_folder(engine.export_weights(), engine.model, f"{out}/hf", 2**16)
+        f"{out}/hf", save_hf_folder(engine.export_weights(), engine.model, f"{out}/hf", 2**19)
     )
 
 
@@ -73,20 +73,19 @@ def test_of_a_hundred_flipped_bytes_each_is_named(two_ranks, make_hf_model, tmp_
     }
     assert known.keys() == list_files(partial), "each file was read by the rank that wrote it"
     checkpoint = folder.finish_checkpoint(partial, {"step": 1}, known)
-    names, draw, named = sorted(list_files(checkpoint)), random.Random(0), set()
+    names, draw = sorted(list_files(checkpoint)), random.Random(0)
     assert {"trainer.json", DIGESTS, "actor/__0_0.distcp", "actor/__1_0.distcp", "actor/.metadata"} <= set(names)
     assert folder.find_newest_good() == (checkpoint, [])
-    for _ in range(FLIPS):
-        name = draw.choice(names)
-        path, bits = checkpoint / name, draw.randint(1, 255)
+    for number in range(FLIPS):
+        name, bits = names[number % len(names)], draw.randint(1, 255)
+        path = checkpoint / name
         place = draw.randrange(path.stat().st_size)
         flip(path, place, bits)
         good, (damage,) = folder.find_newest_good()
         assert good is None and damage.startswith(f"checkpoint {str(checkpoint)!r} is damaged: {name} "), (name, place)
         assert damage.count("expected") == 1, "and no other is"
         flip(path, place, bits)
-        named.add(name)
-    assert named == set(names) and folder.find_newest_good() == (checkpoint, [])
+    assert len(names) < FLIPS and folder.find_newest_good() == (checkpoint, [])
 
 
 def test_what_is_missing_cut_short_changed_or_extra_is_named(run):
