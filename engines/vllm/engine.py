@@ -16,6 +16,7 @@ from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
+from engines.vllm.processes import unlink_shared_memory
 from engines.weight_sync import WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
 from hardware.platform import Platform
@@ -106,7 +107,8 @@ class VllmEngine:
 
         An engine that lost a device is lost, and is found to be so as any process that ended.
         """
-        self.llm.collective_rpc("end_with_parent")
+        self.llm.collective_rpc("tie_to_engine")
+        unlink_shared_memory()
         executor = cast(Any, self.llm.llm_engine.engine_core).engine_core.model_executor
         executor.register_failure_callback(partial(os._exit, 1))
 

@@ -1,9 +1,6 @@
 """Methods added to vLLM's worker: new weights into the running model, and a seed for its sampler."""
 
 import contextlib
-import ctypes
-import signal
-import sys
 from typing import Any
 
 import torch
@@ -14,10 +11,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from engines.vllm.processes import end_with_parent, unlink_shared_memory
 from engines.weight_sync import SharedBucket
-
-_SET_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux' prctl: the signal that this process gets when its parent ends."""
 
 
 class WeightSyncExtension:
@@ -28,14 +23,10 @@ class WeightSyncExtension:
     vllm_config: VllmConfig
     device: torch.device
 
-    def end_with_parent(self) -> None:
-        """Have this process end with the engine's, however that ends and whatever is computed here.
-
-        vLLM sees a parent that ended between two calls. A worker that is stopped, or waits in a collective for another
-        that ended first, would stay.
-        """
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    def tie_to_engine(self) -> None:
+        """Have this worker's process end with the engine's, and leave nothing."""
+        end_with_parent()
+        unlink_shared_memory()
 
     def begin_sync(self) -> None:
         """Make the model ready to take new weights, layer by layer; what an unfinished update brought is forgotten."""

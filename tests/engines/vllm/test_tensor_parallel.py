@@ -3,6 +3,7 @@
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rlworker.checks.tiny_models import make_tiny_model
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=64, kv_cache_mb=64)
 PROMPTS = [Prompt((3, 4, 5)), Prompt((7, 8, 9, 10)), Prompt((6,)), Prompt(tuple(range(3, 90)))]
+SHARED = Path("/dev/shm")
 GONE_S = 20.0
 """Seconds in which the processes of an engine are gone."""
 
@@ -109,7 +111,7 @@ def find_processes(worker) -> list:
     import psutil
 
     engine = psutil.Process(ask(worker.__ray_call__, lambda _: os.getpid()))
-    return [engine, *(child for child in engine.children() if "spawn_main" in " ".join(child.cmdline()))]
+    return [engine, *(child for child in engine.children() if "VLLM::Worker" in " ".join(child.cmdline()))]
 
 
 def wait_for_end(processes: list) -> list:
@@ -122,12 +124,15 @@ def wait_for_end(processes: list) -> list:
 @pytest.mark.large
 def test_an_engine_that_is_killed_leaves_no_process(cluster, make_hf_model):
     """Not even one that stands still, and would hear of nothing."""
+    before = set(SHARED.iterdir())
     worker = start(make_hf_model("qwen2", True), 2)
     engine, *devices = processes = find_processes(worker)
     assert len(devices) == 2
     devices[0].suspend()
     engine.send_signal(signal.SIGKILL)
     assert wait_for_end(processes) == []
+    left = [path.name for path in set(SHARED.iterdir()) - before]
+    assert [name for name in left if not name.startswith("sem.")] == [], "a lock of four kilobytes apart"
 
 
 @pytest.mark.product
