@@ -2,6 +2,7 @@
 
     python tests/outages.py                            # every one of OUTAGES and the control, ten minutes on two cores
     python tests/outages.py engine-sync rank-stopped   # some of them
+    python tests/outages.py --json outages.json        # the figures of all of them, for a table
     python tests/outages.py --calm 15                  # minutes under the load of 20 processes: nobody may be ended
 
 Each run has a real Ray, two trainer ranks and two vLLM engines. It is told whom to kill or to stop, and in which step
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,10 +202,26 @@ def stay_calm(folder: Path, minutes: float) -> None:
             process.kill()
 
 
+def play_all(folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    """Play outages one after another: a row of a table for each."""
+    rows = []
+    for name in names:
+        start = time.monotonic()
+        result = check_control(folder) if name == "control" else play(folder, name)
+        print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
+        if isinstance(result, dict):
+            outage, fate = OUTAGES[name], "stopped" if OUTAGES[name].stops else "killed"
+            row = {"lost": outage.victim + " (supervised)" * outage.supervised, "by": fate, "in": outage.phase}
+            row |= {"named after s": result["named"], "replaced after s": result.get("replaced", "")}
+            rows.append(row | {"metrics and weights": "those of the run that lost none"})
+    return rows
+
+
 def main(arguments: list[str]) -> None:
     from recipes.common.addition import make_data, make_model
     from rlworker.cluster.ray import running_ray
     from rlworker.cluster.worker_pool import keeping_workers
+    from rlworker.tracking.provenance import collect_provenance
 
     with tempfile.TemporaryDirectory() as place, running_ray(8, "cpu"):
         folder = Path(place)
@@ -213,11 +230,12 @@ def main(arguments: list[str]) -> None:
         if arguments[:1] == ["--calm"]:  # where every run starts its own processes
             stay_calm(folder, float(arguments[1]))
             return
+        output = Path(arguments[1]) if arguments[:1] == ["--json"] else None
         with keeping_workers():
-            for name in arguments or (*OUTAGES, "control"):
-                start = time.monotonic()
-                result = check_control(folder) if name == "control" else play(folder, name)
-                print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
+            rows = play_all(folder, [*OUTAGES, "control"] if output or not arguments else arguments)
+        if output:
+            head = asdict(collect_provenance("cpu"))
+            output.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ from rlworker.data.rows import Row
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.trackers import TrackedRun, Trackers
-from rlworker.trainers.outages import Outages
 from rlworker.trainers.stop import Stop
 
 ROOT = Path(__file__).parents[3]
@@ -104,6 +103,8 @@ def rows_with_an_image() -> list[Row]:
 
 def written(trainer, config, folder: Path) -> set[str]:
     """Run a trainer whose engines are in place to its last step: the fields of what it wrote."""
+    from rlworker.trainers.outages import Outages
+
     trainer.config, trainer.folder = config, RunFolder(folder)
     trainer.running, trainer.stop_request = ExitStack(), Stop()
     trainer.steps_done, trainer._best, trainer._saved_step, trainer._saved_at = 0, None, 0, 0.0
