@@ -2,6 +2,7 @@
 
     python tests/outages.py                            # every one of OUTAGES and the control, ten minutes on two cores
     python tests/outages.py engine-sync rank-stopped   # some of them
+    python tests/outages.py node-rollout node-update   # the loss of a node, in a cluster of its own
     python tests/outages.py --json outages.json        # the figures of all of them, for a table
     python tests/outages.py --calm 15                  # minutes under the load of 20 processes: nobody may be ended
 
@@ -17,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +35,8 @@ from rlworker.errors import RunError
 
 STEPS = 5
 STALL_TIMEOUT_S = 20.0
-NAMED_S = 10.0
-"""Seconds that may pass, beyond the stall timeout, until one that stands still is named."""
+NAMED_S, NODE_NAMED_S = 10.0, 40.0
+"""Seconds that may pass, beyond the stall timeout, until one that stands still is named; and until Ray misses a node."""
 LOAD = 20
 BUCKET_BYTES = 2**16
 """So small that an update of the model takes several."""
@@ -71,6 +73,8 @@ OUTAGES = {
     "rank-supervised": Outage("actor rank 1", False, 4, "update", supervised=True),
     "reward-stopped": Outage("reward worker 0", True, 3, "reward"),
 }
+NODES = {"node-rollout": Outage("node", False, 3, "rollout"), "node-update": Outage("node", False, 4, "update")}
+"""Outages of all workers of a node, while another one is free. Both are Ray's on this machine, with its address."""
 CONTROL = Outage("rollout engine 1", False, 3, "rollout", resends=False)
 
 
@@ -85,7 +89,7 @@ def make_outage_config(folder: Path, name: str, supervised: bool = False) -> Tra
     return SftConfig(**same, recovery=recovery, rows_per_step=8, max_answer_tokens=8)
 
 
-def run(config: TrainingConfig, outage: Outage | None) -> dict[str, float]:
+def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], None] | None = None) -> dict[str, float]:
     """Run to the end, with a victim that is struck as ``outage`` says. Returns times: struck, named, replaced."""
     import ray
 
@@ -101,11 +105,15 @@ def run(config: TrainingConfig, outage: Outage | None) -> dict[str, float]:
     class Struck(kind):
         def start(self):
             super().start()
-            if outage:
+            if outage and not kill_node:
                 victim = self.name_workers()[outage.victim]
                 (self.pid,) = ray.get([victim.__ray_call__.remote(lambda _: os.getpid())])
 
         def strike(self):
+            if kill_node:
+                kill_node()
+                times["struck"] = time.monotonic()
+                return
             times["struck"] = time.monotonic()
             os.kill(self.pid, signal.SIGSTOP if outage and outage.stops else signal.SIGKILL)
 
@@ -150,31 +158,61 @@ def check_whole(run: Path) -> None:
     assert all(line["grad_norm"] > 1e-3 for line in lines[1:]), lines
 
 
-def play(folder: Path, name: str) -> dict[str, float]:
+def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None) -> dict[str, float]:
     """Play an outage and compare with the run that lost nobody. Returns the seconds until it was named and repaired.
 
     Raises:
         AssertionError: the run's metrics or weights differ, or the outage was named late, or another one was.
         RunError: the run did not go on.
     """
-    outage = OUTAGES[name]
+    outage = (OUTAGES | NODES)[name]
     whole = "whole-supervised" if outage.supervised else "whole"
     if not (folder / whole).exists():
         run(make_outage_config(folder, whole, outage.supervised), None)
         check_whole(folder / whole)
-    times = run(make_outage_config(folder, name, outage.supervised), outage)
+    times = run(make_outage_config(folder, name, outage.supervised), outage, kill_node)
     lines = (folder / name / "outages.jsonl").read_text().splitlines()
     lost = [json.loads(line)["lost"] for line in lines]
-    assert any(outage.victim in each for each in lost), lost
+    assert kill_node or any(outage.victim in each for each in lost), lost
     assert all(json.loads(line)["where"].startswith("step ") for line in lines), lines
     assert f"<th>outages</th><td>{len(lines)}</td>" in (folder / name / "report.html").read_text()
     assert read_metrics_without_times(folder / name) == read_metrics_without_times(folder / whole)
     ends = [read_weights(folder / each / "checkpoints" / f"step_{STEPS}") for each in (whole, name)]
     assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
     named = times["named"] - times["struck"]
-    assert named < outage.stops * STALL_TIMEOUT_S + NAMED_S, f"named after {named:.1f} s"
+    assert named < outage.stops * STALL_TIMEOUT_S + (NODE_NAMED_S if kill_node else NAMED_S), (
+        f"named after {named:.1f} s"
+    )
     seconds = {"replaced": round(times["replaced"] - times["named"], 1)} if "replaced" in times else {}
     return {"lost": lost, "named": round(named, 1)} | seconds
+
+
+@contextmanager
+def open_nodes() -> Iterator[Callable[[], None]]:
+    """Connect to a cluster of two nodes that a run fills; yields what kills the one without the driver."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    nodes = [cluster.add_node(num_cpus=2)]
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+
+    def kill_node() -> None:
+        nodes.append(cluster.add_node(num_cpus=2))
+        cluster.remove_node(nodes.pop(0), allow_graceful=False)
+
+    try:
+        yield kill_node
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def play_nodes(folder: Path, names: list[str]) -> None:
+    """Lose a node in each run; the metrics are those of a run on both."""
+    with open_nodes() as kill_node:
+        for name in names:
+            print(name, play(folder, name, kill_node), flush=True)
 
 
 def check_control(folder: Path) -> str:
@@ -223,10 +261,14 @@ def main(arguments: list[str]) -> None:
     from rlworker.cluster.worker_pool import keeping_workers
     from rlworker.tracking.provenance import collect_provenance
 
-    with tempfile.TemporaryDirectory() as place, running_ray(8, "cpu"):
+    with tempfile.TemporaryDirectory() as place, ExitStack() as running:
         folder = Path(place)
         make_data(folder / "data")
         make_model(folder / "model", seed=0)
+        if arguments and set(arguments) <= NODES.keys():
+            play_nodes(folder, arguments)
+            return
+        running.enter_context(running_ray(8, "cpu"))
         if arguments[:1] == ["--calm"]:  # where every run starts its own processes
             stay_calm(folder, float(arguments[1]))
             return
