@@ -27,7 +27,7 @@ def _names(text: str) -> frozenset[str]:
 VLLM_OWN = _names(
     "model dtype max_model_len max_num_seqs enforce_eager logprobs_mode worker_extension_cls disable_log_stats "
     "skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
-    "mm_device_do_normalize"
+    "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls"
 )
 """Arguments of vLLM's LLM that the engine sets itself."""
 
@@ -41,7 +41,9 @@ VLLM_REFUSED = _names(
     # other pixels than the trainer sees
     "mm_processor_kwargs media_io_kwargs "
     # vLLM's LLM refuses it: what is split over engines here is the prompts
-    "data_parallel_size"
+    "data_parallel_size "
+    # devices that were not set aside, and machines beside the engine's own
+    "prefill_context_parallel_size nnodes node_rank"
 )
 """Arguments of vLLM's LLM that would make it sample otherwise than by softmax(logits / temperature) of the trained
 model, or report another logprob than its logarithm."""
@@ -76,6 +78,9 @@ MEGATRON_SOURCES = (
     ("core/model_parallel_config.py", "ModelParallelConfig"),
 )
 """Megatron's files and classes that hold the fields of TransformerConfig."""
+
+VLLM_VOCAB_UNIT = 64
+"""vLLM pads a vocabulary to a multiple of this before it cuts it (0.32, layers/vocab_parallel_embedding.py)."""
 
 VLLM_BATCHED_TOKENS = 4096
 """Tokens in one forward pass on a CPU where nothing else is said (0.32, engine/arg_utils.py)."""
@@ -223,6 +228,8 @@ class VllmConfig:
 
     engines: Annotated[int, Ge(1)] = 1
     """vLLM engines; prompts are split over them."""
+    tp: Annotated[int, Ge(1)] = 1
+    """Devices of each engine, over which it cuts the weights (tensor parallelism)."""
     max_new_tokens: Annotated[int, Ge(1)] = 256
     """Longest completion."""
     temperature: float = 1.0
@@ -232,7 +239,7 @@ class VllmConfig:
     max_num_seqs: Annotated[int, Ge(1)] = 256
     """Sequences that decode at once."""
     kv_cache_mb: Annotated[int, Ge(0)] = 0
-    """Memory for keys and values; 0 leaves it to vLLM (1 GiB on a CPU)."""
+    """Memory for keys and values on each device; 0 leaves it to vLLM (1 GiB on a CPU)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
     image_memory_mb: Annotated[int, Ge(1)] = 8192
@@ -254,6 +261,11 @@ class VllmConfig:
                 f"rollout: max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
                 f"max_model_len={self.max_model_len}; raise --rollout.max-model-len"
             )
+        if "pipeline_parallel_size" in self.vllm:
+            raise ValueError(
+                "rollout: --rollout.vllm may not set pipeline_parallel_size: on a CPU vLLM starts with it and fails at "
+                "the first request, and elsewhere no devices are set aside for it; set --rollout.tp"
+            )
         if self.vllm:
             known = read_installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
             check_pass_through("rollout: --rollout.vllm", self.vllm, VLLM_OWN, VLLM_REFUSED, known)
@@ -264,8 +276,14 @@ class VllmConfig:
                 "--rollout.max-num-seqs or set --rollout.vllm max_num_batched_tokens"
             )
 
+    @property
+    def devices(self) -> int:
+        """Devices of all engines."""
+        return self.engines * self.tp
+
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError where vLLM would refuse the model, or compute another one."""
+        self._check_cut(model)
         if self.max_model_len > model.max_positions:
             raise ValueError(
                 f"rollout: max_model_len={self.max_model_len} is above the model's {model.max_positions} positions; "
@@ -278,6 +296,21 @@ class VllmConfig:
                 f"rollout: the model has a sliding_window on some layers and none on others, which vLLM does not do "
                 f"for {model.model_type}; set max_window_layers in its config.json to 0 or use_sliding_window to false"
             )
+
+    def _check_cut(self, model: ModelSpec) -> None:
+        """Raise ValueError where the devices of an engine cannot take equal parts of the model."""
+        # vLLM can also give a key-value head to several devices; no test of ours runs that.
+        sizes = {
+            "attention heads": model.heads,
+            "key-value heads": model.kv_heads,
+            "ffn size": model.ffn,
+            "padded vocabulary": -(-model.vocab // VLLM_VOCAB_UNIT) * VLLM_VOCAB_UNIT,
+        }
+        if model.vision:
+            sizes |= {"vision tower's heads": model.vision.heads, "vision tower's ffn size": model.vision.ffn}
+        for name, size in sizes.items():
+            if size % self.tp:
+                raise ValueError(f"rollout: tp={self.tp} does not divide the model's {size} {name}; lower --rollout.tp")
 
     def _check_whole_prompts(self) -> None:
         """Raise ValueError where vLLM would compute a prompt in parts, which may cut an image."""

@@ -58,8 +58,12 @@ class TrainEngine(Protocol):
         """Yield ``(HF name, full tensor)`` of every weight, one at a time, on the first replica's leader only."""
         ...
 
-    def save(self, folder: str) -> None:
-        """Write weights, optimizer and learning rate's schedule into a folder that is empty."""
+    def save(self, folder: str) -> list[str]:
+        """Write weights, optimizer and learning rate's schedule into a folder that is empty, every rank its share.
+
+        Returns:
+            the names of the files that this rank wrote.
+        """
         ...
 
     def load(self, folder: str) -> None:
@@ -78,5 +82,9 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:
-        """Take one bucket of new weights; ``last`` makes them count as ``version``."""
+        """Take one bucket of new weights; ``last`` makes them count as ``version``. A first bucket begins anew."""
+        ...
+
+    def rewind(self, version: int) -> None:
+        """Take ``version`` as the next one, be it older than what is here."""
         ...

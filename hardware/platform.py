@@ -71,6 +71,20 @@ class KernelMemory:
         return (expanded + apart) * head_dim
 
 
+@dataclass(frozen=True)
+class RolloutWorkerClass:
+    """A class of vLLM's workers.
+
+    Attributes:
+        name: module and class; "auto" is vLLM's own choice.
+        builder: name of the class that must build its attention's metadata once it has started; None where vLLM chooses
+            among several by itself.
+    """
+
+    name: str = "auto"
+    builder: str | None = None
+
+
 class Profiler(Protocol):
     """A recorder of a trace, as ``torch.profiler.profile`` is one."""
 
@@ -178,19 +192,22 @@ class Platform(Protocol):
         """Return the environment of a vLLM process, set before vllm is imported."""
         ...
 
-    def install_rollout_backend(self, backend: str) -> str | None:
-        """Have vLLM engines that this process starts compute attention by one of ``rollout_backends``.
-
-        Returns:
-            name of the class that must build their attention's metadata once they have started; None where vLLM chooses
-            among several by itself.
-        """
+    def find_rollout_worker(self, backend: str) -> RolloutWorkerClass:
+        """Find the vLLM worker that computes attention by one of ``rollout_backends``."""
         ...
 
 
-def list_ray_resources(platform: Platform) -> dict[str, float]:
-    """List what Ray sets aside for one worker that holds a device: resource -> amount."""
+def make_ray_options(platform: Platform, devices: int = 1) -> dict:
+    """Make the options of a Ray actor that holds several devices: as many times what one takes."""
     options = platform.ray_options
+    counts = {name: count * devices for name, count in options.items() if name in ("num_cpus", "num_gpus")}
+    others = {name: count * devices for name, count in options.get("resources", {}).items()}
+    return options | counts | ({"resources": others} if others else {})
+
+
+def list_ray_resources(platform: Platform, devices: int = 1) -> dict[str, float]:
+    """List what Ray sets aside for one worker that holds so many devices: resource -> amount."""
+    options = make_ray_options(platform, devices)
     named = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **options.get("resources", {})}
     return {name: count for name, count in named.items() if count}
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         DataConfig,
         LimitsConfig,
         PlacementConfig,
+        RecoveryConfig,
         RewardConfig,
     )
     from rlworker.config.sft import SftConfig
@@ -62,6 +63,7 @@ _HOMES = {
         "DataConfig",
         "LimitsConfig",
         "PlacementConfig",
+        "RecoveryConfig",
         "RewardConfig",
     ),
     "rlworker.config.sft": ("SftConfig",),
@@ -87,6 +89,7 @@ __all__ = [
     "MegatronConfig",
     "OptimizerConfig",
     "PlacementConfig",
+    "RecoveryConfig",
     "RewardConfig",
     "Row",
     "RunConfig",

@@ -148,9 +148,10 @@ def read_weights(checkpoint: Path) -> dict:
 
 
 def read_metrics_without_times(run: Path) -> list[dict]:
-    """Return the lines of a run's metrics without what depends on the machine's speed."""
+    """Return the lines of a run's metrics without what depends on the machine's speed, and without its outages."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in x.items() if not k.startswith("time") and k != "tokens_per_second"} for x in lines]
+    varying = ("tokens_per_second", "restarts")
+    return [{k: v for k, v in x.items() if not k.startswith("time") and k not in varying} for x in lines]
 
 
 def check_kill(kill: Kill, output: str, code: int) -> None:

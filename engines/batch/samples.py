@@ -79,6 +79,7 @@ class Sampling:
         stream: numbers that name a stream of random numbers, as many of them for each use; draws repeat for the same
             stream, weights and prompts, and streams of different names have nothing in common.
         stop_token_ids: a completion ends with the first of these, which belongs to it.
+        expected_tokens: of a completion, by which prompts are dealt out to engines.
     """
 
     count: int
@@ -86,6 +87,7 @@ class Sampling:
     max_tokens: int
     stream: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
+    expected_tokens: float = 0.0
 
     @property
     def seed(self) -> int:

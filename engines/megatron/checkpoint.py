@@ -1,29 +1,47 @@
-"""Sharded checkpoints of model, optimizer and schedule, in Megatron's torch_dist format."""
+"""Sharded checkpoints of model, optimizer and schedule, in Megatron's torch_dist format.
 
+Every rank writes its share. Of the optimizer's state that is what it owns, as boxes of each parameter's tensor; the
+model's weights, of which data-parallel ranks hold copies, are dealt out among them. What is stored is one whole tensor
+of each kind per parameter, whoever wrote which box of it, so that it is read at any tp, pp or dp.
+"""
+
+import math
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-_LAYOUT = {
+LAYOUT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
+"""What Megatron calls the layout of what is stored. It would have every rank gather the whole state to write it so."""
+_BY_SHARES = "fully_sharded_model_space"
+"""Megatron's name for state that is handed to it as each rank's own share, flat."""
 
 
-class _SaveInProcess(TorchDistSaveShardedStrategy):
+class SaveInProcess(TorchDistSaveShardedStrategy):
     """Megatron's format written by torch's own writer, in this process.
 
     Megatron's writer starts a manager process and forks one more per file. Inside a worker, with its threads, a fork
@@ -39,22 +57,131 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
             save_state(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
 
 
+def cut_boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the elements ``start`` to ``end`` of a flattened array into boxes of it, in order.
+
+    Yields:
+        where a box begins, and its shape. At most ``2 x dimensions - 1`` of them: of ``shape`` (4, 10), 7 to 25 is the
+        end of row 0, row 1 and the beginning of row 2.
+    """
+    if start >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    size = math.prod(shape[1:])
+    first, last = -(-start // size), end // size  # whole rows
+    if first > last:  # none, and all within one
+        yield from _cut_row(shape, last, start, end)
+        return
+    yield from _cut_row(shape, first - 1, start, first * size)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _cut_row(shape, last, last * size, end)
+
+
+def _cut_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator[tuple]:
+    ahead = row * math.prod(shape[1:])
+    for offset, box in cut_boxes(shape[1:], start - ahead, end - ahead):
+        yield (row, *offset), (1, *box)
+
+
+def _iterate_shares(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
+    """Parameters of whose state this rank owns something, and which elements, in Megatron's order."""
+    for ranges_of_buffer in part.gbuf_ranges:
+        for ranges_of_buckets in ranges_of_buffer.values():
+            for bucket in ranges_of_buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start, ranges["param"].end
+
+
+def _cut_share(
+    kind: str, values: Tensor, whole: ShardedTensor | ShardedTensorFactory, start: int, is_loading: bool
+) -> list[ShardedTensor]:
+    """Name a rank's share of one kind of a parameter's state, as boxes of the stored tensor, in order.
+
+    Args:
+        values: ``[elements of the share]``. whole: where the parameter itself is in the stored one; a factory cuts it
+            into parts. start: the first of the parameter's elements that is this rank's.
+    """
+    parts = nested_values(whole.build()) if isinstance(whole, ShardedTensorFactory) else [whole]
+    boxes = []
+    for part in cast(list[ShardedTensor], list(parts)):
+        data = cast(Tensor, part.data)
+        if not data.is_contiguous():
+            raise RuntimeError(f"checkpoint: {part.key} is stored in parts that do not lie whole in {whole.key}")
+        first = cast(int, data.storage_offset()) - cast(int, cast(Tensor, whole.data).storage_offset())
+        low, high = max(start, first), min(start + len(values), first + data.numel())
+        ahead = part.prepend_axis_num  # axes of the stored tensor alone, such as the layers'
+        at = low - start
+        for place, shape in cut_boxes(part.local_shape, low - first, high - first):
+            shape = (1,) * ahead + shape
+            box = replace(
+                part,
+                key=f"optimizer.state.{kind}.{part.key}",
+                data=values[at : at + math.prod(shape)].view(shape),
+                dtype=values.dtype,
+                local_shape=shape,
+                global_offset=tuple(map(sum, zip(part.global_offset, (0,) * ahead + place, strict=True))),
+                axis_fragmentations=None,  # boxes are of any size
+                replica_id=(*cast(tuple, part.replica_id)[:2], 0),  # no other data-parallel rank has this share
+                prepend_axis_num=0,
+            )
+            boxes.append(replace(box, data=None) if is_loading else box)
+            at += math.prod(shape)
+    return boxes
+
+
+def _name_shares(part: DistributedOptimizer, model: dict, is_loading: bool) -> dict:
+    """Name what this rank owns of an optimizer's state, and what all ranks have alike."""
+    part.init_state_fn(part.optimizer, part.config)  # one that has not taken a step yet has no moments
+    tensors, _ = extract_sharded_tensors_and_factories(model)
+    whole = {each.data: each for each in nested_values(tensors)}
+    shares = {}
+    for place, (parameter, start, end) in enumerate(_iterate_shares(part)):
+        kinds = part._get_main_param_and_optimizer_states(parameter)
+        shares[place] = {
+            kind: _cut_share(kind, values, whole[parameter], start, is_loading)
+            for kind, values in kinds.items()
+            if kind != "step"  # it is among what all have alike
+        }
+        assert all(len(values) == end - start for kind, values in kinds.items() if kind != "step")
+    kind = LAYOUT["distrib_optim_sharding_type"]
+    return part.state_dict() | {"param_state": shares, "param_state_sharding_type": kind}
+
+
+def _join_shares(state: dict) -> dict:
+    """Put the boxes that were loaded of each share together, as Megatron takes it."""
+    joined = {
+        place: {kind: torch.cat([box.flatten() for box in boxes]) for kind, boxes in kinds.items()}
+        for place, kinds in state["param_state"].items()
+    }
+    return state | {"param_state": joined, "param_state_sharding_type": _BY_SHARES}
+
+
 def _state(module, optimizer, schedule, is_loading: bool) -> dict:
     """Name everything that a checkpoint holds of this rank; the same call saves it and says where to load it."""
     # Megatron writes its process groups into the dict it is given, so each call gets one of its own.
-    model = module.module.sharded_state_dict(metadata=dict(_LAYOUT))
-    sharded = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_LAYOUT))
-    return {"model": model, "optimizer": sharded, "schedule": schedule.state_dict()}
+    model = module.module.sharded_state_dict(metadata=dict(LAYOUT))
+    parts = [_name_shares(part, model, is_loading) for part in optimizer.chained_optimizers]
+    # As Megatron numbers them, which takes a single one as it is.
+    state = parts[0] if len(parts) == 1 else dict(enumerate(parts))
+    return {"model": model, "optimizer": state, "schedule": schedule.state_dict()}
 
 
-def save_checkpoint(folder: str, module, optimizer, schedule) -> None:
-    """Write this rank's part into ``folder``, which exists and is empty. Collective."""
-    for part in optimizer.chained_optimizers:  # one that has not taken a step yet has no moments that could be written
-        part.init_state_fn(part.optimizer, part.config)
-    strategy = _SaveInProcess("torch_dist", 1)
-    dist_checkpointing.save(
-        _state(module, optimizer, schedule, False), folder, strategy, content_metadata=dict(_LAYOUT)
-    )
+def save_checkpoint(folder: str, module, optimizer, schedule) -> list[str]:
+    """Write this rank's part into ``folder``, which exists and is empty. Collective.
+
+    Returns:
+        the names of the files that this rank wrote.
+    """
+    ranks = cast(torch.distributed.ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))
+    strategy = FullyParallelSaveStrategyWrapper(SaveInProcess("torch_dist", 1), ranks)
+    state = _state(module, optimizer, schedule, False)
+    dist_checkpointing.save(state, folder, strategy, content_metadata=dict(LAYOUT))
+    rank = torch.distributed.get_rank()
+    names = [path.name for path in Path(folder).iterdir()]
+    return [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
 
 
 def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
@@ -67,7 +194,12 @@ def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
         raise ValueError(f"checkpoint: {folder!r} is not a complete checkpoint (it has no metadata.json)")
     state = cast(dict, dist_checkpointing.load(_state(module, optimizer, schedule, True), folder))
     module.module.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    parts = state["optimizer"]
+    optimizer.load_state_dict(
+        _join_shares(parts)
+        if len(optimizer.chained_optimizers) == 1
+        else {place: _join_shares(part) for place, part in parts.items()}
+    )
     schedule.num_steps = 0  # the schedule adds the steps that it loads to those it has counted
     schedule.load_state_dict(state["schedule"])
     torch.distributed.barrier()

@@ -287,9 +287,9 @@ class MegatronEngine:
             if self.is_leader:
                 yield name, tensor
 
-    def save(self, folder: str) -> None:
-        """Save a checkpoint into an empty folder."""
-        save_checkpoint(folder, self.module, self.optimizer, self.schedule)
+    def save(self, folder: str) -> list[str]:
+        """Save a checkpoint into an empty folder; returns the names of the files that this rank wrote."""
+        return save_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
     def load(self, folder: str) -> None:
         """Load a checkpoint, at the same or another tp, pp or dp.

@@ -39,12 +39,6 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
         params_dtype=getattr(torch, config.dtype),
         use_distributed_optimizer=True,
     )
-    for buffer in module.buffers:
-        # A checkpoint looks for a parameter at its place in the buffer, padding included, among the buckets laid end
-        # to end without theirs (megatron-core 0.16.1): behind a padded bucket it would find its neighbour.
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
     optimizer = get_megatron_optimizer(settings, [module], use_gloo_process_groups=False)
     if config.optimizer.host_fraction:
         for part in cast(list[DistributedOptimizer], cast(ChainedOptimizer, optimizer).chained_optimizers):

@@ -138,7 +138,7 @@ def _find_weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, folder: str, shard_bytes: int) -> None:
+def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, folder: str, shard_bytes: int) -> list[str]:
     """Write weights as the hub does: in files of at most ``shard_bytes`` (a larger tensor gets its own) with an index.
 
     A file is written once its tensors are there, so that about two files of them are in memory at a time. The
@@ -149,6 +149,9 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     Args:
         weights: ``(HF name, tensor)`` of every weight of the model, once each.
 
+    Returns:
+        the names of the files that were written.
+
     Raises:
         ValueError: the stream lacks a weight of the model, or has one that the model has not.
     """
@@ -156,7 +159,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
 
     stream = iter(weights)
     if (first := next(stream, None)) is None:
-        return
+        return []
     target = Path(folder).with_name(f".{Path(folder).name}.partial")
     shutil.rmtree(target, ignore_errors=True)  # what a killed save may have left
     target.mkdir(parents=True)
@@ -178,6 +181,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
         (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     _copy_settings(model, target, dtypes)
     os.replace(target, folder)
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> StateDictSplit:

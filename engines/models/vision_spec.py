@@ -127,6 +127,11 @@ class VisionSpec:
             )
 
     @property
+    def heads(self) -> int:
+        """Attention heads of the tower."""
+        return self.config.get("num_heads") or self.config["num_attention_heads"]
+
+    @property
     def levels(self) -> int:
         """Kinds of features of each image token: its embedding, and what is added after each of the first layers."""
         return 1 + self.deepstack

@@ -1,7 +1,8 @@
-"""The rollout engine: vLLM in this process, with weights replaced in place."""
+"""The rollout engine: vLLM in this process and one for each of several devices, with weights replaced in place."""
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 from vllm import LLM, SamplingParams
@@ -15,7 +16,8 @@ from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
-from engines.weight_sync import WeightBucket
+from engines.vllm.processes import unlink_shared_memory
+from engines.weight_sync import WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
 from hardware.platform import Platform
 
@@ -31,6 +33,41 @@ def _tie_alike(config):
     return config
 
 
+def _make_settings(model: ModelSpec, config: VllmConfig, worker: str) -> dict[str, Any]:
+    """Make the arguments of vLLM's LLM."""
+    settings: dict[str, Any] = dict(
+        model=model.folder,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        tensor_parallel_size=config.tp,
+        # One process for each device beside this one, or none: within a placement group of Ray's vLLM would take Ray.
+        distributed_executor_backend="mp" if config.tp > 1 else "uni",
+        enforce_eager=True,
+        # log_softmax(logits / temperature): what the trainer computes.
+        logprobs_mode="processed_logprobs",
+        worker_cls=worker,
+        worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
+        disable_log_stats=True,
+        # Prompts come as ids and leave as ids; text is the controller's business. vLLM's processors of images
+        # will not start without a tokenizer all the same.
+        skip_tokenizer_init=model.vision is None,
+    )
+    if model.vision:
+        # Images are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
+        others = {} if model.vision.video_token is None else {"video": 0}
+        settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": _tie_alike}
+        # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
+        settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
+    if any(rule.images for rule in model.rules):
+        # A chunk may end within an image, even where vLLM is asked to keep images whole (vLLM issue 52306).
+        # Without chunks vLLM makes room for the longest sequence in a forward pass by itself.
+        settings["enable_chunked_prefill"] = False
+    if config.kv_cache_mb:
+        settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
+    return settings
+
+
 class VllmEngine:
     """Samples completions with the log-probability of every token. The platform's rollout environment must be set.
 
@@ -44,45 +81,34 @@ class VllmEngine:
 
     def __init__(self, model: ModelSpec, config: VllmConfig, platform: Platform):
         self.model, self.config = model, config
-        self.version = 0
+        self.version = self._newest = 0
         self._names: set[str] = set()
         backend = find_rollout_backend(platform.rollout_backends, model.rules, config.attention_override)
-        builder = platform.install_rollout_backend(backend)
-        settings: dict[str, Any] = dict(
-            model=model.folder,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            enforce_eager=True,
-            # log_softmax(logits / temperature): what the trainer computes.
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
-            disable_log_stats=True,
-            # Prompts come as ids and leave as ids; text is the controller's business. vLLM's processors of images
-            # will not start without a tokenizer all the same.
-            skip_tokenizer_init=model.vision is None,
-        )
-        if model.vision:
-            # Images are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
-            others = {} if model.vision.video_token is None else {"video": 0}
-            settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": _tie_alike}
-            # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
-            settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
-        if any(rule.images for rule in model.rules):
-            # A chunk may end within an image, even where vLLM is asked to keep images whole (vLLM issue 52306).
-            # Without chunks vLLM makes room for the longest sequence in a forward pass by itself.
-            settings["enable_chunked_prefill"] = False
+        worker = platform.find_rollout_worker(backend)
         if config.kv_cache_mb:
-            settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
-        self.llm = LLM(**(settings | cast(dict[str, Any], config.vllm)))
-        found = self.llm.collective_rpc("list_metadata_builders")[0]
-        if builder and found != [builder]:  # an upstream change may pass over what was installed, without a word
-            self.close()
-            raise RuntimeError(
-                f"rollout: vLLM computes attention with {found}, expected {[builder]} for {backend}; this version of "
-                "vLLM does not take the backend that was registered with it: install the one in requirements"
-            )
+        self.llm = LLM(**(_make_settings(model, config, worker.name) | cast(dict[str, Any], config.vllm)))
+        if config.tp > 1:
+            self._tie_workers()
+        for found in self.llm.collective_rpc("list_metadata_builders"):
+            # an upstream change may pass over what a worker installs, without a word
+            if worker.builder and found != [worker.builder]:
+                self.close()
+                raise RuntimeError(
+                    f"rollout: vLLM computes attention with {found}, expected {[worker.builder]} for {backend}; this "
+                    "version of vLLM does not take the backend that was registered with it: install the one in "
+                    "requirements"
+                )
+
+    def _tie_workers(self) -> None:
+        """Have the processes of the engine's devices end with this one, and this one with any of them.
+
+        An engine that lost a device is lost, and is found to be so as any process that ended.
+        """
+        self.llm.collective_rpc("tie_to_engine")
+        unlink_shared_memory()
+        executor = cast(Any, self.llm.llm_engine.engine_core).engine_core.model_executor
+        executor.register_failure_callback(partial(os._exit, 1))
 
     def close(self) -> None:
         """End vLLM and free its memory, as far as this process can; another engine may be started in it."""
@@ -153,20 +179,32 @@ class VllmEngine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("rollout: the prefix cache could not be emptied; are requests still running?")
 
+    def rewind(self, version: int) -> None:
+        """Take ``version`` as the next one, be it older than what is here: the trainer went back to a checkpoint."""
+        self._newest = version - 1
+
     def load_weights(self, bucket: WeightBucket, version: int, last: bool) -> None:
         """Take one bucket; ``last`` finishes the update, empties the prefix cache and makes the weights ``version``.
 
+        A first bucket begins an update, wherever another one was left.
+
         Raises:
-            ValueError: the bucket is damaged or not newer than what is here, or the buckets together are not exactly
-                the model's weights.
+            ValueError: the bucket is damaged or not newer than what is here, its update did not begin here, or the
+                buckets together are not exactly the model's weights.
         """
-        if version <= self.version:
-            raise ValueError(f"weight sync: version {version} was sent to an engine that has version {self.version}")
-        weights = bucket.tensors()
-        if not self._names:
+        if version <= self._newest:
+            raise ValueError(f"weight sync: version {version} was sent to an engine that has version {self._newest}")
+        bucket.check()
+        if bucket.first:
+            self._names = set()
             self.llm.collective_rpc("begin_sync")
-        self._names |= {name for name, _ in weights}
-        self.llm.collective_rpc("take_weights", args=(weights,))
+        elif not self._names:
+            raise ValueError(
+                f"weight sync: a bucket of version {version} came to an engine that has not got the first one; send "
+                "the update again from its first bucket"
+            )
+        self._names |= {name for name, *_ in bucket.entries}
+        self._hand_on(bucket)
         if not last:
             return
         names, self._names = self._names, set()
@@ -177,4 +215,12 @@ class VllmEngine:
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         self.llm.collective_rpc("end_sync")
         self._empty_caches()  # what is in them comes from the old weights
-        self.version = version
+        self.version = self._newest = version
+
+    def _hand_on(self, bucket: WeightBucket) -> None:
+        """Hand a bucket to the workers of this engine's devices, each of which takes its part."""
+        if self.config.tp == 1:
+            self.llm.collective_rpc("take_weights", args=(bucket.tensors(),))
+            return
+        with share_bucket(bucket) as shared:
+            self.llm.collective_rpc("take_shared_weights", args=(shared,))

@@ -8,7 +8,11 @@ from torch import Tensor
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+
+from engines.vllm.processes import end_with_parent, unlink_shared_memory
+from engines.weight_sync import SharedBucket
 
 
 class WeightSyncExtension:
@@ -19,15 +23,25 @@ class WeightSyncExtension:
     vllm_config: VllmConfig
     device: torch.device
 
+    def tie_to_engine(self) -> None:
+        """Have this worker's process end with the engine's, and leave nothing."""
+        end_with_parent()
+        unlink_shared_memory()
+
     def begin_sync(self) -> None:
-        """Make the model ready to take new weights, layer by layer."""
+        """Make the model ready to take new weights, layer by layer; what an unfinished update brought is forgotten."""
         model = self.model_runner.get_model()
         _forget_packed_experts(model)
+        _forget_half_update(model)
         with self._loading():
             initialize_layerwise_reload(model)
 
+    def take_shared_weights(self, bucket: SharedBucket) -> None:
+        """Load this worker's part of the weights in a bucket that the engine's process shares."""
+        self.take_weights(bucket.tensors())
+
     def take_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Load some weights: HuggingFace names and full tensors."""
+        """Load this worker's part of some weights: HuggingFace names and full tensors."""
         with self._loading():
             self.model_runner.get_model().load_weights(iter(weights))
 
@@ -51,6 +65,18 @@ class WeightSyncExtension:
     def _loading(self):
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             yield
+
+
+def _forget_half_update(model: torch.nn.Module) -> None:
+    """Drop the weights that layers keep until they have all of theirs.
+
+    vLLM passes over such layers when a reload begins, and would count what they kept among the new ones.
+    """
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:

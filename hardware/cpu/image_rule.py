@@ -118,15 +118,13 @@ class ImageRuleBackend(CPUAttentionBackend):
         return ImageRuleBuilder
 
 
-def install(backend: str) -> str:
-    """Have vLLM engines of this process compute attention by a backend of ``CpuPlatform.rollout_backends``.
-
-    Returns:
-        name of the class that must build their metadata.
-    """
+def install() -> None:
+    """Have vLLM models that this process builds from now on compute attention with the image rule."""
     selector._cached_get_attn_backend.cache_clear()  # it would answer with the one of an engine before
-    if backend == "vllm_cpu":
-        AttentionBackendEnum.CPU_ATTN.clear_override()
-        return CPUAttentionMetadataBuilder.__name__
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{ImageRuleBackend.__name__}")
-    return ImageRuleBuilder.__name__
+
+
+def uninstall() -> None:
+    """Have vLLM models that this process builds from now on compute attention as vLLM does."""
+    selector._cached_get_attn_backend.cache_clear()
+    AttentionBackendEnum.CPU_ATTN.clear_override()

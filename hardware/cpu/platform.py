@@ -9,10 +9,15 @@ from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
 from hardware.megatron.form import PLAIN
-from hardware.platform import KernelMemory
+from hardware.platform import KernelMemory, RolloutWorkerClass
 
 # Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
+# Class of vLLM's worker for each backend, and the class that builds its attention's metadata.
+_ROLLOUT_WORKERS = {
+    "vllm_cpu": ("PlainWorker", "CPUAttentionMetadataBuilder"),
+    "vllm_cpu_images": ("ImageRuleWorker", "ImageRuleBuilder"),
+}
 
 
 class CpuPlatform:
@@ -104,7 +109,6 @@ class CpuPlatform:
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def install_rollout_backend(self, backend):
-        from hardware.cpu.image_rule import install
-
-        return install(backend)
+    def find_rollout_worker(self, backend):
+        name, builder = _ROLLOUT_WORKERS[backend]
+        return RolloutWorkerClass(f"hardware.cpu.rollout_worker.{name}", builder)

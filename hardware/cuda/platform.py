@@ -10,7 +10,7 @@ from typing import ClassVar
 from hardware.attention.capabilities import find_backend
 from hardware.cpu.platform import CpuPlatform
 from hardware.megatron.form import PLAIN
-from hardware.platform import KernelMemory, Node
+from hardware.platform import KernelMemory, Node, RolloutWorkerClass
 
 NOT_COVERED = (
     "the precision of the device's arithmetic",
@@ -130,8 +130,8 @@ class CudaPlatform(_CudaAttention):
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def install_rollout_backend(self, backend):
-        return None  # vLLM refuses a backend that does not know the rules of a model, and takes another
+    def find_rollout_worker(self, backend):
+        return RolloutWorkerClass()  # vLLM refuses a backend that does not know the rules of a model, and takes another
 
 
 class EmulatedCudaPlatform(_CudaAttention, CpuPlatform):

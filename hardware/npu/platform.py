@@ -10,7 +10,7 @@ from hardware.attention.capabilities import find_backend
 from hardware.cpu.platform import CpuPlatform
 from hardware.megatron.form import PLAIN
 from hardware.npu.limits import MAX_PACK_SEQUENCES
-from hardware.platform import KernelMemory, Node
+from hardware.platform import KernelMemory, Node, RolloutWorkerClass
 
 NOT_COVERED = (
     "pse",
@@ -145,8 +145,8 @@ class NpuPlatform(_NpuAttention):
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def install_rollout_backend(self, backend):
-        return None
+    def find_rollout_worker(self, backend):
+        return RolloutWorkerClass()
 
 
 class EmulatedNpuPlatform(_NpuAttention, CpuPlatform):

@@ -9,9 +9,10 @@ from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.huggingface import compute_reference, probe_loss
 from rlworker.checks.trainer import LIMITS, CheckedTrainer
-from rlworker.cluster.ray import naming_failures, running_ray
+from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
+from rlworker.cluster.watch import naming_failures
 from rlworker.cluster.workers import Role
 
 _PROBES = "engines.probes.megatron:"
@@ -53,15 +54,15 @@ def start_engines(config: CheckConfig, rollouts: Rollouts | None = None) -> Iter
                 f"--rollout.max-model-len from {config.rollout.max_model_len}"
             )
         if rollouts is None:
-            running.enter_context(running_ray(config.actor.ranks + config.rollout.engines, config.platform))
-            rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
+            running.enter_context(running_ray(config.actor.ranks + config.rollout.devices, config.platform))
+            rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
             rollouts.start(model, config.rollout)
         role = Role("actor", model, config.actor, temperature)
         actor = running.enter_context(StartingGroup("actor", config.platform, (role,), seed=0))
         reference = None
         if config.huggingface:
             reference = compute_reference(model, case.batch, probe_loss, case.denominator, temperature)
-        with naming_failures("check: start", actor.name_workers() | rollouts.name_workers()):
+        with naming_failures("check: start", lambda: actor.name_workers() | rollouts.name_workers()):
             group = actor.wait()["actor"]
             trainer = CheckedTrainer(
                 config.platform,

@@ -22,7 +22,8 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     """Run every check without a fault; then with each fault of ``engines.probes.faults`` the one that must find it.
 
     Args:
-        config: its actor's sizes are not used: faults show on one rank, or on two under context parallelism.
+        config: its sizes are not used: faults show on one rank, or on two under context parallelism, and on engines of
+            one device, in whose own process they are planted.
         folder: for the tiny models that they show on.
         tell: is told of every fault as it is done.
 
@@ -35,7 +36,8 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     findings: list[Finding] = []
     platform = get_platform(config.platform)
     collect_faults(platform)
-    with running_ray(2 + config.rollout.engines, config.platform):
+    config = replace(config, rollout=replace(config.rollout, tp=1))
+    with running_ray(2 + config.rollout.devices, config.platform):
         for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
             model = make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind))
             kinds, actor = list_kinds(config.platform, config.actor, ModelSpec.from_folder(model)), config.actor
@@ -50,7 +52,7 @@ def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> 
     findings: list[Finding] = []
     faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
     with ExitStack() as running:
-        rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
+        rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
         rollouts.start(config.check_model(), config.rollout)
         version = 1
         for cp in sorted({fault.cp for fault in faults.values()}):

@@ -1,23 +1,19 @@
-"""A run's processes: how Ray starts, how imports go fast, and who it was when one of them fails."""
+"""Ray: how it starts, and how imports go fast in its processes."""
 
 import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
 
 from hardware.platform import list_ray_resources
 from hardware.platforms import get_platform
 from rlworker.errors import RunError
 
-_ANSWER_S = 3.0
-"""Seconds that workers have to say that they live."""
 _HELD_BACK = threading.Event()
 """Set while a SIGTERM waits for the end of ``ray.init``."""
 
@@ -107,37 +103,3 @@ def pausing_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-class WorkerFailure(RunError):
-    """A worker died or raised; the message says which one, where in the run, and what it said."""
-
-
-@contextmanager
-def naming_failures(where: str, workers: Mapping[str, ActorHandle], advice: str = "") -> Iterator[None]:
-    """Turn a failure of Ray's into a ``WorkerFailure`` that names the worker.
-
-    When one rank dies the others fail too, in the collective that it left, and may be heard of first; so every worker
-    is asked. The ones that hang in a collective do not answer, and need not.
-    """
-    try:
-        yield
-    except RayError as error:
-        dead = _find_dead(workers)
-        died = f"{', '.join(dead)} died (killed, out of memory or crashed; Ray's logs say more)"
-        raise WorkerFailure(f"{where}: {died if dead else error}{advice}") from error
-
-
-def _find_dead(workers: Mapping[str, ActorHandle]) -> list[str]:
-    """Find the names of the workers whose process has ended."""
-    questions: dict[Any, str] = {worker.__ray_ready__.remote(): name for name, worker in workers.items()}
-    if not questions:
-        return []
-    answered, _ = ray.wait(list(questions), num_returns=len(questions), timeout=_ANSWER_S)
-    dead = []
-    for reference in answered:
-        try:
-            ray.get(reference)
-        except RayActorError:
-            dead.append(questions[reference])
-    return sorted(dead)

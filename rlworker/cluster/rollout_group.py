@@ -6,20 +6,24 @@ Without torch at its top, so that the processes can start while the controller i
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import ray
+import numpy as np
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 
+from engines.batch.balance import balance_costs
 from engines.batch.samples import Prompt
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
+from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
 from rlworker.data.rows import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from engines.batch.samples import Completion, Sampling
 
@@ -28,45 +32,120 @@ class Rollouts:
     """The vLLM engines of a run: processes that import vLLM from now on, and hold a model once it was ``start``ed.
 
     As a context manager it ends the processes.
+
+    Args:
+        engines: how many. devices: of each.
     """
 
-    def __init__(self, platform: str, engines: int):
-        self.workers = start_workers(RolloutWorker, platform, [(index,) for index in range(engines)])
-        for worker in self.workers:
+    def __init__(self, platform: str, engines: int, devices: int = 1):
+        self._platform, self._devices = platform, devices
+        self._note: Callable[[Mapping[str, str]], None] | None = None
+        self._send_weights: Callable[[list[ActorHandle]], None] | None = None
+        self.workers = self._start_processes(range(engines))
+
+    def _start_processes(self, indices: Iterable[int]) -> list[ActorHandle]:
+        arguments = [(index, self._devices) for index in indices]
+        workers = start_workers(RolloutWorker, self._platform, arguments, self._devices)
+        watch_workers({_name_engine(index): worker for (index, _), worker in zip(arguments, workers, strict=True)})
+        for worker in workers:
             worker.prepare.remote()
+        return workers
 
     def start(self, model: ModelSpec, config: VllmConfig) -> Rollouts:
         """Begin to load a model; ``wait`` waits for it."""
+        self._model = model, config
         self._started = [worker.start.remote(model, config) for worker in self.workers]
         return self
 
     def wait(self) -> Rollouts:
-        ray.get(self._started)
+        wait_for(self._started)
         return self
 
+    def replace_lost(
+        self, note: Callable[[Mapping[str, str]], None], send_weights: Callable[[list[ActorHandle]], None]
+    ) -> None:
+        """Replace engines that die or stand still, from now on, and ask the new ones what the lost were asked.
+
+        Args:
+            note: hears which engine was lost and what became of it. It raises where the run may not go on.
+            send_weights: gives the current weights to engines that have just loaded the model.
+        """
+        self._note, self._send_weights = note, send_weights
+
     def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
-        """Sample ``[P][count]`` completions; each engine takes a run of consecutive prompts and draws from a stream of
-        its own."""
+        """Sample ``[P][count]`` completions; each engine takes an even share of the expected tokens and draws from a
+        stream of its own."""
         prompts = [Prompt(row.prompt_ids, row.images) for row in rows]
-        bounds = [len(prompts) * i // len(self.workers) for i in range(len(self.workers) + 1)]
-        calls = [
-            worker.generate.remote(prompts[a:b], replace(sampling, stream=(*sampling.stream, i)))
-            for i, (worker, a, b) in enumerate(zip(self.workers, bounds, bounds[1:]))
-            if b > a
-        ]
-        return [group for part in ray.get(calls) for group in part]
+        parts = deal_prompts([len(prompt.token_ids) for prompt in prompts], sampling, len(self.workers))
+        questions = {
+            index: ([prompts[p] for p in part], replace(sampling, stream=(*sampling.stream, index)))
+            for index, part in enumerate(parts)
+            if part
+        }
+        results = self._ask("generate", questions)
+        groups = zip((p for part in parts for p in part), (group for result in results for group in result))
+        return [group for _, group in sorted(groups, key=itemgetter(0))]
 
     def call(self, method: str, *args: Any) -> list:
         """Call ``method(*args)`` on every engine; the results in order."""
-        return ray.get([getattr(worker, method).remote(*args) for worker in self.workers])
+        return self._ask(method, dict.fromkeys(range(len(self.workers)), args))
+
+    def _ask(self, method: str, questions: Mapping[int, tuple]) -> list:
+        """Call a method with arguments of its own on each engine that has some; the results in order.
+
+        An engine that is lost meanwhile is replaced, where ``replace_lost`` says how, and asked again.
+        """
+        answers: dict[int, Any] = {}
+        while missing := questions.keys() - answers.keys():
+            calls = {index: getattr(self.workers[index], method).remote(*questions[index]) for index in missing}
+            lost = []
+            for index, call in calls.items():
+                try:
+                    (answers[index],) = wait_for([call])
+                except RayActorError:
+                    if not self._note:
+                        raise
+                    lost.append(index)
+            if lost:
+                self.replace(lost)
+        return [answers[index] for index in sorted(questions)]
+
+    def replace(self, lost: Sequence[int]) -> None:
+        """Start new engines in the place of those of some indices, with the weights that the others have."""
+        assert self._note and self._send_weights, "replace_lost comes first"
+        old = {_name_engine(index): self.workers[index] for index in lost}
+        self._note(dict.fromkeys(old, "could not be reached") | find_lost(old))
+        unwatch_workers(list(old.values()))
+        end_workers(list(old.values()), keep=False)
+        new = self._start_processes(lost)
+        for index, worker in zip(lost, new, strict=True):
+            self.workers[index] = worker
+        wait_for([worker.start.remote(*self._model) for worker in new])
+        self._send_weights(new)
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """List every engine by the name that a message gives it."""
-        return {f"rollout engine {i}": worker for i, worker in enumerate(self.workers)}
+        return {_name_engine(index): worker for index, worker in enumerate(self.workers)}
 
     def __enter__(self) -> Rollouts:
         return self
 
     def __exit__(self, kind, *_) -> None:
         workers, self.workers = self.workers, []
+        unwatch_workers(workers)
         end_workers(workers, keep=kind is None)
+
+
+def _name_engine(index: int) -> str:
+    return f"rollout engine {index}"
+
+
+def deal_prompts(lengths: Sequence[int], sampling: Sampling, engines: int) -> list[list[int]]:
+    """Deal prompts of some ``lengths`` out to engines: the prompts of each, in their order.
+
+    What a prompt is expected to take is its own tokens and those of its completions. The same lengths and expectation
+    are dealt alike at any time, as a resumed run needs: the prompts of a call decide what is sampled of each.
+    """
+    costs = np.asarray(lengths, dtype=np.int64) + round(sampling.count * sampling.expected_tokens)
+    owners = balance_costs(costs, engines, counts_matter=False)
+    return [np.flatnonzero(owners == engine).tolist() for engine in range(engines)]

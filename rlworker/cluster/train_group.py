@@ -15,8 +15,10 @@ from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn, StepResult
 from hardware.platform import Platform
 from hardware.platforms import get_platform
+from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
+from rlworker.tracking.digests import FileDigest
 
 BUCKET_BYTES = 256 * 2**20
 """Weights travel to the rollout engines in buckets of this size."""
@@ -38,7 +40,7 @@ class WorkerGroup:
 
     def call(self, method: str, *args: Any) -> list:
         """Call ``method(*args)`` on every rank; the results in rank order."""
-        return ray.get([getattr(worker, method).remote(self.name, *args) for worker in self.workers])
+        return wait_for([getattr(worker, method).remote(self.name, *args) for worker in self.workers])
 
     def forward(self, batch: TrainBatch) -> Outputs:
         """Compute the engine's outputs of a batch, ``[N]``."""
@@ -68,7 +70,7 @@ class WorkerGroup:
             getattr(worker, method).remote(self.name, parts[place["dp_rank"]], *shared)
             for worker, place in zip(self.workers, self.places, strict=True)
         ]
-        results = ray.get(calls)
+        results = wait_for(calls)
         leaders = {p["dp_rank"]: r for p, r in zip(self.places, results, strict=True) if p["is_leader"]}
         return [leaders[rank] for rank in range(self.dp_size)]
 
@@ -79,14 +81,28 @@ class WorkerGroup:
         )
 
 
-def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> None:
+def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDigest]:
     """Write each engine's state and its HuggingFace folder into a checkpoint: ``actor`` and ``hf``, ``critic`` and
-    ``hf_critic``."""
+    ``hf_critic``.
+
+    Returns:
+        the digests of all files, by their paths in the checkpoint: each rank reads what it wrote.
+    """
+    digests = {}
     for group in groups:
         (folder / group.name).mkdir()
-        group.call("save", str(folder / group.name))
-        hf = folder / ("hf" if group.name == "actor" else f"hf_{group.name}")
-        group.call("save_hf", str(hf), SHARD_BYTES)
+        hf = "hf" if group.name == "actor" else f"hf_{group.name}"
+        saved = group.call("save", str(folder / group.name)), group.call("save_hf", str(folder / hf), SHARD_BYTES)
+        for name, of_ranks in zip((group.name, hf), saved, strict=True):
+            digests |= {f"{name}/{file}": digest for part in of_ranks for file, digest in part.items()}
+    return digests
+
+
+def digest_on_ranks(group: WorkerGroup, folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
+    """Digest files of a checkpoint, dealt out among the ranks of a group; returned by their names."""
+    shares = [list(names[rank :: len(group.workers)]) for rank in range(len(group.workers))]
+    calls = [worker.digest_files.remote(str(folder), share) for worker, share in zip(group.workers, shares)]
+    return {name: digest for part in wait_for(calls) for name, digest in part.items()}
 
 
 class StartingGroup:
@@ -100,8 +116,13 @@ class StartingGroup:
     """
 
     def __init__(self, name: str, platform: str, roles: tuple[Role, ...], seed: int):
-        self.name, self.roles, self.platform = name, roles, get_platform(platform)
-        self.workers = start_workers(TrainWorker, platform, [(name, rank) for rank in range(roles[0].config.ranks)])
+        self.name, self.roles, self.platform, self.seed = name, roles, get_platform(platform), seed
+        self._start_processes()
+
+    def _start_processes(self) -> None:
+        name, ranks = self.platform.name, self.roles[0].config.ranks
+        self.workers = start_workers(TrainWorker, name, [(self.name, rank) for rank in range(ranks)])
+        watch_workers(self.name_workers())
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.
         at_once = max(1, (os.cpu_count() or 1) - 1)
@@ -110,11 +131,21 @@ class StartingGroup:
             prepared[rank % at_once] = worker.prepare.remote(prepared[rank % at_once])
         # The first rank's address is passed on as a reference, so that nobody waits for it here.
         address = self.workers[0].find_address.remote()
-        self._places = [worker.start.remote(address, roles, seed) for worker in self.workers]
+        self._places = [worker.start.remote(address, self.roles, self.seed) for worker in self.workers]
+
+    def restart(self) -> None:
+        """End every process and start new ones in their places; ``wait`` waits for their engines."""
+        self._end_processes(keep=False)
+        self._start_processes()
+
+    def _end_processes(self, keep: bool) -> None:
+        workers, self.workers = self.workers, []
+        unwatch_workers(workers)
+        end_workers(workers, keep)
 
     def wait(self) -> dict[str, WorkerGroup]:
         """Wait for the engines; returned by the names of their roles."""
-        places = ray.get(self._places)
+        places = wait_for(self._places)
         return {role.name: WorkerGroup(role, self.platform, self.workers, places) for role in self.roles}
 
     def name_workers(self) -> dict[str, ActorHandle]:
@@ -125,5 +156,4 @@ class StartingGroup:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        workers, self.workers = self.workers, []
-        end_workers(workers, keep=kind is None)
+        self._end_processes(keep=kind is None)

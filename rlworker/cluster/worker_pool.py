@@ -10,8 +10,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from hardware.platform import list_ray_resources
+from hardware.platform import list_ray_resources, make_ray_options
 from hardware.platforms import get_platform
+from rlworker.cluster.watch import LIVENESS
 
 _CLOSE_S = 30.0
 """Seconds that a worker may take to give up its engines; one that takes longer is ended."""
@@ -54,31 +55,39 @@ def keeping_workers() -> Iterator[None]:
             ray.kill(worker)
 
 
-def start_workers(kind: type, platform: str, arguments: Sequence[tuple]) -> list[ActorHandle]:
+def start_workers(kind: type, platform: str, arguments: Sequence[tuple], devices: int = 1) -> list[ActorHandle]:
     """Start workers of class ``kind``, one for each tuple of arguments that follow the platform's name.
 
     One that was kept is taken where it was started by the same arguments, so that its name in messages stays right.
+
+    Args:
+        devices: that each of them takes.
     """
-    remote_class: Any = ray.remote(kind).options(**get_platform(platform).ray_options)
-    keys = [(kind, platform, *further) for further in arguments]
+    options = make_ray_options(get_platform(platform), devices)
+    make_remote: Any = ray.remote
+    remote_class = make_remote(concurrency_groups={LIVENESS: 1})(kind).options(**options)
+    keys = [(kind, devices, platform, *further) for further in arguments]
     pool = _pool
     if not pool:
-        return [remote_class.remote(*key[1:]) for key in keys]
+        return [remote_class.remote(*key[2:]) for key in keys]
     idle_workers = [pool.idle[key].pop() if pool.idle.get(key) else None for key in keys]
     pool.started |= {worker: key for worker, key in zip(idle_workers, keys, strict=True) if worker}
-    _make_room(pool, platform, idle_workers.count(None))
-    workers = [worker or remote_class.remote(*key[1:]) for worker, key in zip(idle_workers, keys, strict=True)]
+    _make_room(pool, [(devices, platform)] * idle_workers.count(None))
+    workers = [worker or remote_class.remote(*key[2:]) for worker, key in zip(idle_workers, keys, strict=True)]
     pool.started |= zip(workers, keys, strict=True)
     return workers
 
 
-def _make_room(pool: _Pool, platform: str, count: int) -> None:
-    """End the kept workers that have no run where Ray could not place ``count`` new ones beside them: those would wait
-    for ever."""
+def _make_room(pool: _Pool, new: list[tuple[int, str]]) -> None:
+    """End the kept workers that have no run where Ray could not place new ones beside them: those would wait for ever.
+
+    Args:
+        new: devices and platform of each.
+    """
     idle = [(key, worker) for key, workers in pool.idle.items() for worker in workers]
     demand = Counter()
-    for name in [platform] * count + [key[1] for key in pool.started.values()] + [key[1] for key, _ in idle]:
-        demand.update(list_ray_resources(get_platform(name)))
+    for devices, name in new + [key[1:3] for key in (*pool.started.values(), *(key for key, _ in idle))]:
+        demand.update(list_ray_resources(get_platform(name), devices))
     have = ray.cluster_resources()
     if any(need > have.get(resource, 0) for resource, need in demand.items()):
         pool.idle.clear()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.ray import pausing_collection
+from rlworker.cluster.transport import send_buckets
+from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
     from engines.interfaces import RolloutEngine, TrainEngine
@@ -154,36 +156,47 @@ class TrainWorker(_Worker):
 
     def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
         """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
-        import ray
-
         from engines.weight_sync import pack_buckets
 
-        for bucket, last in pack_buckets(self._use(role).export_weights(), bucket_bytes):
-            reference = ray.put(bucket)
-            ray.get([rollout.load_weights.remote(reference, version, last) for rollout in rollouts])
+        send_buckets(pack_buckets(self._use(role).export_weights(), bucket_bytes), rollouts, version)
 
-    def save(self, role: str, folder: str) -> None:
-        self._use(role).save(folder)
+    def save(self, role: str, folder: str) -> dict[str, FileDigest]:
+        """Write this rank's part of a checkpoint; returns the digests of its files by their names."""
+        return digest_files(folder, self._use(role).save(folder))
 
     def load(self, role: str, folder: str) -> None:
         self._use(role).load(folder)
 
-    def save_hf(self, role: str, folder: str, shard_bytes: int) -> None:
-        """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from."""
+    def save_hf(self, role: str, folder: str, shard_bytes: int) -> dict[str, FileDigest]:
+        """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from.
+
+        Returns:
+            the digests of its files by their names, on the rank that wrote them.
+        """
         from engines.models.hf_folder import save_hf_folder
 
         engine = self._use(role)
-        save_hf_folder(engine.export_weights(), engine.model, folder, shard_bytes)
+        return digest_files(folder, save_hf_folder(engine.export_weights(), engine.model, folder, shard_bytes))
+
+    def digest_files(self, folder: str, names: list[str]) -> dict[str, FileDigest]:
+        return digest_files(folder, names)
 
 
 class RolloutWorker(_Worker):
-    """One vLLM engine."""
+    """One vLLM engine.
 
-    def __init__(self, platform: str, index: int):
+    Args:
+        index: its number, for messages. devices: that it takes.
+    """
+
+    def __init__(self, platform: str, index: int, devices: int = 1):
         from hardware.platforms import get_platform
 
         self.index, self.platform = index, get_platform(platform)
-        os.environ.update(self.platform.get_rollout_env() | {"HF_HUB_OFFLINE": "1"})
+        # Ray gives a process as many threads as it has CPUs, which the processes of its devices share.
+        threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")) // devices)
+        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+        os.environ.update(self.platform.get_rollout_env() | own)
 
     def __repr__(self) -> str:
         return f"rollout engine {self.index}"
@@ -220,6 +233,9 @@ class RolloutWorker(_Worker):
 
     def get_version(self) -> int:
         return self.engine.version
+
+    def rewind(self, version: int) -> None:
+        self.engine.rewind(version)
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
         self._note_work()

@@ -19,6 +19,7 @@ from rlworker.config.sections import (
     DataConfig,
     LimitsConfig,
     PlacementConfig,
+    RecoveryConfig,
     RewardConfig,
 )
 
@@ -76,6 +77,7 @@ class TrainingConfig:
     data: DataConfig = field(default_factory=DataConfig)
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     platform: PlatformName = DEFAULT_PLATFORM
     """Kind of machine the engines run on."""
     steps: Annotated[int, Ge(1)] = 100
@@ -105,7 +107,7 @@ class TrainingConfig:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes that the run needs at once."""
+        """Devices that the run's worker processes hold at once."""
         raise NotImplementedError
 
     def move_to_platform(self, name: PlatformName) -> Self:
@@ -212,8 +214,8 @@ class RunConfig(TrainingConfig):
 
     @property
     def num_workers(self) -> int:
-        """Worker processes that the run needs at once."""
-        return self.rollout.engines + self.actor.ranks * (1 + len(set(self.placement.separate)))
+        """Devices that the run's worker processes hold at once."""
+        return self.rollout.devices + self.actor.ranks * (1 + len(set(self.placement.separate)))
 
     @property
     def logprob_limits(self) -> tuple[float, float]:

@@ -103,7 +103,7 @@ class RewardConfig:
     """Settings of where the reward function runs, and what becomes of a text that it fails on."""
 
     workers: Annotated[int, Ge(1)] = 1
-    """Processes that call it, all on the controller's machine."""
+    """Processes that call it, spread over the nodes that Ray has, the driver's first."""
     time_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
     """Seconds that one call may take; one that takes longer is ended and counts as failed."""
     default: Annotated[float, Ge(-LARGEST), FINITE] = 0.0
@@ -156,3 +156,18 @@ class LimitsConfig:
 
     def __post_init__(self):
         check_types("limits", self)
+
+
+@dataclass(frozen=True)
+class RecoveryConfig:
+    """Settings of what becomes of a run that loses processes."""
+
+    stall_timeout_s: Annotated[float, Ge(1), FINITE] = 300.0
+    """Seconds without a sign of life after which a process counts as standing still and is ended; one that is merely
+    busy gives signs of life."""
+    restarts: Annotated[int, Ge(0)] = 0
+    """Most times that lost processes are replaced and the run goes on in the same program: rollout engines with the
+    weights of the others, trainers from the newest checkpoint. 0 ends the run at the first."""
+
+    def __post_init__(self):
+        check_types("recovery", self)

@@ -51,7 +51,7 @@ class SftConfig(TrainingConfig):
 
     @property
     def num_workers(self) -> int:
-        """Worker processes that the run needs at once."""
+        """Devices that the run's worker processes hold at once."""
         return self.actor.ranks
 
     def check_models(self) -> dict[str, ModelSpec]:

@@ -1,37 +1,36 @@
 """Rewards in processes of their own: whatever a reward function does, the run goes on.
 
 A call that takes too long, raises, returns no number or ends its process is that text's outcome. The workers write
-each number to a file that the controller reads along, so that it knows at every moment which text a worker is at: one
-that gets no further is ended there, one that died is known to have died there, and what came before is not lost.
+each number to a file that the driver has read along (``progress``), so that it knows at every moment which text a
+worker is at: one that gets no further is ended there, one that died is known to have died there, and what came before
+is not lost. Workers are spread over the nodes that Ray has; those of a node that is lost start anew on the others.
 """
 
-import json
-import os
-import tempfile
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.cloudpickle.cloudpickle_fast import dumps
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlworker.config.sections import RewardConfig
 from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, find_call_bounds, name_failures_file
+from rlworker.rewards.part import Part, end_worker, explain_death
+from rlworker.rewards.progress import NodeLost, RewardNode, find_nodes
+from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, find_call_bounds
+from rlworker.tracking.terminal import LOGGER
 
 REWARD_LOG = "rewards.log"
-"""File of a run folder that has what the reward function prints and logs."""
+"""File of a run folder that has what the reward function prints and logs. Every node but the driver's has one of its
+own, such as ``rewards.10.0.0.2.log``: a network's file system loses lines that two nodes add to one file."""
 
 EXAMPLES = 3
 """Failures of each kind that are kept word for word."""
@@ -42,8 +41,6 @@ _START_S = 120.0
 """Seconds that a worker may take to start; it may import much."""
 _STARTS = 3
 """Workers in a row that may end before they begin, such as one that died between two calls."""
-_END_S = 10.0
-"""Seconds to wait for the end of a process that was ended."""
 _POLL_S = 0.1
 _OVERDUE = "no end after {:g} s and no heed of the interrupt, so that its process was ended"
 _DIED = "its process died (it exited, crashed or had no memory left)"
@@ -122,19 +119,39 @@ class RewardPool:
 
     def __init__(self, reward: RewardFn | BatchRewardFn, config: RewardConfig, output: Path | None = None):
         self.config, self.batch = config, getattr(reward, "batch", False)
-        self._arguments = pickle_reward(reward), self.batch, config.time_limit_s, output
+        self._arguments, self._output = (pickle_reward(reward), self.batch, config.time_limit_s), output
         if output:
             output.parent.mkdir(parents=True, exist_ok=True)
-        # Progress goes through files, so the workers run where the controller does.
-        this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._remote_class: Any = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=this_node)
-        self._folder = tempfile.TemporaryDirectory(prefix="rlworker_rewards_")
+        self._remote_class: Any = ray.remote(RewardWorker)
         self._sent = self._failed_starts = 0
-        self.workers = [self._remote_class.remote(*self._arguments) for _ in range(config.workers)]
+        self._note: Callable[[Mapping[str, str]], None] | None = None
+        self._idle_s = _START_S
+        self._proven: set[ActorHandle] = set()
+        self.nodes = find_nodes(config.workers)
+        self.places = [self.nodes[slot % len(self.nodes)] for slot in range(config.workers)]
+        self.workers = [self._start_worker(node) for node in self.places]
+
+    def _start_worker(self, node: RewardNode) -> ActorHandle:
+        output = self._output
+        if output and not node.is_here:
+            output = output.with_name(f"{output.stem}.{node.address}{output.suffix}")
+        options = self._remote_class.options(num_cpus=0, scheduling_strategy=node.strategy)
+        return options.remote(*self._arguments, output, node.folder)
+
+    def repeat_lost(self, note: Callable[[Mapping[str, str]], None], stall_timeout_s: float) -> None:
+        """Make a call once more that a worker died in or did not come back from, from now on.
+
+        The text is to blame only where that befalls the next worker too; else it was the worker that was lost.
+
+        Args:
+            note: hears which worker was lost and what became of it. It raises where the run may not go on.
+            stall_timeout_s: seconds after which a worker that has scored before and does not begin stands still.
+        """
+        self._note, self._idle_s = note, min(_START_S, stall_timeout_s)
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """List every worker by the name that a message gives it."""
-        return {f"reward worker {i}": worker for i, worker in enumerate(self.workers)}
+        return {f"reward worker {slot}": worker for slot, worker in enumerate(self.workers)}
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -146,7 +163,8 @@ class RewardPool:
         """End the processes."""
         for worker in self.workers:
             ray.kill(worker)
-        self._folder.cleanup()
+        for node in self.nodes:
+            node.close()
 
     def score(self, texts: Sequence[str], rows: Sequence[Row]) -> Scores:
         """Find the rewards of ``texts [N]``, each an answer to its row of ``rows [N]``.
@@ -160,6 +178,7 @@ class RewardPool:
         index = [places.setdefault(id(row), len(places)) for row in rows]
         bounds = find_call_bounds(index, self.batch)
         outcomes: list[Outcome] = [0.0] * len(texts)
+        self._suspected: dict[int, tuple[int, str]] = {}  # text -> slot and fate of the worker that it may have ended
         waiting, running = deque(self._split_work(bounds)), {}
         while waiting or running:
             busy = {part.slot for part in running.values()}
@@ -168,6 +187,7 @@ class RewardPool:
                     part = self._send(slot, *waiting.popleft(), texts, index, rows)
                     running[part.reference] = part
             ready, _ = ray.wait(list(running), timeout=_POLL_S)
+            self._watch([part for part in running.values() if part.reference not in ready])
             for reference, part in list(running.items()):
                 stalled = reference not in ready and part.is_stalled(self.config.time_limit_s + _GRACE_S)
                 if reference in ready or stalled:
@@ -181,36 +201,60 @@ class RewardPool:
         cuts = [bounds[calls * i // count] for i in range(count + 1)]
         return [(a, b) for a, b in pairwise(cuts) if b > a]
 
-    def _send(self, slot: int, start: int, end: int, texts, index: list[int], rows) -> "_Part":
+    def _send(self, slot: int, start: int, end: int, texts, index: list[int], rows) -> Part:
         """Give a worker its texts, with every row only once."""
         self._sent += 1
-        path = f"{self._folder.name}/{self._sent}"
-        numbers = np.memmap(path, np.float64, "w+", shape=(1 + end - start,))
-        numbers[0] = -1
         part_rows = dict(zip(index[start:end], rows[start:end], strict=True))
         # Pickled here, because Ray's own way with a list of small objects takes three times as long.
         job = dumps((texts[start:end], index[start:end], part_rows))
-        return _Part(slot, start, end, path, numbers, self.workers[slot].score.remote(job, path))
+        worker, node = self.workers[slot], self.places[slot]
+        begin_s = self._idle_s if worker in self._proven else _START_S
+        return Part(self._sent, slot, node, worker, start, end, worker.score.remote(job, self._sent), begin_s)
 
-    def _finish(self, part: "_Part", stalled: bool, bounds: list[int], outcomes) -> list[tuple[int, int]]:
+    def _watch(self, parts: list[Part]) -> None:
+        """Note how far workers are, each node being asked once, unless all of them were asked a moment ago."""
+        due = [part for part in parts if time.monotonic() - part.asked >= _POLL_S]
+        for node in {part.node: None for part in due}:
+            here = [part for part in due if part.node is node]
+            try:
+                counts = node.ask("count_scored", [part.number for part in here])
+            except NodeLost:
+                continue  # its parts come to a stop, and are finished so
+            for part, count in zip(here, counts, strict=True):
+                part.note(count)
+
+    def _finish(self, part: Part, stalled: bool, bounds: list[int], outcomes) -> list[tuple[int, int]]:
         """Take what a worker wrote. One that died or got no further is replaced.
 
         Returns:
             what is left to be done: start and end, or nothing.
         """
-        reason = "It got no further." if stalled else _explain_death(part.reference)
+        reason = "It got no further." if stalled else explain_death(part.reference)
         if reason:
-            self._end_worker(part)
-        at = part.start + part.collect(outcomes)
-        self._failed_starts = 0 if part.has_begun else self._failed_starts + 1
+            end_worker(part)
+        try:
+            scored = self._collect(part, outcomes)
+        except NodeLost as error:
+            self._leave_node(part.node, error)
+            return [(part.start, part.end)]
+        at = part.start + (scored or 0)
+        self._failed_starts = self._failed_starts + 1 if scored is None else 0
+        self._clear_texts(part.start, at)
         if not reason:
+            self._proven.add(part.worker)
             return []
+        fate = "got no further and was ended" if stalled else "died"
+        if scored is None and part.worker in self._proven:
+            self._note_lost(part.slot, fate)
         if self._failed_starts == _STARTS:
             raise RunError(f"reward: its process does not start, {_STARTS} times in a row. {reason}")
-        self.workers[part.slot] = self._remote_class.remote(*self._arguments)
+        self.workers[part.slot] = self._start_worker(self.places[part.slot])
         next_call = at
         # The call it was at is to blame, unless it never came to one, or came to another after it had seemed to hang.
-        if part.has_begun and at < part.end and not (stalled and at > part.start + part.progress):
+        if scored is not None and at < part.end and not (stalled and scored > part.progress):
+            if self._note and at not in self._suspected:
+                self._suspected[at] = part.slot, fate
+                return [(at, part.end)]
             next_call = bounds[bisect_right(bounds, at)]
             limit = self.config.time_limit_s
             outcomes[at:next_call] = [("timeout", _OVERDUE.format(limit)) if stalled else ("died", _DIED)] * (
@@ -218,10 +262,37 @@ class RewardPool:
             )
         return [(next_call, part.end)] if next_call < part.end else []
 
-    def _end_worker(self, part: "_Part") -> None:
-        """End a worker and wait until it can write no more."""
-        ray.kill(self.workers[part.slot])
-        ray.wait([part.reference], timeout=_END_S)
+    def _clear_texts(self, start: int, end: int) -> None:
+        """Take texts of ``start`` to ``end`` that were scored after all off the list of suspects."""
+        for text in [text for text in self._suspected if start <= text < end]:
+            self._note_lost(*self._suspected.pop(text))
+
+    def _note_lost(self, slot: int, fate: str) -> None:
+        if self._note:
+            self._note({f"reward worker {slot}": fate})
+
+    def _collect(self, part: Part, outcomes: list[Outcome]) -> int | None:
+        """Copy what was scored of a part to its place among all ``outcomes``: how much; None where it had not begun."""
+        rewards, failures = part.node.ask("collect", part.number)
+        if rewards is None:
+            return None
+        outcomes[part.start : part.start + len(rewards)] = rewards
+        for place, kind, message in failures:
+            outcomes[part.start + place] = (kind, message)
+        return len(rewards)
+
+    def _leave_node(self, lost: RewardNode, error: NodeLost) -> None:
+        """Start the workers of a lost node on those that are left."""
+        if lost not in self.nodes:
+            return
+        self.nodes.remove(lost)
+        lost.abandon()
+        LOGGER.warning(f"reward: its workers on a lost node start anew on others, with what they were at: {error}")
+        for slot, node in enumerate(self.places):
+            if node is lost:
+                ray.kill(self.workers[slot])  # where no more than the way to the node is lost
+                self.places[slot] = self.nodes[slot % len(self.nodes)]
+                self.workers[slot] = self._start_worker(self.places[slot])
 
     def _collect_scores(self, outcomes: list[Outcome], texts: Sequence[str], rows: Sequence[Row]) -> Scores:
         failures, examples = Counter(), []
@@ -233,59 +304,3 @@ class RewardPool:
                     examples.append(RewardFailure(kind, row.prompt, text, message))
         values = [self.config.default if isinstance(x, tuple) else x for x in outcomes]
         return Scores(values, dict(failures), examples)
-
-
-@dataclass
-class _Part:
-    """Texts that a worker is at.
-
-    Attributes:
-        slot: which worker. start, end: which texts. reference: Ray's, to the end of its call.
-        numbers: ``[1 + texts]``, written by the worker: the texts it has scored (-1 before it begins), then their
-            rewards. The failures among them are lines of a file beside it.
-        progress, changed: scored texts as last seen, and since when.
-    """
-
-    slot: int
-    start: int
-    end: int
-    path: str
-    numbers: np.ndarray
-    reference: ray.ObjectRef
-    progress: int = -1
-    changed: float = field(default_factory=time.monotonic)
-
-    @property
-    def has_begun(self) -> bool:
-        return self.numbers[0] >= 0
-
-    def is_stalled(self, limit_s: float) -> bool:
-        """Tell whether no text was scored for ``limit_s``."""
-        progress, now = int(self.numbers[0]), time.monotonic()
-        if progress != self.progress:
-            self.progress, self.changed = progress, now
-        return now - self.changed > (limit_s if self.has_begun else _START_S)
-
-    def collect(self, outcomes: list[Outcome]) -> int:
-        """Copy what was scored to its place among all ``outcomes``, and remove the files. Returns how many."""
-        scored = max(0, int(self.numbers[0]))
-        outcomes[self.start : self.start + scored] = self.numbers[1 : 1 + scored].tolist()
-        if self.has_begun:
-            for line in Path(name_failures_file(self.path)).read_text("utf-8").split("\n")[:-1]:
-                place, kind, message = json.loads(line)
-                if place < scored:  # a process that died may have written a part of a call's
-                    outcomes[self.start + place] = (kind, message)
-            os.remove(name_failures_file(self.path))
-        os.remove(self.path)
-        return scored
-
-
-def _explain_death(reference: ray.ObjectRef) -> str | None:
-    """Return what Ray says of the worker that died in a call; None where it did not."""
-    try:
-        ray.get(reference)
-    except RayTaskError:
-        raise
-    except RayError as error:
-        return str(error)
-    return None

@@ -48,27 +48,31 @@ class RewardWorker:
 
     Args:
         output: the file at whose end what the function prints and logs goes; None leaves it to Ray.
+        folder: of this node's ``ProgressFiles``.
     """
 
-    def __init__(self, reward: bytes, batch: bool, time_limit_s: float, output: Path | None):
+    def __init__(self, reward: bytes, batch: bool, time_limit_s: float, output: Path | None, folder: str):
         if output:  # before the function is loaded, whose modules may print as well
             _write_output_to(output)
         self.reward, self.batch, self.limit = cloudpickle.loads(reward), batch, time_limit_s
+        self.folder = folder
         self._began: float | None = None  # when the call that runs now began
         self._interrupted = ""
         signal.signal(_INTERRUPT, self._interrupt)
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def score(self, job: bytes, path: str) -> None:
-        """Score texts into the files at ``path`` (see ``reward_pool._Part``).
+    def score(self, job: bytes, part: int) -> None:
+        """Score the texts of a part into its files (see ``progress.ProgressFiles``).
 
         Args:
             job: pickled texts ``[N]``, row numbers ``[N]`` and rows by number.
         """
         texts, index, rows = cloudpickle.loads(job)
-        numbers, scored = cast("memoryview[float]", np.memmap(path, np.float64, "r+").data), 0
+        path, scored = f"{self.folder}/{part}", 0
         with open(name_failures_file(path), "w", encoding="utf-8") as failures:
-            numbers[0] = 0.0
+            # Last, since the part has begun once it is there.
+            file = np.memmap(path, np.float64, "w+", shape=(1 + len(texts),))
+            numbers = cast("memoryview[float]", file.data)
             for count, text, row in self._iterate_calls(texts, index, rows):
                 for place, outcome in enumerate(self._call(text, row, count), scored):
                     if isinstance(outcome, tuple):

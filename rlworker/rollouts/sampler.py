@@ -15,6 +15,8 @@ from rlworker.tracking.log import StepClock
 
 TRAINING, CANARY = range(2)
 """Uses that completions are drawn for; each has random numbers of its own."""
+_NEWEST_SHARE = 0.2
+"""Share of a rollout in the running mean of the completions' lengths."""
 
 
 class Sampler:
@@ -24,6 +26,10 @@ class Sampler:
         stop_token_ids: each ends a completion. rows: to draw from.
         phase: ``phase(clock, name)``, the context in which a part of a step runs.
         warn: what to do with a line about rewards that failed.
+
+    Attributes:
+        rollouts_done: of training. completion_tokens: running mean of the completions' lengths, which says how long the
+            next are expected to be. A checkpoint holds both, since they decide what is sampled next.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class Sampler:
         self.config, self.tokenizer, self.stop_token_ids, self.rows = config, tokenizer, stop_token_ids, rows
         self.rollouts, self.rewards, self.phase, self.warn = rollouts, rewards, phase, warn
         self.rollouts_done = 0
+        self.completion_tokens = float(config.rollout.max_new_tokens)
 
     def sample(self, clock: StepClock, version: int) -> tuple[list[PromptGroup], dict[str, float]]:
         """Draw the groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
@@ -55,6 +62,7 @@ class Sampler:
                 completions = self.rollouts.generate(rows, self.make_sampling(config.samples_per_prompt))
                 _check_versions(completions, version)
             self.rollouts_done += 1
+            self._note_lengths(completions)
             with self.phase(clock, "reward"):
                 groups, scores = self._score(rows, completions)
             for name, count in scores.count_failures("reward").items():
@@ -72,7 +80,18 @@ class Sampler:
     def make_sampling(self, count: int, use: int = TRAINING) -> Sampling:
         """Say how ``count`` completions per prompt are drawn for the next rollout, or beside it for another ``use``."""
         rollout, stream = self.config.rollout, (self.config.seed, self.rollouts_done, use)
-        return Sampling(count, rollout.temperature, rollout.max_new_tokens, stream, self.stop_token_ids)
+        return Sampling(
+            count,
+            rollout.temperature,
+            rollout.max_new_tokens,
+            stream,
+            self.stop_token_ids,
+            expected_tokens=self.completion_tokens,
+        )
+
+    def _note_lengths(self, completions: list[list[Completion]]) -> None:
+        lengths = [len(sample.token_ids) for group in completions for sample in group]
+        self.completion_tokens += _NEWEST_SHARE * (sum(lengths) / len(lengths) - self.completion_tokens)
 
     def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[PromptGroup], Scores]:
         """Find the texts and rewards of the completions ``[P][G]``."""

@@ -68,19 +68,31 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
-        self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        self._path = folder / "metrics.jsonl"
+        self._metrics = open(self._path, "a", encoding="utf-8")
         self._rollouts = folder / "rollouts"
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
         self._steps = steps
         self._trackers, self._line = trackers, line
         self._told: deque[tuple[float, int]] = deque(maxlen=_RECENT + 1)  # when which step was told
+        self._tracked = first_step - 1  # the last step that trackers have
+
+    def go_back(self, step: int) -> None:
+        """Go on after ``step``, to which metrics.jsonl was cut meanwhile. Trackers have what comes again."""
+        self._metrics.close()
+        self._metrics = open(self._path, "a", encoding="utf-8")
+        self._told.clear()
+        self._bar.n = step
+        self._bar.refresh()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record step ``step`` (steps done so far), with the seconds since this process started (``time_wall``)."""
         metrics = metrics | {"time_wall": read_process_age()}
         self._metrics.write(json.dumps({"step": step} | metrics) + "\n")
         self._metrics.flush()
-        self._trackers.step(step, metrics)
+        if step > self._tracked:
+            self._trackers.step(step, metrics)
+            self._tracked = step
         fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in self._line)
         time_left = self._estimate_left(step, metrics.get("time_step"))
         LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {time_left}")

@@ -15,6 +15,7 @@ from engines.images.processor import DECODING_ERRORS, convert_to_rgb
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker.tracking.log import read_metrics
+from rlworker.tracking.run_folder import OUTAGES
 
 if TYPE_CHECKING:  # a run can do without plotly
     from plotly.graph_objects import Figure
@@ -71,17 +72,19 @@ def write_report(folder: Path) -> Path:
     steps = [line for line in lines if "time_step" in line]
     plots = [_draw_curves(title, lines, names, scale) for title, names, scale in _CURVES]
     plots.append(_draw_time_split(steps))
-    summary = folder / "summary.json"
+    summary, outages = folder / "summary.json", _read_outages(folder)
     page = Environment(loader=PackageLoader("rlworker.tracking", "."), autoescape=True).get_template("report.html.j2")
     html = page.render(
         name=folder.name,
         summary={"platform": describe(get_platform(stored["platform"]))}
         | _describe_approximation(stored)
+        | ({"outages": len(outages)} if outages else {})
         | (json.loads(summary.read_text()) if summary.is_file() else _summarise_run(lines)),
         plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
         phases=_tabulate_phases(steps),
         start=_tabulate_start(lines),
         samples=_read_samples(folder),
+        outages=outages,
         config=json.dumps(stored, indent=2),
         plotlyjs=get_plotlyjs(),
     )
@@ -179,6 +182,13 @@ def _summarise_run(lines: list[dict]) -> dict:
     names = ("skipped_train", "skipped_heldout", "reward_failures")
     counts = {name: count for name in names if (count := sum(line.get(name, 0) for line in lines))}
     return ends | {"steps": lines[-1]["step"] if lines else 0} | counts
+
+
+def _read_outages(folder: Path) -> list[tuple[str, str]]:
+    """Read where in the run workers were lost, and what became of each."""
+    path = folder / OUTAGES
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
+    return [(line["where"], ", ".join(f"{name} {fate}" for name, fate in line["lost"].items())) for line in lines]
 
 
 def _read_samples(folder: Path) -> list[tuple[int, list[dict]]]:

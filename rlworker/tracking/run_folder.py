@@ -1,34 +1,47 @@
 """The run folder: claimed once, written so that what is there is whole."""
 
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import shutil
-import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rlworker.config.keys import flatten, flatten_config, map_renamed_keys
 from rlworker.config.run import TrainingConfig
+from rlworker.errors import RunError
+from rlworker.tracking.digests import (
+    DIGESTS,
+    DigestFiles,
+    FileDigest,
+    describe_damage,
+    digest_files,
+    digest_text,
+    find_damage,
+    format_digests,
+    list_files,
+    read_digests,
+)
+from rlworker.tracking.lock import lock
 from rlworker.tracking.provenance import collect_provenance
 
 _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
+_HAS_DIGESTS = "has_digests"
+"""Key of that file: without it a checkpoint is one of before there were digests, which therefore lacks none."""
+OUTAGES = "outages.jsonl"
+"""A line for every time that workers were lost and replaced: where in the run, who, and what became of each."""
 _PROBE_BYTES = 2**20
 """Written to see that there is room; less than what any run writes."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors that file systems without locks answer with."""
-
 _MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "trackers"}
 _MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
-_MAY_CHANGE |= {"rollout.max_num_seqs", "actor.timeout_s", "reward.workers", "reward.time_limit_s"}
+_MAY_CHANGE |= {"rollout.max_num_seqs", "rollout.tp", "actor.timeout_s", "reward.workers", "reward.time_limit_s"}
 _MAY_CHANGE |= {"actor.image_memory_mb", "rollout.image_memory_mb", "actor.deterministic", "profile_steps"}
 _MAY_CHANGE |= {"actor.optimizer.host_fraction"}
-_MAY_CHANGE_IN = ("checkpoint.", "placement.", "limits.")
+_MAY_CHANGE_IN = ("checkpoint.", "placement.", "limits.", "recovery.")
 """Settings, and sections of them, that a resumed run may change: how it is spread, how far it goes, what it says."""
 
 
@@ -41,8 +54,8 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, rewards.log, rollouts/, profile/,
-    checkpoints/, report.html."""
+    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, outages.jsonl, rewards.log, rollouts/,
+    profile/, checkpoints/, report.html."""
 
     def __init__(self, path: str):
         self.given = path
@@ -53,7 +66,8 @@ class RunFolder:
         """See whether the folder can hold the run, without making it.
 
         Raises:
-            ValueError: it cannot be made, or holds a run already, or one of other settings (keys named).
+            ValueError: it cannot be made, or holds a run already, or one of other settings (keys named), or one whose
+                newest checkpoint lacks files or has others.
         """
         if self.given in ("", "."):
             raise ValueError("run_dir: no folder of its own was given; set --run-dir, such as --run-dir runs/mine")
@@ -72,6 +86,8 @@ class RunFolder:
                 f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir, or add --resume"
             )
         self._check_same(config)
+        if (newest := self.find_newest()) and (damage := _find_damage(newest, None)):
+            raise ValueError(self._explain_damage(newest, damage))
 
     def _check_same(self, config: TrainingConfig) -> None:
         try:
@@ -127,20 +143,31 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def begin(self, config: TrainingConfig) -> tuple[dict | None, str]:
+    def begin(self, config: TrainingConfig, digest: DigestFiles | None = digest_files) -> tuple[dict | None, str]:
         """Take up the run that a claimed folder holds, or begin one: once everything has started, since a start that
         fails must not leave a folder that looks taken.
+
+        A newest checkpoint that is damaged is refused rather than passed over: an older one would take hours of steps
+        with it, where a copy may be had of the file that is damaged. Nothing is changed then.
+
+        Args:
+            digest: reads the checkpoint's files; None looks at their names and sizes alone.
 
         Returns:
             when resuming, the newest checkpoint's state with its ``folder``, or None where there is none; metrics of
             later steps are cut off. And what was done, in words.
+
+        Raises:
+            RunError: the newest checkpoint is damaged.
         """
         if not (self.path / "config.json").exists():
             _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
             return None, f"run: begins in {self.path}" + (", which holds none to resume" if config.resume else "")
         self._clear_leftovers()
         newest = self.find_newest()
-        state = json.loads((newest / _COMPLETE).read_text()) | {"folder": str(newest)} if newest else None
+        if newest and (damage := _find_damage(newest, digest)):
+            raise RunError(self._explain_damage(newest, damage))
+        state: dict[str, Any] | None = _read_state(newest) | {"folder": str(newest)} if newest else None
         metrics = self.path / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         kept_lines = [line for line in lines if state and _read_step(line) <= state["step"]]
@@ -148,6 +175,8 @@ class RunFolder:
         if state:
             text = f"run: goes on from step {state['step']} ({Path(state['folder']).relative_to(self.path)})"
             text += f"; {cut} lines of metrics.jsonl are of later steps, which come again" if cut else ""
+            if not (Path(state["folder"]) / DIGESTS).exists():
+                text += f"; NOTE it has no {DIGESTS}, so that damage to it would not be noticed"
         else:
             text = f"run: begins again at step 0, since {self.path} has no checkpoint"
             if cut:  # hours of them, perhaps
@@ -174,19 +203,60 @@ class RunFolder:
             file.unlink()
 
     def list_checkpoints(self) -> list[Path]:
-        """List the complete checkpoints, by step; folders of other names are not ours."""
+        """List the checkpoints that were written to their end, by step; folders of other names are not ours."""
         folders = [f for f in self.path.glob("checkpoints/step_*") if f.name[5:].isdecimal()]
-        return sorted((f for f in folders if (f / _COMPLETE).is_file()), key=lambda f: int(f.name[5:]))
+        written = [f for f in folders if (f / _COMPLETE).is_file() or (f / DIGESTS).is_file()]
+        return sorted(written, key=lambda f: int(f.name[5:]))
 
     def find_newest(self) -> Path | None:
-        """Find the complete checkpoint of the highest step."""
+        """Find the checkpoint of the highest step, damaged or not."""
         return next(reversed(self.list_checkpoints()), None)
+
+    def find_newest_good(self, digest: DigestFiles = digest_files) -> tuple[Path | None, list[str]]:
+        """Find the checkpoint of the highest step whose files are all as they were written.
+
+        Args:
+            digest: reads the files.
+
+        Returns:
+            the checkpoint, None where there is none; and of each that is newer, what is damaged.
+        """
+        passed_over = []
+        for checkpoint in reversed(self.list_checkpoints()):
+            damage = _find_damage(checkpoint, digest)
+            if not damage:
+                return checkpoint, passed_over
+            passed_over.append(describe_damage(checkpoint, damage))
+        return None, passed_over
+
+    def leave_damaged(self, digest: DigestFiles) -> list[str]:
+        """Set aside the checkpoints that are newer than the newest good one.
+
+        Returns:
+            what is damaged of each, and where it is now.
+        """
+        good, damaged = self.find_newest_good(digest)
+        checkpoints = self.list_checkpoints()
+        newer = checkpoints[checkpoints.index(good) + 1 :] if good else checkpoints
+        return [f"{text}; kept as {self.set_aside(each).name}" for each, text in zip(reversed(newer), damaged)]
+
+    def set_aside(self, checkpoint: Path) -> Path:
+        """Rename a damaged checkpoint, so that it no longer counts and no later one replaces it; returns its path."""
+        aside = _find_free(checkpoint.with_name(f"{checkpoint.name}.damaged"))
+        os.replace(checkpoint, aside)
+        return aside
+
+    def _explain_damage(self, newest: Path, damage: list[str]) -> str:
+        good, _ = self.find_newest_good()
+        text = f"{describe_damage(newest, damage)}. Nothing was changed: put back from a copy what is damaged, or "
+        if good:
+            return text + f"move the folder out of checkpoints, and --resume goes on from {good.name}, which is whole"
+        return text + "begin again with another --run-dir: no other checkpoint of this run is whole"
 
     def find_best(self, score: Score) -> tuple[Path, float] | None:
         """Find the checkpoint that was best on the held-out rows, of equals the latest, and how good it was; None where
         no checkpoint was saved after an evaluation."""
-        latest_first = reversed(self.list_checkpoints())
-        states = [(f, json.loads((f / _COMPLETE).read_text()).get(score.name)) for f in latest_first]
+        states = [(f, _read_state(f).get(score.name)) for f in reversed(self.list_checkpoints())]
         return max(((f, s) for f, s in states if s is not None), key=lambda pair: score.sign * pair[1], default=None)
 
     def prune(self, newest: int, best: Path | None) -> None:
@@ -204,9 +274,16 @@ class RunFolder:
         partial.mkdir(parents=True)
         return partial
 
-    def finish_checkpoint(self, partial: Path, state: dict) -> Path:
-        """Make a written checkpoint count, all at once."""
-        _write(partial / _COMPLETE, json.dumps(state))
+    def finish_checkpoint(self, partial: Path, state: dict, digests: Mapping[str, FileDigest] | None = None) -> Path:
+        """Make a written checkpoint count, all at once.
+
+        Args:
+            digests: of its files, by their paths from it; those that are left out are read here.
+        """
+        text, known = json.dumps(state | {_HAS_DIGESTS: True}), dict(digests or {})
+        known |= digest_files(partial, list_files(partial) - known.keys()) | {_COMPLETE: digest_text(text)}
+        _write(partial / DIGESTS, format_digests(known))
+        _write(partial / _COMPLETE, text)
         final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
         older = partial.with_name(f".{final.name}.older")
         shutil.rmtree(older, ignore_errors=True)
@@ -217,30 +294,23 @@ class RunFolder:
         return final
 
 
-def lock(path: Path, where: str) -> IO:
-    """Take the lock that is the file at ``path``; it is given back when the file is closed or this process ends.
+def _find_damage(checkpoint: Path, digest: DigestFiles | None) -> list[str]:
+    """Find what is damaged of a checkpoint, as ``find_damage``; one of before there were digests is taken as it is."""
+    if (checkpoint / DIGESTS).exists():
+        return find_damage(checkpoint, digest)
+    return [f"{DIGESTS} is missing"] if _HAS_DIGESTS in (checkpoint / _COMPLETE).read_text(errors="replace") else []
 
-    Raises:
-        ValueError: another process has it; the message names ``where``, host and process.
-        OSError: the file cannot be written to.
-    """
-    file = open(path, "a+", encoding="utf-8")
+
+def _read_state(checkpoint: Path) -> dict:
+    """Read what a checkpoint tells beside its engines; nothing where it is not as it was written."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise ValueError(
-            f"{where} is being written to by {holder}; wait for its end, or end it, or choose another --run-dir"
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:  # a network's file system may have none, and is no worse than before
-            raise
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
-    file.flush()
-    return file
+        text = (checkpoint / _COMPLETE).read_text()
+        digests = read_digests(checkpoint) if (checkpoint / DIGESTS).exists() else {}
+    except (OSError, ValueError):
+        return {}
+    if digests and digests.get(_COMPLETE) != digest_text(text):
+        return {}
+    return {key: value for key, value in json.loads(text).items() if key != _HAS_DIGESTS}
 
 
 def _find_free(path: Path) -> Path:

@@ -42,7 +42,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(running_ray(config.num_workers, config.platform))
                 tell_start("Ray is up")
-                rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines))
+                rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
                 trainer = building.result()
             trainer.starting_rollouts = rollouts
         except ValueError as error:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, get_logprobs, get_values
@@ -14,6 +15,7 @@ from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_gr
 from rlworker.algorithms.losses import Aggregation, configure_loss, token_mean, value_loss
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
+from rlworker.cluster.watch import wait_for
 from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
 from rlworker.data.images import build_image_reader
@@ -98,24 +100,29 @@ class Trainer(Run[RunConfig]):
     def start_engines(self, clock: StepClock) -> None:
         """Start every engine at the same time. ``starting_rollouts`` are on their way already."""
         config = self.config
-        rollouts = self.start_processes(self.starting_rollouts or Rollouts(config.platform, config.rollout.engines))
+        rollouts = self.start_processes(
+            self.starting_rollouts or Rollouts(config.platform, config.rollout.engines, config.rollout.tp)
+        )
         rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
         trainers = [self.start_processes(StartingGroup(*group)) for group in self._list_groups()]
         with self._phase(clock, "start_trainers"):
-            groups: dict[str, WorkerGroup] = {}
-            for starting in trainers:
-                groups |= starting.wait()
-            self.actor = groups["actor"]
-            self.reference, self.critic = groups.get("reference"), groups.get("critic")
+            self.wait_for_trainers()
         tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
         output = self.folder.path / REWARD_LOG
         # while vLLM alone is still starting
         self.rewards = self.start_processes(RewardPool(self.reward, config.reward, output))
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
+        if config.recovery.restarts:
+            self.rollouts.replace_lost(self.outages.note_lost, self.send_weights)
+            self.rewards.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
+
+    def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
+        self.actor = groups["actor"]
+        self.reference, self.critic = groups.get("reference"), groups.get("critic")
 
     def begin(self) -> None:
         super().begin()
@@ -279,9 +286,18 @@ class Trainer(Run[RunConfig]):
     def sync_weights(self) -> None:
         """Send the actor's weights to every rollout engine, as the next version."""
         self.version += 1
-        self.actor.call("sync_weights", self.rollouts.workers, self.version, BUCKET_BYTES)
+        self._send(self.rollouts.workers)
+        # Engines that died meanwhile are noticed here.
         if (versions := self.rollouts.call("get_version")) != [self.version] * len(versions):
             raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
+
+    def send_weights(self, engines: list[ActorHandle]) -> None:
+        """Give engines that have just loaded the model the weights that the others have."""
+        wait_for([engine.rewind.remote(self.version) for engine in engines])
+        self._send(engines)
+
+    def _send(self, engines: list[ActorHandle]) -> None:
+        self.actor.call("sync_weights", engines, self.version, BUCKET_BYTES)
 
     def check_canary(self) -> None:
         """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
@@ -297,15 +313,18 @@ class Trainer(Run[RunConfig]):
 
     # -- checkpoints
 
-    def get_state(self) -> dict[str, int]:
-        rollouts = self.sampler.rollouts_done
-        return {"version": self.version, "rollouts": rollouts, "empty_steps": self.empty_steps}
+    def get_state(self) -> dict[str, float]:
+        sampler = self.sampler
+        state = {"rollouts": sampler.rollouts_done, "completion_tokens": sampler.completion_tokens}
+        return {"version": self.version, "empty_steps": self.empty_steps} | state
 
     def restore(self, state: dict) -> None:
         self.sampler.rollouts_done = state.get("rollouts", state["step"])  # older runs had one of each
+        self.sampler.completion_tokens = state.get("completion_tokens", self.sampler.completion_tokens)
         self.empty_steps = state.get("empty_steps", 0)
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)
+        self.rollouts.call("rewind", self.version + 1)  # where this program has been further, or within an update
         self.sync_weights()
         self.check_canary()
 

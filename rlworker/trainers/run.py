@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from ray.actor import ActorHandle
@@ -17,18 +18,21 @@ from engines.interfaces import LossFn
 from hardware.attention.capabilities import list_override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from rlworker.cluster.ray import naming_failures, running_ray
+from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
-from rlworker.cluster.train_group import StartingGroup, WorkerGroup, save_groups
+from rlworker.cluster.traces import tracing
+from rlworker.cluster.train_group import StartingGroup, WorkerGroup, digest_on_ranks, save_groups
+from rlworker.cluster.watch import limiting_stalls, naming_failures
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool
+from rlworker.tracking.digests import FileDigest
 from rlworker.tracking.log import RunLog, StepClock, is_due, tell_skipped
 from rlworker.tracking.report import tell_report
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
-from rlworker.tracking.traces import tracing
 from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
+from rlworker.trainers.outages import ADVICE, Outages
 from rlworker.trainers.rejected_step import refuse_step
 from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
@@ -38,7 +42,7 @@ Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 """Errors of writing to a disk that is full, gone or no longer ours."""
-_BETWEEN_STEPS = ("evaluate", "save", "restore")
+_BETWEEN_STEPS = ("evaluate", "save", "restart", "restore")
 """Phases that belong to the last step that was done rather than to the one that runs."""
 
 
@@ -87,11 +91,16 @@ class Run(Generic[Config]):
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
         self.processes: list[Rollouts | StartingGroup | RewardPool] = []
+        self.outages = Outages(config.recovery.restarts, self.folder.path)
 
     # -- what kinds of runs differ in
 
     def start_engines(self, clock: StepClock) -> None:
         """Start every process of the run by ``start_processes``, and wait until all are ready."""
+        raise NotImplementedError
+
+    def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
+        """Train with these engines, by the names of their roles, from now on."""
         raise NotImplementedError
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
@@ -111,9 +120,13 @@ class Run(Generic[Config]):
         return {}
 
     def restore(self, state: dict) -> None:
-        """Take up what a checkpoint holds."""
-        for group in self.list_learners():
+        """Take up what a checkpoint holds; without a ``folder`` it is the state of a run that has just begun."""
+        for group in self.list_learners() if "folder" in state else ():
             group.call("load", f"{state['folder']}/{group.name}")
+
+    def digest_files(self, folder: Path, names: list[str]) -> Mapping[str, FileDigest]:
+        """Return the digests of a checkpoint's files by their names: read by the ranks that will load them."""
+        return digest_on_ranks(self.list_learners()[0], folder, names)
 
     # -- what they share
 
@@ -133,6 +146,7 @@ class Run(Generic[Config]):
         self.folder.claim(config)
         self.running.callback(self.folder.release)
         os.environ.update(get_platform(config.platform).get_driver_env())
+        self.running.enter_context(limiting_stalls(config.recovery.stall_timeout_s))
         self.running.enter_context(running_ray(config.num_workers, config.platform))
         self.start_engines(clock)
         self.begin()
@@ -143,6 +157,16 @@ class Run(Generic[Config]):
         self.processes.append(processes)
         self.running.enter_context(processes)
         return processes
+
+    def wait_for_trainers(self) -> None:
+        """Wait for all training engines, which start at the same time, and take them."""
+        groups: dict[str, WorkerGroup] = {}
+        for starting in self._list_starting():
+            groups |= starting.wait()
+        self.take_groups(groups)
+
+    def _list_starting(self) -> list[StartingGroup]:
+        return [processes for processes in self.processes if isinstance(processes, StartingGroup)]
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """Return every process of the run by the name that a message gives it."""
@@ -164,7 +188,8 @@ class Run(Generic[Config]):
     def begin(self) -> None:
         """Take up the run that the claimed folder holds, or begin one, now that its engines are there."""
         config = self.config
-        state, text = self.folder.begin(config)
+        self._first_state = {"step": 0} | self.get_state()
+        state, text = self.folder.begin(config, self.digest_files)
         self.steps_done = state["step"] if state else 0
         tracked = TrackedRun(self.folder.path, self.steps_done, asdict(config))
         trackers = Trackers(config.trackers, tracked, self.trackers)
@@ -184,10 +209,15 @@ class Run(Generic[Config]):
             with self._phase(StepClock(), "restore"):
                 self.restore(state)
             tell_start(f"step {self.steps_done} is restored")
+        self._note_saved()
+        self.folder.record_start(self.steps_done, config.platform)
+
+    def _note_saved(self) -> Path | None:
+        """Take note that the run folder holds the step that is done, or the start; returns the best checkpoint."""
         best = self.folder.find_best(self.score)
         self._best = best and best[1]
         self._saved_step, self._saved_at = self.steps_done, time.monotonic()
-        self.folder.record_start(self.steps_done, config.platform)
+        return best and best[0]
 
     def fit(self) -> dict[str, float]:
         """Run to the last step, or to the end of the one in which the program is asked to stop; evaluate and save on
@@ -201,7 +231,7 @@ class Run(Generic[Config]):
         """
         try:
             try:
-                return self._steps()
+                return self.outages.repeat(self._steps, self._go_back)
             finally:  # a run that ends early has a report too
                 LOGGER.info(tell_report(self.folder.path))
         except OSError as error:
@@ -212,11 +242,27 @@ class Run(Generic[Config]):
                 "on from what was saved with --resume"
             ) from error
 
+    def _go_back(self) -> None:
+        """Start every training process anew and take the run up from its newest good checkpoint, or from its start."""
+        with self._phase(StepClock(), "restart"):
+            for starting in self._list_starting():
+                starting.restart()
+            self.wait_for_trainers()
+            for text in self.folder.leave_damaged(self.digest_files):
+                LOGGER.warning(text)
+        state, text = self.folder.begin(self.config, None)  # whose files have just been read
+        self.steps_done = state["step"] if state else 0
+        self.log.go_back(self.steps_done)
+        LOGGER.info(text)
+        with self._phase(StepClock(), "restore"):
+            self.restore(state or self._first_state)
+        self._note_saved()
+
     def _steps(self) -> dict[str, float]:
         config, metrics = self.config, {}
         self.stop_request.in_hand = f"step {self.steps_done + 1}"
         if self.steps_done == 0:
-            self.log.step(0, self.evaluate() | self.start_seconds | self.skipped)
+            self.log.step(0, self.evaluate() | self.start_seconds | self.skipped | self.outages.count())
         while self.steps_done < config.steps and not self.stop_request.signal:
             self.stop_request.in_hand = f"step {self.steps_done + 1}"
             metrics, samples = self.step()
@@ -225,9 +271,14 @@ class Run(Generic[Config]):
                 metrics |= self.evaluate()
             if samples and (self.steps_done == 1 or self.score.name in metrics):
                 self.log.rollouts(self.steps_done, samples)
-            self.log.step(self.steps_done, metrics)
-            if last or self._is_save_due(metrics):
-                self.save(metrics)
+            clock, written = StepClock(), None
+            try:
+                if last or self.stop_request.signal or self._is_save_due(metrics):
+                    written = self._write_checkpoint(clock)
+            finally:  # with its seconds, and before it counts: a run that goes on from it has the lines up to it
+                self.log.step(self.steps_done, metrics | clock.seconds | self.outages.count())
+            if written:
+                self._finish_checkpoint(*written, metrics)
         if self.steps_done < config.steps:
             if self._saved_step < self.steps_done:
                 self.save(metrics)
@@ -251,26 +302,31 @@ class Run(Generic[Config]):
         Args:
             metrics: of the step that was done; a held-out score among them is the checkpoint's.
         """
-        with self._phase(StepClock(), "save"):
-            self._save({name: value for name, value in metrics.items() if name == self.score.name})
+        self._finish_checkpoint(*self._write_checkpoint(StepClock()), metrics)
 
-    def _save(self, score: dict[str, float]) -> None:
-        partial = self.folder.begin_checkpoint(self.steps_done)
-        save_groups(self.list_learners(), partial)
-        self.folder.finish_checkpoint(partial, {"step": self.steps_done} | self.get_state() | score)
-        best = self.folder.find_best(self.score)
-        self._best = best and best[1]
-        checkpoint = self.config.checkpoint
-        self.folder.prune(checkpoint.keep_newest, best[0] if best and checkpoint.keep_best else None)
-        self._saved_step, self._saved_at = self.steps_done, time.monotonic()
+    def _write_checkpoint(self, clock: StepClock) -> tuple[Path, dict[str, FileDigest]]:
+        """Write what the engines hold, on the clock: a folder that does not count yet, and the digests of its files."""
+        with self._phase(clock, "save"):
+            partial_folder = self.folder.begin_checkpoint(self.steps_done)
+            return partial_folder, save_groups(self.list_learners(), partial_folder)
+
+    def _finish_checkpoint(
+        self, partial_folder: Path, digests: dict[str, FileDigest], metrics: Mapping[str, float]
+    ) -> None:
+        """Make a written checkpoint count, and remove those that it replaces."""
+        score = {name: value for name, value in metrics.items() if name == self.score.name}
+        state = {"step": self.steps_done} | self.get_state() | score
+        self.folder.finish_checkpoint(partial_folder, state, digests)
+        best, checkpoint = self._note_saved(), self.config.checkpoint
+        self.folder.prune(checkpoint.keep_newest, best if checkpoint.keep_best else None)
 
     @contextmanager
     def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
         """Time a phase on the clock, in which a worker that fails is named."""
         step = self.steps_done if name in _BETWEEN_STEPS else self.steps_done + 1
         where = f"step {step}, phase {name}" if self.has_begun else f"phase {name}"
-        advice = ". What was saved is whole: go on from it with --resume" if self.has_begun else ""
-        with clock.phase(name), naming_failures(where, self.name_workers(), advice), self._tracing(step, name):
+        self.outages.where, advice = where, ADVICE if self.has_begun else ""
+        with clock.phase(name), naming_failures(where, self.name_workers, advice), self._tracing(step, name):
             yield
 
     def _tracing(self, step: int, phase: str) -> AbstractContextManager[None]:

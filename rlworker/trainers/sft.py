@@ -9,8 +9,9 @@ from engines.batch.shard import get_logprobs
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.algorithms.losses import sft_loss
-from rlworker.cluster.ray import naming_failures, running_ray
+from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import SHARD_BYTES, StartingGroup, WorkerGroup
+from rlworker.cluster.watch import naming_failures
 from rlworker.cluster.workers import Role
 from rlworker.config.model_checks import check_trainable
 from rlworker.config.sft import SftConfig
@@ -63,10 +64,13 @@ class SftTrainer(Run[SftConfig]):
         """Start the one engine."""
         config = self.config
         roles = (Role("actor", self.model, config.actor_of_run),)
-        starting = self.start_processes(StartingGroup("actor", config.platform, roles, config.seed))
+        self.start_processes(StartingGroup("actor", config.platform, roles, config.seed))
         with self._phase(clock, "start_trainers"):
-            self.group = starting.wait()["actor"]
+            self.wait_for_trainers()
         tell_start(f"trainer ranks are up: {len(self.group.workers)}")
+
+    def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
+        self.group = groups["actor"]
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one optimizer step: its metrics; nothing is sampled."""
@@ -123,7 +127,7 @@ def train_supervised(
     losses = []
     roles = (Role("actor", model, config),)
     with running_ray(config.ranks, platform), StartingGroup("actor", platform, roles, seed) as starting:
-        with naming_failures("phase start_trainers", starting.name_workers()):
+        with naming_failures("phase start_trainers", starting.name_workers):
             group = starting.wait()["actor"]
         for batch in batches:
             losses.append(take_optimizer_step(group, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])

@@ -1,8 +1,11 @@
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from engines.weight_sync import WeightBucket, pack_buckets
+from engines.weight_sync import WeightBucket, pack_buckets, share_bucket
 
 
 def weights():
@@ -19,6 +22,7 @@ def weights():
 def test_what_is_packed_comes_out(bucket_bytes):
     buckets = list(pack_buckets(iter(weights()), bucket_bytes))
     assert [last for _, last in buckets] == [False] * (len(buckets) - 1) + [True]
+    assert [bucket.first for bucket, _ in buckets] == [True] + [False] * (len(buckets) - 1)
     assert len(buckets) == {1: 4, 100: 3, 10**9: 1}[bucket_bytes]
     out = [pair for bucket, _ in buckets for pair in bucket.tensors()]
     for (name, tensor), (want_name, want) in zip(out, weights(), strict=True):
@@ -43,3 +47,24 @@ def test_read_only_bytes_give_writable_tensors():
     tensor = bucket.tensors()[0][1]
     tensor.add_(1)
     assert not np.shares_memory(tensor.numpy(), bucket.data)
+
+
+def test_other_processes_map_what_is_shared_and_keep_it():
+    ((bucket, _),) = pack_buckets(iter(weights()), 10**9)
+    with share_bucket(bucket) as shared:
+        assert len(pickle.dumps(shared)) < 1000, "the bytes do not travel"
+        copies = [pickle.loads(pickle.dumps(shared)).tensors() for _ in range(2)]
+    copies[0][0][1].zero_()
+    for (name, tensor), (want_name, want) in zip(copies[1], weights(), strict=True):
+        assert name == want_name and torch.equal(tensor, want), "after the end, and whatever another wrote"
+    with pytest.raises(FileNotFoundError):
+        shared.tensors()
+
+
+def test_shared_bytes_are_checked_where_they_are_read():
+    ((bucket, _),) = pack_buckets(iter(weights()), 10**9)
+    with (
+        share_bucket(replace(bucket, checksum=bucket.checksum ^ 1)) as shared,
+        pytest.raises(ValueError, match="checksum"),
+    ):
+        shared.tensors()

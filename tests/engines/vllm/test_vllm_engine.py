@@ -137,6 +137,39 @@ def test_a_dropped_tensor_and_an_unknown_one_are_refused(rollout):
     assert worst(load_folder(folder), ask(worker.generate, PROMPTS, sampling())) <= 1e-5
 
 
+def test_an_update_may_begin_again_halfway(rollout):
+    """Whoever sends after a fault begins with the first bucket, whatever the engine had got before."""
+    worker, folder, tied = rollout
+    model, version = changed(folder), ask(worker.get_version) + 1
+    half = list(pack_buckets(iter(weights_of(load_folder(folder), tied)), 20_000))
+    with pytest.raises(ValueError, match="to an engine that has not got the first one"):
+        ask(worker.load_weights, half[1][0], version, False)
+    for bucket, _ in half[: len(half) // 2]:
+        ask(worker.load_weights, bucket, version, False)
+    for size in (20_000, 33_000):  # cut alike, and otherwise
+        version = send(worker, weights_of(model, tied), size)
+        completions = ask(worker.generate, PROMPTS, sampling(seed=size))
+        assert worst(model, completions) <= 1e-5
+        assert {sample.version for group in completions for sample in group} == {version}
+        bucket, _ = half[0]
+        ask(worker.load_weights, bucket, version + 1, False)
+
+
+def test_an_older_version_is_taken_where_the_trainer_went_back(rollout):
+    worker, folder, tied = rollout
+    model, version = changed(folder), send(worker, weights_of(load_folder(folder), tied))
+    (bucket, last), *_ = pack_buckets(iter(weights_of(model, tied)), 2**30)
+    ask(worker.rewind, version - 1)
+    assert ask(worker.get_version) == version, "what is here keeps its name until the other one came"
+    with pytest.raises(ValueError, match=f"version {version - 2} was sent"):
+        ask(worker.load_weights, bucket, version - 2, last)
+    ask(worker.load_weights, bucket, version - 1, last)
+    assert ask(worker.get_version) == version - 1
+    assert worst(model, ask(worker.generate, PROMPTS, sampling())) <= 1e-5
+    with pytest.raises(ValueError, match=f"version {version - 1} was sent"):
+        ask(worker.load_weights, bucket, version - 1, last)
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
 def test_windows_are_honoured(cluster, tmp_path, measured, family):

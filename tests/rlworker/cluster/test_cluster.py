@@ -40,14 +40,14 @@ def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
 def test_who_failed_is_named_among_workers_that_hang(cluster, by_value):
     import ray
 
-    from rlworker.cluster.ray import WorkerFailure, naming_failures
+    from rlworker.cluster.watch import WorkerFailure, naming_failures
 
     workers = {f"actor rank {i}": ray.remote(Worker).options(num_cpus=0).remote() for i in range(3)}
     named = r"(?s)^step 2, phase update: .*repr=actor rank 1.*KeyError: 'level'"
-    with pytest.raises(WorkerFailure, match=named), naming_failures("step 2, phase update", workers):
+    with pytest.raises(WorkerFailure, match=named), naming_failures("step 2, phase update", lambda: workers):
         ray.get(workers["actor rank 1"].fail.remote())
     died = r"^step 3, phase sync: actor rank 0 died .*say more\); go on$"
-    with pytest.raises(WorkerFailure, match=died), naming_failures("step 3, phase sync", workers, "; go on"):
+    with pytest.raises(WorkerFailure, match=died), naming_failures("step 3, phase sync", lambda: workers, "; go on"):
         ray.get([workers["actor rank 2"].hang.remote(), workers["actor rank 0"].die.remote()])
     for worker in workers.values():
         ray.kill(worker)

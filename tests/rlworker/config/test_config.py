@@ -18,9 +18,11 @@ from engines.config import (
     OptimizerConfig,
     VllmConfig,
 )
+from engines.models.spec import ModelSpec
 from engines.validation import read_installed_fields
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, list_override_warnings
+from hardware.platform import list_ray_resources, make_ray_options
 from hardware.platforms import get_platform
 from rlworker.config.keys import flatten_config
 from rlworker.config.model_checks import check_engines
@@ -121,6 +123,33 @@ def test_there_are_few_keys():
     sections = Counter(key.rpartition(".")[0] for key in flatten_config(RunConfig()))
     assert sections.keys() >= {"", "actor", "actor.optimizer", "placement", "limits", "checkpoint"}
     assert max(sections.values()) <= 20 and sections.total() <= 130
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "message"),
+    [
+        ("qwen2", 3, "tp=3 does not divide the model's 4 attention heads"),
+        ("qwen2", 4, "tp=4 does not divide the model's 2 key-value heads"),
+    ],
+)
+def test_a_model_that_devices_cannot_share_is_refused(make_hf_model, family, tp, message):
+    rollout = VllmConfig(max_new_tokens=4, max_model_len=16, tp=tp)
+    with pytest.raises(ValueError, match=f"^rollout: {message}; lower --rollout.tp"):
+        rollout.check_model(ModelSpec.from_folder(make_hf_model(family, True)))
+
+
+def test_what_vllm_would_spread_over_further_devices_is_refused():
+    with pytest.raises(ValueError, match="pipeline_parallel_size: on a CPU vLLM starts with it and fails"):
+        VllmConfig(vllm={"pipeline_parallel_size": 2})
+    with pytest.raises(ValueError, match=r"may not set \['tensor_parallel_size'\]"):
+        VllmConfig(vllm={"tensor_parallel_size": 2})
+
+
+def test_an_engine_takes_as_much_of_ray_as_its_devices():
+    cpu, npu = get_platform("cpu"), get_platform("npu")
+    assert list_ray_resources(cpu, 2) == {"CPU": 2}
+    assert make_ray_options(npu, 4) == {"num_cpus": 4, "resources": {"NPU": 4}}
+    assert RunConfig(rollout=VllmConfig(engines=2, tp=2), actor=MegatronConfig(ranks=3)).num_workers == 7
 
 
 def test_a_head_size_without_a_rollout_kernel_is_refused(make_hf_model):

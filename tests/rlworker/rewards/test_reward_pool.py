@@ -134,6 +134,15 @@ def process_id(text: str, row: Row) -> float:
     return os.getpid()
 
 
+def die_at_first(text: str, row: Row) -> float:
+    """Is killed in the first call of a row that says so, and in every call of one that ends its process."""
+    before = Path(row.source["calls"]).read_text().split()
+    misbehave(text, row)
+    if row.source["how"] == "killed" and text not in before:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(text)
+
+
 def make_row(how: str | None, calls="/dev/null") -> Row:
     return Row(f"prompt {how}", (1, 2), "answer", {"how": how, "calls": str(calls)})
 
@@ -239,17 +248,17 @@ def test_a_batch_reward_fails_for_its_group_alone(make_pool, tmp_path):
 
 def test_a_text_that_is_met_when_another_hung_is_not_to_blame(make_pool, monkeypatch, tmp_path):
     """The call that seemed to hang ends just before its process does, which is then at the next text."""
-    from rlworker.rewards.pool import RewardPool
+    from rlworker.rewards import pool as reward_pool
 
-    pool, calls, end = make_pool(slow), tmp_path / "calls", RewardPool._end_worker
+    pool, calls, end = make_pool(slow), tmp_path / "calls", reward_pool.end_worker
 
-    def end_late(pool, part):
-        while part.numbers[0] == part.progress:
+    def end_late(part):
+        while part.node.ask("count_scored", [part.number]) == [part.progress]:
             time.sleep(0.01)
         time.sleep(0.1)
-        end(pool, part)
+        end(part)
 
-    monkeypatch.setattr(RewardPool, "_end_worker", end_late)
+    monkeypatch.setattr(reward_pool, "end_worker", end_late)
     scores = pool.score(["1", "2", "3"], [make_row(how, calls) for how in ("masked signal", None, None)])
     assert scores.values == [1.0, 2.0, 3.0] and scores.failures == {}
     assert calls.read_text().split() == ["1", "2", "2", "3"]
@@ -337,3 +346,24 @@ def test_exact_match_ignores_blanks_around(make_pool):
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match="must be"):
         RewardConfig(**settings)
+
+
+def test_a_lost_process_is_told_from_a_text_that_ends_it(make_pool, tmp_path):
+    pool, calls, lost = make_pool(die_at_first), tmp_path / "calls", []
+    calls.touch()
+    pool.repeat_lost(lost.append, 1.0)
+    rows = [make_row(how, calls) for how in (None, "killed", "os._exit", "masked signal", None)]
+    scores = pool.score(["0", "1", "2", "3", "4"], rows)
+    assert scores.values == [0.0, 1.0, DEFAULT, DEFAULT, 4.0]
+    assert scores.failures == {"died": 1, "timeout": 1} and lost == [{"reward worker 0": "died"}]
+    assert calls.read_text().split() == ["0", "1", "1", "2", "2", "3", "3", "4"]
+
+
+def test_a_process_that_stands_still_between_two_calls_is_named_and_replaced(make_pool):
+    pool, lost = make_pool(process_id), []
+    pool.repeat_lost(lost.append, 1.0)
+    (pid,) = pool.score(["a"], [make_row(None)]).values
+    os.kill(int(pid), signal.SIGSTOP)
+    (other,) = pool.score(["a"], [make_row(None)]).values
+    assert other != pid and lost == [{"reward worker 0": "got no further and was ended"}]
+    assert is_gone(int(pid))

@@ -64,3 +64,10 @@ def test_every_use_of_every_rollout_on_every_engine_has_numbers_of_its_own():
     names = itertools.product((0, 1, 2**32 - 1), range(60), range(2), range(9))
     seeds = {Sampling(1, 1.0, 4, name, ()).seed for name in names}
     assert len(seeds) == 3 * 60 * 2 * 9 and all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_the_expected_length_follows_the_completions_and_is_asked_of_every_engine():
+    drawn = sampler(ROWS[:4], 1)
+    assert drawn.make_sampling(3).expected_tokens == 4.0, "the most there can be, before any was seen"
+    drawn.sample(StepClock(), 0)
+    assert drawn.make_sampling(3).expected_tokens == pytest.approx(2 + 2 * 0.8**2), "two rollouts of two tokens each"

@@ -103,11 +103,15 @@ def rows_with_an_image() -> list[Row]:
 
 def written(trainer, config, folder: Path) -> set[str]:
     """Run a trainer whose engines are in place to its last step: the fields of what it wrote."""
+    from rlworker.trainers.outages import Outages
+
     trainer.config, trainer.folder = config, RunFolder(folder)
     trainer.running, trainer.stop_request = ExitStack(), Stop()
     trainer.steps_done, trainer._best, trainer._saved_step, trainer._saved_at = 0, None, 0, 0.0
+    trainer.outages = Outages(1, folder)
     trainer.skipped = {"skipped_train": 0, "skipped_heldout": 0}
     folder.mkdir()
+    trainer.outages.note("step 1, phase rollout", {"rollout engine 0": "died"})
     with RunLog(folder, config.steps, 0, Trackers([], TrackedRun(folder, 0, {})), trainer.line) as trainer.log:
         trainer._steps()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -199,7 +203,7 @@ MADE_IN = (
 )
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
-OTHER_KEYS |= {"aggregation", "advantage", "time_save", "time_restore"}
+OTHER_KEYS |= {"aggregation", "advantage", "time_save", "time_restart", "time_restore"}
 """Keys there that are none: samples, roles and states; and phases whose time nothing keeps."""
 
 

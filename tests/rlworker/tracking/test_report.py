@@ -32,3 +32,11 @@ def test_a_run_without_plotly_has_a_note_in_place_of_a_report(folder, monkeypatc
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(ValueError, match="is not a run folder"):
         write_report(tmp_path)
+
+
+def test_outages_are_told(folder):
+    lost = {"actor rank 0": "died", "rollout engine 1": "stood still"}
+    (folder / "outages.jsonl").write_text(json.dumps({"where": "step 2, phase update", "lost": lost}) + "\n")
+    page = write_report(folder).read_text()
+    assert "<th>outages</th><td>1</td>" in page
+    assert "<td>step 2, phase update</td><td>actor rank 0 died, rollout engine 1 stood still</td>" in page

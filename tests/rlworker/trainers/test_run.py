@@ -10,6 +10,7 @@ import pytest
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CheckpointConfig
 from rlworker.errors import RunError
+from rlworker.tracking import digests
 from rlworker.tracking import run_folder as checkpoint
 from rlworker.tracking.log import RL_LINE, read_metrics
 from rlworker.tracking.run_folder import Score
@@ -40,8 +41,11 @@ def counting():
         def list_learners(self):
             return []
 
-        def _save(self, score):
-            super()._save(score)
+        def digest_files(self, folder, names):
+            return digests.digest_files(folder, names)
+
+        def _finish_checkpoint(self, *args):
+            super()._finish_checkpoint(*args)
             self.saved.append(self.steps_done)
 
         def go(self):
@@ -110,6 +114,34 @@ def test_asked_to_stop_it_saves_the_step_in_hand_and_the_same_settings_go_on(cou
     starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
     assert [start["step"] for start in starts] == [0, 2], "each start of the program says where it comes from"
     assert all(start["commit"] and start["versions"] and start["platform"] == "cpu (executed)" for start in starts)
+
+
+def test_seconds_of_a_save_are_on_its_steps_line_before_it_counts(counting, tmp_path, monkeypatch):
+    """A run that goes on from a checkpoint has the lines up to it: one without the last would stay without it."""
+    finish, lines = checkpoint.RunFolder.finish_checkpoint, []
+
+    def look(folder, partial, state, known):
+        lines.append([line["step"] for line in read_metrics(tmp_path / "run")])
+        return finish(folder, partial, state, known)
+
+    monkeypatch.setattr(checkpoint.RunFolder, "finish_checkpoint", look)
+    counting(config(tmp_path, save_every=3)).go()
+    assert lines == [list(range(step + 1)) for step in (3, 6, 7)]
+    seconds = {line["step"]: line.get("time_save") for line in read_metrics(tmp_path / "run")}
+    assert [step for step, value in seconds.items() if value is not None] == [3, 6, 7]
+    assert all(0 <= value < 60 for value in seconds.values() if value is not None)
+
+
+def test_a_step_whose_save_fails_has_its_line(counting, tmp_path, monkeypatch):
+    from rlworker.trainers import run
+
+    def fail(*_):
+        raise RunError("rank 1 died")
+
+    monkeypatch.setattr(run, "save_groups", fail)
+    with pytest.raises(RunError, match="rank 1 died"):
+        counting(config(tmp_path, save_every=3)).go()
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_a_message(counting, tmp_path, monkeypatch):

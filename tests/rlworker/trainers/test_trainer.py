@@ -179,7 +179,7 @@ def plant(worker, fault: str, model) -> None:
         if fault == "swapped":
             weights = [(other.get(name, name), tensor) for name, tensor in weights]
         for again, _ in pack_buckets(iter(weights), 2**30):
-            right(again, version, last)
+            right(replace(again, first=bucket.first), version, last)
 
     worker.engine.load_weights = load
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import ray
 from ray.actor import ActorHandle
+
+from rlworker.cluster.watch import wait_for
 
 
 @contextmanager
@@ -15,8 +16,8 @@ def tracing(folder: Path, step: int, phase: str, workers: Mapping[str, ActorHand
     Args:
         folder: of the run. workers: by the names that messages give them.
     """
-    ray.get([worker.begin_trace.remote(phase) for worker in workers.values()])
+    wait_for([worker.begin_trace.remote(phase) for worker in workers.values()])
     yield
     place = folder / "profile" / f"step_{step}"
     names = {name: place / f"{phase}.{name.replace(' ', '_')}.json.gz" for name in workers}
-    ray.get([worker.end_trace.remote(str(names[name])) for name, worker in workers.items()])
+    wait_for([worker.end_trace.remote(str(names[name])) for name, worker in workers.items()])

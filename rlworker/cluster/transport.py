@@ -1,0 +1,48 @@
+"""Weights on their way over Ray, from the training rank that gathers them to every rollout worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+
+if TYPE_CHECKING:
+    from engines.weight_sync import WeightBucket
+
+
+def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: list[ActorHandle], version: int) -> None:
+    """Send every bucket to every rollout worker, each of which loads it while the next one is gathered and packed.
+
+    No more than two buckets are on their way. All of them are taken even after a worker failed: gathering them is a
+    collective, in which the other ranks would wait for this one. A worker that dies is left out from there on.
+
+    Args:
+        buckets: ``(bucket, is_last)``, as ``pack_buckets`` makes them.
+
+    Raises:
+        RayError: the first error that a rollout worker raised, after which nothing was sent.
+    """
+    alive, failure, loading = dict(enumerate(rollouts)), None, {}
+    for bucket, last in buckets:
+        if failure:
+            continue
+        reference = ray.put(bucket)
+        if not (failure := _wait(loading, alive)):
+            loading = {index: each.load_weights.remote(reference, version, last) for index, each in alive.items()}
+    if failure := failure or _wait(loading, alive):
+        raise failure
+
+
+def _wait(loading: dict[int, Any], alive: dict[int, ActorHandle]) -> RayError | None:
+    """Wait for workers to have loaded a bucket, and drop those that died; returns the first failure of another kind."""
+    for index, call in loading.items():
+        try:
+            ray.get(call)
+        except RayActorError:
+            del alive[index]  # whoever asks it next hears so
+        except RayError as error:
+            return error
+    return None

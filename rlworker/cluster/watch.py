@@ -1,0 +1,203 @@
+"""Waits that have a limit: a worker that dies or stands still is found, named and, where it still is there, ended."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayActorError, RayError
+
+from rlworker.errors import RunError
+from rlworker.tracking.terminal import LOGGER
+
+LIVENESS = "liveness"
+"""Concurrency group of every watched worker, in which it answers beside whatever it is doing."""
+_STALL_TIMEOUT_S = 300.0
+"""Seconds without an answer after which a worker stands still, where ``limiting_stalls`` says nothing else."""
+_START_S = 600.0
+"""Seconds that a new process may take until it answers for the first time."""
+_SLICE_S = 1.0
+"""Seconds of a wait between two looks at those who have been asked."""
+_ASK_EVERY_S = 4.0
+"""Seconds between two questions to a worker."""
+_ANSWER_S, _LATE_ANSWER_S = 3.0, 7.0
+"""Seconds that workers have to say that they live, once one has failed; and that watched ones have beyond that."""
+
+
+@dataclass
+class _Watched:
+    """A worker that is asked whether it still answers.
+
+    Attributes:
+        name: by which messages call it. question: the open one. silent_s: seconds without an answer while this program
+            was waiting. answered: when the last one was answered, None before the first.
+        fate: what became of the worker where it was ended for standing still.
+    """
+
+    name: str
+    question: Any = None
+    silent_s: float = 0.0
+    answered: float | None = None
+    is_dead: bool = False
+    fate: str = ""
+
+    def listen(self, is_answered: bool) -> None:
+        """Take note of the open question's end, where it has come to one."""
+        if not is_answered:
+            return
+        try:
+            ray.get(self.question)
+            self.answered, self.silent_s = time.monotonic(), 0.0
+        except ActorDiedError:
+            self.is_dead = True  # whoever waits for it hears so as well
+        except RayError:
+            pass  # it cannot be reached at the moment: that is silence too
+        self.question = None
+
+    def is_due(self) -> bool:
+        """Tell whether it is time for another question."""
+        if self.is_dead or self.question is not None:
+            return False
+        return self.answered is None or time.monotonic() - self.answered >= _ASK_EVERY_S
+
+
+@dataclass
+class _Watch:
+    timeout_s: float = _STALL_TIMEOUT_S
+    workers: dict[ActorHandle, _Watched] = field(default_factory=dict)
+
+
+_watch = _Watch()
+
+
+@contextmanager
+def limiting_stalls(timeout_s: float) -> Iterator[None]:
+    """Take a worker for one that stands still when it has not answered for ``timeout_s`` seconds of a wait."""
+    before, _watch.timeout_s = _watch.timeout_s, timeout_s
+    try:
+        yield
+    finally:
+        _watch.timeout_s = before
+
+
+def watch_workers(workers: Mapping[str, ActorHandle]) -> None:
+    """Ask workers, during every wait from now on, whether they still answer. They have the group ``LIVENESS``."""
+    _watch.workers |= {worker: _Watched(name) for name, worker in workers.items()}
+
+
+def unwatch_workers(workers: Sequence[ActorHandle]) -> None:
+    """Ask workers no more."""
+    for worker in workers:
+        _watch.workers.pop(worker, None)
+
+
+def wait_for(references: Sequence[Any]) -> list:
+    """Wait for calls of workers: what they return, in order. Every wait of the driver for its workers is one of these.
+
+    A phase may take as long as it takes, as long as all processes answer. Meanwhile every watched worker is asked
+    whether it does. One that has not for the stall timeout is ended, which ends the calls that wait for it, here and
+    in other workers. So whoever waits here hears of one that stands still as of one that died.
+
+    Raises:
+        RayError: a call failed; the first that did.
+    """
+    results, pending, looked = {}, list(references), time.monotonic()
+    while pending:
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=_SLICE_S)
+        results |= zip(done, ray.get(done), strict=True)
+        if pending:
+            looked, before = time.monotonic(), looked
+            # A time in which this program itself stood still is no silence of the others'.
+            _look_after_workers(min(looked - before, 2 * _SLICE_S))
+    return [results[reference] for reference in references]
+
+
+def _look_after_workers(waited_s: float) -> None:
+    """Ask every worker that is due, and end those that have been silent for too long."""
+    asked = {watched.question: watched for watched in _watch.workers.values() if watched.question is not None}
+    answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
+    for question, watched in asked.items():
+        watched.silent_s += waited_s
+        watched.listen(question in answers)
+    for worker, watched in list(_watch.workers.items()):
+        limit_s = _watch.timeout_s if watched.answered else max(_START_S, _watch.timeout_s)
+        if watched.is_due():
+            watched.question = _ask(worker)
+        elif watched.silent_s > limit_s:
+            watched.fate = f"stood still (no answer for {watched.silent_s:.0f} s) and was ended"
+            LOGGER.warning(f"{watched.name} {watched.fate}")
+            watched.question, watched.is_dead = None, True
+            ray.kill(worker)  # its node ends a process that does not end itself within 5 s, as a stopped one does not
+
+
+def _ask(worker: ActorHandle) -> Any:
+    """Ask a worker whether it answers: beside what it is doing, where it has the group for that."""
+    call: Any = worker.__ray_ready__
+    return call.options(concurrency_group=LIVENESS).remote() if worker in _watch.workers else call.remote()
+
+
+class WorkerFailure(RunError):
+    """A worker died, stood still or raised; the message says which one, where in the run, and what it said.
+
+    Attributes:
+        where: step and phase. lost: the workers that are no longer there, or no longer answer, and what became of each;
+            empty where one raised an error that another process would raise as well.
+    """
+
+    def __init__(self, message: str, where: str, lost: Mapping[str, str]):
+        super().__init__(message)
+        self.where, self.lost = where, dict(lost)
+
+
+@contextmanager
+def naming_failures(
+    where: str, name_workers: Callable[[], Mapping[str, ActorHandle]], advice: str = ""
+) -> Iterator[None]:
+    """Turn a failure of Ray's into a ``WorkerFailure`` that names the worker.
+
+    When one rank dies the others fail too, in the collective that it left, and may be heard of first; so every worker
+    is asked. The ones that hang in a collective answer beside it.
+
+    Args:
+        name_workers: returns the workers by the names that messages give them, as they are when one fails.
+    """
+    try:
+        yield
+    except RayError as error:
+        lost = find_lost(name_workers())
+        raise WorkerFailure(f"{where}: {describe_lost(lost) or error}{advice}", where, lost) from error
+
+
+def describe_lost(lost: Mapping[str, str]) -> str:
+    """Say in a line which workers were lost: the names that share a fate, then the fate."""
+    groups: dict[str, list[str]] = {}
+    for name, fate in lost.items():
+        groups.setdefault(fate, []).append(name)
+    return "; ".join(f"{', '.join(names)} {fate}" for fate, names in groups.items())
+
+
+def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
+    """Find the workers whose process has ended, and the watched ones that do not answer: what became of each."""
+    questions: dict[Any, str] = {_ask(worker): name for name, worker in workers.items()}
+    if not questions:
+        return {}
+    answered, silent = ray.wait(list(questions), num_returns=len(questions), timeout=_ANSWER_S)
+    if silent := [reference for reference in silent if workers[questions[reference]] in _watch.workers]:
+        late, silent = ray.wait(silent, num_returns=len(silent), timeout=_LATE_ANSWER_S)
+        answered += late
+    lost = dict.fromkeys((questions[reference] for reference in silent), "did not answer")
+    for reference in answered:
+        name = questions[reference]
+        try:
+            ray.get(reference)
+        except RayActorError:
+            lost[name] = _tell_fate(workers[name])
+    return dict(sorted(lost.items()))
+
+
+def _tell_fate(worker: ActorHandle) -> str:
+    watched = _watch.workers.get(worker)
+    return watched.fate if watched and watched.fate else "died (killed, out of memory or crashed; Ray's logs say more)"

@@ -1,0 +1,145 @@
+"""An engine of two devices in its Ray process: it samples what one device does, and none of its processes is left."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks.vlm_cases import make_images, make_prompts
+from support.rollout_workers import ask, send
+
+from engines.batch.samples import Prompt, Sampling
+from engines.config import VllmConfig
+from engines.models.spec import ModelSpec
+from engines.weight_sync import pack_buckets
+from rlworker.checks.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.usefixtures("by_value")
+CONFIG = VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=64, kv_cache_mb=64)
+PROMPTS = [Prompt((3, 4, 5)), Prompt((7, 8, 9, 10)), Prompt((6,)), Prompt(tuple(range(3, 90)))]
+SHARED = Path("/dev/shm")
+GONE_S = 20.0
+"""Seconds in which the processes of an engine are gone."""
+
+
+def sampling(seed: int) -> Sampling:
+    return Sampling(4, 1.0, 8, (seed,), (2, 11, 12, 13))
+
+
+def start(folder: str, tp: int):
+    """An engine of so many devices, whose process is this test's own."""
+    import ray
+
+    from rlworker.cluster.workers import RolloutWorker
+
+    worker = ray.remote(RolloutWorker).options(num_cpus=tp).remote("cpu", 0, tp)
+    ask(worker.start, ModelSpec.from_folder(folder), replace(CONFIG, tp=tp))
+    return worker
+
+
+def end(*workers) -> None:
+    import ray
+
+    for worker in workers:
+        ask(worker.close)
+        ray.kill(worker)
+
+
+def compare_engines(one, two, prompts, seed: int) -> float:
+    """Largest difference of a token's logprob between engines that must sample the same tokens."""
+    left, right = (ask(worker.generate, prompts, sampling(seed)) for worker in (one, two))
+    pairs = [(a, b) for many in zip(left, right, strict=True) for a, b in zip(*many, strict=True)]
+    assert all(a.token_ids == b.token_ids for a, b in pairs)
+    return max(abs(x - y) for a, b in pairs for x, y in zip(a.logprobs, b.logprobs, strict=True))
+
+
+def change(folder: str, seed: int) -> list[tuple[str, torch.Tensor]]:
+    """Other weights for a model's folder, tied as it is."""
+    from engines.models.hf_folder import SafetensorsFolder
+
+    torch.manual_seed(seed)
+    weights, names = SafetensorsFolder(folder), sorted(ModelSpec.from_folder(folder).list_hf_names())
+    return [(name, weights[name] * 1.1 + 0.02 * torch.randn(weights[name].shape)) for name in names]
+
+
+def compare_over_syncs(folder: str, prompts, measured) -> None:
+    """Compare engines of one and two devices before an update, after one in many buckets, and after one of which the
+    first half came twice, of other weights the first time."""
+    one, two = start(folder, 1), start(folder, 2)
+    differences = [compare_engines(one, two, prompts, seed) for seed in (1, 2)]
+    before = ask(two.generate, prompts, sampling(3))
+    for worker in (one, two):
+        send(worker, change(folder, 5), 100_000)
+    differences += [compare_engines(one, two, prompts, 3)]
+    assert ask(two.generate, prompts, sampling(3)) != before, "the update shows"
+    half = list(pack_buckets(iter(change(folder, 6)), 100_000))
+    for bucket, _ in half[: len(half) // 2]:
+        ask(two.load_weights, bucket, 2, False)
+    for worker in (one, two):
+        send(worker, change(folder, 7), 100_000)
+    differences += [compare_engines(one, two, prompts, 4)]
+    end(one, two)
+    measured({"two devices against one": max(differences)})
+    assert max(differences) <= 1e-5
+
+
+@pytest.mark.large
+def test_two_devices_sample_what_one_does(cluster, make_hf_model, measured):
+    compare_over_syncs(make_hf_model("qwen2", True), PROMPTS, measured)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
+def test_two_devices_of_an_untied_model(cluster, make_hf_model, measured, name):
+    compare_over_syncs(make_hf_model(name, False), PROMPTS, measured)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_two_devices_see_images(cluster, tmp_path, measured, family):
+    """With Gemma 3 the rule of images is installed in processes that this test's worker did not start itself."""
+    folder = make_tiny_model(tmp_path / "model", family)
+    (tmp_path / "images").mkdir()
+    prompts = make_prompts(ModelSpec.from_folder(folder), make_images(tmp_path / "images"))
+    compare_over_syncs(folder, prompts, measured)
+
+
+def find_processes(worker) -> list:
+    """The engine's process, and those of its devices."""
+    import psutil
+
+    engine = psutil.Process(ask(worker.__ray_call__, lambda _: os.getpid()))
+    return [engine, *(child for child in engine.children() if "VLLM::Worker" in " ".join(child.cmdline()))]
+
+
+def wait_for_end(processes: list) -> list:
+    """Those of the processes that are left after ``GONE_S``."""
+    import psutil
+
+    return psutil.wait_procs(processes, timeout=GONE_S)[1]
+
+
+@pytest.mark.large
+def test_an_engine_that_is_killed_leaves_no_process(cluster, make_hf_model):
+    """Not even one that stands still, and would hear of nothing."""
+    before = set(SHARED.iterdir())
+    worker = start(make_hf_model("qwen2", True), 2)
+    engine, *devices = processes = find_processes(worker)
+    assert len(devices) == 2
+    devices[0].suspend()
+    engine.send_signal(signal.SIGKILL)
+    assert wait_for_end(processes) == []
+    left = [path.name for path in set(SHARED.iterdir()) - before]
+    assert [name for name in left if not name.startswith("sem.")] == [], "a lock of four kilobytes apart"
+
+
+@pytest.mark.product
+def test_an_engine_that_loses_a_device_ends(cluster, make_hf_model):
+    """So that it is found like any process that died, and not waited for."""
+    worker = start(make_hf_model("qwen2", True), 2)
+    processes = find_processes(worker)
+    assert len(processes) == 3
+    processes[2].send_signal(signal.SIGKILL)
+    assert wait_for_end(processes) == []

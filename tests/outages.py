@@ -1,0 +1,284 @@
+"""Runs that lose processes and go on: each must end with the metrics of the run that lost none.
+
+    python tests/outages.py                            # every one of OUTAGES and the control, ten minutes on two cores
+    python tests/outages.py engine-sync rank-stopped   # some of them
+    python tests/outages.py node-rollout node-update   # the loss of a node, in a cluster of its own
+    python tests/outages.py --json outages.json        # the figures of all of them, for a table
+    python tests/outages.py --calm 15                  # minutes under the load of 20 processes: nobody may be ended
+
+Each run has a real Ray, two trainer ranks and two vLLM engines. It is told whom to kill or to stop, and in which step
+and phase. Workers that were not lost are handed on from run to run.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from kill_chain import make_config, read_metrics_without_times, read_weights, reward
+
+from rlworker.config.run import RunConfig, TrainingConfig
+from rlworker.config.sections import RecoveryConfig, RewardConfig
+from rlworker.config.sft import SftConfig
+from rlworker.errors import RunError
+
+STEPS = 5
+STALL_TIMEOUT_S = 20.0
+NAMED_S, NODE_NAMED_S = 10.0, 40.0
+"""Seconds that may pass, beyond the stall timeout, until one that stands still is named; and until Ray misses one."""
+LOAD = 20
+BUCKET_BYTES = 2**16
+"""So small that an update of the model takes several."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A worker that is lost.
+
+    Attributes:
+        delay_ms: into the phase; 0 is before it begins. resends: whether a new engine gets the weights.
+        supervised: whether the run has no rollouts.
+    """
+
+    victim: str
+    stops: bool
+    step: int
+    phase: str
+    delay_ms: float = 0.0
+    resends: bool = True
+    supervised: bool = False
+
+
+OUTAGES = {
+    "engine-generate": Outage("rollout engine 1", False, 3, "rollout", 20),
+    "engine-sync": Outage("rollout engine 0", False, 3, "sync", 15),
+    "engine-canary": Outage("rollout engine 1", False, 3, "canary"),
+    "rank-update": Outage("actor rank 1", False, 4, "update", 20),
+    "rank-save": Outage("actor rank 0", False, 4, "save", 60),
+    "rank-first-step": Outage("actor rank 0", False, 1, "update"),
+    "engine-stopped": Outage("rollout engine 0", True, 3, "rollout"),
+    "engine-stopped-sync": Outage("rollout engine 1", True, 3, "sync"),
+    "rank-stopped": Outage("actor rank 1", True, 3, "update"),
+    "rank-supervised": Outage("actor rank 1", False, 4, "update", supervised=True),
+    "reward-stopped": Outage("reward worker 0", True, 3, "reward"),
+}
+NODES = {"node-rollout": Outage("node", False, 3, "rollout"), "node-update": Outage("node", False, 4, "update")}
+"""Outages of all workers of a node, while another one is free. Both are Ray's on this machine, with its address."""
+CONTROL = Outage("rollout engine 1", False, 3, "rollout", resends=False)
+
+
+def make_outage_config(folder: Path, name: str, supervised: bool = False) -> TrainingConfig:
+    """Make the settings of a run, saved after every other step; one of RL has two engines."""
+    config = make_config(folder, name, STEPS)
+    recovery = RecoveryConfig(stall_timeout_s=STALL_TIMEOUT_S, restarts=2)
+    if not supervised:
+        rollout, rewards = replace(config.rollout, engines=2), RewardConfig(workers=2, time_limit_s=5.0)
+        return replace(config, rollout=rollout, recovery=recovery, reward=rewards)
+    same = {name: getattr(config, name) for name in ("model", "run_dir", "data", "actor", "steps", "checkpoint")}
+    return SftConfig(**same, recovery=recovery, rows_per_step=8, max_answer_tokens=8)
+
+
+def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], None] | None = None) -> dict[str, float]:
+    """Run to the end, with a victim that is struck as ``outage`` says. Returns times: struck, named, replaced."""
+    import ray
+
+    import rlworker.trainers.rl as rl
+    from rlworker.cluster.rollout_group import Rollouts
+    from rlworker.trainers.outages import Outages
+    from rlworker.trainers.sft import SftTrainer
+
+    times: dict[str, float] = {}
+    is_rl = isinstance(config, RunConfig)
+    kind: Any = rl.Trainer if is_rl else SftTrainer
+
+    class Struck(kind):
+        def start(self):
+            super().start()
+            if outage and not kill_node:
+                victim = self.name_workers()[outage.victim]
+                (self.pid,) = ray.get([victim.__ray_call__.remote(lambda _: os.getpid())])
+
+        def strike(self):
+            if kill_node:
+                kill_node()
+                times["struck"] = time.monotonic()
+                return
+            times["struck"] = time.monotonic()
+            os.kill(self.pid, signal.SIGSTOP if outage and outage.stops else signal.SIGKILL)
+
+        def send_weights(self, engines):
+            if not outage or outage.resends:
+                super().send_weights(engines)
+
+        @contextmanager
+        def _phase(self, clock, name):
+            done = self.steps_done if name == "save" else self.steps_done + 1
+            if outage and "struck" not in times and self.has_begun and (name, done) == (outage.phase, outage.step):
+                if outage.delay_ms:
+                    threading.Timer(outage.delay_ms / 1000, self.strike).start()
+                else:
+                    self.strike()
+            with super()._phase(clock, name):
+                yield
+            if name == "restore" and "named" in times:
+                times["replaced"] = time.monotonic()
+
+    note, replace_engines = Outages.note, Rollouts.replace
+
+    def note_named(self, where, lost):
+        times.setdefault("named", time.monotonic())
+        note(self, where, lost)
+
+    def replace_timed(self, lost):
+        replace_engines(self, lost)
+        times["replaced"] = time.monotonic()
+
+    make = partial(Struck, config, *([reward] if is_rl else []))
+    noting, replacing = patch.object(Outages, "note", note_named), patch.object(Rollouts, "replace", replace_timed)
+    with noting, replacing, patch.object(rl, "BUCKET_BYTES", BUCKET_BYTES), make() as trainer:
+        trainer.fit()
+    return times
+
+
+def check_whole(run: Path) -> None:
+    """Check that the run that lost nobody learned at every step: else a lost update would not show."""
+    lines = read_metrics_without_times(run)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert all(line["grad_norm"] > 1e-3 for line in lines[1:]), lines
+
+
+def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None) -> dict[str, float]:
+    """Play an outage and compare with the run that lost nobody. Returns the seconds until it was named and repaired.
+
+    Raises:
+        AssertionError: the run's metrics or weights differ, or the outage was named late, or another one was.
+        RunError: the run did not go on.
+    """
+    outage = (OUTAGES | NODES)[name]
+    whole = "whole-supervised" if outage.supervised else "whole"
+    if not (folder / whole).exists():
+        run(make_outage_config(folder, whole, outage.supervised), None)
+        check_whole(folder / whole)
+    times = run(make_outage_config(folder, name, outage.supervised), outage, kill_node)
+    lines = (folder / name / "outages.jsonl").read_text().splitlines()
+    lost = [json.loads(line)["lost"] for line in lines]
+    assert kill_node or any(outage.victim in each for each in lost), lost
+    assert all(json.loads(line)["where"].startswith("step ") for line in lines), lines
+    assert f"<th>outages</th><td>{len(lines)}</td>" in (folder / name / "report.html").read_text()
+    assert read_metrics_without_times(folder / name) == read_metrics_without_times(folder / whole)
+    ends = [read_weights(folder / each / "checkpoints" / f"step_{STEPS}") for each in (whole, name)]
+    assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
+    named = times["named"] - times["struck"]
+    assert named < outage.stops * STALL_TIMEOUT_S + (NODE_NAMED_S if kill_node else NAMED_S), (
+        f"named after {named:.1f} s"
+    )
+    seconds = {"replaced": round(times["replaced"] - times["named"], 1)} if "replaced" in times else {}
+    return {"lost": lost, "named": round(named, 1)} | seconds
+
+
+@contextmanager
+def open_nodes() -> Iterator[Callable[[], None]]:
+    """Connect to a cluster of two nodes that a run fills; yields what kills the one without the driver."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    nodes = [cluster.add_node(num_cpus=2)]
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+
+    def kill_node() -> None:
+        nodes.append(cluster.add_node(num_cpus=2))
+        cluster.remove_node(nodes.pop(0), allow_graceful=False)
+
+    try:
+        yield kill_node
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def play_nodes(folder: Path, names: list[str]) -> None:
+    """Lose a node in each run; the metrics are those of a run on both."""
+    with open_nodes() as kill_node:
+        for name in names:
+            print(name, play(folder, name, kill_node), flush=True)
+
+
+def check_control(folder: Path) -> str:
+    """Check that a new engine which gets no weights is noticed: without that, equal metrics would say little."""
+    try:
+        run(make_outage_config(folder, "control"), CONTROL)
+    except RunError as error:
+        assert "samples of weights [0, 2], expected version 2" in str(error), error
+        return str(error)
+    raise AssertionError("nobody noticed the engine without weights")
+
+
+def stay_calm(folder: Path, minutes: float) -> None:
+    """Run under load, with a stall timeout of seconds: no worker may be taken for one that stands still."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOAD)]
+    try:
+        end, runs = time.monotonic() + 60 * minutes, 0
+        while time.monotonic() < end:
+            run(make_outage_config(folder, f"calm{runs}"), None)
+            assert not (folder / f"calm{runs}" / "outages.jsonl").exists()
+            runs += 1
+        print(f"{minutes} minutes under a load of {LOAD}, {runs} runs, no false alarm", os.getloadavg())
+    finally:
+        for process in spinning:
+            process.kill()
+
+
+def play_all(folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    """Play outages one after another: a row of a table for each."""
+    rows = []
+    for name in names:
+        start = time.monotonic()
+        result = check_control(folder) if name == "control" else play(folder, name)
+        print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
+        if isinstance(result, dict):
+            outage, fate = OUTAGES[name], "stopped" if OUTAGES[name].stops else "killed"
+            row = {"lost": outage.victim + " (supervised)" * outage.supervised, "by": fate, "in": outage.phase}
+            row |= {"named after s": result["named"], "replaced after s": result.get("replaced", "")}
+            rows.append(row | {"metrics and weights": "those of the run that lost none"})
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    from recipes.common.addition import make_data, make_model
+    from rlworker.cluster.ray import running_ray
+    from rlworker.cluster.worker_pool import keeping_workers
+    from rlworker.tracking.provenance import collect_provenance
+
+    with tempfile.TemporaryDirectory() as place, ExitStack() as running:
+        folder = Path(place)
+        make_data(folder / "data")
+        make_model(folder / "model", seed=0)
+        if arguments and set(arguments) <= NODES.keys():
+            play_nodes(folder, arguments)
+            return
+        running.enter_context(running_ray(8, "cpu"))
+        if arguments[:1] == ["--calm"]:  # where every run starts its own processes
+            stay_calm(folder, float(arguments[1]))
+            return
+        output = Path(arguments[1]) if arguments[:1] == ["--json"] else None
+        with keeping_workers():
+            rows = play_all(folder, [*OUTAGES, "control"] if output or not arguments else arguments)
+        if output:
+            head = asdict(collect_provenance("cpu"))
+            output.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

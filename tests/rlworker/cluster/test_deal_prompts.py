@@ -1,0 +1,34 @@
+"""Which engine takes which prompts."""
+
+import numpy as np
+import pytest
+
+from engines.batch.samples import Sampling
+
+
+def deal(lengths: list[int], engines: int, expected: float, count: int = 4) -> list[list[int]]:
+    from rlworker.cluster.rollout_group import deal_prompts
+
+    return deal_prompts(lengths, Sampling(count, 1.0, 64, (0,), (), expected), engines)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3, 5])
+def test_every_prompt_goes_to_one_engine_in_order(engines):
+    lengths = np.random.default_rng(0).integers(1, 500, 40).tolist()
+    parts = deal(lengths, engines, 20.0)
+    assert sorted(p for part in parts for p in part) == list(range(40))
+    assert all(part == sorted(part) and part for part in parts)
+    assert parts == deal(lengths, engines, 20.0), "dealt alike at any time"
+
+
+def test_one_engine_takes_all_and_equal_prompts_go_round():
+    assert deal([5, 900, 1], 1, 10.0) == [[0, 1, 2]]
+    assert deal([7] * 6, 2, 10.0) == [[0, 2, 4], [1, 3, 5]]
+    assert deal([7], 2, 10.0) == [[0], []]
+
+
+def test_long_prompts_are_spread_and_completions_count():
+    """By hand: 100 to the first engine, 60 and 30 to the second, and the 10 to that one; where completions are long,
+    each takes two."""
+    assert deal([100, 60, 30, 10], 2, 0.0) == [[0], [1, 2, 3]]
+    assert deal([100, 60, 30, 10], 2, 50.0) == [[0, 3], [1, 2]]
