@@ -44,12 +44,15 @@ def digest_text(text: str) -> FileDigest:
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Digest a file, some megabytes of it in memory at a time. Raises OSError where it cannot be read."""
+    """Digest a file, some megabytes of it in memory at a time. Raises OSError, with its path, if it cannot be read."""
     state, size, room = xxhash.xxh3_128(), 0, memoryview(bytearray(_READ_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(room):
-            state.update(room[:count])
-            size += count
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(room):
+                state.update(room[:count])
+                size += count
+    except OSError as error:  # that of a read says nothing of the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return FileDigest(size, state.hexdigest())
 
 
@@ -116,7 +119,10 @@ def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> 
         else:
             damage.append(f"{name} has {size} bytes, expected {expected[name].size}")
     if digest:
-        got = digest(checkpoint, whole)
+        try:
+            got = digest(checkpoint, whole)
+        except OSError as error:  # of a disk that fails; what Ray brings from a rank ends with it
+            return [*damage, f"a file cannot be read: {str(error).splitlines()[-1]}"]
         damage += [
             f"{name} has the digest {got[name].digest}, expected {expected[name].digest}"
             for name in whole

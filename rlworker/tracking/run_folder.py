@@ -163,10 +163,10 @@ class RunFolder:
         if not (self.path / "config.json").exists():
             _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
             return None, f"run: begins in {self.path}" + (", which holds none to resume" if config.resume else "")
-        self._clear_leftovers()
         newest = self.find_newest()
         if newest and (damage := _find_damage(newest, digest)):
             raise RunError(self._explain_damage(newest, damage))
+        self._clear_leftovers()
         state: dict[str, Any] | None = _read_state(newest) | {"folder": str(newest)} if newest else None
         metrics = self.path / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []

@@ -191,6 +191,21 @@ def test_the_ranks_are_asked_for_what_they_are_to_read(run):
     assert asked == [(checkpoint, ["actor/__0_0.distcp", "actor/__1_0.distcp", "trainer.json"])]
 
 
+def test_a_file_that_cannot_be_read_is_damage(run, monkeypatch):
+    """Of a disk that fails: the checkpoint before it is found."""
+    newest, read = run.find_newest(), digests.digest_file
+
+    def fail(path):
+        if path.parent.parent == newest and path.name == "__1_0.distcp":
+            path = path.parent  # opens, and is read by nobody
+        return read(path)
+
+    monkeypatch.setattr(digests, "digest_file", fail)
+    good, (damage,) = run.find_newest_good()
+    said = f"is damaged: a file cannot be read: [Errno 21] Is a directory: {str(newest / 'actor')!r}"
+    assert good.name == "step_4" and damage.endswith(said)
+
+
 def test_a_large_file_is_read_in_parts(tmp_path, monkeypatch):
     """The digest is that of the whole, whatever the parts."""
     import xxhash
