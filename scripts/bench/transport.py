@@ -225,12 +225,11 @@ def main() -> None:
     )
     with TemporaryDirectory() as folder, running_ray(STAGES + rollout.devices, DEFAULT_PLATFORM):
         model = ModelSpec.from_folder(make_tiny_text(Path(folder), "qwen2", 1024, **SIZES))
-        with Rollouts(DEFAULT_PLATFORM, rollout.engines, rollout.tp) as rollouts:
-            rollouts.start(model, rollout)
-            role = Role("actor", model, MegatronConfig(ranks=STAGES, pp=STAGES), trainable=False)
-            with StartingGroup("actor", DEFAULT_PLATFORM, (role,), seed=0) as starting:
-                group = starting.wait()["actor"]
-                figures = measure_ways(group, rollouts.wait(), OPTIONS.rounds)
+        role = Role("actor", model, MegatronConfig(ranks=STAGES, pp=STAGES), trainable=False)
+        with StartingGroup("actor", DEFAULT_PLATFORM, (role,), seed=0) as starting:
+            group = starting.wait()["actor"]  # first, so that Ray fills this machine with them
+            with Rollouts(DEFAULT_PLATFORM, rollout.engines, rollout.tp) as rollouts:
+                figures = measure_ways(group, rollouts.start(model, rollout).wait(), OPTIONS.rounds)
         megabytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 1e6
     rows = []
     for way, pairs in figures.items():
