@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: list[ActorHandle], version: int) -> None:
-    """Send every bucket to every rollout worker, each of which loads it while the next one is gathered and packed.
+    """Send every bucket to every rollout worker, each of which loads it while the next is gathered, packed and sent.
 
     No more than two buckets are on their way. All of them are taken even after a worker failed: gathering them is a
     collective, in which the other ranks would wait for this one.
@@ -23,15 +23,16 @@ def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: list[Ac
         buckets: ``(bucket, is_last)``, as ``pack_buckets`` makes them.
 
     Raises:
-        RayError: the first failure of a rollout worker, after which nothing was sent.
+        RayError: the first failure of a rollout worker, after which no more was sent.
     """
     failure, loading = None, []
     for bucket, last in buckets:
         if failure:
             continue
-        reference = ray.put(bucket)
-        if not (failure := _wait(loading)):
-            loading = [rollout.load_weights.remote(reference, version, last) for rollout in rollouts]
+        reference, before = ray.put(bucket), loading
+        # Called before the one before is loaded: its bytes are then on their way to other nodes meanwhile.
+        loading = [rollout.load_weights.remote(reference, version, last) for rollout in rollouts]
+        failure = _wait(before)
     if failure := failure or _wait(loading):
         raise failure
 

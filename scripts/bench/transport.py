@@ -10,7 +10,7 @@ A Qwen2 of 500 MB in fp32 on two pipeline stages of Megatron, and vLLM, which lo
 
 On all of them buckets have checksums, every name must arrive and a prompt's logprobs must be the same afterwards. CPU
 seconds are those of all processes that this one started, Ray's own among them. RAY_ADDRESS names a cluster of several
-machines; --interface is then the network interface of the broadcast.
+machines, where they are not counted; --interface is then the network interface of the broadcast.
 """
 
 import os
@@ -176,6 +176,10 @@ def change_weights(worker) -> None:
             parameter.mul_(1.01)
 
 
+def find_node(worker) -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
 def call(workers: list, function, *args) -> list:
     return [worker.__ray_call__.remote(function, *args) for worker in workers]
 
@@ -230,6 +234,7 @@ def main() -> None:
             group = starting.wait()["actor"]  # first, so that Ray fills this machine with them
             with Rollouts(DEFAULT_PLATFORM, rollout.engines, rollout.tp) as rollouts:
                 figures = measure_ways(group, rollouts.start(model, rollout).wait(), OPTIONS.rounds)
+                machines = len(set(ray.get(call([*group.workers, *rollouts.workers], find_node))))
         megabytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 1e6
     rows = []
     for way, pairs in figures.items():
@@ -238,10 +243,9 @@ def main() -> None:
             f"{megabytes:.0f} MB {way}: {seconds:.2f} s, {megabytes / seconds:.0f} MB/s, {cpu:.2f} CPU s; rounds "
             + " ".join(f"{wall:.2f}" for wall, _ in pairs)
         )
-        rows.append(
-            {"way": way, "MB": round(megabytes, 1), "engines": rollout.engines, "tp": rollout.tp}
-            | {"s": seconds, "MB/s": megabytes / seconds, "CPU s": cpu}
-        )
+        sizes = {"machines": machines, "engines": rollout.engines, "tp": rollout.tp, "MB": round(megabytes, 1)}
+        counted = cpu if machines == 1 else "not counted"
+        rows.append({"way": way} | sizes | {"s": seconds, "MB/s": megabytes / seconds, "CPU s": counted})
     write_figures(OPTIONS.json, rows)
 
 
