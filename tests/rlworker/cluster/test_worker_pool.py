@@ -69,7 +69,7 @@ def test_one_that_does_not_close_is_ended(keeping, monkeypatch):
 
 
 def test_those_without_a_run_give_way_where_there_is_no_room_for_others(keeping, monkeypatch):
-    monkeypatch.setattr("rlworker.cluster.worker_pool.list_ray_resources", lambda platform: {"place": 1})
+    monkeypatch.setattr("rlworker.cluster.worker_pool.list_ray_resources", lambda platform, devices: {"place": devices})
     monkeypatch.setattr("ray.cluster_resources", lambda: {"place": 3.0})
     first = used("well", "well")
     assert used("other", "well")[1] in first, "there is a third place"
