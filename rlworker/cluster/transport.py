@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 if TYPE_CHECKING:
     from engines.weight_sync import WeightBucket
@@ -17,30 +17,33 @@ def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: list[Ac
     """Send every bucket to every rollout worker, each of which loads it while the next is gathered, packed and sent.
 
     No more than two buckets are on their way. All of them are taken even after a worker failed: gathering them is a
-    collective, in which the other ranks would wait for this one.
+    collective, in which the other ranks would wait for this one. A worker that dies is left out from there on.
 
     Args:
         buckets: ``(bucket, is_last)``, as ``pack_buckets`` makes them.
 
     Raises:
-        RayError: the first failure of a rollout worker, after which no more was sent.
+        RayError: the first error that a rollout worker raised, after which no more was sent.
     """
-    failure, loading = None, []
+    alive, failure, loading = dict(enumerate(rollouts)), None, {}
     for bucket, last in buckets:
         if failure:
             continue
         reference, before = ray.put(bucket), loading
         # Called before the one before is loaded: its bytes are then on their way to other nodes meanwhile.
-        loading = [rollout.load_weights.remote(reference, version, last) for rollout in rollouts]
-        failure = _wait(before)
-    if failure := failure or _wait(loading):
+        loading = {index: each.load_weights.remote(reference, version, last) for index, each in alive.items()}
+        failure = _wait(before, alive)
+    if failure := failure or _wait(loading, alive):
         raise failure
 
 
-def _wait(loading: list[Any]) -> RayError | None:
-    """Wait for workers to have loaded a bucket; returns the first failure."""
-    try:
-        ray.get(loading)
-    except RayError as error:
-        return error
+def _wait(loading: dict[int, Any], alive: dict[int, ActorHandle]) -> RayError | None:
+    """Wait for workers to have loaded a bucket, and drop those that died; returns the first failure of another kind."""
+    for index, call in loading.items():
+        try:
+            ray.get(call)
+        except RayActorError:
+            alive.pop(index, None)  # whoever asks it next hears so
+        except RayError as error:
+            return error
     return None

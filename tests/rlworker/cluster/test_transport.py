@@ -1,5 +1,6 @@
 """Buckets on their way to rollout workers: what overlaps, and what becomes of the rest when a worker fails."""
 
+import os
 import time
 
 import pytest
@@ -8,12 +9,14 @@ pytestmark = pytest.mark.usefixtures("by_value")
 
 
 class Receiver:
-    """Stands for a rollout worker: it takes a while to load a bucket, and fails at one."""
+    """Stands for a rollout worker: it takes a while to load a bucket, and fails or dies at one."""
 
-    def __init__(self, seconds: float = 0.0, fails_at: int | None = None):
-        self.seconds, self.fails_at, self.loaded = seconds, fails_at, []
+    def __init__(self, seconds: float = 0.0, fails_at: int | None = None, dies_at: int | None = None):
+        self.seconds, self.fails_at, self.dies_at, self.loaded = seconds, fails_at, dies_at, []
 
     def load_weights(self, bucket: int, version: int, last: bool) -> None:
+        if bucket == self.dies_at:
+            os._exit(1)
         if bucket == self.fails_at:
             raise ValueError(f"bucket {bucket} is damaged")
         time.sleep(self.seconds)
@@ -66,3 +69,17 @@ def test_after_a_failure_no_more_is_sent_and_all_is_made(receivers):
         send_buckets(make_buckets(made), receivers, 7)
     assert len(made) == 5
     assert [bucket for bucket, *_ in ray.get(receivers[0].get_loaded.remote())] == [0, 1, 2, 3]
+
+
+def test_a_worker_that_dies_is_left_out(cluster, receivers):
+    import ray
+
+    from rlworker.cluster.transport import send_buckets
+
+    dying = ray.remote(num_cpus=0)(Receiver).remote(dies_at=1)
+    made = []
+    send_buckets(make_buckets(made), [dying, receivers[0]], 7)
+    assert len(made) == 5
+    assert [bucket for bucket, *_ in ray.get(receivers[0].get_loaded.remote())] == [0, 1, 2, 3, 4]
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(dying.get_loaded.remote())
