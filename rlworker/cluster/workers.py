@@ -193,10 +193,11 @@ class RolloutWorker(_Worker):
         from hardware.platforms import get_platform
 
         self.index, self.platform = index, get_platform(platform)
-        # Ray gives a process as many threads as it has CPUs, which the processes of its devices share.
-        threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")) // devices)
-        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-        os.environ.update(self.platform.get_rollout_env() | own)
+        os.environ.update(self.platform.get_rollout_env() | {"HF_HUB_OFFLINE": "1"})
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        if devices > 1 and threads.isdecimal():
+            # Ray gives a process as many as it has CPUs; those of the devices share them.
+            os.environ["OMP_NUM_THREADS"] = str(max(1, int(threads) // devices))
 
     def __repr__(self) -> str:
         return f"rollout engine {self.index}"

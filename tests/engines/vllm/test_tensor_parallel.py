@@ -29,22 +29,19 @@ def sampling(seed: int) -> Sampling:
 
 
 def start(folder: str, tp: int):
-    """An engine of so many devices, whose process is this test's own."""
-    import ray
-
+    """An engine of so many devices."""
+    from rlworker.cluster.worker_pool import start_workers
     from rlworker.cluster.workers import RolloutWorker
 
-    worker = ray.remote(RolloutWorker).options(num_cpus=tp).remote("cpu", 0, tp)
+    (worker,) = start_workers(RolloutWorker, "cpu", [(0, tp)], tp)
     ask(worker.start, ModelSpec.from_folder(folder), replace(CONFIG, tp=tp))
     return worker
 
 
-def end(*workers) -> None:
-    import ray
+def end(*workers, keep: bool = True) -> None:
+    from rlworker.cluster.worker_pool import end_workers
 
-    for worker in workers:
-        ask(worker.close)
-        ray.kill(worker)
+    end_workers(workers, keep)
 
 
 def compare_engines(one, two, prompts, seed: int) -> float:
@@ -131,6 +128,7 @@ def test_an_engine_that_is_killed_leaves_no_process(cluster, make_hf_model):
     devices[0].suspend()
     engine.send_signal(signal.SIGKILL)
     assert wait_for_end(processes) == []
+    end(worker, keep=False)
     left = [path.name for path in set(SHARED.iterdir()) - before]
     assert [name for name in left if not name.startswith("sem.")] == [], "a lock of four kilobytes apart"
 
@@ -143,3 +141,4 @@ def test_an_engine_that_loses_a_device_ends(cluster, make_hf_model):
     assert len(processes) == 3
     processes[2].send_signal(signal.SIGKILL)
     assert wait_for_end(processes) == []
+    end(worker, keep=False)
