@@ -1,8 +1,7 @@
 """Runs that lose processes and go on: each must end with the metrics of the run that lost none.
 
-    python tests/outages.py                            # every one of OUTAGES and the control, ten minutes on two cores
+    python tests/outages.py                            # every one of OUTAGES and NODES, and the control
     python tests/outages.py engine-sync rank-stopped   # some of them
-    python tests/outages.py node-rollout node-update   # the loss of a node, in a cluster of its own
     python tests/outages.py --json outages.json        # the figures of all of them, for a table
     python tests/outages.py --calm 15                  # minutes under the load of 20 processes: nobody may be ended
 
@@ -19,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from rlworker.errors import RunError
 STEPS = 5
 STALL_TIMEOUT_S = 20.0
 NAMED_S, NODE_NAMED_S = 10.0, 40.0
-"""Seconds that may pass, beyond the stall timeout, until one that stands still is named; and until Ray misses one."""
+"""Seconds until a lost worker is named, beyond the stall timeout for one that stands still; and until a node is."""
 LOAD = 20
 BUCKET_BYTES = 2**16
 """So small that an update of the model takes several."""
@@ -208,13 +207,6 @@ def open_nodes() -> Iterator[Callable[[], None]]:
         cluster.shutdown()
 
 
-def play_nodes(folder: Path, names: list[str]) -> None:
-    """Lose a node in each run; the metrics are those of a run on both."""
-    with open_nodes() as kill_node:
-        for name in names:
-            print(name, play(folder, name, kill_node), flush=True)
-
-
 def check_control(folder: Path) -> str:
     """Check that a new engine which gets no weights is noticed: without that, equal metrics would say little."""
     try:
@@ -240,19 +232,18 @@ def stay_calm(folder: Path, minutes: float) -> None:
             process.kill()
 
 
-def play_all(folder: Path, names: list[str]) -> list[dict[str, Any]]:
-    """Play outages one after another: a row of a table for each."""
-    rows = []
+def play_all(folder: Path, names: list[str], kill_node: Callable[[], None] | None = None) -> Iterator[dict[str, Any]]:
+    """Play outages one after another: yields a row of a table for each."""
     for name in names:
         start = time.monotonic()
-        result = check_control(folder) if name == "control" else play(folder, name)
+        result = check_control(folder) if name == "control" else play(folder, name, kill_node)
         print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
         if isinstance(result, dict):
-            outage, fate = OUTAGES[name], "stopped" if OUTAGES[name].stops else "killed"
-            row = {"lost": outage.victim + " (supervised)" * outage.supervised, "by": fate, "in": outage.phase}
+            outage = (OUTAGES | NODES)[name]
+            row = {"lost": outage.victim + ", supervised" * outage.supervised}
+            row |= {"by": "SIGSTOP" if outage.stops else "SIGKILL", "in": outage.phase}
             row |= {"named after s": result["named"], "replaced after s": result.get("replaced", "")}
-            rows.append(row | {"metrics and weights": "those of the run that lost none"})
-    return rows
+            yield row | {"metrics and weights": "those of the run that lost none"}
 
 
 def main(arguments: list[str]) -> None:
@@ -261,23 +252,25 @@ def main(arguments: list[str]) -> None:
     from rlworker.cluster.worker_pool import keeping_workers
     from rlworker.tracking.provenance import collect_provenance
 
-    with tempfile.TemporaryDirectory() as place, ExitStack() as running:
-        folder = Path(place)
+    head = asdict(collect_provenance("cpu"))
+    output = Path(arguments[1]) if arguments[:1] == ["--json"] else None
+    names = [*OUTAGES, "control", *NODES] if output or not arguments else arguments
+    with tempfile.TemporaryDirectory() as place:
+        folder, rows = Path(place), []
         make_data(folder / "data")
         make_model(folder / "model", seed=0)
-        if arguments and set(arguments) <= NODES.keys():
-            play_nodes(folder, arguments)
+        if arguments[:1] == ["--calm"]:
+            with running_ray(8, "cpu"):  # where every run starts its own processes
+                stay_calm(folder, float(arguments[1]))
             return
-        running.enter_context(running_ray(8, "cpu"))
-        if arguments[:1] == ["--calm"]:  # where every run starts its own processes
-            stay_calm(folder, float(arguments[1]))
-            return
-        output = Path(arguments[1]) if arguments[:1] == ["--json"] else None
-        with keeping_workers():
-            rows = play_all(folder, [*OUTAGES, "control"] if output or not arguments else arguments)
-        if output:
-            head = asdict(collect_provenance("cpu"))
-            output.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
+        if alone := [name for name in names if name not in NODES]:
+            with running_ray(8, "cpu"), keeping_workers():
+                rows += play_all(folder, alone)
+        if apart := [name for name in names if name in NODES]:
+            with open_nodes() as kill_node:
+                rows += play_all(folder, apart, kill_node)
+    if output:
+        output.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

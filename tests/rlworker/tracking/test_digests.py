@@ -215,3 +215,18 @@ def test_a_large_file_is_read_in_parts(tmp_path, monkeypatch):
     for size in (1, 100, 10_001, 2**20):
         monkeypatch.setattr(digests, "_READ_BYTES", size)
         assert digests.digest_file(tmp_path / "file") == FileDigest(10_001, xxhash.xxh3_128(data).hexdigest())
+
+
+def test_a_run_that_goes_back_leaves_damaged_checkpoints_behind(run):
+    """They are kept, and the run goes on from the newest that is whole: nobody is there to be asked."""
+    checkpoints = run.path / "checkpoints"
+    flip(checkpoints / "step_6" / "actor" / "__0_0.distcp", 3, 1)
+    (line,) = run.leave_damaged(digest_files)
+    assert "__0_0.distcp has the digest" in line and line.endswith("; kept as step_6.damaged")
+    state, _ = run.begin(RunConfig(), None)
+    assert state and state["step"] == 4 and run.leave_damaged(digest_files) == []
+    assert [path.name for path in run.list_checkpoints()] == ["step_2", "step_4"]
+    assert (checkpoints / "step_6.damaged" / "actor" / "__0_0.distcp").exists()
+    for step in (2, 4):
+        flip(checkpoints / f"step_{step}" / "trainer.json", 0, 1)
+    assert len(run.leave_damaged(digest_files)) == 2 and run.begin(RunConfig(), None)[0] is None

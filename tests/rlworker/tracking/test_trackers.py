@@ -127,6 +127,20 @@ def test_tensorboard_goes_on_after_the_checkpoint(tmp_path, resumed_at):
     assert tensorboard_scalars(tmp_path)["reward"] == want
 
 
+def test_steps_that_come_again_are_in_metrics_alone(tmp_path):
+    """A run that goes back has cut metrics.jsonl; trackers have these numbers already."""
+    metrics = tmp_path / "metrics.jsonl"
+    with RunLog(tmp_path, 4, 0, Trackers(["tensorboard"], TrackedRun(tmp_path, 0, {}))) as log:
+        for step in range(4):
+            log.step(step, {"reward": step / 8})
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+        log.go_back(1)
+        for step in range(2, 5):
+            log.step(step, {"reward": step / 8})
+    assert [(line["step"], line["reward"]) for line in read_metrics(tmp_path)] == [(s, s / 8) for s in range(5)]
+    assert tensorboard_scalars(tmp_path)["reward"] == [(s, s / 8) for s in range(5)]
+
+
 def test_wandb_has_the_numbers_and_a_resumed_run_goes_on(wandb_runs):
     folder, _, said = wandb_runs
     first, second = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
