@@ -153,7 +153,11 @@ def _name_shares(part: DistributedOptimizer, model: dict, is_loading: bool) -> d
 def _join_shares(state: dict) -> dict:
     """Put the boxes that were loaded of each share together, as Megatron takes it."""
     joined = {
-        place: {kind: torch.cat([box.flatten() for box in boxes]) for kind, boxes in kinds.items()}
+        # Most parameters lie whole on one rank, as one box that needs no copy.
+        place: {
+            kind: torch.cat([b.flatten() for b in boxes]) if boxes[1:] else boxes[0].flatten()
+            for kind, boxes in kinds.items()
+        }
         for place, kinds in state["param_state"].items()
     }
     return state | {"param_state": joined, "param_state_sharding_type": _BY_SHARES}

@@ -2,7 +2,7 @@
 
     python scripts/bench/checkpoint.py [--ranks 4] [--tiny] [--json FILE]
 
-A Qwen2 of 29 million parameters at data parallelism 4: 115 MB a rank. Three ways in turn within one run: every rank
+A Qwen2 of 28 million parameters at data parallelism 4: 111 MB a rank. Three ways in turn within one run: every rank
 gathers the optimizer's whole state and rank 0 writes it, which is what Megatron-core does; the same with the writing
 dealt out by Megatron's FullyParallelSaveStrategyWrapper; and ours, in which a rank writes what it owns. Medians.
 Extra memory is the largest resident size of any rank above that before; files are read from the page cache.

@@ -11,7 +11,7 @@ from support.ranks.pool import draw_address
 from engines.config import OptimizerConfig
 from rlworker.checks.huggingface import probe_loss
 
-SETTINGS = {"optimizer": OptimizerConfig(lr=1e-3)}
+SETTINGS = {"optimizer": OptimizerConfig(lr=1e-3, adam_eps=1e-5)}
 
 
 def test_boxes_are_the_elements_in_order():
@@ -31,15 +31,15 @@ def test_boxes_are_the_elements_in_order():
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
+def take_step(engine, batch) -> None:
+    engine.train_step(plan(engine, batch)[1], probe_loss, float(batch.mask.sum()))
+
+
 def save_and_load(rank: int, world: int, address: str, folder: str, out: str, settings: dict) -> dict:
     """Save as Megatron does, gathered, and by shares; load each in the other way; the weights after one step more."""
     from megatron.core import dist_checkpointing
 
     from engines.megatron.checkpoint import LAYOUT, SaveInProcess
-
-    def step(engine) -> None:
-        batch = make_batch()
-        engine.train_step(plan(engine, batch)[1], probe_loss, float(batch.mask.sum()))
 
     def name_gathered(engine, is_loading: bool) -> dict:
         model = engine.module.module.sharded_state_dict(metadata=dict(LAYOUT))
@@ -53,14 +53,14 @@ def save_and_load(rank: int, world: int, address: str, folder: str, out: str, se
         engine.schedule.load_state_dict(state["schedule"])
 
     engines = [build_engine(rank, world, address, folder, settings) for _ in range(3)]
-    step(engines[0])
+    take_step(engines[0], make_batch())
     names = engines[0].save(f"{out}/shares")
     state = name_gathered(engines[0], False)
     dist_checkpointing.save(state, f"{out}/gathered", SaveInProcess("torch_dist", 1), content_metadata=dict(LAYOUT))
     engines[1].load(f"{out}/gathered")
     load_gathered(engines[2])
     for engine in engines:
-        step(engine)
+        take_step(engine, make_batch())
     weights = [{name: tensor.clone() for name, tensor in engine.export_weights()} for engine in engines]
     return {"names": names, "weights": weights}
 
@@ -83,6 +83,36 @@ def test_every_rank_writes_its_share_of_what_megatron_stores(two_ranks, make_hf_
     assert largest["shares"] <= 1.2
     if not settings:
         assert largest["gathered"] == 2, "rank 0 would write alone"
+
+
+def resume_at_other_sizes(rank, world, addresses, folder, target, before, after):
+    """Weights after two steps, and after one, a save, a load at other sizes and one more."""
+    batch, weights = make_batch(), []
+    engine = build_engine(rank, world, addresses[0], folder, SETTINGS | before)
+    take_step(engine, batch)
+    engine.save(target)
+    for place, settings in enumerate((before, after)):
+        if place:
+            engine = build_engine(rank, world, addresses[1], folder, SETTINGS | settings)
+            engine.load(target)
+        take_step(engine, batch)
+        weights.append({name: tensor.clone() for name, tensor in engine.export_weights()})
+    return weights
+
+
+SIZES = [({}, {"tp": 2, "pp": 2}), ({"tp": 2, "cp": 2}, {"pp": 2}), ({"pp": 2}, {"tp": 4})]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("before", "after"), SIZES, ids=str)
+def test_shares_of_four_ranks_are_read_at_other_sizes(four_ranks, make_hf_model, tmp_path, before, after):
+    addresses = draw_address(), draw_address()
+    ranks = four_ranks.run(resume_at_other_sizes, addresses, make_hf_model("qwen2", True), str(tmp_path), before, after)
+    straight = next(rank[0] for rank in ranks if rank[0])
+    resumed = next(rank[1] for rank in ranks if rank[1])
+    assert max(float((resumed[name] - straight[name]).abs().max()) for name in straight) <= 2e-6
+    if not before:
+        assert measure_largest(tmp_path) <= 1.2
 
 
 def measure_largest(folder: Path) -> float:
