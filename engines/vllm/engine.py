@@ -205,8 +205,8 @@ class VllmEngine:
                 f"weight sync: a bucket of version {version} came to an engine that has not got the first one; send "
                 "the update again from its first bucket"
             )
-        self._names |= {name for name, *_ in bucket.entries}
         self._hand_on(bucket)
+        self._names |= {name for name, *_ in bucket.entries}  # what failed is missing at the end
         if not last:
             return
         names, self._names = self._names, set()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: list[ActorHandle], version: int) -> None:
-    """Send every bucket to every rollout worker, each of which loads it while the next one is gathered and packed.
+    """Send every bucket to every rollout worker, each of which loads it while the next is gathered, packed and sent.
 
     No more than two buckets are on their way. All of them are taken even after a worker failed: gathering them is a
     collective, in which the other ranks would wait for this one. A worker that dies is left out from there on.
@@ -23,15 +23,16 @@ def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: list[Ac
         buckets: ``(bucket, is_last)``, as ``pack_buckets`` makes them.
 
     Raises:
-        RayError: the first error that a rollout worker raised, after which nothing was sent.
+        RayError: the first error that a rollout worker raised, after which no more was sent.
     """
     alive, failure, loading = dict(enumerate(rollouts)), None, {}
     for bucket, last in buckets:
         if failure:
             continue
-        reference = ray.put(bucket)
-        if not (failure := _wait(loading, alive)):
-            loading = {index: each.load_weights.remote(reference, version, last) for index, each in alive.items()}
+        reference, before = ray.put(bucket), loading
+        # Called before the one before is loaded: its bytes are then on their way to other nodes meanwhile.
+        loading = {index: each.load_weights.remote(reference, version, last) for index, each in alive.items()}
+        failure = _wait(before, alive)
     if failure := failure or _wait(loading, alive):
         raise failure
 
@@ -42,7 +43,7 @@ def _wait(loading: dict[int, Any], alive: dict[int, ActorHandle]) -> RayError | 
         try:
             ray.get(call)
         except RayActorError:
-            del alive[index]  # whoever asks it next hears so
+            alive.pop(index, None)  # whoever asks it next hears so
         except RayError as error:
             return error
     return None

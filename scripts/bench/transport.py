@@ -10,7 +10,7 @@ A Qwen2 of 500 MB in fp32 on two pipeline stages of Megatron, and vLLM, which lo
 
 On all of them buckets have checksums, every name must arrive and a prompt's logprobs must be the same afterwards. CPU
 seconds are those of all processes that this one started, Ray's own among them. RAY_ADDRESS names a cluster of several
-machines; --interface is then the network interface of the broadcast.
+machines, where they are not counted; --interface is then the network interface of the broadcast.
 """
 
 import os
@@ -34,20 +34,20 @@ from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from rlworker.checks.tiny_models import make_tiny_text
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
-from rlworker.cluster.train_group import StartingGroup, WorkerGroup
+from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.workers import Role
 
 PARSER = make_parser(__doc__)
-for _name, _default in (("engines", 1), ("tp", 1), ("bucket-mb", 64), ("rounds", 7)):
+for _name, _default in (("engines", 1), ("tp", 1), ("bucket-mb", BUCKET_BYTES // 2**20), ("rounds", 7)):
     PARSER.add_argument(f"--{_name}", type=int, default=_default)
 PARSER.add_argument("--interface", default="lo")
 OPTIONS = PARSER.parse_args()
 STAGES, TIMEOUT = 2, timedelta(seconds=60)
 if OPTIONS.tiny:
-    OPTIONS.rounds, BUCKET_BYTES, SIZES = 2, 100_000, dict(num_hidden_layers=2)
+    OPTIONS.rounds, SIZE, SHAPE = 2, 100_000, dict(num_hidden_layers=2)
 else:
-    BUCKET_BYTES = OPTIONS.bucket_mb * 2**20
-    SIZES = dict(hidden_size=1024, intermediate_size=4352, num_hidden_layers=8, num_attention_heads=16)
+    SIZE = OPTIONS.bucket_mb * 2**20
+    SHAPE = dict(hidden_size=1024, intermediate_size=4352, num_hidden_layers=8, num_attention_heads=16)
 
 
 # -- one by one: runs in the training ranks
@@ -56,7 +56,7 @@ else:
 def send_one_by_one(worker, rollouts: list, version: int) -> None:
     from engines.weight_sync import pack_buckets
 
-    for bucket, last in pack_buckets(worker.engines["actor"].export_weights(), BUCKET_BYTES):
+    for bucket, last in pack_buckets(worker.engines["actor"].export_weights(), SIZE):
         reference = ray.put(bucket)
         ray.get([rollout.load_weights.remote(reference, version, last) for rollout in rollouts])
 
@@ -97,7 +97,7 @@ def send_stage(worker) -> None:
                 whole = _unshard(weight.join, parameter, parameter.data)
                 yield from zip(weight.tensors, _split(weight, whole, engine.model), strict=True)
 
-    for bucket, last in pack_buckets(export(), BUCKET_BYTES):
+    for bucket, last in pack_buckets(export(), SIZE):
         head = torch.frombuffer(bytearray(pickle.dumps((bucket.entries, bucket.checksum, last))), dtype=torch.uint8)
         sizes = torch.tensor([head.nbytes, bucket.data.nbytes])
         for work in works:
@@ -176,6 +176,10 @@ def change_weights(worker) -> None:
             parameter.mul_(1.01)
 
 
+def find_node(worker) -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
 def call(workers: list, function, *args) -> list:
     return [worker.__ray_call__.remote(function, *args) for worker in workers]
 
@@ -199,7 +203,7 @@ def measure_ways(group: WorkerGroup, rollouts: Rollouts, rounds: int) -> dict[st
     workers, version = rollouts.workers, 0
     ways: dict[str, Any] = {
         "one by one": lambda: ray.get(call(group.workers, send_one_by_one, workers, version)),
-        "pipelined": lambda: group.call("sync_weights", workers, version, BUCKET_BYTES),
+        "pipelined": lambda: group.call("sync_weights", workers, version, SIZE),
         "broadcast": lambda: ray.get(call(group.workers, send_stage) + call(workers, receive, version)),
     }
     figures = {way: [] for way in ways}
@@ -224,13 +228,13 @@ def main() -> None:
         engines=OPTIONS.engines, tp=OPTIONS.tp, max_new_tokens=8, max_model_len=64, max_num_seqs=8, kv_cache_mb=64
     )
     with TemporaryDirectory() as folder, running_ray(STAGES + rollout.devices, DEFAULT_PLATFORM):
-        model = ModelSpec.from_folder(make_tiny_text(Path(folder), "qwen2", 1024, **SIZES))
-        with Rollouts(DEFAULT_PLATFORM, rollout.engines, rollout.tp) as rollouts:
-            rollouts.start(model, rollout)
-            role = Role("actor", model, MegatronConfig(ranks=STAGES, pp=STAGES), trainable=False)
-            with StartingGroup("actor", DEFAULT_PLATFORM, (role,), seed=0) as starting:
-                group = starting.wait()["actor"]
-                figures = measure_ways(group, rollouts.wait(), OPTIONS.rounds)
+        model = ModelSpec.from_folder(make_tiny_text(Path(folder), "qwen2", 1024, **SHAPE))
+        role = Role("actor", model, MegatronConfig(ranks=STAGES, pp=STAGES), trainable=False)
+        with StartingGroup("actor", DEFAULT_PLATFORM, (role,), seed=0) as starting:
+            group = starting.wait()["actor"]  # first, so that Ray fills this machine with them
+            with Rollouts(DEFAULT_PLATFORM, rollout.engines, rollout.tp) as rollouts:
+                figures = measure_ways(group, rollouts.start(model, rollout).wait(), OPTIONS.rounds)
+                machines = len(set(ray.get(call([*group.workers, *rollouts.workers], find_node))))
         megabytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 1e6
     rows = []
     for way, pairs in figures.items():
@@ -239,10 +243,9 @@ def main() -> None:
             f"{megabytes:.0f} MB {way}: {seconds:.2f} s, {megabytes / seconds:.0f} MB/s, {cpu:.2f} CPU s; rounds "
             + " ".join(f"{wall:.2f}" for wall, _ in pairs)
         )
-        rows.append(
-            {"way": way, "MB": round(megabytes, 1), "engines": rollout.engines, "tp": rollout.tp}
-            | {"s": seconds, "MB/s": megabytes / seconds, "CPU s": cpu}
-        )
+        sizes = {"machines": machines, "engines": rollout.engines, "tp": rollout.tp, "MB": round(megabytes, 1)}
+        counted = cpu if machines == 1 else "not counted"
+        rows.append({"way": way} | sizes | {"s": seconds, "MB/s": megabytes / seconds, "CPU s": counted})
     write_figures(OPTIONS.json, rows)
 
 

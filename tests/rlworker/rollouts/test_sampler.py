@@ -1,8 +1,10 @@
 """What a step is given to learn from, with scripted engines: which groups, and from which random numbers."""
 
 import itertools
+import json
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,3 +73,21 @@ def test_the_expected_length_follows_the_completions_and_is_asked_of_every_engin
     assert drawn.make_sampling(3).expected_tokens == 4.0, "the most there can be, before any was seen"
     drawn.sample(StepClock(), 0)
     assert drawn.make_sampling(3).expected_tokens == pytest.approx(2 + 2 * 0.8**2), "two rollouts of two tokens each"
+
+
+def test_a_checkpoint_holds_what_decides_how_prompts_are_dealt():
+    """A checkpoint is JSON, and a number comes back from it to the last bit."""
+    from rlworker.trainers.rl import Trainer
+
+    def trainer_of(drawn):
+        trainer = Trainer.__new__(Trainer)
+        trainer.sampler, trainer.version, trainer.empty_steps, trainer.critic = drawn, 3, 0, None
+        trainer.actor = SimpleNamespace(name="actor", call=lambda *_: None)
+        trainer.sync_weights = trainer.check_canary = lambda: None
+        return trainer
+
+    drawn, resumed = sampler(ROWS[:4], 1), sampler(ROWS[:4], 1)
+    drawn.sample(StepClock(), 0)
+    state = json.loads(json.dumps(trainer_of(drawn).get_state()))
+    trainer_of(resumed).restore(state | {"step": 1, "folder": ""})
+    assert resumed.make_sampling(3) == drawn.make_sampling(3)
