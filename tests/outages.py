@@ -10,6 +10,7 @@ and phase. Workers that were not lost are handed on from run to run.
 """
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -194,7 +195,7 @@ def open_nodes() -> Iterator[Callable[[], None]]:
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     nodes = [cluster.add_node(num_cpus=2)]
-    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
 
     def kill_node() -> None:
         nodes.append(cluster.add_node(num_cpus=2))
