@@ -82,7 +82,7 @@ def test_a_checkpoint_holds_what_decides_how_prompts_are_dealt():
     def trainer_of(drawn):
         trainer = Trainer.__new__(Trainer)
         trainer.sampler, trainer.version, trainer.empty_steps, trainer.critic = drawn, 3, 0, None
-        trainer.actor = SimpleNamespace(name="actor", call=lambda *_: None)
+        trainer.actor = trainer.rollouts = SimpleNamespace(name="actor", call=lambda *_: None)
         trainer.sync_weights = trainer.check_canary = lambda: None
         return trainer
 
