@@ -116,7 +116,9 @@ class StartingGroup:
 
     def __init__(self, name: str, platform: str, roles: tuple[Role, ...], seed: int):
         self.name, self.roles, self.platform = name, roles, get_platform(platform)
-        self.workers = start_workers(TrainWorker, platform, [(name, rank) for rank in range(roles[0].config.ranks)])
+        config = roles[0].config
+        ranks = [(name, rank) for rank in range(config.ranks)]
+        self.workers = start_workers(TrainWorker, platform, ranks, together=config.tp)
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.
         at_once = max(1, (os.cpu_count() or 1) - 1)
