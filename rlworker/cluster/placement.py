@@ -53,6 +53,11 @@ def pin_to(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
+def check_room(demands: Sequence[Demand]) -> None:
+    """Raise RunError where the nodes of Ray's cluster, each by itself, have no room for all of the ``demands``."""
+    plan_nodes(list_nodes(), demands)
+
+
 def plan_nodes(nodes: Sequence[RayNode], demands: Sequence[Demand], taken: Iterable[tuple[str, Demand]] = ()) -> list:
     """Plan the node of every worker of every demand; nodes are filled one after another.
 

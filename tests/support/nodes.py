@@ -64,9 +64,18 @@ class Nodes:
     ) -> subprocess.CompletedProcess[str]:
         """Run a shell command on a node, with this project and its Python, and Ray's address."""
         done = subprocess.run(
-            ["nsenter", "-t", str(_find_child(self.nodes[node].pid)), "-n", "-p", "-m", "bash", "-c", command],
+            [
+                "nsenter",
+                "-t",
+                str(_find_child(self.nodes[node].pid)),
+                "-n",
+                "-p",
+                "-m",
+                "bash",
+                "-c",
+                f"cd {_ROOT} && {command}",
+            ],
             env=self._make_env() | dict(env or {}),
-            cwd=_ROOT,
             capture_output=True,
             text=True,
             timeout=limit_s,
