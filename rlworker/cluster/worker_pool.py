@@ -71,16 +71,16 @@ def start_workers(
     Raises:
         RunError: there are several nodes and no room on any of them.
     """
-    remote_class: Any = ray.remote(kind).options(**make_ray_options(get_platform(platform), devices))
+    options = make_ray_options(get_platform(platform), devices)
     keys = [(kind, devices, platform, *further) for further in arguments]
     if len(nodes := list_nodes()) > 1:
         demand = Demand(kind.__name__, platform, len(keys), devices, together)
         (places,) = plan_nodes(nodes, [demand], _placed.values())
-        workers = [
-            remote_class.options(scheduling_strategy=pin_to(node)).remote(*key[2:]) for node, key in zip(places, keys)
-        ]
+        pinned: list[Any] = [ray.remote(kind).options(**options, scheduling_strategy=pin_to(node)) for node in places]
+        workers = [remote_class.remote(*key[2:]) for remote_class, key in zip(pinned, keys, strict=True)]
         _placed.update(zip(workers, ((node, demand) for node in places), strict=True))
         return workers
+    remote_class: Any = ray.remote(kind).options(**options)
     pool = _pool
     if not pool:
         return [remote_class.remote(*key[2:]) for key in keys]
