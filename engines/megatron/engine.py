@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import record_function
 
 from engines.batch.batch import TrainBatch
@@ -39,13 +40,13 @@ _START = datetime.timedelta(minutes=30)
 """The ranks of one engine may be apart by so much when they start: imports come from a shared disk, and in turn."""
 
 
-def open_store(host: str, port: int, listen: bool) -> dist.TCPStore:
+def open_store(host: str, port: int, listen: bool) -> TCPStore:
     """Open the store by which ranks find each other: rank 0's listens, at any free port where ``port`` is 0."""
-    return dist.TCPStore(host, port, is_master=listen, timeout=_START, wait_for_workers=False)
+    return TCPStore(host, port, is_master=listen, timeout=_START, wait_for_workers=False)
 
 
 def init_distributed(
-    platform: Platform, config: MegatronConfig, rank: int, address: str, seed: int, store: dist.Store | None = None
+    platform: Platform, config: MegatronConfig, rank: int, address: str, seed: int, store: Store | None = None
 ) -> None:
     """Join the ranks of one engine: ``address`` is ``host:port`` of rank 0. ``leave_distributed`` undoes it.
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.nodes import nodes
+from support.ranks.nodes import nodes
 
 from recipes.common.addition import make_data, make_model
 
@@ -31,7 +31,7 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 @pytest.mark.product
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("sizes", ["2 1 1", "4 2 2"], ids=["dp2", "tp2-pp2"])
 def test_two_nodes_compute_what_one_does(inputs, sessions, sizes):
     for count, cpus in ((2, 3), (1, 6)):

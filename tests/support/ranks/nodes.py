@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _BIN = Path(sys.executable).parent
 _UP_S = 90.0
 """Seconds that Ray may take to come up on a node of a busy machine."""
