@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # as torch documents it
 from torch.profiler import record_function
 
 from engines.batch.batch import TrainBatch
