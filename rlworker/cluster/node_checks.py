@@ -1,4 +1,4 @@
-"""What every node must have before a run's first step: its model, its run folder, its images, its code and packages.
+"""Checks before a run's first step, on every node: its model, its run folder, its images, its code and packages.
 
 Without torch: a node answers before anything heavy is imported there.
 """

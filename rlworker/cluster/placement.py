@@ -1,4 +1,4 @@
-"""Where the workers of a run go: devices that belong together into one node, nodes in the order of their addresses."""
+"""Placement of a run's workers: devices that belong together into one node, nodes in the order of their addresses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
