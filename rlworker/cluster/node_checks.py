@@ -28,7 +28,7 @@ _REMEDY = "let every node see the same folders at the same paths and install the
 
 @dataclass(frozen=True)
 class Needs:
-    """What a node is asked about.
+    """Things that a node is asked about.
 
     Attributes:
         models: folders of models. images: folders that hold the images of rows.
