@@ -110,6 +110,8 @@ class Platform(Protocol):
     node: Node | None
     """The machine whose sizes recipes take; None leaves a recipe the sizes that it states."""
     dist_backend: str
+    interface_variables: tuple[str, ...]
+    """Environment variables that name the network interface of its collectives."""
     ray_options: dict
     """Options of one Ray actor that holds one device."""
     attention_backends: tuple[str, ...]

@@ -2,7 +2,7 @@
 # Starts this machine's part of a Ray cluster, for runs over more than one process tree or more than one machine.
 #   bash scripts/ray_up.sh head                       on the first machine; prints what the others are to run
 #   bash scripts/ray_up.sh worker HEAD_ADDRESS:6379   on every other machine
-#   bash scripts/ray_up.sh down                       ends this machine's part, and every other Ray that runs on it
+#   bash scripts/ray_up.sh down                       ends this machine's part of the cluster of PORT, and no other Ray
 # then, on the first machine:  RAY_ADDRESS=auto python -m recipes.NAME ...
 #
 #   DEVICES=N     accelerators to offer; left out, as many as Ray finds
@@ -17,6 +17,18 @@ cd "$(dirname "$0")/.."
 fail() {
   echo "ray_up: $*" >&2
   exit 1
+}
+
+# `ray stop` ends whatever Ray runs here; ours have the port of their cluster in their environment.
+signal_part() {
+  local found=1 environment process
+  for environment in /proc/[0-9]*/environ; do
+    process=${environment#/proc/}
+    if grep -qzx "RLWORKER_RAY_UP=$port" "$environment" 2>/dev/null; then
+      kill -"$1" "${process%/environ}" 2>/dev/null && found=0
+    fi
+  done
+  return $found
 }
 
 ray=.venv/bin/ray
@@ -42,15 +54,20 @@ export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 case "${1:-}" in
 head)
   [ "$RAY_AUTH_MODE" != token ] || "$ray" get-auth-token --generate >/dev/null 2>&1 || fail "ray made no token for its cluster"
-  "$ray" start --head --port "$port" --include-dashboard false "${resources[@]}"
+  RLWORKER_RAY_UP=$port "$ray" start --head --port "$port" --include-dashboard false "${resources[@]}"
   echo "ray_up: on every other machine, with a copy of this one's ~/.ray/auth_token: bash scripts/ray_up.sh worker $(hostname -I | cut -d' ' -f1):$port"
   ;;
 worker)
   [ -n "${2:-}" ] || fail "worker needs the head's address: bash $0 worker HEAD_ADDRESS:$port"
-  "$ray" start --address "$2" "${resources[@]}"
+  RLWORKER_RAY_UP=${2##*:} "$ray" start --address "$2" "${resources[@]}"
   ;;
 down)
-  "$ray" stop
+  signal_part TERM || fail "no Ray that this script has started for port $port runs here; set PORT to the head's"
+  for _ in $(seq 50); do
+    sleep 0.2
+    signal_part 0 || exit 0
+  done
+  signal_part KILL || true
   ;;
 *)
   fail "expected head, worker ADDRESS or down; see the top of $0"

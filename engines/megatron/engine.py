@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # as torch documents it
 from torch.profiler import record_function
 
 from engines.batch.batch import TrainBatch
@@ -35,20 +36,37 @@ from engines.models.spec import ModelSpec
 from hardware.collectives import refuse_shared_devices
 from hardware.platform import Platform
 
+_START = datetime.timedelta(minutes=30)
+"""The ranks of one engine may be apart by so much when they start: imports come from a shared disk, and in turn."""
 
-def init_distributed(platform: Platform, config: MegatronConfig, rank: int, address: str, seed: int) -> None:
+
+def open_store(host: str, port: int, listen: bool) -> TCPStore:
+    """Open the store by which ranks find each other: rank 0's listens, at any free port where ``port`` is 0."""
+    return TCPStore(host, port, is_master=listen, timeout=_START, wait_for_workers=False)
+
+
+def init_distributed(
+    platform: Platform, config: MegatronConfig, rank: int, address: str, seed: int, store: Store | None = None
+) -> None:
     """Join the ranks of one engine: ``address`` is ``host:port`` of rank 0. ``leave_distributed`` undoes it.
+
+    Args:
+        store: rank 0's, where it listens already.
 
     Raises:
         RuntimeError: two ranks have one device.
+        torch.distributed.DistStoreError: a rank has not come within half an hour.
     """
     if config.deterministic:
         os.environ.update(platform.get_deterministic_env())  # read with the first product and the first collective
     torch.use_deterministic_algorithms(config.deterministic)
     timeout = datetime.timedelta(seconds=config.timeout_s)
-    dist.init_process_group(
-        platform.dist_backend, init_method=f"tcp://{address}", rank=rank, world_size=config.ranks, timeout=timeout
-    )
+    host, port = address.rsplit(":", 1)
+    store = store or open_store(host, int(port), listen=rank == 0)
+    # Whoever comes first waits here; from now on all are there, and a collective's own limit is long enough.
+    store.set(f"rank {rank}", "here")
+    store.wait([f"rank {other}" for other in range(config.ranks)], _START)
+    dist.init_process_group(platform.dist_backend, store=store, rank=rank, world_size=config.ranks, timeout=timeout)
     refuse_shared_devices(platform.get_device_key(), cast(dist.ProcessGroup, dist.group.WORLD))
     mpu.initialize_model_parallel(
         config.tp,

@@ -30,6 +30,7 @@ class CpuPlatform:
     stand_in = "cpu"
     node = None
     dist_backend = "gloo"
+    interface_variables = ("GLOO_SOCKET_IFNAME",)
     ray_options: ClassVar[dict] = {"num_cpus": 1}
     attention_backends = ("torch_sdpa",)
     max_pack_sequences = None
@@ -86,7 +87,10 @@ class CpuPlatform:
 
     def get_train_env(self) -> dict[str, str]:
         # Ray gives an actor as many threads as it has CPUs, one, unless the user says otherwise.
-        return _MEMORY | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+        return _MEMORY | {
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
 
     def get_deterministic_env(self) -> dict[str, str]:
         return {}

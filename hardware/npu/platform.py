@@ -66,6 +66,7 @@ class NpuPlatform(_NpuAttention):
     stand_in = "npu-emulated"
     node = Node(devices=16, device_gb=64)
     dist_backend = "hccl"
+    interface_variables = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     ray_options: ClassVar[dict] = {"num_cpus": 1, "resources": {"NPU": 1}}
     kernel_memory = KernelMemory()
     repeats = False

@@ -120,8 +120,9 @@ class StartingGroup:
         self._start_processes()
 
     def _start_processes(self) -> None:
-        name, ranks = self.platform.name, self.roles[0].config.ranks
-        self.workers = start_workers(TrainWorker, name, [(self.name, rank) for rank in range(ranks)])
+        config = self.roles[0].config
+        ranks = [(self.name, rank) for rank in range(config.ranks)]
+        self.workers = start_workers(TrainWorker, self.platform.name, ranks, together=config.tp)
         watch_workers(self.name_workers())
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.

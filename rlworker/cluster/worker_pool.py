@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from hardware.platform import list_ray_resources, make_ray_options
 from hardware.platforms import get_platform
+from rlworker.cluster.placement import Demand, list_nodes, pin_to, plan_nodes
 from rlworker.cluster.watch import LIVENESS
 
 _CLOSE_S = 30.0
@@ -27,6 +28,8 @@ class _Pool:
 
 
 _pool: _Pool | None = None
+_placed: dict[ActorHandle, tuple[str, Demand]] = {}
+"""Node and demand of every worker of this program that lies on one of several nodes."""
 
 
 @contextmanager
@@ -42,7 +45,8 @@ def keeping_workers() -> Iterator[None]:
                     trainer.fit()
 
     Only workers of a run that ended well are kept, and only those which give up their engines within half a minute.
-    Ray must be up before and stay up until after: its end would end them.
+    Ray must be up before and stay up until after: its end would end them. Over several nodes none is kept: a worker
+    that runs lies where it lies, and the next run's ranks have an order of their own.
     """
     global _pool
     before, pool = _pool, _Pool()
@@ -55,18 +59,31 @@ def keeping_workers() -> Iterator[None]:
             ray.kill(worker)
 
 
-def start_workers(kind: type, platform: str, arguments: Sequence[tuple], devices: int = 1) -> list[ActorHandle]:
+def start_workers(
+    kind: type, platform: str, arguments: Sequence[tuple], devices: int = 1, together: int = 1
+) -> list[ActorHandle]:
     """Start workers of class ``kind``, one for each tuple of arguments that follow the platform's name.
 
     One that was kept is taken where it was started by the same arguments, so that its name in messages stays right.
 
     Args:
-        devices: that each of them takes.
+        devices: that each of them takes. together: consecutive workers that lie in one node.
+
+    Raises:
+        RunError: there are several nodes and no room on any of them.
     """
     options = make_ray_options(get_platform(platform), devices)
     make_remote: Any = ray.remote
     remote_class = make_remote(concurrency_groups={LIVENESS: 1})(kind).options(**options)
     keys = [(kind, devices, platform, *further) for further in arguments]
+    if len(nodes := list_nodes()) > 1:
+        demand = Demand(kind.__name__, platform, len(keys), devices, together)
+        (places,) = plan_nodes(nodes, [demand], _placed.values())
+        pinned: list[Any] = [ray.remote(kind).options(**options, scheduling_strategy=pin_to(node)) for node in places]
+        workers = [remote_class.remote(*key[2:]) for remote_class, key in zip(pinned, keys, strict=True)]
+        _placed.update(zip(workers, ((node, demand) for node in places), strict=True))
+        return workers
+    remote_class: Any = ray.remote(kind).options(**options)
     pool = _pool
     if not pool:
         return [remote_class.remote(*key[2:]) for key in keys]
@@ -104,6 +121,7 @@ def end_workers(workers: Sequence[ActorHandle], keep: bool) -> None:
     pool = _pool or _Pool()
     closed = _close([worker for worker in workers if keep and worker in pool.started])
     for worker in workers:
+        _placed.pop(worker, None)
         key = pool.started.pop(worker, None)
         if key and worker in closed:
             pool.idle.setdefault(key, []).append(worker)

@@ -64,6 +64,32 @@ class _Worker:
             self._tracer.worked = True
 
 
+def _find_interfaces(platform: Platform) -> dict[str, str]:
+    """Find the network interface of this node at which Ray's other nodes see it, by the variables that take it.
+
+    One node has no use for a network, and what the user has set stays. Returns nothing in both cases.
+    """
+    import psutil
+    import ray
+
+    from rlworker.cluster.placement import list_nodes
+
+    if len(list_nodes()) == 1:
+        return {}
+    here = ray.util.get_node_ip_address()
+    holders = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address.split("%")[0] == here for address in addresses)
+    ]
+    if not holders:
+        raise RuntimeError(
+            f"node {here}: no network interface holds Ray's address of this node; give `ray start` one that does, by "
+            f"--node-ip-address, or set {' and '.join(platform.interface_variables)}"
+        )
+    return {name: os.environ.get(name, holders[0]) for name in platform.interface_variables}
+
+
 class TrainWorker(_Worker):
     """One rank of the training engines that share its process; each method but the first few is of the ``role`` named.
 
@@ -77,7 +103,7 @@ class TrainWorker(_Worker):
         self.platform, self.name, self.rank = get_platform(platform), name, rank
         self.engines: dict[str, TrainEngine] = {}
         self.is_prepared = False
-        os.environ.update(self.platform.get_train_env() | {"HF_HUB_OFFLINE": "1"})
+        os.environ.update(self.platform.get_train_env() | {"HF_HUB_OFFLINE": "1"} | _find_interfaces(self.platform))
 
     def __repr__(self) -> str:  # Ray's messages say it
         return f"{self.name} rank {self.rank}"
@@ -92,14 +118,14 @@ class TrainWorker(_Worker):
         self.is_prepared = True
 
     def find_address(self) -> str:
-        """Find ``host:port`` at which this rank can gather the others."""
-        import socket
-
+        """Begin to listen for the other ranks; returns ``host:port``. The port stays this process's from here on."""
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        from engines.megatron.engine import open_store
+
+        host = ray.util.get_node_ip_address()
+        self.store = open_store(host, 0, listen=True)
+        return f"{host}:{self.store.port}"
 
     def start(self, address: str, roles: tuple[Role, ...], seed: int) -> dict:
         """Join the other ranks, build the models; returns this rank's place."""
@@ -111,7 +137,7 @@ class TrainWorker(_Worker):
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
         with pausing_collection():
-            init_distributed(self.platform, roles[0].config, self.rank, address, seed)
+            init_distributed(self.platform, roles[0].config, self.rank, address, seed, self.__dict__.pop("store", None))
             for role in roles:
                 engine = MegatronEngine(
                     role.model,

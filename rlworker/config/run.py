@@ -110,6 +110,12 @@ class TrainingConfig:
         """Devices that the run's worker processes hold at once."""
         raise NotImplementedError
 
+    @property
+    def worker_groups(self) -> list[tuple[str, int, int, int]]:
+        """Name of each group of workers, in the order in which they are placed: its workers, the devices of each, and
+        how many consecutive ones lie in one node."""
+        raise NotImplementedError
+
     def move_to_platform(self, name: PlatformName) -> Self:
         """Move the run to another kind of machine. A recipe that takes its sizes from the machine overrides this."""
         return replace(self, platform=name)
@@ -216,6 +222,14 @@ class RunConfig(TrainingConfig):
     def num_workers(self) -> int:
         """Devices that the run's worker processes hold at once."""
         return self.rollout.devices + self.actor.ranks * (1 + len(set(self.placement.separate)))
+
+    @property
+    def worker_groups(self) -> list[tuple[str, int, int, int]]:
+        """Name of each group of workers, in the order in which they are placed: its workers, the devices of each, and
+        how many consecutive ones lie in one node."""
+        trainers = ["actor", *dict.fromkeys(self.placement.separate)]
+        engines = ("rollout engines", self.rollout.engines, self.rollout.tp, 1)
+        return [engines, *((name, self.actor.ranks, 1, self.actor.tp) for name in trainers)]
 
     @property
     def logprob_limits(self) -> tuple[float, float]:

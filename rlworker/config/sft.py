@@ -54,6 +54,11 @@ class SftConfig(TrainingConfig):
         """Devices that the run's worker processes hold at once."""
         return self.actor.ranks
 
+    @property
+    def worker_groups(self) -> list[tuple[str, int, int, int]]:
+        """Name, ranks, devices of a rank and consecutive ranks in one node of the one group of workers."""
+        return [("actor", self.actor.ranks, 1, self.actor.tp)]
+
     def check_models(self) -> dict[str, ModelSpec]:
         """Return the one model by its role, checked against the engine that will hold it.
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+from rlworker.cluster.placement import Demand, check_room
 from rlworker.cluster.ray import pausing_collection, running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
@@ -41,6 +42,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
                 building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(running_ray(config.num_workers, config.platform))
+                check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
                 tell_start("Ray is up")
                 rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
                 trainer = building.result()

@@ -13,6 +13,7 @@ from engines.interfaces import LossFn
 from hardware.attention.rollouts import list_rollout_warnings
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_group_size, configure_advantage
 from rlworker.algorithms.losses import Aggregation, configure_loss, token_mean, value_loss
+from rlworker.cluster.node_checks import list_image_folders
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
@@ -82,6 +83,7 @@ class Trainer(Run[RunConfig]):
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
         self.rows, self.heldout = train.rows, heldout.rows
         every = [*self.rows, *self.heldout]
+        self.image_folders = list_image_folders(every)
         ids = [row.prompt_ids for row in every]
         check_vocabulary([row.prompt for row in every], ids, self.tokenizer, self.models["actor"].vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}

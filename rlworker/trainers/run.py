@@ -18,6 +18,8 @@ from engines.interfaces import LossFn
 from hardware.attention.capabilities import list_override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
+from rlworker.cluster.node_checks import check_nodes
+from rlworker.cluster.placement import Demand, check_room
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.traces import tracing
@@ -88,6 +90,7 @@ class Run(Generic[Config]):
         check_trackers(config.trackers)
         self.steps_done = 0
         self.skipped: dict[str, int] = {}
+        self.image_folders: set[str] = set()
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
         self.processes: list[Rollouts | StartingGroup | RewardPool] = []
@@ -148,6 +151,8 @@ class Run(Generic[Config]):
         os.environ.update(get_platform(config.platform).get_driver_env())
         self.running.enter_context(limiting_stalls(config.recovery.stall_timeout_s))
         self.running.enter_context(running_ray(config.num_workers, config.platform))
+        check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
+        check_nodes(sorted(set(config.models.values())), sorted(self.image_folders), self.folder.path)
         self.start_engines(clock)
         self.begin()
         self.start_seconds = clock.seconds

@@ -9,6 +9,7 @@ from engines.batch.shard import get_logprobs
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.algorithms.losses import sft_loss
+from rlworker.cluster.node_checks import list_image_folders
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import SHARD_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.watch import naming_failures
@@ -57,6 +58,7 @@ class SftTrainer(Run[SftConfig]):
         )
         self.train, skipped = read(config.data.train)
         self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
+        self.image_folders = list_image_folders([*self.train, *self.heldout])
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
         tell_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
 

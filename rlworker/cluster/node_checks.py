@@ -1,0 +1,158 @@
+"""Checks before a run's first step, on every node: its model, its run folder, its images, its code and packages.
+
+Without torch: a node answers before anything heavy is imported there.
+"""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from rlworker.cluster.placement import list_nodes, pin_to
+from rlworker.errors import RunError
+
+_ANSWER_S = 300.0
+"""Seconds that a node may take to look, which includes the start of a process there."""
+_PACKAGES = ("torch", "megatron-core", "vllm", "ray", "transformers", "numpy")
+_CODE = ("rlworker", "engines", "hardware")
+_REMEDY = "let every node see the same folders at the same paths and install the same packages, then begin again"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Things that a node is asked about.
+
+    Attributes:
+        models: folders of models. images: folders that hold the images of rows.
+        token: a file in the run folder, which every node reads and beside which it writes.
+    """
+
+    models: tuple[str, ...]
+    images: tuple[str, ...]
+    token: str
+
+
+def check_nodes(models: Sequence[str], images: Sequence[str], run_dir: Path) -> None:
+    """Check that every node of the cluster sees what the driver sees. Where there is one node it does.
+
+    Raises:
+        RunError: a node lacks something or has another; the message names each node and thing.
+    """
+    nodes = list_nodes()
+    if len(nodes) == 1:
+        return
+    with _writing_token(run_dir) as token:
+        needs = Needs(tuple(models), tuple(images), str(token))
+        expected = look(needs)
+        asked: dict[str, Any] = {
+            node.address: ray.remote(look)
+            .options(num_cpus=0, max_retries=0, scheduling_strategy=pin_to(node.name))
+            .remote(needs)
+            for node in nodes
+        }
+        wrong = [
+            f"node {address}: {what}"
+            for address, reference in asked.items()
+            for what in _compare(expected, _wait_for_answer(reference))
+        ]
+    if wrong:
+        raise RunError(f"start: {'; '.join(wrong)}. The driver has them otherwise: {_REMEDY}")
+
+
+def list_image_folders(rows: Iterable[Any]) -> set[str]:
+    """List the folders of the images that rows or examples have."""
+    return {os.path.dirname(image.path) for row in rows for image in row.images}
+
+
+def look(needs: Needs) -> dict[str, str]:
+    """Describe what this node has: one line of text for each thing, the same where the things are the same."""
+    seen = {f"model {folder!r}": _describe_folder(Path(folder)) for folder in needs.models}
+    seen |= {f"image folder {folder!r}": _describe_entry(Path(folder)) for folder in needs.images}
+    seen |= {f"run folder {str(Path(needs.token).parent)!r}": _try_folder(Path(needs.token))}
+    seen |= {f"package {name}": _find_version(name) for name in _PACKAGES}
+    return seen | {"code of rlworker, engines and hardware": _digest_code()}
+
+
+def _wait_for_answer(reference: Any) -> dict[str, str] | str:
+    """Return what a node has, or why it gave no answer."""
+    try:
+        return ray.get(reference, timeout=_ANSWER_S)
+    except GetTimeoutError:
+        return f"no answer within {_ANSWER_S:.0f} s"
+    except RayError as error:
+        return str(error).strip().splitlines()[-1]
+
+
+def _compare(expected: Mapping[str, str], found: Mapping[str, str] | str) -> Iterator[str]:
+    if isinstance(found, str):
+        yield f"its code cannot answer ({found})"
+        return
+    for thing, want in expected.items():
+        if (have := found.get(thing, "unknown")) != want:
+            yield f"{thing} is {have}, expected {want}"
+
+
+@contextmanager
+def _writing_token(run_dir: Path) -> Iterator[Path]:
+    token = run_dir / f".nodes.{uuid.uuid4().hex}"
+    token.write_text(token.name)
+    try:
+        yield token
+    finally:
+        token.unlink()
+
+
+def _try_folder(token: Path) -> str:
+    """Read what the driver wrote and write beside it."""
+    try:
+        if token.read_text() != token.name:
+            return "one that shows other text than the driver wrote"
+        own = token.with_name(f"{token.name}.{uuid.uuid4().hex}")
+        own.write_text("")
+        own.unlink()
+    except OSError as error:
+        return f"not the driver's, or not writable ({error.strerror})"
+    return "seen and writable"
+
+
+def _describe_folder(folder: Path) -> str:
+    """Describe a model: its files with their sizes, and the bytes of those that are no weights."""
+    if not folder.is_dir():
+        return "not there"
+    digest = hashlib.sha256()
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    for path in files:
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        if path.suffix == ".json":
+            digest.update(path.read_bytes())
+    return f"{len(files)} files, digest {digest.hexdigest()[:12]}" if files else "empty"
+
+
+def _describe_entry(folder: Path) -> str:
+    """Describe a folder of images by the number of its entries and their names."""
+    if not folder.is_dir():
+        return "not there"
+    names = sorted(os.listdir(folder))
+    return f"{len(names)} entries, digest {hashlib.sha256(chr(0).join(names).encode()).hexdigest()[:12]}"
+
+
+def _find_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _digest_code() -> str:
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(path for package in _CODE for path in (root / package).rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return f"digest {digest.hexdigest()[:12]}"
