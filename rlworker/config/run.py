@@ -106,6 +106,11 @@ class TrainingConfig:
         return parse_steps(self.profile_steps, self.steps)
 
     @property
+    def models(self) -> dict[str, str]:
+        """The folder of each training engine's model, by role."""
+        return {"actor": self.model}
+
+    @property
     def num_workers(self) -> int:
         """Devices that the run's worker processes hold at once."""
         raise NotImplementedError
