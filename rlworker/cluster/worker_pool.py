@@ -74,17 +74,16 @@ def start_workers(
     """
     options = make_ray_options(get_platform(platform), devices)
     make_remote: Any = ray.remote
-    remote_class = make_remote(concurrency_groups={LIVENESS: 1})(kind).options(**options)
+    remote_class = make_remote(concurrency_groups={LIVENESS: 1})(kind)
     keys = [(kind, devices, platform, *further) for further in arguments]
     if len(nodes := list_nodes()) > 1:
         demand = Demand(kind.__name__, platform, len(keys), devices, together)
         (places,) = plan_nodes(nodes, [demand], _placed.values())
-        pinned: list[Any] = [ray.remote(kind).options(**options, scheduling_strategy=pin_to(node)) for node in places]
-        workers = [remote_class.remote(*key[2:]) for remote_class, key in zip(pinned, keys, strict=True)]
+        pinned = [remote_class.options(**options, scheduling_strategy=pin_to(node)) for node in places]
+        workers = [each.remote(*key[2:]) for each, key in zip(pinned, keys, strict=True)]
         _placed.update(zip(workers, ((node, demand) for node in places), strict=True))
         return workers
-    remote_class: Any = ray.remote(kind).options(**options)
-    pool = _pool
+    remote_class, pool = remote_class.options(**options), _pool
     if not pool:
         return [remote_class.remote(*key[2:]) for key in keys]
     idle_workers = [pool.idle[key].pop() if pool.idle.get(key) else None for key in keys]

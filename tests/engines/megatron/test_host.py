@@ -103,7 +103,7 @@ def test_a_reference_on_the_host_visits_the_device(two_ranks, make_hf_model):
         assert torch.equal(each.logprobs, stays.logprobs) and torch.equal(each.entropy, stays.entropy)
 
 
-def repeated(rank: int, world: int, address: str, folder: str) -> dict:
+def repeated(rank: int, world: int, addresses: tuple[str, str], folder: str) -> dict:
     """What a process is set to, and the gradient norm of a step, with and without determinism."""
     import os
     from unittest.mock import patch
@@ -115,7 +115,7 @@ def repeated(rank: int, world: int, address: str, folder: str) -> dict:
         patch.dict(os.environ),
         patch.object(type(platform), "get_deterministic_env", lambda self: {"NUMBERS_REPEAT": "1"}),
     ):
-        for deterministic in (True, False):
+        for deterministic, address in zip((True, False), addresses, strict=True):
             leave_groups()
             os.environ.pop("NUMBERS_REPEAT", None)
             engine = build_engine(rank, world, address, folder, {"deterministic": deterministic})
@@ -128,7 +128,7 @@ def repeated(rank: int, world: int, address: str, folder: str) -> dict:
 
 
 def test_determinism_is_set_and_taken_back(one_rank, make_hf_model):
-    (rank,) = one_rank.run(repeated, draw_address(), make_hf_model("qwen2", False))
+    (rank,) = one_rank.run(repeated, (draw_address(), draw_address()), make_hf_model("qwen2", False))
     (on, variable, norm), (off, without, plain) = rank["found"]
     assert on == (True, True) and off == (False, False)
     assert variable == "1" and without is None
