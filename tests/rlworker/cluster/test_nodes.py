@@ -37,7 +37,7 @@ def read_metrics(run: Path) -> list[dict]:
 def test_two_nodes_compute_what_one_does(inputs, sessions, sizes):
     for count, cpus in ((2, 3), (1, 6)):
         with nodes(count, sessions, cpus) as cluster:
-            cluster.run(1, f"PYTHONPATH=tests:$PYTHONPATH python -W ignore {PROGRAM} {inputs} on{count} {sizes}")
+            cluster.run(1, f"python -W ignore {PROGRAM} {inputs} on{count} {sizes}")
     metrics = read_metrics(inputs / "on2")
     assert metrics == read_metrics(inputs / "on1")
     assert metrics[-1]["step"] == 2 and metrics[-1]["grad_norm"] > 0

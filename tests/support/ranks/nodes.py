@@ -110,7 +110,7 @@ class Nodes:
     def _make_env(self) -> dict[str, str]:
         own = {
             "PATH": f"{_BIN}:{os.environ['PATH']}",
-            "PYTHONPATH": str(_ROOT),
+            "PYTHONPATH": f"{_ROOT}:{_ROOT / 'tests'}",
             "RAY_ADDRESS": f"{self.get_address(1)}:6379",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
