@@ -1,6 +1,6 @@
 """Machines for tests: each a network namespace with an address, processes, mounts and a /dev/shm of its own.
 
-    python tests/support/ranks/nodes.py 2 3 python -m recipes.demos.cpu    # on the first of 2 nodes of 3 cores each
+python tests/support/ranks/nodes.py 2 3 python -m recipes.demos.cpu    # on the first of 2 nodes of 3 cores each
 """
 
 import os
