@@ -23,7 +23,7 @@ _ANSWER_S = 6.0
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Where a process is: Ray's id of its node, and its number there."""
+    """The place of a process: Ray's id of its node, and its number there."""
 
     node: str
     pid: int
