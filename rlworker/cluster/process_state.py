@@ -15,6 +15,8 @@ from rlworker.cluster.placement import pin_to
 
 _LOOKS, _LOOK_S = 20, 0.05
 """Looks at a process, and the seconds between two of them."""
+_BUSY_LOOKS = 3
+"""Looks that find work in a process which computes. The threads of Ray alone, in one that waits, have less of it."""
 _COMPUTING = "RD"
 """States of a thread that has work: it runs or waits for a core, or for the memory or disk that it reads from."""
 _ANSWER_S = 6.0
@@ -35,7 +37,7 @@ def find_own_place() -> ProcessPlace:
 
 
 def is_computing(place: ProcessPlace) -> bool:
-    """Tell whether some thread of a process has work at most of a second's looks.
+    """Tell whether some thread of a process has work at several of a second's looks.
 
     A stopped process, or one that waits for another, has none. One that has too little of a busy machine does.
     False where its node does not answer.
@@ -55,7 +57,7 @@ def look_at(pid: int) -> bool:
     for _ in range(_LOOKS):
         busy += _has_work(pid)
         time.sleep(_LOOK_S)
-    return 2 * busy > _LOOKS
+    return busy >= _BUSY_LOOKS
 
 
 def _has_work(pid: int) -> bool:
