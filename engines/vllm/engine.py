@@ -35,7 +35,7 @@ def _tie_alike(config):
     return config
 
 
-def _make_settings(model: ModelSpec, config: VllmConfig, worker: str) -> dict[str, Any]:
+def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bool) -> dict[str, Any]:
     """Make the arguments of vLLM's LLM."""
     settings: dict[str, Any] = dict(
         model=model.folder,
@@ -49,6 +49,7 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str) -> dict[st
         # log_softmax(logits / temperature): what the trainer computes.
         logprobs_mode="processed_logprobs",
         worker_cls=worker,
+        enable_sleep_mode=sleeps,
         worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
         disable_log_stats=True,
         # Prompts come as ids and leave as ids; text is the controller's business. vLLM's processors of images
@@ -90,10 +91,9 @@ class VllmEngine:
         worker = platform.find_rollout_worker(backend)
         if config.kv_cache_mb:
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
-        frees = takes_turns and platform.can_sleep
-        settings = _make_settings(model, config, worker.name) | {"enable_sleep_mode": frees}
-        self.llm = LLM(**(settings | cast(dict[str, Any], config.vllm)))
-        self._sleep = Sleep(self.llm, frees)
+        sleeps = takes_turns and platform.can_sleep
+        self.llm = LLM(**(_make_settings(model, config, worker.name, sleeps) | cast(dict[str, Any], config.vllm)))
+        self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:
             self._tie_workers()
         for found in self.llm.collective_rpc("list_metadata_builders"):

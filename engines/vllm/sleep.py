@@ -1,10 +1,14 @@
 """Sleep: a rollout engine gives its devices' memory back, for those who take turns with it there."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-from vllm import LLM
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from engines.interfaces import Tag
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
