@@ -89,7 +89,7 @@ class HostedState:
 
 
 class DeviceHoldings:
-    """What an engine holds on its device, each of which can leave for the host's memory and come back.
+    """An engine's weights, gradients and optimizer state, each of which can leave the device and come back.
 
     Memory is given back storage by storage and taken again under the same tensors. So every view into one of
     Megatron's buffers, of which there are many, is right again without being known here. A gradient does not outlive

@@ -14,7 +14,7 @@ TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
 class Sleep:
-    """Which memory of an engine is awake. Where its platform cannot sleep, the order is kept all the same.
+    """The state of an engine's memory: what of it is awake. The order is kept where its platform cannot sleep, too.
 
     Args:
         frees: vLLM can give memory back here, and was started so that it does.

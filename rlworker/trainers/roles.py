@@ -1,4 +1,4 @@
-"""Which training engines an RL run has, and which of them share processes."""
+"""The training engines of an RL run, and which of them share processes."""
 
 from collections.abc import Iterator, Mapping
 

@@ -13,7 +13,7 @@ HOLDINGS: tuple[Holding, ...] = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Turn:
-    """What is on the devices in a phase; all else waits in the host's memory.
+    """A share of the devices for some phases; what is not named waits in the host's memory.
 
     Attributes:
         actor, others: what the actor's engine holds, and those of the models in its processes. engines: what the
@@ -49,7 +49,7 @@ PHASES = {
 
 
 class Turns:
-    """Whose turn it is on devices that trainers and rollout engines share. Where they share none, nothing is moved.
+    """The turns on devices that trainers and rollout engines share. Where they share none, nothing is moved.
 
     Attributes:
         groups: the engines in the actor's processes, by the names of their roles.

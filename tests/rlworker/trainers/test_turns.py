@@ -8,7 +8,7 @@ import pytest
 from kill_chain import make_config, read_metrics_without_times, read_weights
 
 from recipes.common.addition import make_data, make_model
-from rlworker.config.sections import CheckpointConfig, CriticConfig, PlacementConfig, RecoveryConfig
+from rlworker.config.sections import AlgorithmConfig, CheckpointConfig, CriticConfig, PlacementConfig, RecoveryConfig
 
 
 class Device:
@@ -173,13 +173,14 @@ def share_digits(text, row) -> float:
 
 
 def make_run(folder, name: str, colocate: bool, **changes):
-    """Make a run of two ranks and two engines with a critic beside the actor, saved and evaluated on the way."""
+    """Make a run of two ranks and two engines, saved and evaluated on the way; critic and reference are the ranks'."""
     config = make_config(folder, name, steps=3)
     return replace(
         config,
         rollout=replace(config.rollout, engines=2),
         data=replace(config.data, heldout=str(folder / "data" / "heldout.jsonl")),
         critic=CriticConfig(train=True, lr=1e-3),
+        algorithm=AlgorithmConfig(kl_coef=0.05),
         checkpoint=CheckpointConfig(save_every=1, keep_newest=0),
         placement=PlacementConfig(colocate=colocate),
         eval_every=2,
@@ -231,7 +232,8 @@ def test_turns_change_no_number(runs):
 @pytest.mark.large
 @pytest.mark.parametrize("lost", ["rollout engine 1", "actor rank 1"])
 def test_a_run_that_takes_turns_resumes_and_replaces_what_it_lost(runs, lost):
-    """Resumed from a run of the other kind after step 1; the lost process is killed in the update of step 3."""
+    """Resumed from a run of the other kind after step 1, the reference and half of the optimizers on the host; the
+    lost process is killed before the update of step 3."""
     import os
     import shutil
     import signal
@@ -256,6 +258,8 @@ def test_a_run_that_takes_turns_resumes_and_replaces_what_it_lost(runs, lost):
                 yield
 
     config = make_run(folder, name, True, resume=True, recovery=RecoveryConfig(restarts=1))
+    hosted = replace(config.actor, optimizer=replace(config.actor.optimizer, host_fraction=0.5))
+    config = replace(config, actor=hosted, placement=replace(config.placement, on_host=("reference",)))
     with Struck(config, share_digits) as trainer:
         trainer.fit()
     (line,) = (folder / name / "outages.jsonl").read_text().splitlines()
