@@ -4,6 +4,7 @@ On a CPU the host's memory is the device's as well. The same copies are made the
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -101,7 +102,8 @@ class DeviceHoldings:
     """
 
     def __init__(self, module: torch.nn.Module, optimizer, device: torch.device, visits: bool = False):
-        self._module, self._optimizer, self._device, self._visits = module, optimizer, device, visits
+        self._module: Any = module  # whose buffers are Megatron's where it is wrapped
+        self._optimizer, self._device, self._visits = optimizer, device, visits
         self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
     def offload(self, holdings: Sequence[Holding]) -> None:

@@ -40,9 +40,9 @@ class Sleep:
 
     def wake(self, tags: Sequence[Tag]) -> None:
         """Take memory back, where it sleeps. Dropped weights are whatever the memory holds until they are sent."""
-        asleep = [tag for tag in tags if tag not in self._awake]
+        asleep: list[Tag] = [tag for tag in tags if tag not in self._awake]
         if asleep and self._frees:
-            self._llm.wake_up(asleep)
+            self._llm.wake_up([*asleep])
         self._awake.update(asleep)
 
     def require(self, who: str, *tags: Tag) -> None:
