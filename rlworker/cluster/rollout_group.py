@@ -18,7 +18,7 @@ from engines.batch.balance import balance_costs
 from engines.batch.samples import Prompt
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.cluster.seats import Seat, choose_seat, list_engine_seats
+from rlworker.cluster.placement import Seat, choose_seat, list_engine_seats
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker

@@ -15,7 +15,7 @@ from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn, StepResult
 from hardware.platform import Platform
 from hardware.platforms import get_platform
-from rlworker.cluster.seats import Seat
+from rlworker.cluster.placement import Seat
 from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker

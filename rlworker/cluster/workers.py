@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
+from rlworker.cluster.placement import Seat
 from rlworker.cluster.ray import pausing_collection
-from rlworker.cluster.seats import Seat
 from rlworker.cluster.transport import send_buckets
 from rlworker.tracking.digests import FileDigest, digest_files
 

@@ -34,8 +34,8 @@ from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
 from rlworker.trainers.roles import list_groups
 from rlworker.trainers.run import Run
+from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
-from rlworker.trainers.turns import Turns
 
 CANARY_TOKENS = 4
 """Tokens that each rollout engine samples after a weight sync, to be compared with the actor's logprobs of them."""
@@ -98,7 +98,7 @@ class Trainer(Run[RunConfig]):
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.version = self.empty_steps = 0
         self.starting_rollouts: Rollouts | None = None
-        self.turns = Turns()
+        self.devices = SharedDevices()
 
     # -- engines
 
@@ -119,7 +119,7 @@ class Trainer(Run[RunConfig]):
         with self._phase(clock, "start_trainers"):
             self.wait_for_trainers()
             if config.placement.colocate:
-                self.turns.begin(rollouts)
+                self.devices.begin(rollouts)
                 rollouts.start(self.models["actor"], config.rollout)
         tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
         output = self.folder.path / REWARD_LOG
@@ -137,7 +137,7 @@ class Trainer(Run[RunConfig]):
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor = groups["actor"]
         self.reference, self.critic = groups.get("reference"), groups.get("critic")
-        self.turns.groups = {name: groups[name] for name in groups if name not in self.config.placement.separate}
+        self.devices.groups = {name: groups[name] for name in groups if name not in self.config.placement.separate}
 
     def begin(self) -> None:
         super().begin()
@@ -205,7 +205,7 @@ class Trainer(Run[RunConfig]):
     def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
         """Run a phase as ``Run`` does, with what it needs on devices that are shared."""
         with super()._phase(clock, name):
-            self.turns.take(name)
+            self.devices.take(name)
             yield
 
     def _warn(self, text: str) -> None:
@@ -300,13 +300,13 @@ class Trainer(Run[RunConfig]):
 
     def note_lost(self, lost: Mapping[str, str]) -> None:
         """Count lost engines, in whose place new ones start now."""
-        self.turns.free_devices()
+        self.devices.free_devices()
         self.outages.note_lost(lost)
 
     def send_weights(self, engines: list[ActorHandle]) -> None:
         """Give engines that have just loaded the model the weights that the others have."""
         wait_for([engine.rewind.remote(self.version) for engine in engines])
-        with self.turns.lending_weights():
+        with self.devices.lending_weights():
             self._send(engines)
 
     def _send(self, engines: list[ActorHandle]) -> None:
@@ -338,9 +338,9 @@ class Trainer(Run[RunConfig]):
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)
         self.rollouts.call("rewind", self.version + 1)  # where this program has been further, or within an update
-        self.turns.take("sync")
+        self.devices.take("sync")
         self.sync_weights()
-        self.turns.take("canary")
+        self.devices.take("canary")
         self.check_canary()
 
     def list_learners(self) -> list[WorkerGroup]:

@@ -1,4 +1,4 @@
-"""Turns on shared devices: what is on them in each phase, that no number changes, and calls out of turn."""
+"""Shared devices: what is on them in each phase, that no number changes, and calls out of turn."""
 
 import json
 from dataclasses import replace
@@ -49,17 +49,17 @@ def device():
 
 
 @pytest.fixture
-def turns(device):
-    from rlworker.trainers.turns import Turns
+def devices(device):
+    from rlworker.trainers.shared_devices import SharedDevices
 
-    turns = Turns()
-    turns.groups = {name: device.make_group(name) for name in ("actor", "critic")}
-    turns.begin(device)
+    devices = SharedDevices()
+    devices.groups = {name: device.make_group(name) for name in ("actor", "critic")}
+    devices.begin(device)
     device.held["engines"] = {"weights", "kv_cache"}  # as they start
-    return turns
+    return devices
 
 
-def test_what_is_on_the_devices_in_each_phase(turns, device):
+def test_what_is_on_the_devices_in_each_phase(devices, device):
     every = {"weights", "gradients", "optimizer"}
     expected = {
         "evaluate": (set(), set(), {"weights", "kv_cache"}),
@@ -71,42 +71,42 @@ def test_what_is_on_the_devices_in_each_phase(turns, device):
         "rollout": (set(), set(), {"weights", "kv_cache"}),
     }
     for phase, (actor, critic, engines) in expected.items():
-        turns.take(phase)
+        devices.take(phase)
         assert device.held == {"actor": actor, "critic": critic, "engines": engines}, phase
     calls = len(device.seen)
-    turns.take("rollout")
+    devices.take("rollout")
     assert len(device.seen) == calls, "nothing moves within a turn"
 
 
-def test_new_engines_find_the_devices_free(turns, device):
+def test_new_engines_find_the_devices_free(devices, device):
     for phase, weights in (("rollout", set()), ("canary", {"weights"})):
-        turns.take(phase)
-        turns.free_devices()
+        devices.take(phase)
+        devices.free_devices()
         assert device.held["actor"] == device.held["critic"] == set()
-        with turns.lending_weights():
+        with devices.lending_weights():
             assert device.held["actor"] == {"weights"} and not device.held["critic"]
         assert device.held["actor"] == weights and device.held["engines"] == {"weights", "kv_cache"}
 
 
-def test_new_trainers_start_while_the_engines_sleep(turns, device):
-    turns.take("sync")
-    turns.take("restart")
+def test_new_trainers_start_while_the_engines_sleep(devices, device):
+    devices.take("sync")
+    devices.take("restart")
     assert device.held["engines"] == set()
     for name in ("actor", "critic"):
         device.held[name] = {"weights", "gradients", "optimizer"}
     calls = len(device.seen)
-    turns.take("restore")
+    devices.take("restore")
     assert len(device.seen) > calls, "whatever it was before, everything is asked for"
 
 
 def test_without_shared_devices_nothing_is_moved():
-    from rlworker.trainers.turns import Turns
+    from rlworker.trainers.shared_devices import SharedDevices
 
-    turns = Turns()
-    turns.groups = {"actor": None}
-    turns.take("update")
-    turns.free_devices()
-    with turns.lending_weights():
+    devices = SharedDevices()
+    devices.groups = {"actor": None}
+    devices.take("update")
+    devices.free_devices()
+    with devices.lending_weights():
         pass
 
 
@@ -195,7 +195,7 @@ def runs(tmp_path_factory, cluster, by_value):
 
     from rlworker.trainers.rl import Trainer
 
-    folder, said = tmp_path_factory.mktemp("turns"), {}
+    folder, said = tmp_path_factory.mktemp("devices"), {}
     make_data(folder / "data")
     make_model(folder / "model", seed=0)
     with Trainer(make_run(folder, "apart", False), share_digits) as trainer:
@@ -208,7 +208,7 @@ def runs(tmp_path_factory, cluster, by_value):
             ("generate", "update", lambda: trainer.rollouts.generate(rows, sampling)),
             ("dropped", "canary", lambda: trainer.rollouts.generate(rows, sampling)),
         ):
-            trainer.turns.take(phase)
+            trainer.devices.take(phase)
             with pytest.raises(ray.exceptions.RayTaskError) as error:
                 call()
             said[name] = str(error.value)

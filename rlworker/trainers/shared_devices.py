@@ -1,4 +1,4 @@
-"""Turns: trainers and rollout engines on the same devices, one after the other."""
+"""Colocation: trainers and rollout engines on the same devices, one after the other."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ HOLDINGS: tuple[Holding, ...] = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
-class Turn:
+class Occupancy:
     """A share of the devices for some phases; what is not named waits in the host's memory.
 
     Attributes:
@@ -28,11 +28,11 @@ class Turn:
     level: int = 2
 
 
-_SAMPLING = Turn(engines=("weights", "kv_cache"))
-_LEARNING = Turn(actor=HOLDINGS, others=HOLDINGS)
-_SYNC = Turn(actor=("weights",), engines=("weights",))
-_CANARY = Turn(actor=("weights",), engines=("weights", "kv_cache"))
-_SAVING = Turn(actor=("weights", "optimizer"), others=("weights", "optimizer"), level=1)
+_SAMPLING = Occupancy(engines=("weights", "kv_cache"))
+_LEARNING = Occupancy(actor=HOLDINGS, others=HOLDINGS)
+_SYNC = Occupancy(actor=("weights",), engines=("weights",))
+_CANARY = Occupancy(actor=("weights",), engines=("weights", "kv_cache"))
+_SAVING = Occupancy(actor=("weights", "optimizer"), others=("weights", "optimizer"), level=1)
 PHASES = {
     "rollout": _SAMPLING,
     "greedy": _SAMPLING,
@@ -48,8 +48,8 @@ PHASES = {
 """Phase -> what it needs on the devices. One that is not here needs none of them."""
 
 
-class Turns:
-    """The turns on devices that trainers and rollout engines share. Where they share none, nothing is moved.
+class SharedDevices:
+    """The devices that trainers and rollout engines share. Where they share none, nothing is moved.
 
     Attributes:
         groups: the engines in the actor's processes, by the names of their roles.
@@ -58,11 +58,11 @@ class Turns:
     def __init__(self):
         self.groups: dict[str, WorkerGroup] = {}
         self._rollouts: Rollouts | None = None
-        self._turn: Turn | None = None
+        self._occupancy: Occupancy | None = None
 
     def begin(self, rollouts: Rollouts) -> None:
-        """Take turns from now on, beginning with the rollout engines, which have the devices while they start."""
-        self._rollouts, self._turn = rollouts, _SAMPLING
+        """Share devices from now on. The rollout engines have them first, while they start."""
+        self._rollouts, self._occupancy = rollouts, _SAMPLING
         self.free_devices()
 
     def take(self, phase: str) -> None:
@@ -70,43 +70,43 @@ class Turns:
         if not self._rollouts:
             return
         if phase == "restart":  # new trainers hold everything as they start
-            self._turn = None
+            self._occupancy = None
             self._rollouts.call_living("sleep", _LEARNING.level)
-        elif (turn := PHASES.get(phase)) and turn != self._turn:
-            self._move(turn)
+        elif (occupancy := PHASES.get(phase)) and occupancy != self._occupancy:
+            self._move(occupancy)
 
-    def _move(self, turn: Turn) -> None:
+    def _move(self, occupancy: Occupancy) -> None:
         """Move what leaves the devices before what comes."""
         assert self._rollouts
-        self._turn = None  # unknown, where one of these fails
-        self._offload(turn)
-        if turn.engines:
-            self._rollouts.call("wake", turn.engines)
+        self._occupancy = None  # unknown, where one of these fails
+        self._offload(occupancy)
+        if occupancy.engines:
+            self._rollouts.call("wake", occupancy.engines)
         else:
-            self._rollouts.call("sleep", turn.level)
+            self._rollouts.call("sleep", occupancy.level)
         for name, group in self.groups.items():
-            group.call("onload", _choose_holdings(turn, name))
-        self._turn = turn
+            group.call("onload", _choose_holdings(occupancy, name))
+        self._occupancy = occupancy
 
-    def _offload(self, turn: Turn) -> None:
+    def _offload(self, occupancy: Occupancy) -> None:
         for name, group in self.groups.items():
-            kept = _choose_holdings(turn, name)
+            kept = _choose_holdings(occupancy, name)
             group.call("offload", tuple(holding for holding in HOLDINGS if holding not in kept))
 
     def free_devices(self) -> None:
         """Take the trainers off the devices, for new engines, which start with all of their memory."""
         if self._rollouts:
-            self._offload(Turn())
+            self._offload(Occupancy())
 
     @contextmanager
     def lending_weights(self) -> Iterator[None]:
-        """Have the actor's weights on the devices while new engines get them; then all is as the turn has it."""
+        """Have the actor's weights on the devices while new engines get them; then all is as it was."""
         if self._rollouts:
             self.groups["actor"].call("onload", ("weights",))
         yield
-        if self._rollouts and self._turn:
-            self._move(self._turn)
+        if self._rollouts and self._occupancy:
+            self._move(self._occupancy)
 
 
-def _choose_holdings(turn: Turn, name: str) -> Sequence[Holding]:
-    return turn.actor if name == "actor" else turn.others
+def _choose_holdings(occupancy: Occupancy, name: str) -> Sequence[Holding]:
+    return occupancy.actor if name == "actor" else occupancy.others

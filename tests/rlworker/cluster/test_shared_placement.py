@@ -7,14 +7,14 @@ from rlworker.errors import RunError
 
 def make_ranks(*places: str) -> list:
     """Make the seats of ranks, each written as NODE:DEVICE; a CPU has no device."""
-    from rlworker.cluster.seats import Seat
+    from rlworker.cluster.placement import Seat
 
     pairs = [place.split(":") for place in places]
     return [Seat(node, (device,) if device else ()) for node, device in pairs]
 
 
 def list_names(*places: str, engines: int = 1, devices: int = 1) -> list[str]:
-    from rlworker.cluster.seats import list_engine_seats
+    from rlworker.cluster.placement import list_engine_seats
 
     return [f"{s.node}:{','.join(s.devices)}" for s in list_engine_seats(make_ranks(*places), engines, devices)]
 
@@ -38,7 +38,7 @@ def test_engines_that_no_node_holds_are_refused_by_name():
 
 
 def test_a_new_engine_takes_what_the_others_leave():
-    from rlworker.cluster.seats import choose_seat
+    from rlworker.cluster.placement import choose_seat
 
     first, second, elsewhere = make_ranks("a:0", "a:1", "b:1")
     assert choose_seat(1, [first, second], [first]) == second
