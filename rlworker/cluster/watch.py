@@ -107,8 +107,10 @@ def limiting_stalls(timeout_s: float) -> Iterator[None]:
 
 
 def watch_workers(workers: Mapping[str, ActorHandle]) -> None:
-    """Ask workers, during every wait from now on, whether they still answer. They have the group ``LIVENESS``."""
-    _watch.workers |= {worker: _Watched(name) for name, worker in workers.items()}
+    """Ask workers, now and during every wait, whether they still answer. They have the group ``LIVENESS``."""
+    for name, worker in workers.items():
+        _watch.workers[worker] = watched = _Watched(name)
+        watched.question = _ask(worker)
 
 
 def unwatch_workers(workers: Sequence[ActorHandle]) -> None:
@@ -129,6 +131,7 @@ def wait_for(references: Sequence[Any]) -> list:
         RayError: a call failed; the first that did.
     """
     results, pending, looked = {}, list(references), time.monotonic()
+    _listen(0.0)  # to what was answered between two waits
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=_SLICE_S)
         results |= zip(done, ray.get(done), strict=True)
@@ -141,11 +144,7 @@ def wait_for(references: Sequence[Any]) -> list:
 
 def _look_after_workers(waited_s: float) -> None:
     """Ask every worker that is due, and end those that have been silent for too long."""
-    asked = {watched.question: watched for watched in _watch.workers.values() if watched.question is not None}
-    answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
-    for question, watched in asked.items():
-        watched.silent_s += waited_s
-        watched.listen(question in answers)
+    _listen(waited_s)
     for worker, watched in list(_watch.workers.items()):
         limit_s = _watch.timeout_s if watched.answered else max(_START_S, _watch.timeout_s)
         if watched.is_due():
@@ -155,6 +154,15 @@ def _look_after_workers(waited_s: float) -> None:
             LOGGER.warning(f"{watched.name} {watched.fate}")
             watched.question, watched.is_dead = None, True
             ray.kill(worker)  # its node ends a process that does not end itself within 5 s, as a stopped one does not
+
+
+def _listen(waited_s: float) -> None:
+    """Take note of who has answered, and of another ``waited_s`` seconds of silence of whoever has not."""
+    asked = {watched.question: watched for watched in _watch.workers.values() if watched.question is not None}
+    answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
+    for question, watched in asked.items():
+        watched.silent_s += waited_s
+        watched.listen(question in answers)
 
 
 def _ask(worker: ActorHandle) -> Any:

@@ -79,6 +79,24 @@ def test_who_computes_without_an_answer_does_not_stand_still(start, monkeypatch)
     assert found and all(found)
 
 
+@pytest.mark.timeout(60)
+def test_a_stop_between_short_waits_is_noticed(start, monkeypatch):
+    from ray.exceptions import RayActorError
+
+    from rlworker.cluster import watch
+
+    monkeypatch.setattr(watch, "_SLICE_S", 0.2)
+    (worker,) = start("rollout engine 0").values()
+    (pid,) = watch.wait_for([worker.get_pid.remote()])
+    watch.unwatch_workers([worker])
+    watch.watch_workers({"rollout engine 0": worker})  # handed on to another run, whose waits are shorter than a slice
+    time.sleep(1.0)
+    watch.wait_for([worker.work.remote(0.0)])
+    os.kill(pid, signal.SIGSTOP)
+    with watch.limiting_stalls(1.0), pytest.raises(RayActorError):
+        watch.wait_for([worker.work.remote(0.0)])
+
+
 def test_a_wait_ends_with_the_first_that_dies(start):
     from rlworker.cluster import watch
 
