@@ -138,7 +138,7 @@ def test_turns_are_compared_with_the_same_turn_of_others():
             deviation = statistics.stdev(others) if len(others) > 1 else 0.0
             want[n] = (to_go[number][t] - statistics.mean(others)) / (deviation + 1e-4)
     got = turn_grpo(batch)
-    assert close(got, want) and len(set(got[batch.mask].tolist())) > 15
+    assert close(got, want) and len(set(got[batch.mask].tolist())) > 10
 
 
 def test_turns_by_hand():
