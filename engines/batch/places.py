@@ -26,7 +26,11 @@ def count_up(lengths: np.ndarray) -> np.ndarray:
 
     ``count_up(np.array([2, 0, 3]))`` is ``[0, 1, 0, 1, 2]``.
     """
-    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    lengths = lengths[lengths > 0]
+    steps = np.ones(int(lengths.sum()), dtype=np.int64)
+    # From the last of a sequence to the first of the next it goes down by all but one; one array, and summed in place.
+    steps[np.cumsum(lengths) - lengths] = 1 - np.concatenate([[1], lengths[:-1]])[: len(lengths)]
+    return np.cumsum(steps, out=steps)
 
 
 def mark_completions(prompts: Sequence[int] | np.ndarray, completions: np.ndarray) -> np.ndarray:
