@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from engines.batch.balance import balance_costs
-from engines.batch.samples import Prompt
+from engines.batch.samples import Completions, Prompt
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.placement import Seat, choose_seat, list_engine_seats
@@ -27,7 +26,7 @@ from rlworker.data.rows import Row
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from engines.batch.samples import Completion, Sampling
+    from engines.batch.samples import Sampling
 
 
 class Rollouts:
@@ -95,9 +94,9 @@ class Rollouts:
         """
         self._note, self._send_weights = note, send_weights
 
-    def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
-        """Sample ``[P][count]`` completions; each engine takes an even share of the expected tokens and draws from a
-        stream of its own."""
+    def generate(self, rows: Sequence[Row], sampling: Sampling) -> Completions:
+        """Sample ``[P * count]`` completions, those of a row one after another; each engine takes an even share of the
+        expected tokens and draws from a stream of its own."""
         prompts = [Prompt(row.prompt_ids, row.images) for row in rows]
         parts = deal_prompts([len(prompt.token_ids) for prompt in prompts], sampling, len(self.workers))
         questions = {
@@ -105,9 +104,7 @@ class Rollouts:
             for index, part in enumerate(parts)
             if part
         }
-        results = self._ask("generate", questions)
-        groups = zip((p for part in parts for p in part), (group for result in results for group in result))
-        return [group for _, group in sorted(groups, key=itemgetter(0))]
+        return restore_prompts(self._ask("generate", questions), parts, sampling.count)
 
     def call(self, method: str, *args: Any) -> list:
         """Call ``method(*args)`` on every engine; the results in order."""
@@ -167,6 +164,17 @@ class Rollouts:
 
 def _name_engine(index: int) -> str:
     return f"rollout engine {index}"
+
+
+def restore_prompts(answers: Sequence[Completions], parts: Sequence[Sequence[int]], count: int) -> Completions:
+    """Restore the order of the prompts in the answers of the engines that had some.
+
+    Args:
+        parts: the prompts of each engine, of all P. count: completions of a prompt.
+    """
+    ranks = np.argsort(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))  # [P], among the answers
+    places = ranks[:, None] * count + np.arange(count)  # [P, count]
+    return Completions.concatenate(answers).gather(places.reshape(-1))
 
 
 def deal_prompts(lengths: Sequence[int], sampling: Sampling, engines: int) -> list[list[int]]:
