@@ -1,5 +1,7 @@
 """Rounds and free-running requests of a vLLM engine in its Ray process: what repeats, and what new weights do."""
 
+import gzip
+import json
 import threading
 import time
 from dataclasses import replace
@@ -152,6 +154,18 @@ def test_what_is_given_up_is_free_and_a_poll_holds_nothing_up(rollouts):
     ask(worker.submit, [("long", Request(Prompt(tuple(range(20, 90)) * 8), 1.0, 2, ()))])
     (error,) = take(worker, 1).values()
     assert isinstance(error, ValueError) and "a request cannot be sampled: " in str(error) and "512" in str(error)
+
+
+def test_a_trace_shows_what_the_engine_computed(rollouts, tmp_path):
+    (worker,), path = rollouts.workers, tmp_path / "trace.json.gz"
+    ask(worker.begin_trace, "rollout")
+    rollouts.sample(make_requests(make_prompts(2, 5), 3), (1,))
+    ask(worker.end_trace, str(path))
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    spans = [event for event in events if event.get("ph") == "X"]
+    (phase,) = (span for span in spans if span["name"] == "phase rollout")
+    products = [span for span in spans if span["name"].startswith("aten::") and span["tid"] == phase["tid"]]
+    assert len(products) > 100, "a trace is of the thread that computes"
 
 
 def test_an_engine_that_breaks_tells_all_who_wait(own):
