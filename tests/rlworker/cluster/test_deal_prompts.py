@@ -56,3 +56,21 @@ def test_what_each_request_is_expected_to_take_counts():
     """By hand: 5 + 90 to the first engine, and both others, 5 + 20 and 9 + 30, to the second."""
     assert deal_runs([(5, [5.0, 15.0]), (5, [90.0]), (9, [30.0])], 2) == [[2], [0, 1, 3]]
     assert deal_runs([(5, [1.0])], 2) == [[0], []]
+
+
+def test_answers_come_back_in_the_order_of_the_prompts():
+    """Of engines with two, no and three prompts, with two completions of each; ids name prompt and completion."""
+    from support.rollout_workers import make_completions
+
+    from rlworker.cluster.rollout_group import restore_prompts
+
+    parts, count = [[1, 4], [], [0, 2, 3]], 2
+    answers = [
+        make_completions(*[([10 * prompt + i] * (1 + i), [-1.0] * (1 + i), 3) for prompt in part for i in range(count)])
+        for part in parts
+        if part
+    ]
+    restored = restore_prompts(answers, parts, count)
+    assert [one.token_ids.tolist() for one in restored] == [
+        [10 * prompt + i] * (1 + i) for prompt in range(5) for i in range(count)
+    ]
