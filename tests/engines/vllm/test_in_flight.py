@@ -1,0 +1,267 @@
+"""Rounds and free-running requests of a vLLM engine in its Ray process: what repeats, and what new weights do."""
+
+import gzip
+import json
+import threading
+import time
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from support.huggingface import load_folder, measure_differences, measure_versions
+from support.models import VOCAB
+from support.rollout_workers import ask, begin, poll, resume, send, take, update_in_flight
+
+from engines.batch.samples import Prompt, Request, Sampling
+from engines.config import VllmConfig
+from engines.models.spec import ModelSpec
+from rlworker.checks.tiny_models import make_tiny_text
+
+pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
+CONFIG = VllmConfig(max_new_tokens=8, max_model_len=512, max_num_seqs=64, kv_cache_mb=128)
+STOP = (2, 11, 12, 13, 14, 15)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of more positions than those of other tests."""
+    place = tmp_path_factory.mktemp("long")
+    return make_tiny_text(place, "qwen2", VOCAB, eos_token_id=2, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def rollouts(cluster, folder):
+    """One engine."""
+    from rlworker.cluster.rollout_group import Rollouts
+
+    with Rollouts("cpu", 1) as rollouts:
+        yield rollouts.start(ModelSpec.from_folder(folder), CONFIG).wait()
+
+
+@pytest.fixture
+def own(cluster):
+    """A process of its own without an engine yet, for a test that patches it."""
+    import ray
+
+    from rlworker.cluster.worker_pool import POLL
+    from rlworker.cluster.workers import RolloutWorker
+
+    worker = ray.remote(concurrency_groups={POLL: 1})(RolloutWorker).options(num_cpus=0).remote("cpu", 0)
+    yield worker
+    ray.kill(worker)
+
+
+def make_prompts(count: int, length: int, seed: int = 0) -> list[Prompt]:
+    ids = np.random.default_rng(seed).integers(20, 99, (count, length))
+    return [Prompt(tuple(row)) for row in ids.tolist()]
+
+
+def make_requests(prompts, tokens: int, stop=()) -> list[Request]:
+    return [Request(prompt, 1.0, tokens, stop) for prompt in prompts]
+
+
+def nudge(folder: str):
+    """The folder's model as an optimizer step of the demos' rate leaves it."""
+    model = load_folder(folder)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(7e-4 * torch.randn_like(parameter).sign())
+    return model
+
+
+def name_weights(model) -> list:
+    return [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+
+
+def leave_caches(worker, left: bool) -> None:
+    """Leave the caches as they are when new weights come, or empty them again."""
+    if left:
+        worker.engine._empty_caches = lambda: None
+    else:
+        del worker.engine._empty_caches
+
+
+def test_new_weights_in_flight_are_those_of_the_next_token(rollouts, folder, measured):
+    """Both segments of a completion are HuggingFace's under their own weights; with the old keys the second is not."""
+    (worker,) = rollouts.workers
+    prompts, old, new = make_prompts(8, 150), load_folder(folder), nudge(folder)
+    for left in (False, True):
+        first = send(worker, name_weights(old))
+        if left:
+            ask(worker.__ray_call__, leave_caches, True)
+        completions = update_in_flight(worker, make_requests(prompts, 200), 100, name_weights(new))
+        if left:
+            ask(worker.__ray_call__, leave_caches, False)
+        assert completions.span_versions.tolist() == [first, first + 1] * 8
+        assert completions.span_lengths.min() > 90
+        before, after = measure_versions({first: old, first + 1: new}, prompts, completions).values()
+        measured({"mean after, keys kept" if left else "mean after": float(after.mean())})
+        measured({"mean before": float(before.mean()), "largest before": float(before.max())})
+        assert before.mean() <= 2e-6 and before.max() <= 1e-4
+        assert (after.mean() <= 2e-6 and after.max() <= 1e-4) if not left else after.mean() > 1e-3
+
+
+def test_a_round_is_what_generate_samples_and_repeats_whatever_came_before(rollouts, folder):
+    (worker,), prompts, stream = rollouts.workers, make_prompts(6, 140), (3, 1)
+    send(worker, name_weights(load_folder(folder)))
+    grouped = [request for request in make_requests(prompts, 8, STOP) for _ in range(4)]
+    first = rollouts.sample(grouped, stream)
+    assert first == ask(worker.generate, prompts, Sampling(4, 1.0, 8, (*stream, 0), STOP)), "bit for bit"
+    begin(worker, make_requests(make_prompts(9, 150, 2), 30), 3)
+    with pytest.raises(RuntimeError, match="a round needs the engine for itself"):
+        rollouts.sample(grouped, stream)
+    ask(worker.abort, range(4))
+    resume(worker)
+    assert take(worker, 5).keys() == set(range(4, 9))
+    assert rollouts.sample(grouped, stream) == first
+    assert rollouts.sample(grouped, (3, 2)) != first
+
+
+def test_each_request_has_its_own_limits(rollouts):
+    prompts, stops = make_prompts(40, 5), [(number,) for number in range(20, 60)]
+    asked = [Request(p, 1.0, 1 + i % 7, stop) for i, (p, stop) in enumerate(zip(prompts, stops, strict=True))]
+    completions = rollouts.sample([*asked, Request(prompts[0], 1.0, 300, tuple(range(3, 99)))], (1,))
+    for one, request in zip(completions, asked, strict=False):
+        ended = one.token_ids[-1] in request.stop_token_ids
+        assert one.finished == ended and (ended or len(one.token_ids) == request.max_tokens)
+        assert not set(one.token_ids[:-1].tolist()) & set(request.stop_token_ids)
+    assert completions[40].finished and len(completions) == 41
+
+
+def test_what_is_given_up_is_free_and_a_poll_holds_nothing_up(rollouts):
+    import ray
+
+    (worker,), requests = rollouts.workers, make_requests(make_prompts(64, 150), 300)
+
+    def find_use(worker) -> tuple[int, float]:
+        core = worker.engine.llm.llm_engine.engine_core.engine_core
+        return worker.loop.call(lambda: (len(core.scheduler.requests), core.scheduler.kv_cache_manager.usage))
+
+    begin(worker, requests, 3)
+    waiting = poll(worker)
+    count, used = ask(worker.__ray_call__, find_use)
+    assert count == 64 and used > 0.1
+    ask(worker.abort, range(64))
+    assert ask(worker.__ray_call__, find_use) == (0, 0.0)
+    resume(worker)
+    ask(worker.submit, [("next", replace(requests[0], max_tokens=2))])
+    ((key, completion),) = ray.get(waiting)
+    assert key == "next" and len(completion.token_ids) == 2
+    ask(worker.submit, [("long", Request(Prompt(tuple(range(20, 90)) * 8), 1.0, 2, ()))])
+    (error,) = take(worker, 1).values()
+    assert isinstance(error, ValueError) and "a request cannot be sampled: " in str(error) and "512" in str(error)
+
+
+def test_a_trace_shows_what_the_engine_computed(rollouts, tmp_path):
+    (worker,), path = rollouts.workers, tmp_path / "trace.json.gz"
+    ask(worker.begin_trace, "rollout")
+    rollouts.sample(make_requests(make_prompts(2, 5), 3), (1,))
+    ask(worker.end_trace, str(path))
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    spans = [event for event in events if event.get("ph") == "X"]
+    (phase,) = (span for span in spans if span["name"] == "phase rollout")
+    products = [span for span in spans if span["name"].startswith("aten::") and span["tid"] == phase["tid"]]
+    assert len(products) > 100, "a trace is of the thread that computes"
+
+
+def test_new_weights_come_behind_what_vllm_computes_ahead(own, folder, measured):
+    """With the scheduler that vLLM has elsewhere than on a CPU: each step begins before the one before it was read."""
+
+    def schedule_ahead(worker) -> None:
+        from vllm.platforms.cpu import CpuPlatform
+
+        check = CpuPlatform.check_and_update_config
+
+        def check_otherwise(config) -> None:
+            check(config)
+            config.scheduler_config.async_scheduling = True
+
+        patch.object(CpuPlatform, "check_and_update_config", staticmethod(check_otherwise)).start()
+
+    def count_batches(worker) -> int:
+        return len(worker.engine.llm.llm_engine.engine_core.engine_core.batch_queue)
+
+    ask(own.__ray_call__, schedule_ahead)
+    ask(own.start, ModelSpec.from_folder(folder), CONFIG)
+    prompts, models = make_prompts(8, 150), {0: load_folder(folder), 1: nudge(folder)}
+    requests = make_requests(prompts, 200)
+    begin(own, requests, 50)
+    assert ask(own.__ray_call__, count_batches) == 0, "nothing is under way in a pause"
+    resume(own)
+    ask(own.abort, range(8))
+    completions = update_in_flight(own, requests, 100, name_weights(models[1]))
+    assert completions.span_versions.tolist() == [0, 1] * 8 and completions.span_lengths.min() > 90
+    found = measure_versions(models, prompts, completions)
+    measured({f"mean, version {version}": float(values.mean()) for version, values in found.items()})
+    assert all(values.mean() <= 2e-6 and values.max() <= 1e-4 for values in found.values())
+    assert ask(own.sample, requests, 1) == ask(own.sample, requests, 1)
+
+
+def test_an_engine_that_breaks_tells_all_who_wait(own, folder):
+    """Sixty-four requests, a poll, and whoever comes later."""
+    import ray
+
+    def break_step(worker) -> None:
+        patch.object(worker.engine, "step", side_effect=RuntimeError("device lost")).start()
+
+    ask(own.start, ModelSpec.from_folder(folder), CONFIG)
+    begin(own, make_requests(make_prompts(64, 20), 400), 3)
+    waiting = poll(own)
+    ask(own.__ray_call__, break_step)
+    began = time.monotonic()
+    resume(own)
+    with pytest.raises(RuntimeError, match="loop has ended: RuntimeError: device lost"):
+        ray.get(waiting)
+    for reference in (own.abort.remote([0]), own.submit.remote([]), own.generate.remote([], None)):
+        with pytest.raises(RuntimeError, match="loop has ended: RuntimeError: device lost"):
+            ray.get(reference)
+    assert time.monotonic() - began < 1.0
+
+
+def test_a_round_survives_the_loss_of_an_engine(cluster, folder):
+    """Requests go to two engines, one is killed while it samples, and another one samples what it had."""
+    import ray
+
+    from rlworker.cluster.rollout_group import Rollouts
+
+    requests = [request for request in make_requests(make_prompts(40, 30), 200) for _ in range(2)]
+    lost: dict = {}
+    with Rollouts("cpu", 2) as rollouts:
+        rollouts.start(ModelSpec.from_folder(folder), CONFIG).wait()
+        rollouts.replace_lost(lost.update, lambda workers: None)
+        want = rollouts.sample(requests, (1,))
+        killing = threading.Timer(0.1, ray.kill, rollouts.workers[1:])
+        killing.start()
+        assert rollouts.sample(requests, (1,)) == want
+        killing.join()
+    assert lost.keys() == {"rollout engine 1"}
+    prompts = [request.prompt for request in requests]
+    assert measure_differences(load_folder(folder), prompts, want).mean() <= 2e-6, "each behind its own prompt"
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def test_calls_of_tools_are_read_where_vllm_is_and_faults_are_answers(rollouts):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    texts = [f"so {CALL}{CALL}", "plain", CALL[:30], '<tool_call>{"name": "add", "arguments": 3}</tool_call>', CALL]
+    two, plain, cut, number, one = rollouts.parse_tools(texts, "hermes", [tool])
+    assert two.content == "so " and two.calls == (("add", '{"a": 1}'),) * 2 and not two.error
+    assert (plain.content, plain.calls, plain.error) == ("plain", (), "")
+    assert (cut.content, cut.calls) == (texts[2], ()) and cut.error.startswith("JSONDecodeError: ")
+    assert (number.content, number.calls) == (
+        texts[3],
+        (),
+    ) and number.error == "the arguments of add are no JSON object"
+    assert one.calls == (("add", '{"a": 1}'),) and not one.error, "one text says nothing of the next"
+    listed, called = rollouts.parse_tools(["[add(a=1), add(a='x')]", "[add(a=f())]"], "pythonic", [tool])
+    assert listed.calls == (("add", '{"a": 1}'), ("add", '{"a": "x"}')) and "literals" in called.error
+    (rubbish,) = rollouts.parse_tools(["<tool_call>rubbish</tool_call>"], "qwen3_xml", [tool])
+    assert rubbish.error and not rubbish.calls
+    with pytest.raises(ValueError, match="no parser 'herms'; did you mean 'hermes'"):
+        rollouts.parse_tools(texts, "herms", [tool])
+    with pytest.raises(ValueError, match="'llama3_json' does not fit the tokenizer"):
+        rollouts.parse_tools(texts, "llama3_json", [tool])
