@@ -1,5 +1,6 @@
 """Placement of a run's workers: devices that belong together into one node, nodes in the order of their addresses."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from itertools import chain
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hardware.platform import list_ray_resources
+from hardware.platform import Platform, list_ray_resources
 from hardware.platforms import get_platform
 from rlworker.errors import RunError
 
@@ -53,6 +54,29 @@ def list_nodes() -> list[RayNode]:
 def pin_to(node: str) -> NodeAffinitySchedulingStrategy:
     """Make the strategy by which Ray starts something on one node or not at all."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def find_interfaces(platform: Platform) -> dict[str, str]:
+    """Find the network interface of this node at which Ray's other nodes see it, by the variables that take it.
+
+    One node has no use for a network, and what the user has set stays. Returns nothing in both cases.
+    """
+    import psutil
+
+    if len(list_nodes()) == 1:
+        return {}
+    here = ray.util.get_node_ip_address()
+    holders = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address.split("%")[0] == here for address in addresses)
+    ]
+    if not holders:
+        raise RuntimeError(
+            f"node {here}: no network interface holds Ray's address of this node; give `ray start` one that does, by "
+            f"--node-ip-address, or set {' and '.join(platform.interface_variables)}"
+        )
+    return {name: os.environ.get(name, holders[0]) for name in platform.interface_variables}
 
 
 def check_room(demands: Sequence[Demand]) -> None:

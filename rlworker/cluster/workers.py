@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.cluster.placement import Seat
+from rlworker.cluster.placement import Seat, find_interfaces
 from rlworker.cluster.ray import pausing_collection
 from rlworker.cluster.transport import send_buckets
 from rlworker.tracking.digests import FileDigest, digest_files
@@ -65,32 +65,6 @@ class _Worker:
             self._tracer.worked = True
 
 
-def _find_interfaces(platform: Platform) -> dict[str, str]:
-    """Find the network interface of this node at which Ray's other nodes see it, by the variables that take it.
-
-    One node has no use for a network, and what the user has set stays. Returns nothing in both cases.
-    """
-    import psutil
-    import ray
-
-    from rlworker.cluster.placement import list_nodes
-
-    if len(list_nodes()) == 1:
-        return {}
-    here = ray.util.get_node_ip_address()
-    holders = [
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(address.address.split("%")[0] == here for address in addresses)
-    ]
-    if not holders:
-        raise RuntimeError(
-            f"node {here}: no network interface holds Ray's address of this node; give `ray start` one that does, by "
-            f"--node-ip-address, or set {' and '.join(platform.interface_variables)}"
-        )
-    return {name: os.environ.get(name, holders[0]) for name in platform.interface_variables}
-
-
 class TrainWorker(_Worker):
     """One rank of the training engines that share its process; each method but the first few is of the ``role`` named.
 
@@ -104,7 +78,7 @@ class TrainWorker(_Worker):
         self.platform, self.name, self.rank = get_platform(platform), name, rank
         self.engines: dict[str, TrainEngine] = {}
         self.is_prepared = False
-        os.environ.update(self.platform.get_train_env() | {"HF_HUB_OFFLINE": "1"} | _find_interfaces(self.platform))
+        os.environ.update(self.platform.get_train_env() | {"HF_HUB_OFFLINE": "1"} | find_interfaces(self.platform))
 
     def __repr__(self) -> str:  # Ray's messages say it
         return f"{self.name} rank {self.rank}"
