@@ -136,6 +136,7 @@ def test_no_cut_goes_through_an_episode():
     batch = TrainBatch.from_ids(sequences, [1] * 9, episode=episode, rewards=torch.arange(9.0))
     assert [part.rewards.tolist() for part in batch.split(3)] == [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
     assert [part.lengths for part in batch.split(3)] == [(1, 2, 3, 4), (5, 6, 7), (8, 9)]
+    assert [len(part) for part in batch.split(6)] == sizes
     with pytest.raises(ValueError, match="6 episodes cannot be split over 7 parts; use more episodes"):
         batch.split(7)
 
