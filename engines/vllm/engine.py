@@ -148,7 +148,7 @@ class VllmEngine:
         return self._run_round([(run[0].prompt, self._make_params(run[0], len(run))) for run in runs], seed)
 
     def _run_round(self, asked: Sequence[tuple[Prompt, SamplingParams]], seed: int) -> Completions:
-        self._sleep.require_weights("a round")
+        self._sleep.require_weights("sampling")
         if self.llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("rollout: a round needs the engine for itself; take or abort the loop's requests first")
         # What was asked before may not decide which tokens share a forward pass: a resumed run was not asked the same.
@@ -176,7 +176,7 @@ class VllmEngine:
         Raises:
             ValueError: the prompt is too long, or an image cannot be read.
         """
-        self._sleep.require_weights("a request")
+        self._sleep.require_weights("sampling")
         params = self._make_params(request, 1)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         self.llm.llm_engine.add_request(name, self._make_prompt(request.prompt), params)

@@ -225,8 +225,8 @@ def test_turns_change_no_number(runs):
     ends = [read_weights(folder / name / "checkpoints" / "step_3") for name in ("apart", "together")]
     assert ends[0].keys() == ends[1].keys() and all((ends[0][name] == ends[1][name]).all() for name in ends[0])
     assert "save was called while weights and optimizer were offloaded" in said["forward"]
-    assert "generate was called while weights and kv_cache sleep" in said["generate"]
-    assert "generate was called, and a sleep of level 2 dropped the weights" in said["dropped"]
+    assert "sampling was called while weights and kv_cache sleep" in said["generate"]
+    assert "sampling was called, and a sleep of level 2 dropped the weights" in said["dropped"]
 
 
 @pytest.mark.large
