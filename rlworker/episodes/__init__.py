@@ -1,0 +1,1 @@
+"""Episodes: what a model and its environment write in turns."""
