@@ -1,4 +1,4 @@
-"""Text, chat messages and images to ids, as the run's rows are read; and sampled ids to text, never the other way."""
+"""Text and images to ids, as the run's rows are read; and sampled ids to text, never the other way."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, cast
 
 import numpy as np
 
 from engines.batch.samples import Image
 from rlworker.config.sections import DataConfig
 from rlworker.data.images import ImageReader
-from rlworker.episodes.chat import append_messages, list_row_messages, render_messages
-
-if TYPE_CHECKING:
-    from rlworker.data.rows import Row
-    from rlworker.episodes.episode import Episode, Piece
+from rlworker.episodes.record import Piece
 
 Content = str | Sequence[int] | np.ndarray | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What the environment writes: text, ids, a chat message or several."""
@@ -56,32 +52,27 @@ class Codec:
     """Encodes what plays write and decodes what the model samples.
 
     Attributes:
-        tokenizer: the model's. image_reader: of a model that sees images. data: how rows name their fields.
+        tokenizer: the model's. stop_token_ids: each ends a sample. image_reader: of a model that sees images.
+        data: how rows name their fields.
     """
 
     tokenizer: Any
+    stop_token_ids: tuple[int, ...] = ()
     image_reader: ImageReader | None = None
     data: DataConfig = field(default_factory=DataConfig)
 
-    def encode_text(self, text: str) -> list[int]:
-        """Encode text, in which special tokens may be written out, without any of the tokenizer's own."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Decode sampled ids, without special tokens; ids that the tokenizer does not know are left out."""
-        return self.tokenizer.decode(self._list_known(token_ids), skip_special_tokens=True)
+        """Decode ids without special tokens; ids that the tokenizer does not know are left out."""
+        return self.decode_all([token_ids])[0]
 
-    def decode_all(self, samples: Sequence[np.ndarray]) -> list[str]:
-        """Decode several samples, each as ``decode`` does."""
-        return self.tokenizer.batch_decode([self._list_known(ids) for ids in samples], skip_special_tokens=True)
+    def decode_all(self, samples: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
+        """Decode several pieces as ``decode`` does."""
+        known = [self._list_known(np.asarray(ids)) for ids in samples]
+        return self.tokenizer.batch_decode(known, skip_special_tokens=skip_special)
 
-    def _list_known(self, token_ids: Sequence[int] | np.ndarray) -> list[int]:
-        ids, size = np.asarray(token_ids), self._vocabulary
-        return ids.tolist() if not len(ids) or int(ids.max()) < size else ids[ids < size].tolist()
-
-    @property
-    def _vocabulary(self) -> int:
-        return len(self.tokenizer)
+    def _list_known(self, ids: np.ndarray) -> list[int]:
+        size = len(self.tokenizer)
+        return (ids if not len(ids) or ids.max() < size else ids[ids < size]).tolist()
 
     def encode_stops(self, stops: Sequence[int | str]) -> tuple[int, ...]:
         """Find the ids of tokens that end a sample.
@@ -91,46 +82,30 @@ class Codec:
         """
         ids = []
         for stop in stops:
-            found = [int(stop)] if not isinstance(stop, str) else self.encode_text(stop)
-            if len(found) != 1:
-                raise ValueError(f"sample: stop {stop!r} is {len(found)} tokens, expected one; name a token or its id")
-            ids += found
+            token = [int(stop)] if not isinstance(stop, str) else self._encode_text(stop)
+            if len(token) != 1:
+                raise ValueError(f"sample: stop {stop!r} is {len(token)} tokens, expected one; name a token or its id")
+            ids += token
         return tuple(ids)
 
-    def encode_observation(self, episode: Episode, content: Content, images: Sequence[Any]) -> tuple[Piece, bool]:
-        """Encode what the environment wrote after what is there: the piece, and whether it takes the place of all that
-        is there."""
-        if messages := _list_messages(content):
-            return append_messages(self, episode, messages, images)
-        return self.encode_piece(content, images), False
-
-    def encode_prompt(self, episode: Episode, content: Content | None, images: Sequence[Any]) -> Piece:
-        """Encode the whole context that a sequence begins with; None is the row's own messages, with the episode's
-        tools."""
-        messages = list_row_messages(self, episode.row) if content is None else _list_messages(content)
-        if messages:
-            return render_messages(self, episode, messages, images)
-        if content is None:
-            raise ValueError("Episode: tools need a prompt of chat messages, the row's is text; give messages")
-        return self.encode_piece(content, images)
-
-    def encode_piece(self, content: str | Sequence[int] | np.ndarray, images: Sequence[Any]) -> Piece:
-        """Encode text or ids, with image tokens as rows have them.
+    def encode(self, parts: Sequence[Content], images: Sequence[Any]) -> Piece:
+        """Encode texts and ids that follow one another, with image tokens as rows have them.
 
         Raises:
-            ValueError: it has places for another number of images, or an image cannot be read.
+            ValueError: there are places for another number of images, or one cannot be read.
         """
-        from rlworker.episodes.episode import Piece
-
-        read, place = self._read_images(images), "observe"
-        if isinstance(content, str):
-            text = self.image_reader.replace_markers(content, self.tokenizer) if self.image_reader else content
-            ids: Sequence[int] | np.ndarray = self.encode_text(text)
-        else:
-            ids = content
+        read, ids = self._read_images(images), []
+        for part in parts:
+            ids += self._encode_text(part) if isinstance(part, str) else _read_ids(part)
         if self.image_reader:
-            ids = self.image_reader.expand_ids(np.asarray(ids, dtype=np.int64).tolist(), read, place, self.data)
-        return Piece(np.asarray(ids, dtype=np.int32), images=read)
+            ids = self.image_reader.expand_ids(ids, read, "observe", self.data)
+        return Piece(np.array(ids, dtype=np.int32), images=read)
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Encode text, in which special tokens may be written out, without any of the tokenizer's own."""
+        if self.image_reader:
+            text = self.image_reader.replace_markers(text, self.tokenizer)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _read_images(self, images: Sequence[Any]) -> tuple[Image, ...]:
         if not images:
@@ -140,19 +115,26 @@ class Codec:
         return self.image_reader.read_images([_name_image(image) for image in images], "observe", Path.cwd())
 
 
-def _list_messages(content: Content) -> list[Mapping[str, Any]]:
+def list_messages(content: Content) -> list[Mapping[str, Any]]:
     """List the chat messages that content has; none where it is text or ids."""
     if isinstance(content, Mapping):
         return [content]
-    return list(content) if _is_chat(content) else []
+    if isinstance(content, list | tuple) and content and isinstance(content[0], Mapping):
+        return list(cast(Sequence[Mapping[str, Any]], content))
+    return []
 
 
-def _is_chat(content: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    return isinstance(content, list | tuple) and bool(content) and isinstance(content[0], Mapping)
+def _read_ids(content: Any) -> list[int]:
+    ids = np.asarray(content)
+    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
+        raise ValueError(f"observe: expected text, ids, or messages of role and content, got {content!r:.80}")
+    return ids.tolist()
 
 
 def _name_image(image: Any) -> Any:
     """Name an image as rows do: a path, or its bytes."""
+    if isinstance(image, Image):
+        return image.path
     if isinstance(image, str | Path):
         return str(image)
     if isinstance(image, bytes):

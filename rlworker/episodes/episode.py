@@ -5,33 +5,17 @@ environment writes goes through the tokenizer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from engines.batch.samples import Image
 from rlworker.data.rows import Row
-from rlworker.episodes.codec import Content, get_codec
+from rlworker.episodes.chat import Chat
+from rlworker.episodes.codec import Content, get_codec, list_messages
+from rlworker.episodes.record import CONTEXT, Piece
 
-CONTEXT = -1
-"""Turn of a piece that no turn sampled: prompt and observations."""
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive tokens of one author.
-
-    Attributes:
-        token_ids: ``[T]``. turn: number of the turn that sampled them, ``CONTEXT`` for what the environment wrote.
-        images: those whose image tokens are among them, in order.
-    """
-
-    token_ids: Sequence[int] | np.ndarray
-    turn: int = CONTEXT
-    images: tuple[Image, ...] = ()
 
 
 class Episode:
@@ -49,12 +33,12 @@ class Episode:
     Args:
         prompt: ids, text or chat messages to begin with in the place of the row's prompt.
         images: of that prompt.
-        tools: JSON schemas of tools, which the chat template shows to the model.
+        tools: JSON schemas of tools (or functions with types and a docstring), which the chat template shows.
         tool_parser: name of vLLM's parser of this model's tool calls, such as ``hermes``; fills ``Sample.calls``.
 
     Attributes:
-        row: the question. turns: samples so far. forks: sequences begun by ``fork``.
-        chat: the messages so far where the prompt has some; each sample is one of role ``assistant``.
+        row: the question. turns: samples so far. forks: sequences begun where context was rewritten.
+        sequences: the pieces of each sequence; every fork begins another.
         rewards: turn (``CONTEXT`` before the first) and value of each reward.
     """
 
@@ -64,34 +48,27 @@ class Episode:
         prompt: Content | None = None,
         *,
         images: Sequence[Any] = (),
-        tools: Sequence[Mapping] = (),
+        tools: Sequence[Any] = (),
         tool_parser: str = "",
     ):
         self.row, self.tools, self.tool_parser = row, tuple(tools), tool_parser
         self.turns = self.forks = 0
-        self.chat: list[dict] = []
         self.rewards: list[tuple[int, float]] = []
-        self._length = 0
-        self._sequences: list[list[Piece]] = []
+        self.sequences: list[list[Piece]] = []
+        self._length, self._chat = 0, None
         if prompt is None and not tools:
-            # By the row alone, which the driver has as well: nothing has to be sent back.
             self._begin(Piece(row.prompt_ids, images=row.images))
         else:
-            self._begin(get_codec().encode_prompt(self, prompt, images))
+            self._begin(self._encode_prompt(row.messages if prompt is None else prompt, images or row.images))
 
     def __len__(self) -> int:
         """Tokens of the sequence that is being written."""
         return self._length
 
     @property
-    def sequences(self) -> list[list[Piece]]:
-        """The pieces of each sequence; every fork begins another."""
-        return self._sequences
-
-    @property
     def token_ids(self) -> list[int]:
         """Ids ``[T]`` of the sequence that is being written."""
-        return [int(token) for piece in self._sequences[-1] for token in piece.token_ids]
+        return [int(token) for piece in self.sequences[-1] for token in piece.token_ids]
 
     def observe(self, content: Content, images: Sequence[Any] = ()) -> None:
         """Append what the environment wrote: context for what is sampled next, never trained.
@@ -104,22 +81,29 @@ class Episode:
         Raises:
             ValueError: it cannot be encoded, or has places for another number of images.
         """
-        piece, rewrites = get_codec().encode_observation(self, content, images)
-        if rewrites:
-            self.forks += 1
-            self._begin(piece)
-        else:
-            self._append(piece)
+        codec = get_codec()
+        if not (messages := list_messages(content)):
+            piece = codec.encode((content,), images)
+            if self._chat:
+                self._chat.note(content if isinstance(content, str) else codec.decode(piece.token_ids))
+            return self._append(piece)
+        addition = self._open_chat().add(messages)
+        if not addition.is_fork:
+            return self._append(codec.encode(addition.pieces, images))
+        before = [image for piece in self.sequences[-1] for image in piece.images]
+        self.forks += 1
+        self._begin(codec.encode(addition.pieces, [*before, *images]))
 
     def fork(self, content: Content, images: Sequence[Any] = ()) -> None:
-        """Begin another sequence of this episode, where the context was rewritten: summarised, cut, or without earlier
-        thinking. What was sampled before stays trained in the sequence where it was sampled.
+        """Begin another sequence of this episode, where context was rewritten: summarised, cut, without its thinking.
+
+        What was sampled before stays trained in the sequence where it was sampled.
 
         Args:
             content, images: the whole new context, as for ``observe``.
         """
         self.forks += 1
-        self._begin(get_codec().encode_prompt(self, content, images))
+        self._begin(self._encode_prompt(content, images))
 
     def reward(self, value: float) -> None:
         """Give a reward at the last sampled token; several make rewards per turn, and the episode's is their sum.
@@ -134,17 +118,37 @@ class Episode:
             raise ValueError(f"Episode: reward {value!r} is no finite number of float32; give one")
         self.rewards.append((self.turns - 1, number))
 
-    def add_sample(self, token_ids: np.ndarray, text: str) -> None:
-        """Append what the model sampled in this turn; ``Model.sample`` does so."""
+    def add_sample(self, token_ids: np.ndarray) -> None:
+        """Append what the model sampled in this turn: ``[T]`` ids; ``Model.sample`` does so."""
         self._append(Piece(token_ids, self.turns))
         self.turns += 1
-        if self.chat:
-            self.chat.append({"role": "assistant", "content": text})
+        if self._chat:
+            self._chat.note(tuple(token_ids.tolist()))
+
+    def _encode_prompt(self, content: Content, images: Sequence[Any]) -> Piece:
+        """Encode the whole context that a sequence begins with."""
+        codec, messages = get_codec(), list_messages(content)
+        if self.tools and not messages:
+            raise ValueError("Episode: tools are shown by a chat template, and the prompt is no chat; give messages")
+        self._chat = Chat(codec.tokenizer, messages, self.tools, codec.stop_token_ids) if messages else None
+        return codec.encode((self._chat.text if self._chat else content,), images)
+
+    def _open_chat(self) -> Chat:
+        """Return the chat so far; that of the row's own messages is opened where the first others follow."""
+        if not self._chat:
+            if not self.row.messages or self.forks:
+                raise ValueError("observe: messages follow a prompt that is no chat; observe text, or begin with some")
+            codec = get_codec()
+            self._chat = Chat(codec.tokenizer, self.row.messages, self.tools, codec.stop_token_ids)
+            for piece in self.sequences[-1][1:]:
+                ids = tuple(map(int, piece.token_ids))
+                self._chat.note(codec.decode(ids) if piece.turn == CONTEXT else ids)
+        return self._chat
 
     def _begin(self, piece: Piece) -> None:
-        self._sequences.append([piece])
+        self.sequences.append([piece])
         self._length = len(piece.token_ids)
 
     def _append(self, piece: Piece) -> None:
-        self._sequences[-1].append(piece)
+        self.sequences[-1].append(piece)
         self._length += len(piece.token_ids)
