@@ -19,7 +19,8 @@ class Answer:
     """A sample, as a play is given it.
 
     Attributes:
-        token_ids: ``[T]`` int32. finished: as a ``Completion``'s. calls: what a parser found in it, where one was asked.
+        token_ids: ``[T]`` int32. finished: as a ``Completion``'s. calls: what a parser found in it, where one was
+            asked.
     """
 
     token_ids: np.ndarray
@@ -72,12 +73,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an episode ended.
-
-    Attributes:
-        context: ids observed after the last sample, as ``Requests`` has them of one. rewards, failure, tool_calls,
-            tool_failures: as ``EpisodeRecord``'s.
-    """
+    """How an episode ended, in the words of ``EpisodeRecord``. What was observed after the last sample is left out: the
+    model has not seen it."""
 
     number: int
     rewards: tuple[tuple[int, float], ...]

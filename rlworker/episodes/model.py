@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
 from rlworker.episodes.episode import Episode
 
@@ -37,13 +39,15 @@ class Sample:
     Attributes:
         text: decoded, without special tokens. token_ids: ``[T]`` int32, the stop token included.
         finished: ended by a stop token; False where it was cut at its length limit.
-        calls: the tool calls in it, where the episode names a parser; a call that does not parse is not among them.
+        calls: the tool calls in it, where the episode names a parser.
+        call_error: why a call cannot be read, and then none counts; empty where all can, and where there is none.
     """
 
     text: str
     token_ids: np.ndarray
     finished: bool
     calls: tuple[ToolCall, ...] = ()
+    call_error: str = ""
 
 
 class ToolFailure(Exception):
@@ -158,6 +162,13 @@ class Model:
 
 Play = Callable[[Model, Row], Awaitable[Episode]]
 """``async def play(model, row) -> Episode``: all that a user writes."""
+
+
+def read_calls(found: ToolCalls | None) -> tuple[tuple[ToolCall, ...], str]:
+    """Read what a parser found as the calls of a sample, and why one cannot be read."""
+    if found is None:
+        return (), ""
+    return tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls), found.error
 
 
 def one_turn(reward: Callable[[str, Row], float]) -> Play:

@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar, copy_context
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +24,7 @@ from rlworker.data.rows import Row
 from rlworker.episodes.codec import Codec, using_codec
 from rlworker.episodes.episode import Episode
 from rlworker.episodes.exchange import Answer, Ending, Job, Message, Reply, digest_ids
-from rlworker.episodes.model import Model, Play, PlayLimits, Sample, ToolFailure, read_calls
+from rlworker.episodes.model import EpisodeLimit, Model, Play, PlayLimits, Sample, ToolFailure, read_calls
 from rlworker.episodes.record import FailureKind, Piece
 from rlworker.episodes.tools import ToolRunner, name_tool, read_outcome
 from rlworker.rewards.user_code import Interrupt, describe_error, locate
@@ -40,10 +41,10 @@ class Performance:
     """A play that runs.
 
     Attributes:
-        answers: those to be given again, before the first that is asked for. tools: outcomes of tools to be given again.
+        answers: those to be given again, before the first that is asked for. tools: outcomes of tools, likewise.
         told: sequences, and pieces of the last of them, that the driver knows. future: of the sample that it waits for.
         waits: samples and tools that it waits for. used_s: seconds that count. left_at: when its last step ended, on
-            the stage's clock.
+            the stage's clock. gave_up: it asked for a sample and did not wait for it.
     """
 
     def __init__(self, job: Job, row: Row, host: Stage):
@@ -53,7 +54,7 @@ class Performance:
         self.future: asyncio.Future[Answer] | None = None
         self.waits = self.tool_calls = self.tool_failures = 0
         self.used_s = self.left_at = 0.0
-        self.has_ended = False
+        self.has_ended = self.gave_up = False
         self.task: asyncio.Task | None = None
         self.coroutine: Any = None
 
@@ -70,10 +71,16 @@ class _Steps(Coroutine):
         self._coroutine, self._performance, self._stage = coroutine, performance, stage
 
     def send(self, value: Any) -> Any:
-        return self._stage.take_step(self._performance, self._coroutine.send, value)
+        return self._take(self._coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
-        return self._stage.take_step(self._performance, self._coroutine.throw, *error)
+        return self._take(self._coroutine.throw, *error)
+
+    def _take(self, act: Callable, *args: Any) -> Any:
+        try:
+            return self._stage.take_step(self._performance, act, *args)
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop for all plays
+            raise RuntimeError(f"{type(error).__name__} in a task of the play") from error
 
     def close(self) -> None:
         self._coroutine.close()
@@ -143,6 +150,7 @@ class Stage:
         context.run(_playing.set, performance)
         performance.coroutine = self._perform(performance)
         performance.task = self._loop.create_task(performance.coroutine, context=context)
+        performance.task.add_done_callback(partial(self._note_end, performance))
 
     async def _perform(self, performance: Performance) -> None:
         try:
@@ -154,9 +162,13 @@ class Stage:
         if not performance.has_ended:
             self._end(performance, failure or self._check_result(performance, result), result)
 
-    def _explain(self, performance: Performance, error: BaseException) -> tuple[FailureKind, str]:
-        from rlworker.episodes.model import EpisodeLimit
+    def _note_end(self, performance: Performance, task: asyncio.Task) -> None:
+        """Take note of a task that was interrupted between two lines of ours."""
+        if not performance.has_ended:
+            error = None if task.cancelled() else task.exception()
+            self._end(performance, self._explain(performance, error or asyncio.CancelledError("cancelled")))
 
+    def _explain(self, performance: Performance, error: BaseException) -> tuple[FailureKind, str]:
         if isinstance(error, Interrupt):
             return "blocked", self._tell_block(str(error))
         kind = "limit" if isinstance(error, EpisodeLimit) else "raised"
@@ -195,6 +207,8 @@ class Stage:
             raise RuntimeError("sample: this play has ended")
         if performance.future:
             raise RuntimeError("sample: the play waits for a sample already; await one after the other")
+        if performance.gave_up:
+            raise RuntimeError("sample: the play gave up one that it had asked for; let a sample come to its end")
         stops = self.codec.encode_stops(stop)
         is_new, pieces = _take_context(performance, episode)
         if performance.answers:
@@ -210,9 +224,7 @@ class Stage:
         episode.add_sample(answer.token_ids)
         performance.told = len(episode.sequences), len(episode.sequences[-1])
         calls, call_error = read_calls(answer.calls)
-        return Sample(
-            self.codec.decode(answer.token_ids), answer.token_ids, answer.finished, calls, call_error
-        )
+        return Sample(self.codec.decode(answer.token_ids), answer.token_ids, answer.finished, calls, call_error)
 
     def _ask(self, performance, episode: Episode, max_tokens: int, stops, is_new: bool, pieces: list[Piece]) -> None:
         requests, number = self._reply.requests, performance.number
@@ -229,15 +241,20 @@ class Stage:
             requests.parsers[number] = episode.tool_parser, episode.tools
 
     async def _wait(self, performance: Performance) -> Answer:
-        performance.future = self._loop.create_future()
+        future = performance.future = self._loop.create_future()
         performance.waits += 1
         self._note_settled()
-        return await performance.future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            performance.gave_up = True
+            raise
+        finally:
+            performance.waits -= 1
 
     def _answer(self, performance: Performance, answer: Answer) -> None:
         assert performance.future
         future, performance.future = performance.future, None
-        performance.waits -= 1
         self._active += 1
         if not future.done():  # a play may give up a task of its own that waits for it
             future.set_result(answer)
@@ -292,15 +309,13 @@ class Stage:
 
     async def _settle(self) -> None:
         self._settled = self._loop.create_future()
-        ticking = self._loop.call_later(0, self._tick)
+        self._tick()
         try:
             if self._active:
                 await self._settled
         finally:
-            self._ticking.cancel() if self._ticking else ticking.cancel()
-            self._settled = self._ticking = None
-
-    _ticking: asyncio.TimerHandle | None = None
+            self._ticking.cancel()
+            self._settled = None
 
     def _note_settled(self) -> None:
         """Take note that a play waits for a sample or has ended."""

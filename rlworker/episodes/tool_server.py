@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import CDLL
 
 HEADER = struct.Struct("!dQQQ")
@@ -124,10 +125,8 @@ def _end_descendants() -> None:
     """End all children until there are none: those of a child that ended become ours."""
     while True:
         for pid in _list_descendants(os.getpid()):
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -173,7 +172,9 @@ def _call(loaded: Loaded, arguments: bytes) -> bytes:
     except MemoryError:
         raise
     except Exception as error:
-        return tell_failure("unpicklable", f"a {type(result).__name__} cannot be sent ({type(error).__name__}: {error})")
+        return tell_failure(
+            "unpicklable", f"a {type(result).__name__} cannot be sent ({type(error).__name__}: {error})"
+        )
 
 
 def _set_limits(limit_s: float, memory_mb: int) -> None:

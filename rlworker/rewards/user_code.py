@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -38,14 +39,18 @@ def write_output_to(path: Path) -> None:
     logging.getLogger().setLevel(logging.INFO)
 
 
-def describe_error(error: BaseException) -> str:
-    """Tell type, message and place of an error."""
-    frames = list(traceback.walk_tb(error.__traceback__))
+def describe_error(error: BaseException, is_ours: Callable[[FrameType], bool] = lambda _: False) -> str:
+    """Tell type, message and place of an error.
+
+    Args:
+        is_ours: tells which frames are none of the user's, beside the one that called.
+    """
+    frames = [place for place in list(traceback.walk_tb(error.__traceback__))[1:] if not is_ours(place[0])]
     try:
         message = str(error)
     except Exception:
         message = "(its message cannot be made)"
-    return f"{type(error).__name__}: {message[:_MESSAGE_CHARACTERS]}, {locate(frames[1:] or frames)}"
+    return f"{type(error).__name__}: {message[:_MESSAGE_CHARACTERS]}, {locate(frames)}"
 
 
 def locate(frames: list[tuple[FrameType, int]]) -> str:
