@@ -79,9 +79,9 @@ class Ending:
     number: int
     rewards: tuple[tuple[int, float], ...]
     failure: tuple[FailureKind, str] | None
-    forks: int
-    tool_calls: int
-    tool_failures: int
+    forks: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from engines.batch.samples import Completion, Image
+from engines.batch.samples import Completion, Completions, Image, PlayedSequence
 from rlworker.data.rows import Row
 
 CONTEXT = -1
@@ -43,7 +43,8 @@ class EpisodeRecord:
     Attributes:
         row: the question. sequences: the pieces of each sequence, in order; every fork began another.
         rewards: turn (``CONTEXT`` before the first) and value of each reward.
-        failure: kind, and a message with row, turn and line; None where the play returned well.
+        failure: kind, and a message with turn and line; None where the play returned well.
+        forks: times that context was rewritten.
         tool_calls, tool_failures: tools that it called, and those of them that returned nothing.
     """
 
@@ -51,6 +52,7 @@ class EpisodeRecord:
     sequences: tuple[tuple[Piece, ...], ...]
     rewards: tuple[tuple[int, float], ...] = ()
     failure: tuple[FailureKind, str] | None = None
+    forks: int = 0
     tool_calls: int = 0
     tool_failures: int = 0
 
@@ -70,12 +72,34 @@ class EpisodeRecord:
         return len(self.completions)
 
     @property
-    def forks(self) -> int:
-        """Times that context was rewritten."""
-        return len(self.sequences) - 1
-
-    @property
     def observed_tokens(self) -> int:
         """Tokens that the environment wrote after the prompt, in all sequences."""
         pieces = [piece for pieces in self.sequences for piece in pieces[1:] if piece.turn == CONTEXT]
         return sum(len(piece.token_ids) for piece in pieces)
+
+    def list_played(self) -> list[PlayedSequence]:
+        """List its sequences in columns, of which batches are made."""
+        places = {CONTEXT: (0, -1)}  # turn -> sequence, and place of the last token that it sampled
+        for number, pieces in enumerate(self.sequences):
+            ends = np.cumsum([len(piece.token_ids) for piece in pieces]).tolist()
+            places |= {piece.turn: (number, end - 1) for piece, end in zip(pieces, ends) if piece.completion}
+        rewards: list[list[tuple[int, float]]] = [[] for _ in self.sequences]
+        for turn, value in self.rewards:
+            number, place = places[turn]
+            rewards[number].append((place, value))
+        return [_lay_out(pieces, tuple(own)) for pieces, own in zip(self.sequences, rewards, strict=True)]
+
+
+def _lay_out(pieces: Sequence[Piece], rewards: tuple[tuple[int, float], ...]) -> PlayedSequence:
+    lengths = [len(piece.token_ids) for piece in pieces]
+    turns = np.repeat(np.asarray([piece.turn for piece in pieces], np.int32), lengths)
+    sampled = turns != CONTEXT
+    logprobs, versions = np.zeros(len(turns), np.float32), np.full(len(turns), -1, np.int32)
+    if completions := [piece.completion for piece in pieces if piece.completion]:
+        joined = Completions.join(completions)
+        if len(joined.logprobs):  # none where they were drawn greedily
+            logprobs[sampled] = joined.logprobs
+        versions[sampled] = np.repeat(joined.span_versions, joined.span_lengths)
+    token_ids = np.concatenate([np.asarray(piece.token_ids, np.int32) for piece in pieces])
+    images = tuple(image for piece in pieces for image in piece.images)
+    return PlayedSequence(token_ids, sampled, logprobs, versions, turns, rewards, images)

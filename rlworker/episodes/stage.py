@@ -26,7 +26,7 @@ from rlworker.episodes.episode import Episode
 from rlworker.episodes.exchange import Answer, Ending, Job, Message, Reply, digest_ids
 from rlworker.episodes.model import EpisodeLimit, Model, Play, PlayLimits, Sample, ToolFailure, read_calls
 from rlworker.episodes.record import FailureKind, Piece
-from rlworker.episodes.tools import ToolRunner, name_tool, read_outcome
+from rlworker.episodes.tools.runner import ToolRunner, name_tool, read_outcome
 from rlworker.rewards.user_code import Interrupt, describe_error, locate
 
 IDLE = -1

@@ -24,7 +24,7 @@ from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.part import Part, end_worker, explain_death
-from rlworker.rewards.progress import NodeLost, RewardNode, find_nodes
+from rlworker.rewards.progress import NodeLost, WorkerNode, find_nodes
 from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, find_call_bounds
 from rlworker.tracking.terminal import LOGGER
 
@@ -131,7 +131,7 @@ class RewardPool:
         self.places = [self.nodes[slot % len(self.nodes)] for slot in range(config.workers)]
         self.workers = [self._start_worker(node) for node in self.places]
 
-    def _start_worker(self, node: RewardNode) -> ActorHandle:
+    def _start_worker(self, node: WorkerNode) -> ActorHandle:
         output = self._output
         if output and not node.is_here:
             output = output.with_name(f"{output.stem}.{node.address}{output.suffix}")
@@ -281,7 +281,7 @@ class RewardPool:
             outcomes[part.start + place] = (kind, message)
         return len(rewards)
 
-    def _leave_node(self, lost: RewardNode, error: NodeLost) -> None:
+    def _leave_node(self, lost: WorkerNode, error: NodeLost) -> None:
         """Start the workers of a lost node on those that are left."""
         if lost not in self.nodes:
             return

@@ -1,4 +1,4 @@
-"""The program that forks a process for each call of a tool; ``tools.py`` starts it and asks it.
+"""The program that forks a process for each call of a tool; ``runner.py`` starts it and asks it.
 
 It is run by its path and imports nothing of this project: what a fork takes is what is in memory. It loads a function
 once, with whatever that imports, so that the calls after it find all of it there.

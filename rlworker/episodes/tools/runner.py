@@ -1,4 +1,4 @@
-"""Calls of tools, each in a process of its own, which a small program forks (``tool_server.py``)."""
+"""Calls of tools, each in a process of its own, which a small program forks (``server.py``)."""
 
 import asyncio
 import json
@@ -13,9 +13,9 @@ from typing import Any
 
 from ray import cloudpickle
 
-from rlworker.episodes import tool_server
 from rlworker.episodes.model import ToolFailure
-from rlworker.episodes.tool_server import FAILED, HEADER, RETURNED, tell_failure
+from rlworker.episodes.tools import server
+from rlworker.episodes.tools.server import FAILED, HEADER, RETURNED, tell_failure
 
 _GRACE_S = 2.0
 """After a call's limit, how long the program that forks may take to say so before it is ended."""
@@ -70,7 +70,7 @@ class ToolRunner:
         self._control, theirs = socket.socketpair()
         with theirs:
             # -P, or the modules beside it would hide those of the same names.
-            command = [sys.executable, "-P", str(Path(tool_server.__file__)), str(theirs.fileno())]
+            command = [sys.executable, "-P", str(Path(server.__file__)), str(theirs.fileno())]
             paths = os.pathsep.join(path for path in sys.path if path)
             self._server = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.DEVNULL
