@@ -51,7 +51,7 @@ class Performance:
         self.number, self.row, self.model = job.number, row, Model(host, job.number, job.seed)
         self.answers, self.tools = deque(job.answers), job.tools
         self.told = 1, 1
-        self.future: asyncio.Future[Answer] | None = None
+        self.future: asyncio.Future[tuple[Answer, str]] | None = None
         self.waits = self.tool_calls = self.tool_failures = 0
         self.used_s = self.left_at = 0.0
         self.has_ended = self.gave_up = False
@@ -122,8 +122,9 @@ class Stage:
             for job in message.jobs:
                 self._begin(job)
             answers = message.list_answers()
-            for number, answer in answers:
-                self._answer(self._live[number], answer)
+            texts = self.codec.decode_all([answer.token_ids for _, answer in answers])
+            for (number, answer), text in zip(answers, texts, strict=True):
+                self._answer(self._live[number], answer, text)
             self._loop.run_until_complete(self._settle())
         reply, contexts = self._reply, self._contexts
         self._reply, self._contexts = Reply(), []
@@ -213,6 +214,7 @@ class Stage:
         is_new, pieces = _take_context(performance, episode)
         if performance.answers:
             digest, answer = performance.answers.popleft()
+            text = self.codec.decode(answer.token_ids)
             if digest != digest_ids([token for piece in pieces for token in piece.token_ids]):
                 raise RuntimeError(
                     "sample: the play was begun anew and wrote something else than before; draw random numbers from "
@@ -220,11 +222,11 @@ class Stage:
                 )
         else:
             self._ask(performance, episode, max_tokens, stops, is_new, pieces)
-            answer = await self._wait(performance)
+            answer, text = await self._wait(performance)
         episode.add_sample(answer.token_ids)
         performance.told = len(episode.sequences), len(episode.sequences[-1])
         calls, call_error = read_calls(answer.calls)
-        return Sample(self.codec.decode(answer.token_ids), answer.token_ids, answer.finished, calls, call_error)
+        return Sample(text, answer.token_ids, answer.finished, calls, call_error)
 
     def _ask(self, performance, episode: Episode, max_tokens: int, stops, is_new: bool, pieces: list[Piece]) -> None:
         requests, number = self._reply.requests, performance.number
@@ -240,7 +242,7 @@ class Stage:
         if episode.tool_parser:
             requests.parsers[number] = episode.tool_parser, episode.tools
 
-    async def _wait(self, performance: Performance) -> Answer:
+    async def _wait(self, performance: Performance) -> tuple[Answer, str]:
         future = performance.future = self._loop.create_future()
         performance.waits += 1
         self._note_settled()
@@ -252,12 +254,12 @@ class Stage:
         finally:
             performance.waits -= 1
 
-    def _answer(self, performance: Performance, answer: Answer) -> None:
+    def _answer(self, performance: Performance, answer: Answer, text: str) -> None:
         assert performance.future
         future, performance.future = performance.future, None
         self._active += 1
         if not future.done():  # a play may give up a task of its own that waits for it
-            future.set_result(answer)
+            future.set_result((answer, text))
 
     async def call_tool(self, model: Model, call: Callable, args: tuple, limit_s: float, memory_mb: int) -> Any:
         """Answer ``Model.tool``."""

@@ -3,6 +3,7 @@
 Importing this takes neither torch nor an engine: a process that takes the place of another should start at once.
 """
 
+import gc
 import json
 import signal
 import sys
@@ -44,6 +45,7 @@ class PlayWorker:
         if self._stage is None:
             progress = np.memmap(self._path, np.int64, "w+", shape=(3,))
             self._stage = Stage(*cloudpickle.loads(self._arguments), self._limits, Progress(progress))
+            gc.freeze()  # what is loaded stays, and need not be looked through in every round
             watch_stage(self._stage, name_block_file(self._path))
         return cloudpickle.dumps(self._stage.advance(cloudpickle.loads(message)))
 
