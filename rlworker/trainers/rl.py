@@ -248,7 +248,9 @@ class Trainer(Run[RunConfig]):
         where = f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
             self._check_difference(where, compare_logprobs(batch, logprobs))
-        for mini in batch.split(min(self.config.algorithm.mini_batches, len(batch))):
+        for mini in batch.split(min(self.config.algorithm.mini_batches, batch.num_episodes)):
+            if not mini.mask.any():  # of none of its episodes anything was sampled
+                continue
             parts.append({})
             if self.critic:
                 parts[-1] |= self._update_group(self.critic, mini, self.value_loss, token_mean, "critic_")[0]
