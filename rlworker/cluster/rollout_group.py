@@ -99,14 +99,14 @@ class Rollouts:
         """
         parts = deal_requests(requests, len(self.workers))
         questions = {
-            index: ([requests[r] for r in part], make_seed((*stream, index))) for index, part in enumerate(parts) if part
+            index: ([requests[r] for r in part], make_seed((*stream, index)))
+            for index, part in enumerate(parts)
+            if part
         }
         completions = Completions.concatenate(self._ask("sample", questions))
         return completions.gather(np.argsort(np.concatenate(parts).astype(np.int64)))
 
-    def parse_tools(
-        self, texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]]
-    ) -> list[ToolCalls]:
+    def parse_tools(self, texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCalls]:
         """Find the calls of tools in each text, where vLLM is loaded; ``parse_tool_calls`` says more.
 
         Raises:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import iscoroutinefunction
 from random import Random
 from typing import Any, Literal, Protocol
 
@@ -162,6 +163,11 @@ class Model:
 
 Play = Callable[[Model, Row], Awaitable[Episode]]
 """``async def play(model, row) -> Episode``: all that a user writes."""
+
+
+def is_play(function: Callable) -> bool:
+    """Tell a play, which is a coroutine function, from a reward function."""
+    return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def read_calls(found: ToolCalls | None) -> tuple[tuple[ToolCall, ...], str]:

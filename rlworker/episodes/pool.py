@@ -15,14 +15,14 @@ import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
 
-from rlworker.config.sections import EpisodesConfig
 from rlworker.episodes.codec import Codec
-from rlworker.episodes.exchange import Message, Reply
 from rlworker.episodes.model import Play, PlayLimits
+from rlworker.episodes.record import Message, Reply
 from rlworker.episodes.stage import IDLE
 from rlworker.episodes.worker import PlayWorker
 from rlworker.errors import RunError
 from rlworker.rewards.part import explain_death
+from rlworker.rewards.pool import pickle_reward
 from rlworker.rewards.progress import NodeLost, WorkerNode, find_nodes
 from rlworker.tracking.terminal import LOGGER
 
@@ -40,21 +40,6 @@ _END_S = 10.0
 
 DIED, HELD = "died", "got no further and was ended"
 """What becomes of processes."""
-
-
-def pickle_play(play: Play) -> bytes:
-    """Turn a play into bytes.
-
-    Raises:
-        ValueError: it holds something that cannot be sent to another process.
-    """
-    try:
-        return cloudpickle.dumps(play)
-    except Exception as error:  # whatever an object of the user's raises when it is pickled
-        raise ValueError(
-            f"play: {getattr(play, '__qualname__', play)!r} cannot be sent to another process "
-            f"({type(error).__name__}: {error}); open files, locks and connections inside the function"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -93,26 +78,24 @@ class PlayPool:
     As a context manager it ends them.
 
     Args:
-        output: the file at whose end what plays print and log goes; None keeps none.
+        workers: how many. output: the file at whose end what plays print and log goes; None keeps none.
 
     Raises:
         ValueError: the play cannot be sent to another process.
     """
 
-    def __init__(
-        self, play: Play, codec: Codec, config: EpisodesConfig, limits: PlayLimits, output: Path | None = None
-    ):
-        pickle_play(play)
-        self._arguments, self._limits, self._output = cloudpickle.dumps((play, codec)), limits, output
+    def __init__(self, play: Play, codec: Codec, limits: PlayLimits, workers: int = 1, output: Path | None = None):
+        pickle_reward(play, "play")
+        self._limits, self._output = limits, output
         if output:
             output.parent.mkdir(parents=True, exist_ok=True)
         self._remote_class: Any = ray.remote(PlayWorker)
-        self._shared = ray.put(self._arguments)
+        self._shared = ray.put(cloudpickle.dumps((play, codec)))
         self._numbers, self._failed_starts, self._idle_s = count(), 0, _START_S
-        self.nodes = find_nodes(config.workers)
-        self._places = [self.nodes[slot % len(self.nodes)] for slot in range(config.workers)]
-        self._names = [""] * config.workers
-        self.workers = [self._start_worker(slot) for slot in range(config.workers)]
+        self.nodes = find_nodes(workers)
+        self._places = [self.nodes[slot % len(self.nodes)] for slot in range(workers)]
+        self._names = [""] * workers
+        self.workers = [self._start_worker(slot) for slot in range(workers)]
 
     def __len__(self) -> int:
         return len(self.workers)

@@ -16,9 +16,8 @@ import numpy as np
 from engines.batch.samples import Completion, Completions, Image, Prompt
 from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
-from rlworker.episodes.exchange import Answer, Ending, Job, Message, Reply, digest_ids
 from rlworker.episodes.pool import DIED, LostWorker
-from rlworker.episodes.record import CONTEXT, EpisodeRecord, Piece
+from rlworker.episodes.record import CONTEXT, Answer, Ending, EpisodeRecord, Job, Message, Piece, Reply, digest_ids
 from rlworker.episodes.stage import IDLE
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
@@ -71,10 +70,10 @@ class _Course:
             its tools. losses: processes that were lost at it.
     """
 
-    __slots__ = ("context", "ending", "given", "losses", "number", "row", "sequences", "tools")
+    __slots__ = ("_prompt", "context", "ending", "given", "losses", "number", "row", "sequences", "tools")
 
-    def __init__(self, number: int, row: Row):
-        self.number, self.row = number, row
+    def __init__(self, number: int, row: Row, prompt: Prompt):
+        self.number, self.row, self._prompt = number, row, prompt
         self.sequences = [[Piece(row.prompt_ids, CONTEXT, row.images)]]
         self.given: list[tuple[int, Answer]] = []
         self.tools: dict[int, bytes] = {}
@@ -99,9 +98,9 @@ class _Course:
     def make_prompt(self) -> Prompt:
         """Make the prompt of all that the last sequence has."""
         pieces = self.sequences[-1]
-        images = tuple(image for piece in pieces for image in piece.images)
         if len(pieces) == 1 and pieces[0].token_ids is self.row.prompt_ids:
-            return Prompt(self.row.prompt_ids, images)
+            return self._prompt  # one object for all episodes of a row, as it is sent
+        images = tuple(image for piece in pieces for image in piece.images)
         ids = np.concatenate([np.asarray(piece.token_ids, np.int32) for piece in pieces])
         return Prompt(tuple(ids.tolist()), images)
 
@@ -129,8 +128,9 @@ class Rounds:
     ):
         self._pool, self._ask, self._default, self._note_lost, self._seed = pool, ask, default, note_lost, seed
         self._rows, self._count = rows, count
-        total = len(rows) * count
-        self._courses = [_Course(number, rows[number // count]) for number in range(total)]
+        total, prompts = len(rows) * count, [Prompt(row.prompt_ids, row.images) for row in rows]
+        places = [number // count for number in range(total)]
+        self._courses = [_Course(number, rows[place], prompts[place]) for number, place in enumerate(places)]
         self._owners = np.arange(total) * len(pool) // total  # [P * count], the process of each
         self._suspected: dict[int, LostWorker] = {}
         self._losses = 0

@@ -23,9 +23,8 @@ import numpy as np
 from rlworker.data.rows import Row
 from rlworker.episodes.codec import Codec, using_codec
 from rlworker.episodes.episode import Episode
-from rlworker.episodes.exchange import Answer, Ending, Job, Message, Reply, digest_ids
 from rlworker.episodes.model import EpisodeLimit, Model, Play, PlayLimits, Sample, ToolFailure, read_calls
-from rlworker.episodes.record import FailureKind, Piece
+from rlworker.episodes.record import Answer, Ending, FailureKind, Job, Message, Piece, Reply, digest_ids
 from rlworker.episodes.tools.runner import ToolRunner, name_tool, read_outcome
 from rlworker.rewards.user_code import Interrupt, describe_error, locate
 
