@@ -29,8 +29,9 @@ from rlworker.tracking.terminal import LOGGER
 EPISODE_LOG = "episodes.log"
 """File of a run folder that has what plays print and log; other nodes than the driver's have one each, as rewards."""
 
-_GRACE_S = 2.0
-"""After its time limit, how long a play may take to heed the interrupt before its process is ended."""
+_GRACE_S, _UNSEEN_GRACE_S = 2.0, 4.0
+"""After its time limit, how long a play may take to heed the interrupt before its process is ended; and where nothing
+in the process has seen that it holds it, which may then be short of processor time."""
 _START_S = 120.0
 """Seconds that a process may take to start; it may import much."""
 _STARTS = 3
@@ -160,10 +161,12 @@ class PlayPool:
 
     def _is_stalled(self, call: _Call) -> bool:
         try:
-            call.note(self._places[call.slot].ask("read_play", self._names[call.slot])[0])
+            progress, block = self._places[call.slot].ask("read_play", self._names[call.slot])
         except NodeLost:
             return True
-        limit = self._limits.time_limit_s + _GRACE_S if call.progress else self._idle_s
+        call.note(progress)
+        grace = _GRACE_S if block[:1] == progress[1:2] else _UNSEEN_GRACE_S
+        limit = self._limits.time_limit_s + grace if progress else self._idle_s
         return time.monotonic() - call.changed > limit
 
     def _replace(self, slot: int, fate: str, reason: str) -> LostWorker:
@@ -178,8 +181,9 @@ class PlayPool:
             raise RunError(f"episodes: the process of plays does not start, {_STARTS} times in a row. {reason}")
         self.workers[slot] = self._start_worker(slot)
         _, number, turn = progress or (0, IDLE, 0)
-        is_held = fate == HELD and block[:2] == [number, turn]
-        return LostWorker(_name_worker(slot), fate, number, turn, block[2] if is_held else "")
+        if fate == HELD and block[:1] == [number]:
+            return LostWorker(_name_worker(slot), fate, *block)
+        return LostWorker(_name_worker(slot), fate, number, turn, "")
 
     def _leave_node(self, lost: WorkerNode, error: NodeLost) -> None:
         """Place what ran on a lost node on those that are left."""

@@ -17,7 +17,7 @@ import numpy as np
 from ray import cloudpickle
 
 from rlworker.episodes.model import PlayLimits
-from rlworker.episodes.stage import Stage, list_user_frames
+from rlworker.episodes.stage import Performance, Stage, list_user_frames
 from rlworker.rewards.progress import name_block_file
 from rlworker.rewards.user_code import INTERRUPT, Interrupt, locate, write_output_to
 
@@ -66,7 +66,7 @@ class Progress:
         numbers[0] += 1
 
 
-def watch_stage(stage: Stage, block_file: str) -> threading.Thread:
+def watch_stage(stage: Stage, block_file: str) -> None:
     """Interrupt plays of the main thread that hold it past their limit, from a thread of its own.
 
     Where a play stands at its limit is written to ``block_file`` first, for whoever has to end a process that does not
@@ -82,17 +82,20 @@ def watch_stage(stage: Stage, block_file: str) -> threading.Thread:
             stage.step = None
             raise Interrupt(locate(list_user_frames(frame)))
 
+    def tell(performance: Performance) -> None:
+        where = locate(list_user_frames(sys._current_frames().get(main)))
+        line = json.dumps([performance.number, performance.turn, where])
+        Path(block_file).write_text(line, encoding="utf-8")
+
     def watch() -> None:
-        while True:
+        told = None
+        while not stage.is_closed:
             time.sleep(min(limit / 20, 0.1))
             if is_overdue(step := stage.step):
-                where = locate(list_user_frames(sys._current_frames().get(main)))
-                performance = step[0]
-                line = json.dumps([performance.number, performance.turn, where])
-                Path(block_file).write_text(line, encoding="utf-8")
+                if told is not step:  # once: the process may be ended while this writes
+                    tell(step[0])
+                    told = step
                 signal.pthread_kill(main, INTERRUPT)
 
     signal.signal(INTERRUPT, interrupt)
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=watch, daemon=True).start()

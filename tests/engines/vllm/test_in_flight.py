@@ -254,7 +254,10 @@ def test_calls_of_tools_are_read_where_vllm_is_and_faults_are_answers(rollouts):
     assert two.content == "so " and two.calls == (("add", '{"a": 1}'),) * 2 and not two.error
     assert (plain.content, plain.calls, plain.error) == ("plain", (), "")
     assert (cut.content, cut.calls) == (texts[2], ()) and cut.error.startswith("JSONDecodeError: ")
-    assert (number.content, number.calls) == (texts[3], ()) and number.error == "the arguments of add are no JSON object"
+    assert (number.content, number.calls) == (
+        texts[3],
+        (),
+    ) and number.error == "the arguments of add are no JSON object"
     assert one.calls == (("add", '{"a": 1}'),) and not one.error, "one text says nothing of the next"
     listed, called = rollout.parse_tools(["[add(a=1), add(a='x')]", "[add(a=f())]"], "pythonic", [tool])
     assert listed.calls == (("add", '{"a": 1}'), ("add", '{"a": "x"}')) and "literals" in called.error
