@@ -32,3 +32,21 @@ def test_long_prompts_are_spread_and_completions_count():
     each takes two."""
     assert deal([100, 60, 30, 10], 2, 0.0) == [[0], [1, 2, 3]]
     assert deal([100, 60, 30, 10], 2, 50.0) == [[0, 3], [1, 2]]
+
+
+def test_answers_come_back_in_the_order_of_the_prompts():
+    """Of engines with two, no and three prompts, with two completions of each; ids name prompt and completion."""
+    from support.rollout_workers import make_completions
+
+    from rlworker.cluster.rollout_group import restore_prompts
+
+    parts, count = [[1, 4], [], [0, 2, 3]], 2
+    answers = [
+        make_completions(*[([10 * prompt + i] * (1 + i), [-1.0] * (1 + i), 3) for prompt in part for i in range(count)])
+        for part in parts
+        if part
+    ]
+    restored = restore_prompts(answers, parts, count)
+    assert [one.token_ids.tolist() for one in restored] == [
+        [10 * prompt + i] * (1 + i) for prompt in range(5) for i in range(count)
+    ]
