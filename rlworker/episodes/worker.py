@@ -5,6 +5,7 @@ Importing this takes neither torch nor an engine: a process that takes the place
 
 import gc
 import json
+import pickle
 import signal
 import sys
 import threading
@@ -36,29 +37,30 @@ class PlayWorker:
     def __init__(self, play: bytes, limits: PlayLimits, output: Path | None, folder: str, name: str):
         if output:  # before the play is loaded, whose modules may print as well
             write_output_to(output)
-        self._arguments, self._limits = play, limits
         self._path = f"{folder}/{name}"
-        self._stage: Stage | None = None
+        self._progress = Progress()
+        self._stage = Stage(*cloudpickle.loads(play), limits, self._progress)
+        gc.freeze()  # what is loaded stays, and need not be looked through in every round
 
     def advance(self, message: bytes) -> bytes:
         """Play a round: pickled ``Message`` and ``Reply``."""
-        if self._stage is None:
-            progress = np.memmap(self._path, np.int64, "w+", shape=(3,))
-            self._stage = Stage(*cloudpickle.loads(self._arguments), self._limits, Progress(progress))
-            gc.freeze()  # what is loaded stays, and need not be looked through in every round
+        if not self._progress.is_open:
+            self._progress.open(self._path)
             watch_stage(self._stage, name_block_file(self._path))
-        return cloudpickle.dumps(self._stage.advance(cloudpickle.loads(message)))
+        return pickle.dumps(self._stage.advance(pickle.loads(message)), protocol=5)
 
 
 class Progress:
-    """Tells how far a process is in a file that others read: steps begun, and number and turn of the play in the last.
+    """Tells how far a process is, in a file that others read: steps begun, and number and turn of the play in the last
+    one."""
 
-    Args:
-        numbers: ``[3]`` int64.
-    """
+    def __init__(self):
+        self._numbers: Any = [0, 0, 0]
+        self.is_open = False
 
-    def __init__(self, numbers: np.ndarray):
-        self._numbers: Any = numbers.data
+    def open(self, path: str) -> None:
+        """Begin the file: ``[3]`` int64."""
+        self._numbers, self.is_open = np.memmap(path, np.int64, "w+", shape=(3,)).data, True
 
     def __call__(self, number: int, turn: int) -> None:
         numbers = self._numbers
