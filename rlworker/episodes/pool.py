@@ -17,8 +17,7 @@ from ray.actor import ActorHandle
 
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, PlayLimits
-from rlworker.episodes.record import Message, Reply
-from rlworker.episodes.stage import IDLE
+from rlworker.episodes.record import DIED, HELD, IDLE, LostWorker, Message, Reply
 from rlworker.episodes.worker import PlayWorker
 from rlworker.errors import RunError
 from rlworker.rewards.part import explain_death
@@ -38,26 +37,6 @@ _STARTS = 3
 """Processes in a row that may end before a play begins."""
 _POLL_S = 0.1
 _END_S = 10.0
-
-DIED, HELD = "died", "got no further and was ended"
-"""What becomes of processes."""
-
-
-@dataclass(frozen=True)
-class LostWorker:
-    """A process of plays that died or was ended; another has been started in its place.
-
-    Attributes:
-        name: by which messages call it. fate: what became of it.
-        number, turn: the episode that it was at; ``IDLE`` where it was at none.
-        where: the line at which a play held it; empty where that is not known.
-    """
-
-    name: str
-    fate: str
-    number: int
-    turn: int
-    where: str
 
 
 @dataclass

@@ -16,9 +16,20 @@ import numpy as np
 from engines.batch.samples import Completion, Completions, Image, Prompt
 from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
-from rlworker.episodes.pool import DIED, LostWorker
-from rlworker.episodes.record import CONTEXT, Answer, Ending, EpisodeRecord, Job, Message, Piece, Reply, digest_ids
-from rlworker.episodes.stage import IDLE
+from rlworker.episodes.record import (
+    CONTEXT,
+    DIED,
+    IDLE,
+    Answer,
+    Ending,
+    EpisodeRecord,
+    Job,
+    LostWorker,
+    Message,
+    Piece,
+    Reply,
+    digest_ids,
+)
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
 

@@ -24,12 +24,10 @@ from rlworker.data.rows import Row
 from rlworker.episodes.codec import Codec, using_codec
 from rlworker.episodes.episode import Episode
 from rlworker.episodes.model import EpisodeLimit, Model, Play, PlayLimits, Sample, ToolFailure, read_calls
-from rlworker.episodes.record import Answer, Ending, FailureKind, Job, Message, Piece, Reply, digest_ids
+from rlworker.episodes.record import IDLE, Answer, Ending, FailureKind, Job, Message, Piece, Reply, digest_ids
 from rlworker.episodes.tools.runner import ToolRunner, name_tool, read_outcome
 from rlworker.rewards.user_code import Interrupt, describe_error, locate
 
-IDLE = -1
-"""Number that a process reports when no play runs."""
 _TICK_S = 0.1
 _OURS = str(Path(__file__).parent)
 

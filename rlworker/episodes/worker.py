@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from ray import cloudpickle
 
 from rlworker.episodes.model import PlayLimits
 from rlworker.episodes.stage import Performance, Stage, list_user_frames
@@ -37,6 +36,8 @@ class PlayWorker:
     def __init__(self, play: bytes, limits: PlayLimits, output: Path | None, folder: str, name: str):
         if output:  # before the play is loaded, whose modules may print as well
             write_output_to(output)
+        from ray import cloudpickle
+
         self._path = f"{folder}/{name}"
         self._progress = Progress()
         self._stage = Stage(*cloudpickle.loads(play), limits, self._progress)

@@ -1,28 +1,39 @@
 """Plays in the test's own process: what stands for the engine answers from a script, and for Ray there is a stage."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from support.chat import SAMPLED, GuardedTokenizer
 
 from engines.batch.samples import Completion, Completions
-from recipes.common.addition import make_tokenizer
 from rlworker.data.rows import Row
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, PlayLimits
-from rlworker.episodes.pool import LostWorker
-from rlworker.episodes.record import EpisodeRecord, Message, Reply
+from rlworker.episodes.record import EpisodeRecord, LostWorker, Message, Reply
 from rlworker.episodes.rounds import Asked, Rounds
 from rlworker.episodes.stage import Stage
 from rlworker.episodes.worker import watch_stage
 
-TOKENIZER = make_tokenizer()
-EOS = TOKENIZER.eos_token_id
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+EOS = 2
 LIMITS = PlayLimits(turns=4, tokens=40, sample_tokens=8, time_limit_s=0.5, tool_limit_s=2.0)
 
 
+@cache
+def load_tokenizer() -> PreTrainedTokenizerFast:
+    from recipes.common.addition import make_tokenizer
+
+    return make_tokenizer()
+
+
 def encode(text: str) -> list[int]:
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return load_tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
 def make_rows(*prompts: str) -> list[Row]:
@@ -31,7 +42,7 @@ def make_rows(*prompts: str) -> list[Row]:
 
 def make_codec() -> Codec:
     """Make a codec whose tokenizer raises where it is asked to encode what was sampled."""
-    return Codec(GuardedTokenizer(TOKENIZER), (EOS,))
+    return Codec(GuardedTokenizer(load_tokenizer()), (EOS,))
 
 
 def make_sample(text: str, finished: bool = True, version: int = 0) -> Completion:
@@ -98,4 +109,4 @@ def play_all(
 
 def tell(record: EpisodeRecord) -> list[list[tuple[int, str]]]:
     """Tell who wrote what: turn and text of each piece, sequence by sequence."""
-    return [[(piece.turn, TOKENIZER.decode(piece.token_ids)) for piece in pieces] for pieces in record.sequences]
+    return [[(piece.turn, load_tokenizer().decode(piece.token_ids)) for piece in pieces] for pieces in record.sequences]

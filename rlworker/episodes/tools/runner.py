@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ray import cloudpickle
-
 from rlworker.episodes.model import ToolFailure
 from rlworker.episodes.tools import server
 from rlworker.episodes.tools.server import FAILED, HEADER, RETURNED, tell_failure
@@ -39,6 +37,8 @@ class ToolRunner:
         Raises:
             ValueError: function or arguments cannot be sent to another process.
         """
+        from ray import cloudpickle
+
         try:
             code, arguments = cloudpickle.dumps(function), cloudpickle.dumps(args)
         except Exception as error:  # whatever an object of the user's raises when it is pickled

@@ -10,7 +10,6 @@ from rlworker.episodes import Episode, EpisodeLimit, one_turn
 from rlworker.episodes.codec import using_codec
 from rlworker.rewards.functions import batch_reward
 
-(ROW,) = make_rows("1+1=")
 
 
 @pytest.fixture(autouse=True)

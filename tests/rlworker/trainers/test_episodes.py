@@ -121,7 +121,7 @@ def test_sampled_tokens_have_huggingfaces_logprobs_over_the_whole_sequence(finis
 
 
 def test_the_run_folder_has_episodes_turn_by_turn(finished):
-    samples = [json.loads(line) for line in (finished[1] / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in next((finished[1] / "rollouts").glob("*1.jsonl")).read_text().splitlines()]
     assert len(samples) == 8
     for sample in samples:
         assert sample["outcome"] == "ok" and sample["turns"][0]["by"] == "prompt"
