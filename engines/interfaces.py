@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completion, Prompt, Sampling
+from engines.batch.samples import Completions, Prompt, Sampling
 from engines.batch.shard import Outputs, Shard
 from engines.models.spec import ModelSpec
 
@@ -77,8 +77,8 @@ class RolloutEngine(Protocol):
     version: int
     """Version of its weights; those it started with are 0."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """Sample completions of P prompts: ``[P][count]`` of them."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
+        """Sample ``[P * count]`` completions of P prompts, those of a prompt one after another."""
         ...
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.batch.places import find_tokens
 from engines.batch.samples import Image
 from hardware.transfer import to_device
 
@@ -43,7 +44,8 @@ class TrainBatch:
         values, returns: ``[N]`` float32, the critic's value of the prefix that ends at the input, and what it should
             have been. penalties: ``[N]`` float32, part of the reward that is given at the target.
         weights: ``[N]`` float32, how much the target's loss counts; None counts the mask.
-        rewards, group, versions: ``[B]``: reward, number of the prompt, version of the weights that sampled it.
+        versions: ``[N]`` int32, version of the weights that sampled the target, -1 where nothing did.
+        rewards, group: ``[B]``: reward, number of the prompt.
         greedy_rewards: ``[B]``, reward of the greedy completion of the same prompt.
 
     Raises:
@@ -64,9 +66,9 @@ class TrainBatch:
     returns: Tensor | None = _column("target")
     penalties: Tensor | None = _column("target")
     weights: Tensor | None = _column("target")
+    versions: Tensor | None = _column("target")
     rewards: Tensor | None = _column("sequence")
     group: Tensor | None = _column("sequence")
-    versions: Tensor | None = _column("sequence")
     greedy_rewards: Tensor | None = _column("sequence")
     images: tuple[tuple[Image, ...], ...] | None = None
 
@@ -199,18 +201,6 @@ class TrainBatch:
                 object.__setattr__(self, name, None if array is None else torch.from_numpy(array))
         object.__setattr__(self, "lengths", state["lengths"])
         object.__setattr__(self, "images", state["images"])
-
-
-def find_tokens(lengths: Sequence[int] | np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Find where sequences lie in the stream: lengths ``[B]``, rows ``[b]`` -> ``[n]``, the places of their tokens.
-
-    ``find_tokens([2, 3, 1], [2, 0])`` is ``[5, 0, 1]``.
-    """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    row_sizes = sizes[rows]
-    # [b]: what takes a sequence's start in the result to its start in the stream; an exclusive sum is a start.
-    shift = (np.cumsum(sizes) - sizes)[rows] - (np.cumsum(row_sizes) - row_sizes)
-    return np.arange(row_sizes.sum()) + np.repeat(shift, row_sizes)
 
 
 COLUMNS: dict[str, str] = {f.name: f.metadata["column"] for f in fields(TrainBatch) if "column" in f.metadata}

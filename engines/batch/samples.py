@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, overload
 
 import numpy as np
 
+from engines.batch.places import find_tokens
 from engines.models.vision_spec import VisionSpec
 
 _COPIES = 3
@@ -53,21 +57,193 @@ class Prompt:
     images: tuple[Image, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One sampled answer.
+    """One sampled piece of text.
 
     Attributes:
-        token_ids: sampled ids, the stop token included.
-        logprobs: log-probability of each sampled id under the policy that drew it, at the sampling temperature.
+        token_ids: ``[T]`` int32, sampled ids, the stop token included.
+        logprobs: ``[T]`` float32, log-probability of each sampled id under the policy that drew it, at the sampling
+            temperature; ``[0]`` where it was drawn greedily.
         finished: ended by a stop token; False when it was cut at the length limit.
-        version: version of the weights that sampled it.
+        spans: which weights sampled it, in order: their version, and how many ids they sampled; at least one span.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: np.ndarray
+    logprobs: np.ndarray
     finished: bool
-    version: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sampled its end."""
+        return self.spans[-1][0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Completion) and Completions.join([self]) == Completions.join([other])
+
+
+@dataclass(frozen=True, eq=False)
+class Completions:
+    """Many completions as columns, which cross process borders as a few arrays.
+
+    ``[i]`` is a ``Completion``, ``[i:j]`` are ``Completions``, both as views; they are equal where every number is.
+
+    Attributes:
+        token_ids: ``[T]`` int32, those of all completions end to end.
+        logprobs: ``[T]`` float32, or ``[0]`` where all were drawn greedily.
+        lengths: ``[n]`` int64, ids of each. finished: ``[n]`` bool.
+        span_versions, span_lengths: ``[s]`` int64, version and number of ids of each span, all end to end.
+        span_counts: ``[n]`` int64, spans of each.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    lengths: np.ndarray
+    finished: np.ndarray
+    span_versions: np.ndarray
+    span_lengths: np.ndarray
+    span_counts: np.ndarray
+
+    @staticmethod
+    def join(completions: Sequence[Completion]) -> Completions:
+        """Lay completions end to end.
+
+        Raises:
+            ValueError: some have logprobs and others have none.
+        """
+        spans = [span for one in completions for span in one.spans]
+        token_ids = _concatenate((one.token_ids for one in completions), np.int32)
+        logprobs = _concatenate((one.logprobs for one in completions), np.float32)
+        _check_logprobs(logprobs, token_ids)
+        return Completions(
+            token_ids,
+            logprobs,
+            np.asarray([len(one.token_ids) for one in completions], np.int64),
+            np.asarray([one.finished for one in completions], bool),
+            np.asarray([version for version, _ in spans], np.int64),
+            np.asarray([length for _, length in spans], np.int64),
+            np.asarray([len(one.spans) for one in completions], np.int64),
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence[Completions]) -> Completions:
+        """Lay the completions of one part or more end to end.
+
+        Raises:
+            ValueError: some have logprobs and others have none.
+        """
+        columns = {one.name: np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(Completions)}
+        _check_logprobs(columns["logprobs"], columns["token_ids"])
+        return Completions(**columns)
+
+    def gather(self, rows: np.ndarray) -> Completions:
+        """Gather the completions of these numbers ``[m]``, in this order, as copies."""
+        return self._pick(find_tokens(self.lengths, rows), find_tokens(self.span_counts, rows), rows)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Completion: ...
+    @overload
+    def __getitem__(self, index: slice) -> Completions: ...
+    def __getitem__(self, index: int | slice) -> Completion | Completions:
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(len(self))
+            return self._cut(start, max(start, stop))
+        number = range(len(self))[index]  # a negative one counts from the end; IndexError past either
+        one = self._cut(number, number + 1)
+        spans = zip(one.span_versions.tolist(), one.span_lengths.tolist(), strict=True)
+        return Completion(one.token_ids, one.logprobs, bool(one.finished[0]), tuple(spans))
+
+    def __iter__(self) -> Iterator[Completion]:
+        return (self[number] for number in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Completions) and all(
+            np.array_equal(getattr(self, column.name), getattr(other, column.name)) for column in fields(self)
+        )
+
+    def _cut(self, start: int, stop: int) -> Completions:
+        """Cut out completions ``start`` to ``stop``, as views."""
+        tokens, spans = (slice(*bounds[[start, stop]]) for bounds in (self._token_bounds, self._span_bounds))
+        return self._pick(tokens, spans, slice(start, stop))
+
+    def _pick(self, tokens: Any, spans: Any, rows: Any) -> Completions:
+        """Pick completions by the places of their ids, of their spans, and their own."""
+        return Completions(
+            self.token_ids[tokens],
+            self.logprobs[tokens] if len(self.logprobs) else self.logprobs,
+            self.lengths[rows],
+            self.finished[rows],
+            self.span_versions[spans],
+            self.span_lengths[spans],
+            self.span_counts[rows],
+        )
+
+    @cached_property
+    def _token_bounds(self) -> np.ndarray:
+        """``[n + 1]``, where the ids of each completion begin, and the end of all."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @cached_property
+    def _span_bounds(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.span_counts)])
+
+
+def _concatenate(parts: Iterable[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype)  # of no part it is empty
+
+
+def _check_logprobs(logprobs: np.ndarray, token_ids: np.ndarray) -> None:
+    if len(logprobs) not in (0, len(token_ids)):
+        raise ValueError(
+            f"completions: {len(token_ids)} sampled ids and logprobs of {len(logprobs)}, expected of all or of none; "
+            "draw all completions of a round greedily or none"
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion that is asked for.
+
+    Attributes:
+        temperature: 0 is greedy. max_tokens: the length limit.
+        stop_token_ids: the completion ends with the first of these, which belongs to it.
+        expected_tokens: of the completion, by which requests are dealt out to engines.
+    """
+
+    prompt: Prompt
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    expected_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedSequence:
+    """One sequence of an episode as it was played: what was sampled, and what the environment wrote around it.
+
+    An episode is one of these or more, in the order in which they were begun. Token columns have an entry for each of
+    the L ids, the prompt included.
+
+    Attributes:
+        token_ids: ``[L]`` int32, at least one. sampled: ``[L]`` bool, the policy sampled it; never the first.
+        logprobs: ``[L]`` float32, at the sampling temperature. versions: ``[L]`` int32, of the weights. turns: ``[L]``
+            int32, the turn within the episode, from 0 on over all of its sequences. All three count where ``sampled``.
+        rewards: ``(place, reward)`` of each reward, in any order; the place is that of the sampled id after which it
+            was given, and -1 where this sequence had none yet. Rewards of one place add up.
+        images: those that its image tokens stand for, in order.
+    """
+
+    token_ids: np.ndarray
+    sampled: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    turns: np.ndarray
+    rewards: tuple[tuple[int, float], ...] = ()
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)

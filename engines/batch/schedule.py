@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engines.batch.balance import balance_costs, estimate_costs
-from engines.batch.batch import TrainBatch, find_tokens
+from engines.batch.batch import TrainBatch
+from engines.batch.places import find_tokens
 from engines.batch.shard import Kind, Shard
 from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit

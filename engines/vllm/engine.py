@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 
-from engines.batch.samples import Completion, Prompt, Sampling
+from engines.batch.samples import Completion, Completions, Prompt, Sampling
 from engines.config import VllmConfig
 from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
@@ -116,8 +117,8 @@ class VllmEngine:
         del self.llm
         cleanup_dist_env_and_memory()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """Sample ``[P][count]`` completions of P prompts, no more at a time than there is memory for decoded images.
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
+        """Sample ``[P * count]`` completions of P prompts, no more at a time than there is memory for decoded images.
 
         Raises:
             ValueError: an image cannot be read.
@@ -151,9 +152,9 @@ class VllmEngine:
                         f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
                         f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
                     )
-                completions.append([self._completion(sample) for sample in output.outputs])
+                completions += [self._completion(sample) for sample in output.outputs]
             del requests, outputs  # their images, before the next are decoded
-        return completions
+        return Completions.join(completions)
 
     def _request(self, prompt: Prompt) -> TokensPrompt:
         """Make vLLM's request of a prompt, with one token for each image: vLLM puts all of its tokens there."""
@@ -165,12 +166,12 @@ class VllmEngine:
         return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)
 
     def _completion(self, sample) -> Completion:
-        tokens = list(sample.token_ids)
+        tokens = np.asarray(sample.token_ids, dtype=np.int32)
         # One entry a position: with logprobs=0 vLLM reports the sampled token alone.
-        logprobs = [] if sample.logprobs is None else list(sample.logprobs.logprobs)
-        if sample.logprobs is not None and list(sample.logprobs.token_ids) != tokens:
+        logprobs = np.asarray([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
+        if sample.logprobs is not None and not np.array_equal(sample.logprobs.token_ids, tokens):
             raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
-        return Completion(tokens, logprobs, sample.finish_reason == "stop", self.version)
+        return Completion(tokens, logprobs, sample.finish_reason == "stop", ((self.version, len(tokens)),))
 
     def _empty_caches(self) -> None:
         """Empty the caches: keys and values of prompts, and features of images."""

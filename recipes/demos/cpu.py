@@ -99,7 +99,7 @@ def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.Advantage
     """Make the control's advantage: the same numbers, from the batch's rewards in random order."""
 
     def shuffled_advantage(batch: TrainBatch):
-        version, rewards = int(batch.require_column("versions")[0]), batch.require_column("rewards")
+        version, rewards = int(batch.require_column("versions").max()), batch.require_column("rewards")
         order = torch.from_numpy(np.random.default_rng(version).permutation(len(batch)))
         return advantage(replace(batch, rewards=rewards[order]))
 

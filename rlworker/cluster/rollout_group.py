@@ -6,7 +6,6 @@ Without torch at its top, so that the processes can start while the controller i
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from engines.batch.balance import balance_costs
-from engines.batch.samples import Prompt
+from engines.batch.samples import Completions, Prompt
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
@@ -25,7 +24,7 @@ from rlworker.data.rows import Row
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from engines.batch.samples import Completion, Sampling
+    from engines.batch.samples import Sampling
 
 
 class Rollouts:
@@ -72,9 +71,9 @@ class Rollouts:
         """
         self._note, self._send_weights = note, send_weights
 
-    def generate(self, rows: Sequence[Row], sampling: Sampling) -> list[list[Completion]]:
-        """Sample ``[P][count]`` completions; each engine takes an even share of the expected tokens and draws from a
-        stream of its own."""
+    def generate(self, rows: Sequence[Row], sampling: Sampling) -> Completions:
+        """Sample ``[P * count]`` completions, those of a row one after another; each engine takes an even share of the
+        expected tokens and draws from a stream of its own."""
         prompts = [Prompt(row.prompt_ids, row.images) for row in rows]
         parts = deal_prompts([len(prompt.token_ids) for prompt in prompts], sampling, len(self.workers))
         questions = {
@@ -82,9 +81,11 @@ class Rollouts:
             for index, part in enumerate(parts)
             if part
         }
-        results = self._ask("generate", questions)
-        groups = zip((p for part in parts for p in part), (group for result in results for group in result))
-        return [group for _, group in sorted(groups, key=itemgetter(0))]
+        completions = Completions.concatenate(self._ask("generate", questions))
+        # [P]: from the prompts in the order of the engines that had them back to that of the rows.
+        ranks = np.argsort(np.concatenate(parts).astype(np.int64))
+        places = ranks[:, None] * sampling.count + np.arange(sampling.count)  # [P, count]
+        return completions.gather(places.reshape(-1))
 
     def call(self, method: str, *args: Any) -> list:
         """Call ``method(*args)`` on every engine; the results in order."""

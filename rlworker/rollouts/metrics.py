@@ -1,5 +1,6 @@
 """Metrics and samples of what a step has drawn."""
 
+import numpy as np
 import torch
 
 from rlworker.rollouts.to_batch import PromptGroup
@@ -10,16 +11,17 @@ SAMPLES_KEPT = 8
 
 def summarise_groups(groups: list[PromptGroup]) -> dict[str, float]:
     """Summarise what was sampled and rewarded, over every group that a step has drawn."""
-    samples = [sample for group in groups for sample in group.completions]
+    lengths = np.concatenate([group.completions.lengths for group in groups])
+    finished = np.concatenate([group.completions.finished for group in groups])
     rewards = torch.tensor([group.rewards for group in groups])
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "groups": len(groups),
         "zero_variance_groups": sum(group.has_zero_variance for group in groups),
-        "completion_tokens": sum(len(sample.token_ids) for sample in samples) / len(samples),
-        "truncated": sum(not sample.finished for sample in samples) / len(samples),
-        "samples": len(samples),
+        "completion_tokens": int(lengths.sum()) / len(lengths),
+        "truncated": int((~finished).sum()) / len(finished),
+        "samples": len(lengths),
     }
 
 

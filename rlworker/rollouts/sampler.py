@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from engines.batch.samples import Completion, Sampling
+from engines.batch.samples import Completions, Sampling
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, pick_rows
@@ -89,22 +89,22 @@ class Sampler:
             expected_tokens=self.completion_tokens,
         )
 
-    def _note_lengths(self, completions: list[list[Completion]]) -> None:
-        lengths = [len(sample.token_ids) for group in completions for sample in group]
-        self.completion_tokens += _NEWEST_SHARE * (sum(lengths) / len(lengths) - self.completion_tokens)
+    def _note_lengths(self, completions: Completions) -> None:
+        mean = int(completions.lengths.sum()) / len(completions)
+        self.completion_tokens += _NEWEST_SHARE * (mean - self.completion_tokens)
 
-    def _score(self, rows: list[Row], completions: list[list[Completion]]) -> tuple[list[PromptGroup], Scores]:
-        """Find the texts and rewards of the completions ``[P][G]``."""
-        size, ids = len(completions[0]), [sample.token_ids for group in completions for sample in group]
+    def _score(self, rows: list[Row], completions: Completions) -> tuple[list[PromptGroup], Scores]:
+        """Find the texts and rewards of the completions ``[P * G]``."""
+        size, ids = len(completions) // len(rows), [sample.token_ids.tolist() for sample in completions]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         scores = self.rewards.score(texts, [row for row in rows for _ in range(size)])
         if scores.failures:
             self.warn(scores.summarise())
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(rows))]
-        parts = zip(rows, completions, cuts, strict=True)
-        return [PromptGroup(row, samples, texts[cut], scores.values[cut]) for row, samples, cut in parts], scores
+        parts = zip(rows, cuts, strict=True)
+        return [PromptGroup(row, completions[cut], texts[cut], scores.values[cut]) for row, cut in parts], scores
 
 
-def _check_versions(completions: list[list[Completion]], version: int) -> None:
-    if (versions := {sample.version for group in completions for sample in group}) != {version}:
+def _check_versions(completions: Completions, version: int) -> None:
+    if (versions := set(completions.span_versions.tolist())) != {version}:
         raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {version} alone")

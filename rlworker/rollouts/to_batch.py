@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completion
+from engines.batch.samples import Completions
 from engines.images.columns import make_image_columns
 from engines.models.vision_spec import VisionSpec
 from rlworker.data.rows import Row
@@ -18,7 +18,7 @@ class PromptGroup:
     """A prompt with its G completions, their texts and rewards."""
 
     row: Row
-    completions: list[Completion]
+    completions: Completions
     texts: list[str]
     rewards: list[float]
 
@@ -30,22 +30,25 @@ class PromptGroup:
 
 def to_batch(
     rows: Sequence[Row],
-    completions: Sequence[Sequence[Completion]],
+    completions: Completions,
     rewards: Sequence[float],
     vision: VisionSpec | None = None,
 ) -> TrainBatch:
-    """Turn prompts ``[P]``, completions ``[P][G]``, rewards ``[P * G]`` into a batch of ``P * G`` sequences, by group.
+    """Turn prompts ``[P]`` and their completions and rewards, both ``[P * G]``, into a batch of ``P * G`` sequences.
 
     Args:
         vision: of a model that sees images.
 
     Raises:
-        ValueError: a sequence has other image tokens than its row's images.
+        ValueError: a sequence has other image tokens than its row's images, or rows have no equal numbers of
+            completions.
     """
-    pairs = [(row, sample) for row, group in zip(rows, completions, strict=True) for sample in group]
+    size, rest = divmod(len(completions), len(rows))
+    if rest:
+        raise ValueError(f"to_batch: {len(completions)} completions of {len(rows)} rows, expected as many of each row")
+    pairs = [(rows[i // size], sample) for i, sample in enumerate(completions)]
     prompt_lengths = [len(row.prompt_ids) for row, _ in pairs]
     sequences = [[*row.prompt_ids, *sample.token_ids] for row, sample in pairs]
-    group = np.repeat(np.arange(len(rows)), [len(g) for g in completions])
     columns = {}
     if vision:
         columns = make_image_columns(sequences, [row.images for row, _ in pairs], vision)
@@ -54,19 +57,21 @@ def to_batch(
         prompt_lengths,
         **columns,
         rewards=torch.tensor(rewards, dtype=torch.float32),
-        group=torch.from_numpy(group),
-        versions=torch.tensor([sample.version for _, sample in pairs]),
+        group=torch.from_numpy(np.repeat(np.arange(len(rows)), size)),
     )
-    logprobs = torch.zeros(batch.num_tokens)
     # The batch's counting targets are the sampled tokens, in the same order.
-    logprobs[batch.mask] = torch.tensor([x for _, sample in pairs for x in sample.logprobs], dtype=torch.float32)
-    return replace(batch, rollout_logprobs=logprobs)
+    mask = batch.mask.numpy()
+    logprobs, versions = np.zeros(len(mask), np.float32), np.full(len(mask), -1, np.int32)
+    logprobs[mask] = completions.logprobs
+    versions[mask] = np.repeat(completions.span_versions, completions.span_lengths)
+    return replace(batch, rollout_logprobs=torch.from_numpy(logprobs), versions=torch.from_numpy(versions))
 
 
 def batch_groups(groups: Sequence[PromptGroup], vision: VisionSpec | None = None) -> TrainBatch:
     """Batch the completions of some groups, with their rewards."""
     rewards = [reward for group in groups for reward in group.rewards]
-    return to_batch([group.row for group in groups], [group.completions for group in groups], rewards, vision)
+    completions = Completions.concatenate([group.completions for group in groups])
+    return to_batch([group.row for group in groups], completions, rewards, vision)
 
 
 def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:

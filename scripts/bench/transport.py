@@ -217,7 +217,7 @@ def measure_ways(group: WorkerGroup, rollouts: Rollouts, rounds: int) -> dict[st
             figures[way].append((time.perf_counter() - start, count_cpu_seconds() - cpu))
             assert set(rollouts.call("get_version")) == {version}
             answers += rollouts.call("generate", [Prompt((5, 6, 7))], Sampling(1, 1.0, 8, (number,), ()))
-        assert len({str((sample.token_ids, sample.logprobs)) for ((sample,),) in answers}) == 1
+        assert len({str((sample.token_ids, sample.logprobs)) for (sample,) in answers}) == 1
     return {way: pairs[1:] for way, pairs in figures.items()}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completion, Prompt
+from engines.batch.samples import Completions, Prompt
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments, score_tokens
 from rlworker.data.rows import Row
@@ -35,23 +35,20 @@ def compute_logprobs(model, batch: TrainBatch, temperature: float = 1.0, spec: M
     return torch.cat([score_tokens(logits, part.targets, banned, temperature).logprobs for part, logits in runs])
 
 
-def make_batch(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], spec: ModelSpec | None = None
-) -> TrainBatch:
-    """Lay sampled completions ``[P][count]`` behind their prompts; ``mask`` has the sampled tokens.
+def make_batch(prompts: Sequence[Prompt], completions: Completions, spec: ModelSpec | None = None) -> TrainBatch:
+    """Lay sampled completions ``[P * count]`` behind their prompts; ``mask`` has the sampled tokens.
 
     Args:
         spec: of a model that sees images.
     """
     rows = [Row("", prompt.token_ids, "", {}, prompt.images) for prompt in prompts]
-    samples = sum(map(len, completions))
-    return to_batch(rows, completions, [0.0] * samples, spec.vision if spec else None)
+    return to_batch(rows, completions, [0.0] * len(completions), spec.vision if spec else None)
 
 
 def measure_differences(
     model,
     prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[Completion]],
+    completions: Completions,
     temperature: float = 1.0,
     spec: ModelSpec | None = None,
 ) -> Tensor:

@@ -1,10 +1,13 @@
-"""Workers with rollout engines, asked from a test. Ray is imported by the first question."""
+"""Workers with rollout engines, asked from a test, and their answers as a test writes them down. Ray is imported by the
+first question."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from engines.batch.samples import Completion, Completions
 from engines.weight_sync import pack_buckets
 
 
@@ -21,3 +24,13 @@ def send(worker, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int = 2**3
     for bucket, last in pack_buckets(iter(weights), bucket_bytes):
         ask(worker.load_weights, bucket, version, last)
     return version
+
+
+def make_completion(ids: Sequence[int], logprobs: Sequence[float] = (), version: int = 0) -> Completion:
+    """Make a finished completion that weights of one version sampled."""
+    return Completion(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), True, ((version, len(ids)),))
+
+
+def make_completions(*parts: tuple) -> Completions:
+    """Make completions of ``(ids, logprobs, version)``."""
+    return Completions.join([make_completion(*part) for part in parts])

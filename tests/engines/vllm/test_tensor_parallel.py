@@ -47,9 +47,8 @@ def end(*workers, keep: bool = True) -> None:
 def compare_engines(one, two, prompts, seed: int) -> float:
     """Largest difference of a token's logprob between engines that must sample the same tokens."""
     left, right = (ask(worker.generate, prompts, sampling(seed)) for worker in (one, two))
-    pairs = [(a, b) for many in zip(left, right, strict=True) for a, b in zip(*many, strict=True)]
-    assert all(a.token_ids == b.token_ids for a, b in pairs)
-    return max(abs(x - y) for a, b in pairs for x, y in zip(a.logprobs, b.logprobs, strict=True))
+    assert left.lengths.tolist() == right.lengths.tolist() and left.token_ids.tolist() == right.token_ids.tolist()
+    return float(abs(left.logprobs - right.logprobs).max())
 
 
 def change(folder: str, seed: int) -> list[tuple[str, torch.Tensor]]:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.rollout_workers import make_completions
 
-from engines.batch.samples import Completion
 from engines.config import MegatronConfig
 from engines.images.processor import decode
 from engines.models.spec import ModelSpec
@@ -286,8 +286,8 @@ def test_what_the_engine_would_not_show_is_refused(read, row, message):
 
 def test_a_refused_step_names_the_images(read, model, tmp_path):
     (row,) = read({"prompt": "<image>?", "images": ["a.png"], "answer": "y"})
-    answer = Completion([5, 6], [-1.0, float("nan")], True, 1)
-    batch = to_batch([row], [[answer]], [1.0], model.vision)
+    answer = make_completions(([5, 6], [-1.0, float("nan")], 1))
+    batch = to_batch([row], answer, [1.0], model.vision)
     assert save_refused(tmp_path / "step.jsonl", batch, {}, load_tokenizer(model.folder)) == 1
     (image,) = json.loads((tmp_path / "step.jsonl").read_text())["images"]
     assert image["grid"] == [1, 4, 6] and image["place"].endswith('line 1: field "images", image 0')
@@ -295,7 +295,7 @@ def test_a_refused_step_names_the_images(read, model, tmp_path):
 
 def test_logprob_differences_after_images_are_told_apart(read, model):
     seen, text = read({"prompt": "<image>?", "images": ["a.png"], "answer": "y"}, {"prompt": "x", "answer": "y"})
-    samples = [[Completion([5, 6], [-1.0, -1.0], True, 1)], [Completion([7], [-1.0], True, 1)]]
+    samples = make_completions(([5, 6], [-1.0, -1.0], 1), ([7], [-1.0], 1))
     batch = to_batch([seen, text], samples, [1.0, 0.0], model.vision)
     logprobs = torch.full((batch.num_tokens,), -1.0)
     logprobs[batch.mask] = torch.tensor([-1.5, -1.0, -3.0])

@@ -1,7 +1,7 @@
 import pytest
 import torch
+from support.rollout_workers import make_completions
 
-from engines.batch.samples import Completion
 from rlworker.data.rows import Row
 from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 
@@ -9,16 +9,18 @@ from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 def test_columns_stand_at_their_tokens():
     rows = [Row("ab", (1, 2), "", {}), Row("c", (3,), "", {})]
     completions = [
-        [Completion([5, 6], [-0.5, -0.6], True, 4), Completion([7], [-0.7], False, 4)],
-        [Completion([8, 9, 9], [-0.8, -0.9, -1.0], True, 3), Completion([], [], False, 3)],
+        ([5, 6], [-0.5, -0.6], 4),
+        ([7], [-0.7], 4),
+        ([8, 9, 9], [-0.8, -0.9, -1.0], 3),
+        ([], [], 3),
     ]
-    batch = to_batch(rows, completions, [1.0, 0.0, 0.5, 0.25])
+    batch = to_batch(rows, make_completions(*completions), [1.0, 0.0, 0.5, 0.25])
     assert batch.lengths == (3, 2, 3, 0)
     assert batch.inputs.tolist() == [1, 2, 5, 1, 2, 3, 8, 9]
     assert batch.targets.tolist() == [2, 5, 6, 2, 7, 8, 9, 9]
     assert batch.mask.tolist() == [False, True, True, False, True, True, True, True]
     assert batch.rollout_logprobs.tolist() == pytest.approx([0, -0.5, -0.6, 0, -0.7, -0.8, -0.9, -1.0])
-    assert batch.group.tolist() == [0, 0, 1, 1] and batch.versions.tolist() == [4, 4, 3, 3]
+    assert batch.group.tolist() == [0, 0, 1, 1] and batch.versions.tolist() == [-1, 4, 4, -1, 4, 3, 3, 3]
     trainer = batch.rollout_logprobs + torch.tensor([9.0, 0.1, 0, 9.0, 0, 0, -0.3, 0])
     difference = compare_logprobs(batch, trainer)
     assert difference["logprob_diff_max"] == pytest.approx(0.3)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from support.rollout_workers import make_completions
 
-from engines.batch.samples import Completion, Sampling
+from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from recipes.common.addition import make_tokenizer
 from rlworker.config.run import RunConfig
@@ -21,7 +22,7 @@ ROWS = [Row(str(i), (i + 4,), "", {}) for i in range(12)]
 
 class Rollouts:
     def generate(self, rows, sampling):
-        return [[Completion([20, 2], [-1.0, -1.0], True, 0) for _ in range(sampling.count)] for _ in rows]
+        return make_completions(*[([20, 2], [-1.0, -1.0], 0)] * (sampling.count * len(rows)))
 
 
 class Rewards:

@@ -12,9 +12,10 @@ from typing import get_args
 
 import pytest
 import torch
+from support.rollout_workers import make_completions
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completion, Image
+from engines.batch.samples import Image
 from engines.batch.shard import TokenOutputs, ValueOutputs
 from engines.config import VllmConfig
 from engines.interfaces import StepResult
@@ -75,8 +76,7 @@ class Rollouts:
 
     def generate(self, rows, sampling):
         logprobs = [] if sampling.temperature == 0 else [LOGPROB] * 2
-        answer = Completion([3, 0], logprobs, True, self.trainer.version)
-        return [[answer] * sampling.count for _ in rows]
+        return make_completions(*[([3, 0], logprobs, self.trainer.version)] * (sampling.count * len(rows)))
 
     def call(self, _method):
         return [self.trainer.version]

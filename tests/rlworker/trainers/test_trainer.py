@@ -382,11 +382,12 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
         trainer.sampler.rollouts_done = 0
         drawn_anew = []
         for _ in range(3):  # the weights stay, as at a learning rate of 0
-            drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.make_sampling(16))
-            drawn_anew += trainer.rollouts.generate([rows[0]] * 2, trainer.sampler.make_sampling(16, CANARY))
+            for sampling in (trainer.sampler.make_sampling(16), trainer.sampler.make_sampling(16, CANARY)):
+                samples = trainer.rollouts.generate([rows[0]] * 2, sampling)
+                drawn_anew += [samples[:16], samples[16:]]
             trainer.sampler.rollouts_done += 1
     agreement(tmp_path / "run", measured)
-    texts = {str([c.token_ids for c in group]) for group in drawn_anew}
+    texts = {str([c.token_ids.tolist() for c in group]) for group in drawn_anew}
     assert len(texts) == 12, "steps, engines and the canary draw from streams of their own"
     assert {c.version for group in drawn_anew for c in group} == {1}, "every engine has the newest weights"
     (batch,) = seen
