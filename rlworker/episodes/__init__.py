@@ -1,1 +1,6 @@
-"""Episodes: what a model and its environment write in turns."""
+"""Episodes: a play calls the model as often as it likes, and what the environment answers stands between the turns."""
+
+from rlworker.episodes.episode import Episode
+from rlworker.episodes.model import EpisodeLimit, Model, Play, Sample, ToolFailure, one_turn
+
+__all__ = ["Episode", "EpisodeLimit", "Model", "Play", "Sample", "ToolFailure", "one_turn"]
