@@ -37,13 +37,15 @@ class Sample:
     Attributes:
         text: decoded, without special tokens. token_ids: ``[T]`` int32, the stop token included.
         finished: ended by a stop token; False where it was cut at its length limit.
-        calls: the tool calls in it, where the episode names a parser; a call that does not parse is not among them.
+        calls: the tool calls in it, where the episode names a parser.
+        call_error: why a call in it cannot be read, so that none counts; empty where all can be.
     """
 
     text: str
     token_ids: np.ndarray
     finished: bool
     calls: tuple[ToolCall, ...] = ()
+    call_error: str = ""
 
 
 class ToolFailure(Exception):
