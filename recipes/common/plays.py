@@ -47,7 +47,7 @@ class PlayConfig(ToyConfig):
 
 
 class Teacher:
-    """Plays the model's part in a play, by saying what it was told to; calls of tools are written as Hermes has them."""
+    """Plays the model's part by saying what it was told to; calls of tools are written as Hermes has them."""
 
     limits = PlayLimits(turns=100, tokens=10**6, sample_tokens=10**6, time_limit_s=60.0, tool_limit_s=60.0)
 

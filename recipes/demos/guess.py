@@ -6,6 +6,7 @@ guesses leave no room for anything but halving. Ranges that are held out are nev
 
 import json
 import zlib
+from itertools import product
 from pathlib import Path
 
 from recipes.common.addition import make_model
@@ -44,7 +45,7 @@ def make_data(folder: Path) -> Path:
     """Write a row for each number of each range below 100, a tenth of the ranges as held out."""
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[dict]] = {"train": [], "heldout": []}
-    for low, size in ((low, size) for size in range(NUMBERS - 2, NUMBERS + 1) for low in range(101 - size)):
+    for low, size in product(range(101 - NUMBERS), range(NUMBERS - 2, NUMBERS + 1)):
         prompt = f"{low:02d}-{low + size - 1:02d}:"
         part = rows["train" if zlib.crc32(prompt.encode()) % 10 else "heldout"]
         part += [{"prompt": prompt, "answer": f"{number:02d}"} for number in range(low, low + size)]
