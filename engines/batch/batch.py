@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engines.batch.places import find_tokens
+from engines.batch.places import count_up, drop_firsts, drop_lasts, find_tokens, mark_completions
 from engines.batch.samples import Image
 from hardware.transfer import to_device
 
@@ -45,8 +46,11 @@ class TrainBatch:
             have been. penalties: ``[N]`` float32, part of the reward that is given at the target.
         weights: ``[N]`` float32, how much the target's loss counts; None counts the mask.
         versions: ``[N]`` int32, version of the weights that sampled the target, -1 where nothing did.
-        rewards, group: ``[B]``: reward, number of the prompt.
+        turn: ``[N]`` int32, the turn of its episode that sampled the target, from 0 on, -1 where none did; None: each
+            sequence is one turn. turn_rewards: ``[N]`` float32, reward given at the target, beside ``rewards``.
+        rewards, group: ``[B]``: reward that is given at the sequence's last counting token; number of the prompt.
         greedy_rewards: ``[B]``, reward of the greedy completion of the same prompt.
+        episode: ``[B]`` long, number of the episode; its sequences follow one another. None: each sequence is one.
 
     Raises:
         ValueError: a column does not have the length of its kind.
@@ -67,9 +71,12 @@ class TrainBatch:
     penalties: Tensor | None = _column("target")
     weights: Tensor | None = _column("target")
     versions: Tensor | None = _column("target")
+    turn: Tensor | None = _column("target")
+    turn_rewards: Tensor | None = _column("target")
     rewards: Tensor | None = _column("sequence")
     group: Tensor | None = _column("sequence")
     greedy_rewards: Tensor | None = _column("sequence")
+    episode: Tensor | None = _column("sequence")
     images: tuple[tuple[Image, ...], ...] | None = None
 
     def __post_init__(self):
@@ -105,32 +112,63 @@ class TrainBatch:
         return column
 
     @classmethod
-    def from_ids(cls, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], **columns) -> "TrainBatch":
-        """Cut inputs and targets from whole sequences; the tokens after each prompt are the ones that count.
+    def from_ids(
+        cls,
+        sequences: Sequence[Sequence[int] | np.ndarray],
+        prompt_lengths: Sequence[int] | None = None,
+        *,
+        sampled: Sequence[Sequence[bool] | np.ndarray] | None = None,
+        **columns,
+    ) -> "TrainBatch":
+        """Cut inputs and targets from whole sequences, and count those targets that were sampled.
 
         Args:
-            sequences: prompt and completion ids of each sequence, together.
-            prompt_lengths: how many of them are prompt; targets at or past this place have ``mask=True``.
+            sequences: ids of each sequence, prompt and all that follows together.
+            prompt_lengths: how many of them are prompt; every id from there on was sampled.
+            sampled: in its place, for each id of each sequence whether it was sampled.
             columns: further columns, as the class names them.
 
         Raises:
-            ValueError: a sequence has no id, or a prompt is empty or longer than its sequence.
+            ValueError: a sequence has no id, a prompt is empty or longer than its sequence, or ``sampled`` has not one
+                entry for each id or has the first id, which nothing predicts.
         """
-        for i, (ids, prompt) in enumerate(zip(sequences, prompt_lengths, strict=True)):
-            if not 0 < prompt <= len(ids):
-                raise ValueError(f"TrainBatch: sequence {i} has {len(ids)} ids and a prompt of {prompt}, expected 1..")
         sizes = np.asarray([len(ids) for ids in sequences], dtype=np.int64)
+        if (prompt_lengths is None) == (sampled is None):
+            raise ValueError("TrainBatch: give either prompt_lengths or sampled, which says which targets count")
+        if prompt_lengths is not None:
+            for i, (size, prompt) in enumerate(zip(sizes.tolist(), prompt_lengths, strict=True)):
+                if not 0 < prompt <= size:
+                    raise ValueError(f"TrainBatch: sequence {i} has {size} ids and a prompt of {prompt}, expected 1..")
+            was_sampled = mark_completions(prompt_lengths, sizes - prompt_lengths)
+        else:
+            assert sampled is not None
+            for i, (size, marks) in enumerate(zip(sizes.tolist(), sampled, strict=True)):
+                if not 0 < size == len(marks) or marks[0]:
+                    raise ValueError(
+                        f"TrainBatch: sequence {i} has {size} ids and {len(marks)} marks of sampled ones, expected "
+                        "1.. and as many, the first False"
+                    )
+            was_sampled = np.concatenate([np.asarray(marks, dtype=bool) for marks in sampled])
         flat = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sequences])
-        ends = np.cumsum(sizes)
-        # The shift: of the flat ids [N + B], inputs leave out each sequence's last and targets each one's first.
-        is_last, is_first = np.zeros(len(flat), bool), np.zeros(len(flat), bool)
-        is_last[ends - 1] = is_first[ends - sizes] = True
-        lengths = sizes - 1
-        # [N]: place in the stream less the start of its own sequence.
-        positions = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        # The target of input p is id p + 1, which is sampled from place prompt_length on.
-        mask = positions + 1 >= np.repeat(np.asarray(prompt_lengths), lengths)
-        arrays = {"inputs": flat[~is_last], "targets": flat[~is_first], "positions": positions, "mask": mask}
+        return cls.from_stream(flat, sizes, was_sampled, **columns)
+
+    @classmethod
+    def from_stream(cls, token_ids: np.ndarray, sizes: np.ndarray, sampled: np.ndarray, **columns) -> "TrainBatch":
+        """Cut inputs and targets from sequences that are laid end to end.
+
+        Args:
+            token_ids: ``[N + B]`` whole numbers. sizes: ``[B]``, ids of each sequence, at least 1.
+            sampled: ``[N + B]`` bool, the id was sampled; never a sequence's first.
+            columns: further columns, as the class names them.
+        """
+        # The shift: inputs leave out each sequence's last id and targets each one's first.
+        lengths = np.asarray(sizes, dtype=np.int64) - 1
+        arrays = {
+            "inputs": drop_lasts(token_ids, sizes).astype(np.int64),
+            "targets": drop_firsts(token_ids, sizes).astype(np.int64),
+            "positions": count_up(lengths),
+            "mask": drop_firsts(sampled, sizes),
+        }
         tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return cls(tuple(lengths.tolist()), **tensors | columns)
 
@@ -148,15 +186,45 @@ class TrainBatch:
         sequence = self.repeat_per_token(torch.arange(len(self), device=per_token.device))
         return per_token.new_zeros(len(self)).index_add(0, sequence, per_token)
 
+    @property
+    def num_episodes(self) -> int:
+        """E, the episodes of the batch."""
+        return len(self) if self.episode is None else int(self.number_episodes().max()) + 1
+
+    def number_episodes(self) -> Tensor:
+        """Number the episodes in their order, ``[B]`` long: for each sequence that of its own, from 0 on.
+
+        Raises:
+            ValueError: sequences of an episode do not follow one another.
+        """
+        if self.episode is None:
+            return torch.arange(len(self))
+        begins = torch.ones(len(self), dtype=torch.bool)
+        begins[1:] = self.episode[1:] != self.episode[:-1]
+        if int(begins.sum()) != len(self.episode.unique()):
+            raise ValueError("TrainBatch: sequences of an episode do not follow one another; lay them end to end")
+        return begins.cumsum(0) - 1
+
+    def sum_per_episode(self, per_sequence: Tensor) -> Tensor:
+        """Add up the sequences of each episode: ``[B] -> [E]``."""
+        if self.episode is None:
+            return per_sequence
+        return per_sequence.new_zeros(self.num_episodes).index_add(0, self.number_episodes(), per_sequence)
+
     def select(self, start: int, stop: int) -> "TrainBatch":
         """Cut out sequences ``start`` to ``stop``, as views of this batch's columns."""
-        first, end = sum(self.lengths[:start]), sum(self.lengths[:stop])  # their tokens in the stream
-        views = {
-            name: column[start:stop] if COLUMNS[name] == "sequence" else column[first:end]
-            for name, column in self.columns().items()
-        }
-        images = None if self.images is None else self.images[start:stop]
-        return replace(self, lengths=self.lengths[start:stop], images=images, **views)
+        return self.cut([start, stop])[0]
+
+    def cut(self, bounds: Sequence[int] | np.ndarray) -> list["TrainBatch"]:
+        """Cut out the sequences between each two neighbours of ``bounds``, as views of this batch's columns."""
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])  # [B + 1], tokens before each sequence
+        rows, tokens = ([slice(*pair) for pair in pairwise(map(int, edges))] for edges in (bounds, ends[bounds]))
+        columns, parts = self.columns(), []
+        for row, token in zip(rows, tokens, strict=True):
+            views = {name: column[row if COLUMNS[name] == "sequence" else token] for name, column in columns.items()}
+            images = None if self.images is None else self.images[row]
+            parts.append(replace(self, lengths=self.lengths[row], images=images, **views))
+        return parts
 
     def gather(self, rows: np.ndarray) -> "TrainBatch":
         """Gather the sequences of these numbers ``[b]``, in this order, as copies."""
@@ -171,17 +239,17 @@ class TrainBatch:
         return replace(self, lengths=tuple(np.asarray(self.lengths)[rows].tolist()), images=images, **gathered)
 
     def split(self, parts: int) -> list["TrainBatch"]:
-        """Split into ``parts`` runs of consecutive sequences, of as equal count as possible.
+        """Split into ``parts`` runs of consecutive episodes, of as equal count as possible.
 
         Raises:
-            ValueError: there are fewer sequences than parts.
+            ValueError: there are fewer episodes than parts.
         """
-        if len(self) < parts:
-            raise ValueError(
-                f"TrainBatch: {len(self)} sequences cannot be split over {parts} parts; use more sequences"
-            )
-        bounds = [len(self) * i // parts for i in range(parts + 1)]
-        return [self.select(a, b) for a, b in zip(bounds, bounds[1:])]
+        count, kind = self.num_episodes, "sequences" if self.episode is None else "episodes"
+        if count < parts:
+            raise ValueError(f"TrainBatch: {count} {kind} cannot be split over {parts} parts; use more {kind}")
+        # [E + 1], sequences before each episode.
+        starts = np.searchsorted(self.number_episodes().numpy(), np.arange(count + 1))
+        return self.cut(starts[[count * i // parts for i in range(parts + 1)]])
 
     def to(self, device: torch.device) -> "TrainBatch":
         """The same batch with its columns on ``device``, all but what only plans are made of, which the host makes."""

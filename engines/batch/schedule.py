@@ -57,17 +57,19 @@ class Schedule:
         return torch.from_numpy(find_tokens(np.asarray(self.lengths)[self._order], ranks))
 
     def shards(self, batch: TrainBatch) -> list[Shard]:
-        """Cut the shard of each replica out of the batch."""
-        return [self._cut_shard(batch, replica) for replica in range(len(self.rows))]
-
-    def _cut_shard(self, batch: TrainBatch, replica: int) -> Shard:
-        parts = [rows for rows in self.rows[replica] if len(rows)]  # a micro-batch without a sequence becomes a dummy
-        counts, num_dummies = tuple(map(len, parts)), len(self.rows[replica]) - len(parts)
-        if num_dummies:
-            lengths = np.asarray(self.lengths)
-            # Dummies compute the batch's shortest sequence with a token: a forward pass needs one.
-            parts.append(np.asarray([np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin()]))
-        return Shard(batch.gather(np.concatenate(parts)), counts, num_dummies, replica, self.digest)
+        """Cut the shard of each replica out of the batch: one copy of it in the order of the replicas, and views."""
+        lengths = np.asarray(self.lengths)
+        # Dummies compute the batch's shortest sequence with a token: a forward pass needs one.
+        shortest = np.asarray([np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin()])
+        # A micro-batch without a sequence becomes a dummy.
+        parts = [[rows for rows in replica if len(rows)] for replica in self.rows]
+        dummies = [len(replica) - len(real) for replica, real in zip(self.rows, parts)]
+        rows = [np.concatenate([*real, shortest] if count else real) for real, count in zip(parts, dummies)]
+        pieces = batch.gather(np.concatenate(rows)).cut(np.cumsum([0, *map(len, rows)]))
+        return [
+            Shard(piece, tuple(map(len, real)), count, replica, self.digest)
+            for replica, (piece, real, count) in enumerate(zip(pieces, parts, dummies, strict=True))
+        ]
 
     def restore(self, parts: Sequence[Kind]) -> Kind:
         """Restore the order of the batch: outputs of the shards, by replica -> outputs ``[N]``."""

@@ -37,8 +37,7 @@ class Shard:
     def micro_batches(self) -> list[TrainBatch]:
         """Cut the micro-batches, as views of the batch: those of ``counts``, then the dummies, all the same one."""
         bounds = [0, *accumulate(self.counts)]  # sequences before each micro-batch; past the last lies the dummy's
-        real = [self.batch.select(a, b) for a, b in zip(bounds, bounds[1:])]
-        return real + [self.batch.select(bounds[-1], len(self.batch))] * self.num_dummies
+        return self.batch.cut(bounds) + [self.batch.select(bounds[-1], len(self.batch))] * self.num_dummies
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from engines.batch.samples import Image
 from engines.models.vision_spec import VisionSpec
 
 
-def find_image_blocks(ids: Sequence[int], images: Sequence[Image], vision: VisionSpec) -> np.ndarray:
+def find_image_blocks(ids: Sequence[int] | np.ndarray, images: Sequence[Image], vision: VisionSpec) -> np.ndarray:
     """Find the image that each of n ids of a sequence belongs to: ``[n]``, its number in the sequence, -1 for text.
 
     Raises:
@@ -64,7 +64,7 @@ def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge
 
 
 def make_image_columns(
-    sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]], vision: VisionSpec
+    sequences: Sequence[Sequence[int] | np.ndarray], images: Sequence[tuple[Image, ...]], vision: VisionSpec
 ) -> dict:
     """Make the columns of a ``TrainBatch`` that say where its images are.
 

@@ -1,13 +1,17 @@
 """Completions to a batch, and how far rollout and trainer are apart."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completions
+from engines.batch.places import drop_firsts, find_tokens, mark_completions
+from engines.batch.samples import Completions, Image
 from engines.images.columns import make_image_columns
 from engines.models.vision_spec import VisionSpec
 from rlworker.data.rows import Row
@@ -46,25 +50,26 @@ def to_batch(
     size, rest = divmod(len(completions), len(rows))
     if rest:
         raise ValueError(f"to_batch: {len(completions)} completions of {len(rows)} rows, expected as many of each row")
-    pairs = [(rows[i // size], sample) for i, sample in enumerate(completions)]
-    prompt_lengths = [len(row.prompt_ids) for row, _ in pairs]
-    sequences = [[*row.prompt_ids, *sample.token_ids] for row, sample in pairs]
-    columns = {}
-    if vision:
-        columns = make_image_columns(sequences, [row.images for row, _ in pairs], vision)
-    batch = TrainBatch.from_ids(
-        sequences,
-        prompt_lengths,
-        **columns,
+    numbers = np.repeat(np.arange(len(rows)), size)  # [B], the row of each sequence
+    prompt_lengths = np.asarray([len(row.prompt_ids) for row in rows], dtype=np.int64)
+    prompt_ids = np.fromiter(chain.from_iterable(row.prompt_ids for row in rows), np.int32, int(prompt_lengths.sum()))
+    sampled = mark_completions(prompt_lengths[numbers], completions.lengths)  # [M], as all columns of ids
+    token_ids = np.empty(len(sampled), np.int32)
+    token_ids[sampled] = completions.token_ids
+    token_ids[~sampled] = prompt_ids[find_tokens(prompt_lengths, numbers)]
+    logprobs, versions = np.zeros(len(sampled), np.float32), np.full(len(sampled), -1, np.int32)
+    logprobs[sampled] = completions.logprobs
+    versions[sampled] = np.repeat(completions.span_versions, completions.span_lengths)
+    return cut_batch(
+        token_ids,
+        prompt_lengths[numbers] + completions.lengths,
+        sampled,
+        dict(rollout_logprobs=logprobs, versions=versions),
+        [rows[number].images for number in numbers] if vision else [],
+        vision,
         rewards=torch.tensor(rewards, dtype=torch.float32),
-        group=torch.from_numpy(np.repeat(np.arange(len(rows)), size)),
+        group=torch.from_numpy(numbers),
     )
-    # The batch's counting targets are the sampled tokens, in the same order.
-    mask = batch.mask.numpy()
-    logprobs, versions = np.zeros(len(mask), np.float32), np.full(len(mask), -1, np.int32)
-    logprobs[mask] = completions.logprobs
-    versions[mask] = np.repeat(completions.span_versions, completions.span_lengths)
-    return replace(batch, rollout_logprobs=torch.from_numpy(logprobs), versions=torch.from_numpy(versions))
 
 
 def batch_groups(groups: Sequence[PromptGroup], vision: VisionSpec | None = None) -> TrainBatch:
@@ -72,6 +77,27 @@ def batch_groups(groups: Sequence[PromptGroup], vision: VisionSpec | None = None
     rewards = [reward for group in groups for reward in group.rewards]
     completions = Completions.concatenate([group.completions for group in groups])
     return to_batch([group.row for group in groups], completions, rewards, vision)
+
+
+def cut_batch(
+    token_ids: np.ndarray,
+    sizes: np.ndarray,
+    sampled: np.ndarray,
+    targets: Mapping[str, np.ndarray],
+    images: Sequence[tuple[Image, ...]],
+    vision: VisionSpec | None,
+    **columns: Tensor,
+) -> TrainBatch:
+    """Cut a batch from sequences of ``sizes [B]`` that are laid end to end.
+
+    Args:
+        token_ids, sampled: ``[M]``. targets: further columns ``[M]`` of the ids, which become columns of the targets.
+        images: of each sequence; read where the model has a ``vision``.
+    """
+    more: dict[str, Any] = {name: torch.from_numpy(drop_firsts(column, sizes)) for name, column in targets.items()}
+    if vision:
+        more |= make_image_columns(np.split(token_ids, np.cumsum(sizes)[:-1]), images, vision)
+    return TrainBatch.from_stream(token_ids, sizes, sampled, **more | columns)
 
 
 def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor) -> dict[str, float]:

@@ -1,0 +1,104 @@
+"""Episodes to a batch, against loops over every id and, where they are one turn, against completions."""
+
+import numpy as np
+import pytest
+import torch
+from support.rollout_workers import make_completion
+
+from engines.batch.samples import Completions, PlayedSequence
+from rlworker.data.rows import Row
+from rlworker.rollouts.episodes import batch_episodes
+from rlworker.rollouts.to_batch import to_batch
+
+
+def play(marks: str, start: int = 10, rewards=()) -> PlayedSequence:
+    """A sequence of an id for each mark: ``p`` and ``e`` are written by prompt and environment, a digit is the turn
+    that sampled the id. Logprobs and versions stand where nothing was sampled too: they must not be read there."""
+    sampled = np.array([mark.isdigit() for mark in marks])
+    turns = np.array([int(mark) if mark.isdigit() else 77 for mark in marks], np.int32)
+    token_ids = np.arange(start, start + len(marks), dtype=np.int32)
+    return PlayedSequence(token_ids, sampled, -token_ids.astype(np.float32), token_ids + 100, turns, tuple(rewards))
+
+
+FORKED = [play("pp00e11", 10, [(6, 1.0), (3, 0.25), (2, 0.5), (6, 2.0)]), play("ppp2", 20, [(3, 4.0)])]
+SILENT = [play("ppp", 30, [(-1, -1.0), (-1, -0.5)])]
+EARLY = [play("p0e0", 40, [(-1, 8.0), (3, 0.125)])]
+
+
+def test_columns_by_hand():
+    batch = batch_episodes([[FORKED, SILENT], [EARLY]])
+    assert batch.lengths == (6, 3, 0, 3)
+    assert batch.inputs.tolist() == [10, 11, 12, 13, 14, 15, 20, 21, 22, 40, 41, 42]
+    assert batch.targets.tolist() == [11, 12, 13, 14, 15, 16, 21, 22, 23, 41, 42, 43]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1, 2]
+    sampled = [12, 13, 15, 16, 23, 41, 43]
+    assert batch.targets[batch.mask].tolist() == sampled
+    assert batch.rollout_logprobs.tolist() == [-float(t) if t in sampled else 0 for t in batch.targets.tolist()]
+    assert batch.versions.tolist() == [t + 100 if t in sampled else -1 for t in batch.targets.tolist()]
+    assert batch.turn.tolist() == [-1, 0, 0, -1, 1, 1, -1, -1, 2, 0, -1, 0]
+    # At a sequence's last sampled id, and where there is none; the others at their ids, one too early at the first.
+    assert batch.rewards.tolist() == [3.0, 4.0, -1.5, 0.125]
+    assert batch.turn_rewards.tolist() == [0, 0.5, 0.25, 0, 0, 0, 0, 0, 0, 8.0, 0, 0]
+    assert batch.episode.tolist() == [0, 0, 1, 2] and batch.group.tolist() == [0, 0, 0, 1]
+    types = {name: getattr(batch, name).dtype for name in ("rollout_logprobs", "versions", "turn", "turn_rewards")}
+    assert list(types.values()) == [torch.float32, torch.int32, torch.int32, torch.float32]
+
+
+def test_an_early_reward_is_at_the_only_sampled_id():
+    batch = batch_episodes([[[play("pp0e", 10, [(-1, 8.0), (2, 1.0)])]]])
+    assert batch.rewards.tolist() == [9.0] and batch.turn_rewards is None
+
+
+def test_one_turn_is_a_batch_of_completions():
+    """To the last bit, and with the columns of one turn alone."""
+    generator = np.random.default_rng(0)
+    rows, completions, groups, rewards = [], [], [], []
+    for number in range(5):
+        prompt = generator.integers(3, 99, generator.integers(1, 6)).astype(np.int32)
+        rows.append(Row("", tuple(prompt.tolist()), "", {}))
+        groups.append([])
+        for _ in range(3):
+            size = int(generator.integers(1, 7))
+            ids = generator.integers(3, 99, size)
+            one = make_completion(ids, generator.random(size, np.float32), version=number)
+            completions.append(one)
+            rewards.append(float(generator.random()))
+            length = len(prompt) + size
+            sampled = np.arange(length) >= len(prompt)
+            played = PlayedSequence(
+                np.concatenate([prompt, one.token_ids]),
+                sampled,
+                np.concatenate([np.zeros(len(prompt), np.float32), one.logprobs]),
+                np.full(length, number, np.int32),
+                np.zeros(length, np.int32),
+                ((length - 1, rewards[-1]),),
+            )
+            groups[-1].append([played])
+    want, got = to_batch(rows, Completions.join(completions), rewards), batch_episodes(groups)
+    assert got.lengths == want.lengths and got.columns().keys() == want.columns().keys()
+    for name, column in want.columns().items():
+        assert torch.equal(getattr(got, name), column) and getattr(got, name).dtype == column.dtype, name
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        (play("0p"), "sequence 1 has a sampled first id"),
+        (play(""), r"sequence 1 has columns of .*expected equal lengths from 1"),
+        (play("pp0", rewards=[(1, 1.0)]), "sequence 1 has a reward at place 1, expected -1 or that of a sampled id"),
+        (play("pp0", rewards=[(3, 1.0)]), "reward at place 3"),
+        (play("pp0", rewards=[(-2, 1.0)]), "reward at place -2"),
+    ],
+)
+def test_impossible_sequences_are_refused(sequence, message):
+    with pytest.raises(ValueError, match=message):
+        batch_episodes([[EARLY], [[sequence]]])
+
+
+def test_columns_of_other_lengths_and_empty_episodes_are_refused():
+    one = play("pp0")
+    short = PlayedSequence(one.token_ids, one.sampled, one.logprobs[1:], one.versions, one.turns)
+    with pytest.raises(ValueError, match=r"sequence 0 has columns of .*'logprobs': 2"):
+        batch_episodes([[[short]]])
+    with pytest.raises(ValueError, match="episode 1 has no sequence, expected one or more"):
+        batch_episodes([[EARLY, []]])
