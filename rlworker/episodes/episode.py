@@ -4,7 +4,7 @@ Tokens go in and tokens come out. What was sampled is kept by its ids and never 
 environment writes goes through the tokenizer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 

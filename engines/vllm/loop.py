@@ -1,0 +1,230 @@
+"""The loop that steps vLLM: requests join and leave between two steps, and each is answered when it has finished."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+    from engines.batch.samples import Completion, Request
+    from engines.vllm.engine import VllmEngine
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A request that has not been answered. ``image_bytes`` are those of its images while they are decoded."""
+
+    key: Hashable
+    request: Request
+    image_bytes: int
+
+
+class EngineLoop:
+    """One thread that builds an engine, steps it while it has requests, and makes every other call of it.
+
+    Methods may be called from any thread. One that calls and goes away leaves the loop as it was. When the loop ends
+    by an exception in a step, all who wait and all who come later hear of it.
+
+    Args:
+        build: makes the engine, on the loop's thread: the current device and OpenMP's team are a thread's own.
+
+    Attributes:
+        engine: what ``build`` made. Other threads reach it by ``call`` alone.
+    """
+
+    def __init__(self, build: Callable[[], VllmEngine]):
+        self._changed = threading.Condition()
+        self._calls: deque[tuple[Future, Callable[[], Any]]] = deque()
+        self._keys: set[Hashable] = set()  # of what was handed in and not yet taken
+        self._waiting: deque[_Open] = deque()
+        self._running: dict[str, _Open] = {}  # by vLLM's name of each
+        self._names = count()
+        self._image_bytes = 0  # of the running ones
+        self._finished: list[tuple[Hashable, Completion | Exception]] = []
+        self._paused = self._closed = False
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine loop", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = self.call(build)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, function: Callable, *args: Any) -> Any:
+        """Call ``function(*args)`` on the loop's thread, between two steps; returns or raises what it does."""
+        future: Future = Future()
+        with self._changed:
+            self._check_alive()
+            self._calls.append((future, partial(function, *args)))
+            self._changed.notify_all()
+        return future.result()
+
+    def submit(self, requests: Sequence[tuple[Hashable, Request]]) -> None:
+        """Hand in requests, each by a key of the caller's; they begin in their order.
+
+        Raises:
+            ValueError: a key is that of a request which was not yet taken or given up.
+        """
+        opened = [_Open(key, request, self.engine.count_image_bytes(request.prompt)) for key, request in requests]
+        keys = {one.key for one in opened}
+        with self._changed:
+            self._check_alive()
+            if len(keys) < len(opened) or keys & self._keys:
+                raise ValueError("rollout: two open requests have the same key; give each its own")
+            self._keys |= keys
+            self._waiting.extend(opened)
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> list[tuple[Hashable, Completion | Exception]]:
+        """Take what has finished since the last call, in that order; waits for the first up to ``timeout_s`` seconds.
+
+        Returns:
+            the key of each request with its completion, or with the error for which it cannot be sampled: the prompt
+            is too long for the engine, or an image cannot be read.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self._fault, timeout_s)
+            if not self._finished:
+                self._check_alive()
+            finished, self._finished = self._finished, []
+            self._keys.difference_update(key for key, _ in finished)
+        return finished
+
+    def abort(self, keys: Iterable[Hashable]) -> None:
+        """Give requests up, wherever they are; keys that are not there are passed over."""
+        self.call(self._abort, frozenset(keys))
+
+    def pause(self) -> None:
+        """Step no more once the step that is under way has ended. Requests are kept, and may still be handed in."""
+        self.call(self._pause)
+
+    def resume(self) -> None:
+        """Step again."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the loop once the step that is under way has ended, whatever was not answered; leaves the engine."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _check_alive(self) -> None:
+        if self._fault:
+            raise _tell_end(self._fault) from self._fault
+
+    # -- on the loop's thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_turn():
+                pass
+            fault: BaseException = RuntimeError("it was closed")
+        except BaseException as error:  # every kind must be told to those who wait for this thread
+            fault = error
+        with self._changed:
+            self._fault = fault
+            for future, _ in self._calls:
+                future.set_exception(_tell_end(fault))
+            self._calls.clear()
+            self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return bool(self._closed or self._calls or (not self._paused and (self._waiting or self._running)))
+
+    def _take_turn(self) -> bool:
+        """Answer a call, or take a step; returns False when the loop was closed."""
+        with self._changed:
+            self._changed.wait_for(self._has_work)
+            if self._closed:
+                return False
+            call = self._calls.popleft() if self._calls else None
+        if call:
+            _answer(*call)
+        else:
+            self._admit()
+            self._collect(self.engine.step())
+        return True
+
+    def _admit(self) -> None:
+        """Begin requests in their order, as far as there is memory for their decoded images; one that is dearer than
+        all of it goes alone."""
+        limit = self.engine.config.image_memory_mb * 2**20
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    return
+                first = self._waiting[0]
+                if first.image_bytes and self._image_bytes and self._image_bytes + first.image_bytes > limit:
+                    return
+                self._waiting.popleft()
+            name = str(next(self._names))
+            try:
+                self.engine.add_request(name, first.request)
+            except (ValueError, RuntimeError) as error:  # this request's alone
+                self._finish([(first.key, error)])
+            else:
+                self._running[name] = first
+                self._image_bytes += first.image_bytes
+
+    def _collect(self, outputs: Iterable[RequestOutput]) -> None:
+        """Take note of what vLLM has finished."""
+        finished = []
+        for output in outputs:
+            one = self._running.pop(output.request_id)
+            self._image_bytes -= one.image_bytes
+            try:
+                (result,) = self.engine.read_output(one.request.prompt, output)
+            except RuntimeError as error:
+                result = error
+            finished.append((one.key, result))
+        if finished:
+            self._finish(finished)
+
+    def _finish(self, finished: Sequence[tuple[Hashable, Completion | Exception]]) -> None:
+        with self._changed:
+            self._finished += finished
+            self._changed.notify_all()
+
+    def _abort(self, keys: Collection[Hashable]) -> None:
+        with self._changed:
+            self._keys -= set(keys)
+            self._waiting = deque(one for one in self._waiting if one.key not in keys)
+            self._finished = [(key, result) for key, result in self._finished if key not in keys]
+        names = [name for name, one in self._running.items() if one.key in keys]
+        self.engine.abort_requests(names)
+        for name in names:
+            self._image_bytes -= self._running.pop(name).image_bytes
+
+    def _pause(self) -> None:
+        self._paused = True
+        self._collect(self.engine.finish_batches())
+
+
+def _answer(future: Future, function: Callable[[], Any]) -> None:
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
+    else:
+        future.set_result(result)
+
+
+def _tell_end(fault: BaseException) -> RuntimeError:
+    return RuntimeError(
+        f"rollout: the engine's loop has ended: {type(fault).__name__}: {fault}; its requests are lost, and a new "
+        "engine must take them"
+    )

@@ -1,0 +1,126 @@
+"""Calls of tools in sampled text, read by vLLM's parsers. They are loaded when the first text is read."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_LIST = ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
+"""vLLM's file and dictionary that hold the names of its parsers (0.32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """What a parser found in one text.
+
+    Attributes:
+        content: the text beside the calls. calls: name of each tool with its arguments, the text of a JSON object.
+        error: why a call cannot be read; empty where all can, and where there is none. With an error no call counts.
+    """
+
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+    error: str = ""
+
+
+@cache
+def list_tool_parsers() -> frozenset[str]:
+    """List the names of vLLM's parsers by its source, which is not imported; none where it is not installed."""
+    spec, (file, name) = find_spec("vllm"), _LIST
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for line in ast.parse((Path(folder) / file).read_text(encoding="utf-8")).body:
+            match line:
+                case ast.Assign(targets=[ast.Name(id=found)], value=ast.Dict(keys=keys)) if found == name:
+                    return frozenset(key.value for key in keys if isinstance(key, ast.Constant))
+    return frozenset()
+
+
+def check_tool_parser(parser: str) -> None:
+    """Raise ValueError where vLLM has no parser of this name. A process without vLLM takes any."""
+    known = list_tool_parsers()
+    if known and parser not in known:
+        close = difflib.get_close_matches(parser, known, 1)
+        advice = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(known))}"
+        raise ValueError(f"tools: vLLM has no parser {parser!r}; {advice}")
+
+
+def parse_tool_calls(
+    texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]], folder: str
+) -> list[ToolCalls]:
+    """Find the calls in each text. One that cannot be read is an answer with an error, never an exception.
+
+    Args:
+        parser: vLLM's name of it. tools: that the model was shown, each with ``type`` and ``function`` as in chat
+            templates. folder: of the model, whose tokenizer the parser is given.
+
+    Raises:
+        ValueError: there is no such parser, or it cannot work with this tokenizer.
+    """
+    check_tool_parser(parser)
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    request = ChatCompletionRequest(model=folder, messages=[], tools=[dict(tool) for tool in tools])
+    try:
+        reader = ToolParserManager.get_tool_parser(parser)(_load_tokenizer(folder), request.tools)
+    except (RuntimeError, ValueError) as error:  # both are in use
+        raise ValueError(f"tools: parser {parser!r} does not fit the tokenizer of {folder}: {error}") from error
+    return [_parse(reader, text, request) for text in texts]
+
+
+@cache
+def _load_tokenizer(folder: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _parse(reader, text: str, request) -> ToolCalls:
+    with _hearing_errors() as errors:
+        try:
+            found = reader.extract_tool_calls(text, request)
+        except Exception as error:  # whatever a parser of vLLM's makes of text that a model made up
+            return ToolCalls(text, error=f"{type(error).__name__}: {error}")
+    calls = tuple((call.function.name, call.function.arguments) for call in found.tool_calls)
+    content = found.content or ""
+    if not errors and not calls and content.strip() != text.strip():
+        errors.append("it begins like a call and holds none")
+    errors += [f"the arguments of {name} are no JSON object" for name, arguments in calls if not _is_object(arguments)]
+    return ToolCalls(text, error=errors[0]) if errors else ToolCalls(content, calls)
+
+
+@contextmanager
+def _hearing_errors() -> Iterator[list[str]]:
+    """Collect what vLLM's parsers log as errors: of a call that they cannot read they say nothing else."""
+    errors: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            error = record.exc_info[1] if record.exc_info else None
+            if error is not None:
+                errors.append(f"{type(error).__name__}: {error}")
+
+    logger, listener = logging.getLogger("vllm.tool_parsers"), Listener(logging.ERROR)
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(listener)
+    try:
+        yield errors
+    finally:
+        logger.removeHandler(listener)
+        logger.propagate = before
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
