@@ -81,7 +81,7 @@ CALL, CALL_END = '<tool_call>{"name": "calculate", "arguments": {"expression": "
 TOKENS = (CALL, CALL_END, "calculate", "<|user|>", "<|assistant|>", "<|tool|>")
 """Tokens beyond one per character: a call is what has to be chosen, and two tokens around it."""
 TEMPLATE = """\
-{%- for tool in tools %}{{ tool.function.name + eos_token }}{% endfor %}
+{%- for tool in tools or [] %}{{ tool.function.name + eos_token }}{% endfor %}
 {%- for message in messages %}
 {%- set content = '?' if message.content.startswith('error') else message.content %}
 {{- '<|' + message.role + '|>' + content + eos_token }}

@@ -1,8 +1,7 @@
 """Calls of tools that a model wrote, and the messages that answer them."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, signature
 from typing import Any
 
 from rlworker.episodes.model import Model, Sample, ToolCall, ToolFailure
@@ -17,7 +16,8 @@ async def answer_calls(model: Model, sample: Sample, tools: Mapping[str, Tool]) 
     arguments or a process that fail. Such a message begins with ``error:``.
 
     Args:
-        tools: by name. A function runs by ``Model.tool``, in a process of its own; an ``async`` one within the play.
+        tools: by name, each with arguments that can be given by their places. A function runs by ``Model.tool``, in a
+            process of its own; an ``async`` one within the play.
     """
     if sample.call_error:
         return [{"role": "tool", "content": f"error: the call cannot be read: {sample.call_error}"}]
@@ -29,10 +29,10 @@ async def _answer(model: Model, call: ToolCall, tools: Mapping[str, Tool]) -> st
         return f"error: there is no tool {call.name!r}, there are {', '.join(tools)}"
     tool = tools[call.name]
     try:
-        if iscoroutinefunction(tool):
-            return str(await tool(**call.arguments))
-        return str(await model.tool(partial(tool, **call.arguments)))
+        arguments = signature(tool).bind(**call.arguments).args
+    except TypeError as error:
+        return f"error: {error}"
+    try:
+        return str(await (tool(*arguments) if iscoroutinefunction(tool) else model.tool(tool, *arguments)))
     except ToolFailure as failure:
         return f"error: {failure.message}"
-    except TypeError as error:  # arguments that the tool does not take
-        return f"error: {error}"
