@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completions, Prompt, Sampling
+from engines.batch.samples import Completions, Prompt, Request, Sampling
 from engines.batch.shard import Outputs, Shard
 from engines.models.spec import ModelSpec
 
@@ -79,6 +79,10 @@ class RolloutEngine(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
         """Sample ``[P * count]`` completions of P prompts, those of a prompt one after another."""
+        ...
+
+    def sample(self, requests: Sequence[Request], seed: int) -> Completions:
+        """Sample a completion of each request: one round, which ends with the last of them."""
         ...
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:

@@ -267,5 +267,10 @@ class Sampling:
 
     @property
     def seed(self) -> int:
-        """Seed of 64 bits hashed from all of ``stream``: neighbours in one number never meet those in another."""
-        return int(np.random.SeedSequence(self.stream).generate_state(1, np.uint64)[0])
+        """Seed of ``stream``."""
+        return make_seed(self.stream)
+
+
+def make_seed(stream: tuple[int, ...]) -> int:
+    """Hash the numbers that name a stream to a seed of 64 bits: neighbours in one never meet those in another."""
+    return int(np.random.SeedSequence(stream).generate_state(1, np.uint64)[0])

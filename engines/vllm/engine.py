@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
@@ -10,8 +11,11 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
-from engines.batch.samples import Completion, Completions, Prompt, Sampling
+from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
 from engines.config import VllmConfig
 from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
@@ -89,6 +93,7 @@ class VllmEngine:
         if config.kv_cache_mb:
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
         self.llm = LLM(**(_make_settings(model, config, worker.name) | cast(dict[str, Any], config.vllm)))
+        self.llm.llm_engine.engine_core.set_weight_version("0")
         if config.tp > 1:
             self._tie_workers()
         for found in self.llm.collective_rpc("list_metadata_builders"):
@@ -122,42 +127,106 @@ class VllmEngine:
 
         Raises:
             ValueError: an image cannot be read.
-            RuntimeError: vLLM made other tokens of the images than the trainer does.
+            RuntimeError: vLLM made other tokens of the images than the trainer does, or other requests are running.
         """
+        params = self._make_params(sampling, sampling.count)
+        return self._run_round([(prompt, params) for prompt in prompts], sampling.seed)
+
+    def sample(self, requests: Sequence[Request], seed: int) -> Completions:
+        """Sample a completion of each request, as ``generate`` does of prompts: one round, which ends with the last.
+
+        The same requests, weights and seed give the same tokens and logprobs, bit for bit, whatever came before.
+        """
+        # vLLM takes a prompt once for all of its completions; so do equal requests that follow one another.
+        runs = [list(run) for _, run in groupby(requests)]
+        return self._run_round([(run[0].prompt, self._make_params(run[0], len(run))) for run in runs], seed)
+
+    def _run_round(self, asked: Sequence[tuple[Prompt, SamplingParams]], seed: int) -> Completions:
+        if self.llm.llm_engine.has_unfinished_requests():
+            raise RuntimeError("rollout: a round needs the engine for itself; take or abort the loop's requests first")
         # What was asked before may not decide which tokens share a forward pass: a resumed run was not asked the same.
         self._empty_caches()
-        self.llm.collective_rpc("seed_sampler", args=(sampling.seed,))
-        greedy = sampling.temperature == 0
-        params = SamplingParams(
-            n=sampling.count,
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
+        self.llm.collective_rpc("seed_sampler", args=(seed,))
+        completions = []
+        costs = [self.count_image_bytes(prompt) for prompt, _ in asked]
+        for wave in cut_waves(costs, self.config.image_memory_mb * 2**20):
+            prompts, params = zip(*asked[wave], strict=True)
+            requests = [self._make_prompt(prompt) for prompt in prompts]
+            outputs = self.llm.generate(requests, list(params), use_tqdm=False)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                completions += self.read_output(prompt, output)
+            del requests, outputs  # their images, before the next are decoded
+        return Completions.join(completions)
+
+    def count_image_bytes(self, prompt: Prompt) -> int:
+        """Estimate the bytes of a prompt's images while they are decoded."""
+        vision = self.model.vision
+        return sum(image.nbytes(vision) for image in prompt.images) if vision else 0
+
+    def add_request(self, name: str, request: Request) -> None:
+        """Begin to sample a request, which ``step`` names so when it has finished.
+
+        Raises:
+            ValueError: the prompt is too long, or an image cannot be read.
+        """
+        params = self._make_params(request, 1)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        self.llm.llm_engine.add_request(name, self._make_prompt(request.prompt), params)
+
+    def abort_requests(self, names: Sequence[str]) -> None:
+        """Give requests up and free what they hold."""
+        self.llm.llm_engine.abort_request(list(names))
+
+    def step(self) -> list[RequestOutput]:
+        """Compute a token of every running request; returns those that have finished with it."""
+        return cast(list[RequestOutput], self.llm.llm_engine.step())
+
+    def finish_batches(self) -> list[RequestOutput]:
+        """Have vLLM finish what it computes ahead, so that new weights meet no forward pass; returns as ``step`` does.
+
+        On a CPU there is nothing ahead. Elsewhere (``async_scheduling``) a step begins before the one before it was
+        read, and vLLM would count its tokens as sampled by weights that came in between.
+        """
+        engine, outputs = self.llm.llm_engine, []
+        batches = cast(Any, engine.engine_core).engine_core.batch_queue
+        if batches:
+            engine.sleep(level=0, mode="keep")  # nothing new is scheduled; what runs keeps its place
+            while batches:
+                outputs += self.step()
+            engine.wake_up(["scheduling"])
+        return outputs
+
+    def read_output(self, prompt: Prompt, output: RequestOutput) -> list[Completion]:
+        """Read the completions of a prompt.
+
+        Raises:
+            RuntimeError: vLLM made other tokens of the prompt than the trainer does.
+        """
+        seen = output.prompt_token_ids or []
+        if tuple(seen) != tuple(prompt.token_ids):
+            place = prompt.images[0].place if prompt.images else "a prompt without images"
+            raise RuntimeError(
+                f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
+                f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
+            )
+        return [_read_completion(sample) for sample in output.outputs]
+
+    def _make_params(self, asked: Request | Sampling, count: int) -> SamplingParams:
+        greedy = asked.temperature == 0
+        return SamplingParams(
+            n=count,
+            temperature=asked.temperature,
+            max_tokens=asked.max_tokens,
             logprobs=None if greedy else 0,
             flat_logprobs=not greedy,
-            stop_token_ids=list(sampling.stop_token_ids),
+            stop_token_ids=list(asked.stop_token_ids),
             ignore_eos=True,  # vLLM would stop at the end tokens of generation_config.json too
             detokenize=False,
             logit_bias=dict.fromkeys(self.model.banned_tokens, float("-inf")) or None,
         )
-        completions, vision = [], self.model.vision
-        costs = [sum(image.nbytes(vision) for image in prompt.images) if vision else 0 for prompt in prompts]
-        for wave in cut_waves(costs, self.config.image_memory_mb * 2**20):
-            requests = [self._request(prompt) for prompt in prompts[wave]]
-            outputs = self.llm.generate(requests, params, use_tqdm=False)
-            for prompt, output in zip(prompts[wave], outputs, strict=True):
-                seen = output.prompt_token_ids or []
-                if tuple(seen) != tuple(prompt.token_ids):
-                    place = prompt.images[0].place if prompt.images else "a prompt without images"
-                    raise RuntimeError(
-                        f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
-                        f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
-                    )
-                completions += [self._completion(sample) for sample in output.outputs]
-            del requests, outputs  # their images, before the next are decoded
-        return Completions.join(completions)
 
-    def _request(self, prompt: Prompt) -> TokensPrompt:
-        """Make vLLM's request of a prompt, with one token for each image: vLLM puts all of its tokens there."""
+    def _make_prompt(self, prompt: Prompt) -> TokensPrompt:
+        """Make vLLM's form of a prompt, with one token for each image: vLLM puts all of its tokens there."""
         if not prompt.images:
             return TokensPrompt(prompt_token_ids=list(prompt.token_ids))
         ids = collapse_images(prompt.token_ids, prompt.images, self.model)
@@ -165,20 +234,13 @@ class VllmEngine:
         digests = {"image": [image.digest for image in prompt.images]}
         return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)
 
-    def _completion(self, sample) -> Completion:
-        tokens = np.asarray(sample.token_ids, dtype=np.int32)
-        # One entry a position: with logprobs=0 vLLM reports the sampled token alone.
-        logprobs = np.asarray([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
-        if sample.logprobs is not None and not np.array_equal(sample.logprobs.token_ids, tokens):
-            raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
-        return Completion(tokens, logprobs, sample.finish_reason == "stop", ((self.version, len(tokens)),))
-
     def _empty_caches(self) -> None:
-        """Empty the caches: keys and values of prompts, and features of images."""
+        """Empty the caches: keys and values of prompts, and features of images. What runs computes its own anew."""
+        # Keys before features: a request that runs gives its features back with its keys.
+        if not self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("rollout: vLLM did not empty the prefix cache; its version is not the pinned one")
         if self.model.vision:
             self.llm.llm_engine.reset_encoder_cache()
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("rollout: the prefix cache could not be emptied; are requests still running?")
 
     def rewind(self, version: int) -> None:
         """Take ``version`` as the next one, be it older than what is here: the trainer went back to a checkpoint."""
@@ -215,7 +277,12 @@ class VllmEngine:
             )
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         self.llm.collective_rpc("end_sync")
-        self._empty_caches()  # what is in them comes from the old weights
+        self._begin_version(version)
+
+    def _begin_version(self, version: int) -> None:
+        """Take the weights that are here for those of ``version``, and what is in the caches for that of older ones."""
+        self._empty_caches()
+        self.llm.llm_engine.engine_core.set_weight_version(str(version))
         self.version = self._newest = version
 
     def _hand_on(self, bucket: WeightBucket) -> None:
@@ -225,3 +292,16 @@ class VllmEngine:
             return
         with share_bucket(bucket) as shared:
             self.llm.collective_rpc("take_shared_weights", args=(shared,))
+
+
+def _read_completion(sample: CompletionOutput) -> Completion:
+    tokens = np.asarray(sample.token_ids, dtype=np.int32)
+    # One entry a position: with logprobs=0 vLLM reports the sampled token alone.
+    found = cast(FlatLogprobs | None, sample.logprobs)
+    logprobs = np.asarray([] if found is None else found.logprobs, dtype=np.float32)
+    if found is not None and not np.array_equal(found.token_ids, tokens):
+        raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
+    spans = tuple((int(span.version), span.end - span.start) for span in sample.weight_versions or ())
+    if sum(length for _, length in spans) != len(tokens):
+        raise RuntimeError(f"rollout: vLLM gave versions {spans} of {len(tokens)} sampled tokens, expected of each")
+    return Completion(tokens, logprobs, sample.finish_reason == "stop", spans)

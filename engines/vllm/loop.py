@@ -172,8 +172,8 @@ class EngineLoop:
             name = str(next(self._names))
             try:
                 self.engine.add_request(name, first.request)
-            except (ValueError, RuntimeError) as error:  # this request's alone
-                self._finish([(first.key, error)])
+            except Exception as error:  # vLLM's own kinds are not there where the answer is read
+                self._finish([(first.key, ValueError(f"rollout: a request cannot be sampled: {error}"))])
             else:
                 self._running[name] = first
                 self._image_bytes += first.image_bytes

@@ -1,8 +1,12 @@
 """Advantages: plain functions of what was rewarded.
 
 ``advantage(batch) -> [N]``, or with a critic ``-> ([N] advantages, [N] returns)``, the returns being what its values
-should have been. Rewards are ``batch.rewards``, one a sequence, given at its last counting token, and ``penalties``,
-where there are any, at each token. A completion that was cut at the length limit counts as ended there.
+should have been. Rewards are ``batch.rewards``, one a sequence, given at its last counting token, and where there are
+any ``turn_rewards`` and ``penalties``, at each token. A completion that was cut at the length limit counts as ended
+there.
+
+All go by the E episodes of a batch, which have one sequence or several. A group compares episodes by all that was
+rewarded in them, and sums over time run through an episode's counting tokens, whichever sequence they are in.
 """
 
 from collections.abc import Callable
@@ -48,8 +52,8 @@ def check_group_size(advantage: AdvantageFn, samples_per_prompt: int) -> None:
 def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     """Compute the group-relative advantage (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
-    ``(reward - mean of the prompt's group) / (standard deviation of the group + eps)``, the same for every token of a
-    completion. The deviation is the sample's (n - 1); a group of one has none and gets an advantage of zero. For
+    ``(reward - mean of the prompt's group) / (standard deviation of the group + eps)``, the same for every token of an
+    episode. The deviation is the sample's (n - 1); a group of one has none and gets an advantage of zero. For
     instance, rewards 1, 0, 0, 1 have the mean 0.5 and the deviation 0.577: the advantages are 0.866 and -0.866.
 
     Args:
@@ -58,22 +62,51 @@ def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     Returns:
         ``[N]`` float32.
     """
-    (centred, count), group = _centre(batch), batch.require_column("group")
-    variance = _sum_groups(centred**2, group) / (count - 1).clamp_min(1)
-    return batch.repeat_per_token(centred / (variance.sqrt() + eps)[group])
+    return _repeat_per_token(batch, _normalise_groups(_sum_rewards(batch), _find_groups(batch), eps))
+
+
+@group_relative
+def turn_grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
+    """Compute ``grpo`` of each turn, by the rewards that were given from it on: each turn of an episode is compared
+    with the same turn of the group's others, as far as they have one.
+
+    What is summed up and then normalised is what outcome rewards per step give in DeepSeekMath, arXiv:2402.03300,
+    section 4.1.3, which normalises first. For instance, two episodes have the rewards 1, 0 and 0, 4 in their turns:
+    from the first turn on 1 and 4, from the second on 0 and 4, so that the second episode does better in both.
+
+    An episode's first turn is compared by its whole reward, whether or not anything was sampled in it.
+
+    Returns:
+        ``[N]`` float32, zero where the mask is.
+    """
+    counting = Selection.from_mask(batch.mask, batch.lengths)
+    episode, turn = batch.number_episodes(), counting.gather(_number_turns(batch)).long()  # [B], [n]
+    turns = int(turn.max()) + 1 if len(turn) else 1
+    place = episode.repeat_interleave(counting.lengths) * turns + turn  # [n], of each counting token in [E * turns]
+    rewards = _add_rewards(torch.zeros(len(turn)), batch, counting)
+    given = torch.zeros(batch.num_episodes * turns).index_add_(0, place, rewards).view(-1, turns)
+    to_go = given.flip(1).cumsum(1).flip(1)
+    to_go[:, 0] = _sum_rewards(batch)
+    taken = torch.zeros(to_go.numel(), dtype=torch.bool).index_fill_(0, place, True).view(-1, turns)
+    taken[:, 0] = True
+    group = _find_groups(batch)[:, None] * turns + torch.arange(turns)  # [E, turns], a group for each turn
+    advantages = torch.zeros_like(to_go)
+    advantages[taken] = _normalise_groups(to_go[taken], group[taken], eps)
+    return counting.scatter(advantages.view(-1)[place])
 
 
 @group_relative
 def dr_grpo(batch: TrainBatch) -> Tensor:
     """Compute ``reward - mean of the group``, not divided by its deviation (Dr. GRPO, arXiv:2503.20783)."""
-    return batch.repeat_per_token(_centre(batch)[0])
+    return _repeat_per_token(batch, _centre(_sum_rewards(batch), _find_groups(batch))[0])
 
 
 @group_relative
 def rloo(batch: TrainBatch) -> Tensor:
     """Compute ``reward - mean of the others of the group`` (RLOO, arXiv:2402.14740); zero in a group of one."""
-    centred, count = _centre(batch)
-    return batch.repeat_per_token(centred * (count / (count - 1).clamp_min(1))[batch.group])
+    group = _find_groups(batch)
+    centred, count = _centre(_sum_rewards(batch), group)
+    return _repeat_per_token(batch, centred * (count / (count - 1).clamp_min(1))[group])
 
 
 def reinforce_plus_plus(batch: TrainBatch) -> Tensor:
@@ -96,9 +129,8 @@ def remax(batch: TrainBatch) -> Tensor:
     Args:
         batch: with ``greedy_rewards`` ``[B]``, which a run has with ``--algorithm.greedy-baseline``.
     """
-    return batch.repeat_per_token(
-        _sum_rewards(batch) - _require_column(batch, "greedy_rewards", "--algorithm.greedy-baseline")
-    )
+    greedy = _require_column(batch, "greedy_rewards", "--algorithm.greedy-baseline")
+    return _repeat_per_token(batch, _sum_rewards(batch) - _take_per_episode(batch, greedy))
 
 
 def distill(batch: TrainBatch) -> Tensor:
@@ -123,7 +155,8 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
     """Compute generalised advantage estimation (arXiv:1506.02438, equation 16), normalised over the counting tokens.
 
     ``delta_t = reward_t + gamma * value_{t+1} - value_t`` and ``A_t = sum of (gamma * lam)^k * delta_{t+k}``, where
-    t + 1 is the next token that counts: what an environment wrote in between is skipped. Nothing comes after the last.
+    t + 1 is the next token of the episode that counts: what an environment wrote in between is skipped, and so is the
+    prompt of the next sequence. Nothing comes after the last.
     For instance, values 0.2, 0.4 and a reward of 1 at the end have, with gamma = 1 and lam = 0.5, deltas 0.2, 0.6,
     advantages 0.2 + 0.5 * 0.6 = 0.5, 0.6 before normalising, and returns 0.7, 1.
 
@@ -135,17 +168,18 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
     """
     counting = Selection.from_mask(batch.mask, batch.lengths)
     values = counting.gather(_require_column(batch, "values", "--critic.train"))
-    deltas = find_next(values, counting.lengths).mul_(gamma).sub_(values)
-    raw = sum_discounted(_add_rewards(deltas, batch, counting), counting.lengths, gamma * lam)
+    lengths = batch.sum_per_episode(counting.lengths)
+    deltas = find_next(values, lengths).mul_(gamma).sub_(values)
+    raw = sum_discounted(_add_rewards(deltas, batch, counting), lengths, gamma * lam)
     returns = raw + values
     return counting.scatter(_normalise_(raw)), counting.scatter(returns)
 
 
 def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
-    """Compute ``[N]``, the discounted sum of the rewards from each counting token to the end of its sequence."""
+    """Compute ``[N]``, the discounted sum of the rewards from each counting token to the end of its episode."""
     counting = Selection.from_mask(batch.mask, batch.lengths)
     rewards = _add_rewards(torch.zeros(int(counting.lengths.sum())), batch, counting)
-    return counting.scatter(sum_discounted(rewards, counting.lengths, gamma))
+    return counting.scatter(sum_discounted(rewards, batch.sum_per_episode(counting.lengths), gamma))
 
 
 # -- what a reward is made of
@@ -159,12 +193,17 @@ def add_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1)
 
 
 def add_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> TrainBatch:
-    """Return the batch with lower rewards for completions that end within ``buffer`` tokens of the limit.
+    """Return the batch with lower rewards for episodes whose counting tokens end within ``buffer`` of the limit.
 
-    From 0 at ``max_tokens - buffer`` tokens down to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476, equation 13).
+    From 0 at ``max_tokens - buffer`` tokens down to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476, equation 13), at the
+    last counting token.
     """
-    over = batch.sum_per_sequence(batch.mask.float()) - (max_tokens - buffer)
-    return replace(batch, rewards=batch.require_column("rewards") - (over / buffer).clamp(0, 1))
+    tokens = batch.sum_per_sequence(batch.mask.float())
+    over = batch.sum_per_episode(tokens) - (max_tokens - buffer)
+    penalty, episode = (over / buffer).clamp(0, 1), batch.number_episodes()
+    # [B] bool: no counting token follows in its episode, and it has some; one that has none has no penalty either.
+    is_last = tokens.cumsum(0) == batch.sum_per_episode(tokens).cumsum(0)[episode]
+    return replace(batch, rewards=batch.require_column("rewards") - penalty[episode] * (is_last & (tokens > 0)))
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -178,9 +217,11 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _add_rewards(numbers: Tensor, batch: TrainBatch, counting: Selection) -> Tensor:
-    """Add the reward of each counting token: its penalty, and at the last of a sequence the sequence's reward."""
-    if batch.penalties is not None:
-        numbers += counting.gather(batch.penalties)
+    """Add the reward of each counting token: its penalty and its own reward, and at the last of a sequence the
+    sequence's."""
+    for column in (batch.penalties, batch.turn_rewards):
+        if column is not None:
+            numbers += counting.gather(column)
     numbers[find_last_places(counting.lengths)] += batch.require_column("rewards")[counting.lengths > 0].float()
     return numbers
 
@@ -192,9 +233,37 @@ def _require_column(batch: TrainBatch, name: str, option: str) -> Tensor:
 
 
 def _sum_rewards(batch: TrainBatch) -> Tensor:
-    """Compute ``[B]``, the whole reward of each sequence."""
+    """Compute ``[E]``, the whole reward of each episode."""
     rewards = batch.require_column("rewards").float()
-    return rewards if batch.penalties is None else rewards + batch.sum_per_sequence(batch.penalties)
+    for column in (batch.penalties, batch.turn_rewards):
+        if column is not None:
+            rewards = rewards + batch.sum_per_sequence(column)
+    return batch.sum_per_episode(rewards)
+
+
+def _repeat_per_token(batch: TrainBatch, per_episode: Tensor) -> Tensor:
+    """Repeat one value per episode over the tokens of all its sequences: ``[E] -> [N]``."""
+    return batch.repeat_per_token(per_episode[batch.number_episodes()])
+
+
+def _take_per_episode(batch: TrainBatch, per_sequence: Tensor) -> Tensor:
+    """Take what an episode's sequences have in common: ``[B] -> [E]``."""
+    return per_sequence.new_empty(batch.num_episodes).index_copy(0, batch.number_episodes(), per_sequence)
+
+
+def _find_groups(batch: TrainBatch) -> Tensor:
+    """Find the group of each episode, ``[E]``."""
+    return _take_per_episode(batch, batch.require_column("group"))
+
+
+def _number_turns(batch: TrainBatch) -> Tensor:
+    """Number the turn of each target, ``[N]``; where the batch does not say, the n-th sequence of an episode is its
+    n-th turn."""
+    if batch.turn is not None:
+        return batch.turn
+    episode, sequence = batch.number_episodes(), torch.arange(len(batch))
+    first = torch.searchsorted(episode, torch.arange(batch.num_episodes))  # [E], its first sequence
+    return batch.repeat_per_token(sequence - first[episode])
 
 
 def _get_policy_logprobs(batch: TrainBatch) -> Tensor:
@@ -206,12 +275,18 @@ def _sum_groups(values: Tensor, group: Tensor) -> Tensor:
     return torch.zeros(int(group.max()) + 1).index_add_(0, group, values)
 
 
-def _centre(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Compute ``[B]``, rewards less the mean of their group, and the size of each group."""
-    rewards, group = _sum_rewards(batch), batch.require_column("group")
+def _centre(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute rewards ``[E]`` less the mean of their group, and the size of each group."""
     count = _sum_groups(torch.ones_like(rewards), group)
     mean = _sum_groups(rewards, group) / count.clamp_min(1)
     return rewards - mean[group], count
+
+
+def _normalise_groups(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
+    """Bring rewards ``[E]`` to mean 0 and, but for ``eps``, to deviation 1 within their group."""
+    centred, count = _centre(rewards, group)
+    variance = _sum_groups(centred**2, group) / (count - 1).clamp_min(1)
+    return centred / (variance.sqrt() + eps)[group]
 
 
 def _normalise_(values: Tensor) -> Tensor:

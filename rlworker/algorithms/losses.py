@@ -60,7 +60,8 @@ def gspo(
     """Apply PPO's clip of the whole sequence's ratio, ``exp(mean of log ratio)`` (GSPO, arXiv:2507.18071, equations 5
     and 7).
 
-    To be used with ``sequence_mean``.
+    To be used with ``sequence_mean``. The ratio is that of a sequence's counting tokens, whichever turns they are of;
+    further sequences of its episode, which other replicas may compute, have ratios of their own.
     """
     ratio = batch.repeat_per_token(_average_sequences(logprobs - old, batch).exp())
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -153,15 +154,20 @@ def token_mean(batch: TrainBatch) -> tuple[Tensor, float]:
 
 
 def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
-    """Let every sequence count alike, its loss being its tokens' mean (GRPO, arXiv:2402.03300, equation 3)."""
-    lengths = batch.sum_per_sequence(batch.mask.float())
-    return batch.mask / batch.repeat_per_token(lengths.clamp_min(1)), max(float((lengths > 0).sum()), 1.0)
+    """Let every episode count alike, its loss being the mean over the tokens of all its sequences; where each episode
+    is one sequence, every sequence counts alike (GRPO, arXiv:2402.03300, equation 3).
+
+    An episode that went on in further sequences, because its context was rewritten, counts no more than the others.
+    """
+    lengths = batch.sum_per_episode(batch.sum_per_sequence(batch.mask.float()))
+    per_sequence = lengths.clamp_min(1)[batch.number_episodes()]
+    return batch.mask / batch.repeat_per_token(per_sequence), max(float((lengths > 0).sum()), 1.0)
 
 
 def constant_length(batch: TrainBatch, *, tokens: int) -> tuple[Tensor, float]:
-    """Take the sum over each sequence's tokens, divided by the same number for all, such as the longest completion
+    """Take the sum over each episode's tokens, divided by the same number for all, such as the longest completion
     (Dr. GRPO, arXiv:2503.20783)."""
-    return batch.mask.float(), float(len(batch) * tokens)
+    return batch.mask.float(), float(batch.num_episodes * tokens)
 
 
 # -- losses

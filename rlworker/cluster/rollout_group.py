@@ -13,9 +13,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from engines.batch.balance import balance_costs
-from engines.batch.samples import Completions, Prompt
+from engines.batch.samples import Completions, Prompt, make_seed
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
+from engines.vllm.tools import check_tool_parser
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
@@ -24,7 +25,8 @@ from rlworker.data.rows import Row
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from engines.batch.samples import Sampling
+    from engines.batch.samples import Request, Sampling
+    from engines.vllm.tools import ToolCalls
 
 
 class Rollouts:
@@ -87,6 +89,32 @@ class Rollouts:
         places = ranks[:, None] * sampling.count + np.arange(sampling.count)  # [P, count]
         return completions.gather(places.reshape(-1))
 
+    def sample(self, requests: Sequence[Request], stream: tuple[int, ...]) -> Completions:
+        """Sample a completion of each request, in their order: one lock-step round, which ends with the last of them.
+
+        The same requests, weights and stream give the same numbers, bit for bit.
+
+        Args:
+            stream: names a stream of random numbers, as ``Sampling.stream`` does.
+        """
+        parts = deal_requests(requests, len(self.workers))
+        questions = {
+            index: ([requests[r] for r in part], make_seed((*stream, index)))
+            for index, part in enumerate(parts)
+            if part
+        }
+        completions = Completions.concatenate(self._ask("sample", questions))
+        return completions.gather(np.argsort(np.concatenate(parts).astype(np.int64)))
+
+    def parse_tools(self, texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCalls]:
+        """Find the calls of tools in each text, where vLLM is loaded; ``parse_tool_calls`` says more.
+
+        Raises:
+            ValueError: vLLM has no such parser.
+        """
+        check_tool_parser(parser)
+        return self._ask("parse_tools", {0: (texts, parser, tools)})[0]
+
     def call(self, method: str, *args: Any) -> list:
         """Call ``method(*args)`` on every engine; the results in order."""
         return self._ask(method, dict.fromkeys(range(len(self.workers)), args))
@@ -147,6 +175,25 @@ def deal_prompts(lengths: Sequence[int], sampling: Sampling, engines: int) -> li
     What a prompt is expected to take is its own tokens and those of its completions. The same lengths and expectation
     are dealt alike at any time, as a resumed run needs: the prompts of a call decide what is sampled of each.
     """
-    costs = np.asarray(lengths, dtype=np.int64) + round(sampling.count * sampling.expected_tokens)
+    return _deal(np.asarray(lengths, dtype=np.int64) + round(sampling.count * sampling.expected_tokens), engines)
+
+
+def deal_requests(requests: Sequence[Request], engines: int) -> list[list[int]]:
+    """Deal requests out to engines: the requests of each, in their order.
+
+    Those of one prompt that follow one another go together, as the completions of a prompt do in ``deal_prompts``.
+    """
+    runs: list[list[int]] = []
+    for place, request in enumerate(requests):
+        if not runs or requests[runs[-1][0]].prompt != request.prompt:
+            runs.append([])
+        runs[-1].append(place)
+    expected = [round(sum(requests[place].expected_tokens for place in run)) for run in runs]
+    lengths = [len(requests[run[0]].prompt.token_ids) for run in runs]
+    parts = _deal(np.asarray(lengths, dtype=np.int64) + np.asarray(expected, dtype=np.int64), engines)
+    return [[place for run in part for place in runs[run]] for part in parts]
+
+
+def _deal(costs: np.ndarray, engines: int) -> list[list[int]]:
     owners = balance_costs(costs, engines, counts_matter=False)
     return [np.flatnonzero(owners == engine).tolist() for engine in range(engines)]

@@ -15,6 +15,8 @@ from hardware.platforms import get_platform
 from rlworker.cluster.placement import Demand, list_nodes, pin_to, plan_nodes
 from rlworker.cluster.watch import LIVENESS
 
+POLL = "poll"
+"""Concurrency group of every worker in which it is asked for what has not come yet, and waits beside what it does."""
 _CLOSE_S = 30.0
 """Seconds that a worker may take to give up its engines; one that takes longer is ended."""
 
@@ -74,7 +76,7 @@ def start_workers(
     """
     options = make_ray_options(get_platform(platform), devices)
     make_remote: Any = ray.remote
-    remote_class = make_remote(concurrency_groups={LIVENESS: 1})(kind)
+    remote_class = make_remote(concurrency_groups={LIVENESS: 1, POLL: 1})(kind)
     keys = [(kind, devices, platform, *further) for further in arguments]
     if len(nodes := list_nodes()) > 1:
         demand = Demand(kind.__name__, platform, len(keys), devices, together)

@@ -238,11 +238,17 @@ class RolloutWorker(_Worker):
 
     def start(self, model: ModelSpec, config: VllmConfig) -> None:
         from engines.vllm.engine import VllmEngine
+        from engines.vllm.loop import EngineLoop
 
         with pausing_collection():
             gc.freeze()  # vLLM collects five times of its own while it starts
             cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
-            self.engine: RolloutEngine = VllmEngine(model, replace(config, kv_cache_mb=cache_mb), self.platform)
+            self.loop = EngineLoop(lambda: VllmEngine(model, replace(config, kv_cache_mb=cache_mb), self.platform))
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine, which the thread of ``loop`` alone may call."""
+        return self.loop.engine
 
     def close(self) -> None:
         """Give up the engine. ``start`` may follow, with another model.
@@ -251,26 +257,63 @@ class RolloutWorker(_Worker):
             RuntimeError: the code of this process was changed, so that it must not be used again.
         """
         _refuse_planted("rollout engine")
-        if engine := self.__dict__.pop("engine", None):
-            engine.close()
+        if loop := self.__dict__.pop("loop", None):
+            loop.call(loop.engine.close)
+            loop.close()
+
+    def begin_trace(self, phase: str) -> None:
+        self.loop.call(super().begin_trace, phase)  # a trace is of the thread that begins it
+
+    def end_trace(self, path: str) -> None:
+        self.loop.call(super().end_trace, path)
 
     def generate(self, prompts, sampling):
         self._note_work()
-        return self.engine.generate(prompts, sampling)
+        return self.loop.call(self.engine.generate, prompts, sampling)
+
+    def sample(self, requests, seed: int):
+        """Sample a completion of each request: one round, which needs the engine for itself."""
+        self._note_work()
+        return self.loop.call(self.engine.sample, requests, seed)
+
+    def submit(self, requests) -> None:
+        """Hand in requests, each with a key; ``EngineLoop.submit`` says more."""
+        self._note_work()
+        self.loop.submit(requests)
+
+    def take(self, timeout_s: float) -> list:
+        """Take what has finished, of the requests that were handed in. Called in the group ``POLL``, it holds up
+        nothing."""
+        return self.loop.take(timeout_s)
+
+    def abort(self, keys) -> None:
+        """Give up requests that were handed in."""
+        self.loop.abort(keys)
+
+    def parse_tools(self, texts, parser: str, tools) -> list:
+        """Find the calls of tools in texts that were sampled here."""
+        from engines.vllm.tools import parse_tool_calls
+
+        return parse_tool_calls(texts, parser, tools, self.loop.engine.model.folder)
 
     def get_version(self) -> int:
         return self.engine.version
 
     def rewind(self, version: int) -> None:
-        self.engine.rewind(version)
+        self.loop.call(self.engine.rewind, version)
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
+        """Take a bucket of new weights. From the first to the last nothing is sampled: layers are new by halves."""
         self._note_work()
-        self.engine.load_weights(bucket, version, last)
+        if bucket.first:
+            self.loop.pause()
+        self.loop.call(self.engine.load_weights, bucket, version, last)
+        if last:
+            self.loop.resume()
 
     def run(self, function: str, *args):
         """Call a function on the engine, as ``TrainWorker.run`` does."""
-        return _named(function)(self.engine, *args)
+        return self.loop.call(_named(function), self.engine, *args)
 
 
 def _refuse_planted(who: str) -> None:

@@ -67,12 +67,12 @@ class Codec:
 
     def decode_all(self, samples: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
         """Decode several pieces as ``decode`` does."""
-        known = [self._list_known(np.asarray(ids)) for ids in samples]
-        return self.tokenizer.batch_decode(known, skip_special_tokens=skip_special)
-
-    def _list_known(self, ids: np.ndarray) -> list[int]:
-        size = len(self.tokenizer)
-        return (ids if not len(ids) or ids.max() < size else ids[ids < size]).tolist()
+        if not samples:
+            return []  # of which the tokenizer would make one text
+        arrays, size = [np.asarray(ids) for ids in samples], len(self.tokenizer)
+        if any(len(ids) for ids in arrays) and np.concatenate(arrays).max() >= size:
+            arrays = [ids[ids < size] for ids in arrays]
+        return self.tokenizer.batch_decode([ids.tolist() for ids in arrays], skip_special_tokens=skip_special)
 
     def encode_stops(self, stops: Sequence[int | str]) -> tuple[int, ...]:
         """Find the ids of tokens that end a sample.

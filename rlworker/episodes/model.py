@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import iscoroutinefunction
 from random import Random
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
 from rlworker.episodes.episode import Episode
 
@@ -38,7 +41,7 @@ class Sample:
         text: decoded, without special tokens. token_ids: ``[T]`` int32, the stop token included.
         finished: ended by a stop token; False where it was cut at its length limit.
         calls: the tool calls in it, where the episode names a parser.
-        call_error: why a call in it cannot be read, so that none counts; empty where all can be.
+        call_error: why a call cannot be read, and then none counts; empty where all can, and where there is none.
     """
 
     text: str
@@ -160,6 +163,18 @@ class Model:
 
 Play = Callable[[Model, Row], Awaitable[Episode]]
 """``async def play(model, row) -> Episode``: all that a user writes."""
+
+
+def is_play(function: Callable) -> bool:
+    """Tell a play, which is a coroutine function, from a reward function."""
+    return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def read_calls(found: ToolCalls | None) -> tuple[tuple[ToolCall, ...], str]:
+    """Read what a parser found as the calls of a sample, and why one cannot be read."""
+    if found is None:
+        return (), ""
+    return tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls), found.error
 
 
 def one_turn(reward: Callable[[str, Row], float]) -> Play:

@@ -161,8 +161,7 @@ def open_engine(rollout, address: tuple[str, int], first: int, size: int) -> Non
 def receive(rollout, version: int) -> None:
     for names in ask_workers(rollout, receive_stages):
         assert names == rollout.engine.model.list_hf_names()
-    rollout.engine._empty_caches()
-    rollout.engine.version = rollout.engine._newest = version
+    rollout.engine._begin_version(version)
 
 
 # -- measuring

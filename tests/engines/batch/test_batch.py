@@ -76,3 +76,67 @@ def test_pickling_sends_a_cut_without_the_rest():
     for name in COLUMNS:
         mine, theirs = getattr(back, name), getattr(one, name)
         assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs))
+
+
+MARKS = [[False, True, False, True], [False], [False, False, True]]
+
+
+def make_episodes(**columns) -> TrainBatch:
+    """Two sequences of one episode, and one of another."""
+    episode = torch.tensor([5, 5, 2])
+    return TrainBatch.from_ids([[7, 8, 9, 6], [4], [1, 2, 3]], sampled=MARKS, episode=episode, **columns)
+
+
+def test_each_id_says_whether_it_was_sampled():
+    batch = make_episodes()
+    assert batch.lengths == (3, 0, 2) and batch.targets.tolist() == [8, 9, 6, 2, 3]
+    assert batch.mask.tolist() == [True, False, True, False, True]
+    prompts = TrainBatch.from_ids([[7, 8, 9], [4]], [2, 1])
+    marked = TrainBatch.from_ids([[7, 8, 9], [4]], sampled=[[False, False, True], np.array([False])])
+    assert all(torch.equal(getattr(prompts, name), column) for name, column in marked.columns().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give either prompt_lengths or sampled"),
+        ({"prompt_lengths": [1, 1], "sampled": [[False, True], [False]]}, "give either prompt_lengths or sampled"),
+        ({"sampled": [[False, True], [True]]}, "sequence 1 has 1 ids and 1 marks .* the first False"),
+        ({"sampled": [[False], [False]]}, "sequence 0 has 2 ids and 1 marks"),
+        ({"prompt_lengths": [1, 2]}, "sequence 1 has 1 ids and a prompt of 2"),
+    ],
+)
+def test_marks_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TrainBatch.from_ids([[1, 2], [3]], **arguments)
+
+
+def test_episodes_are_numbered_in_their_order():
+    batch = make_episodes()
+    assert batch.num_episodes == 2 and batch.number_episodes().tolist() == [0, 0, 1]
+    assert batch.sum_per_episode(torch.tensor([1.0, 2.0, 4.0])).tolist() == [3.0, 4.0]
+    alone = make()
+    assert alone.num_episodes == 3 and alone.number_episodes().tolist() == [0, 1, 2]
+    assert alone.sum_per_episode(torch.tensor([1.0, 2.0, 4.0])).tolist() == [1.0, 2.0, 4.0]
+    with pytest.raises(ValueError, match="sequences of an episode do not follow one another"):
+        batch.gather(np.array([0, 2, 1])).number_episodes()
+
+
+def test_no_cut_goes_through_an_episode():
+    sizes = [1, 3, 1, 2, 1, 1]  # sequences of each episode: parts of two, from sequences 0, 4 and 7 on
+    episode = torch.arange(6).repeat_interleave(torch.tensor(sizes))
+    sequences = [list(range(2 + i)) for i in range(sum(sizes))]
+    batch = TrainBatch.from_ids(sequences, [1] * 9, episode=episode, rewards=torch.arange(9.0))
+    assert [part.rewards.tolist() for part in batch.split(3)] == [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
+    assert [part.lengths for part in batch.split(3)] == [(1, 2, 3, 4), (5, 6, 7), (8, 9)]
+    with pytest.raises(ValueError, match="6 episodes cannot be split over 7 parts; use more episodes"):
+        batch.split(7)
+
+
+def test_cuts_are_views_of_what_lies_between_their_bounds():
+    batch = make_episodes(rewards=torch.tensor([0.5, 1.0, 1.5]))
+    first, none, last = batch.cut([0, 2, 2, 3])
+    assert (first.lengths, none.lengths, last.lengths) == ((3, 0), (), (2,))
+    assert last.inputs.tolist() == [1, 2] and last.targets.tolist() == [2, 3] and last.rewards.tolist() == [1.5]
+    assert first.episode.tolist() == [5, 5] and len(none.inputs) == 0
+    assert last.inputs.untyped_storage().data_ptr() == batch.inputs.untyped_storage().data_ptr()

@@ -38,6 +38,7 @@ class CountingEngine:
     most_bytes: int = 0
     late: list = field(default_factory=list)
     threads: set = field(default_factory=set)
+    begun_steps: int = 0
     steps: int = 0
     broken: BaseException | None = None
 
@@ -54,6 +55,7 @@ class CountingEngine:
 
     def step(self):
         self.threads.add(threading.get_ident())
+        self.begun_steps += 1
         assert self.gate.acquire(timeout=SOON_S)
         if self.broken:
             raise self.broken
@@ -79,6 +81,13 @@ class CountingEngine:
     def abort_requests(self, names):
         for name in names:
             self.running.pop(name, None)
+
+
+def wait_until(holds) -> None:
+    end = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def take_all(loop, number: int) -> list:
@@ -148,7 +157,7 @@ def test_what_cannot_be_sampled_is_an_answer(started):
     loop.submit([(0, Ask(1)), (1, Ask(1, fault="add")), (2, Ask(1, fault="read"))])
     answers = dict(take_all(loop, 3))
     assert answers[0] == "after 1"
-    assert isinstance(answers[1], ValueError) and str(answers[1]) == "too long"
+    assert isinstance(answers[1], ValueError) and "cannot be sampled: too long" in str(answers[1])
     assert isinstance(answers[2], RuntimeError) and str(answers[2]) == "other tokens"
 
 
@@ -169,8 +178,7 @@ def test_an_abort_reaches_requests_wherever_they_are(started):
     loop = started(engine)
     loop.submit([("done", Ask(1)), ("runs", Ask(10**6, 2**20)), ("waits", Ask(1, 2**20)), ("stays", Ask(1, 2**20))])
     engine.gate.release(2)
-    while engine.steps < 2:
-        time.sleep(0.001)
+    wait_until(lambda: engine.steps >= 2)
     aborting = threading.Thread(target=loop.abort, args=(["done", "runs", "waits", "unknown"],))
     aborting.start()
     engine.gate.release(10)
@@ -184,8 +192,7 @@ def test_a_pause_keeps_requests_and_leaves_no_step_under_way(started):
     engine = CountingEngine(is_behind=True)
     loop = started(engine)
     loop.submit([("a", Ask(2)), ("b", Ask(10**5))])
-    while engine.steps < 2:
-        time.sleep(0.001)
+    wait_until(lambda: engine.steps >= 2)
     loop.pause()
     assert engine.late == [], "what vLLM had computed ahead came in before"
     steps = engine.steps
@@ -215,6 +222,7 @@ def test_the_end_of_the_loop_is_told_to_all(started, fault):
     engine = CountingEngine(threading.Semaphore(0))
     loop, heard = started(engine), []
     loop.submit([(key, Ask(9)) for key in range(64)])
+    wait_until(lambda: engine.begun_steps)
 
     def hear(wait, *args):
         try:
@@ -226,8 +234,7 @@ def test_the_end_of_the_loop_is_told_to_all(started, fault):
     waiting = [threading.Thread(target=hear, args=wait) for wait in waits]
     for thread in waiting:
         thread.start()
-    while len(loop._calls) < 66:
-        time.sleep(0.001)
+    wait_until(lambda: len(loop._calls) == 66)
     engine.broken, began = fault, time.monotonic()
     engine.gate.release()
     for thread in waiting:
