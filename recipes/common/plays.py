@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Gt, Lt
@@ -37,13 +37,6 @@ class PlayConfig(ToyConfig):
     warm_up_success: Annotated[float, Gt(0), Lt(1)] = 0.3
     """The warm-up ends where this share of episodes is won, played greedily: far enough that rewards differ, and early
     enough that they have something to teach."""
-    smoke: bool = False
-    """Two short steps, to see that everything runs."""
-
-    def shrink(self) -> Self:
-        """Shrink the run to two short steps."""
-        small = dict(steps=2, warm_up_steps=5, warm_up_success=1e-9, prompts_per_step=8, eval_every=0)
-        return replace(self, **small, samples_per_prompt=4)
 
 
 class Teacher:
@@ -90,16 +83,13 @@ def batch_worked_episodes(episodes: Sequence[Episode], vision: VisionSpec | None
     return TrainBatch.from_ids(ids, sampled=said, **columns)
 
 
-def warm_up_on_plays(
-    play: Play, say: Say, optimizer: dict, rows: int = 128, check_below: float = 0.5
-) -> Callable[[PlayConfig, str], None]:
+def warm_up_on_plays(play: Play, say: Say, optimizer: dict, rows: int = 128) -> Callable[[PlayConfig, str], None]:
     """Make a toy's warm-up on worked episodes, which ends once the model itself wins often enough.
 
     A loss would not tell when: between never and nearly always lie some twenty steps, at another loss for each seed.
 
     Args:
         optimizer: settings of it that differ from the run's. rows: episodes of each step.
-        check_below: loss, in nats per token that was said, from which on the model plays too; before, it never wins.
     """
 
     def warm_up(config: PlayConfig, output: str) -> None:
@@ -111,7 +101,7 @@ def warm_up_on_plays(
                 worked = play_worked_episodes(play, say, drawn, trainer.codec)
                 batch = batch_worked_episodes(worked, trainer.models["actor"].vision)
                 losses.append(trainer.take_step(trainer.actor, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
-                if len(losses) % _CHECK_EVERY == 0 and losses[-1] < check_below:
+                if len(losses) % _CHECK_EVERY == 0:
                     trainer.sync_weights()
                     values = trainer.sampler.score_greedy(trainer.rows[:_CHECKED_ROWS]).values
                     won = sum(values) / len(values)

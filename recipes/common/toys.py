@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,11 @@ class ToyConfig(RunConfig):
     """Most supervised steps."""
     shuffle_rewards: bool = False
     """Control: hand out the same rewards at random. The model must then not get better."""
+    smoke: bool = False
+    """Two small steps after a few of warm-up, to see that everything runs."""
+
+
+Config = TypeVar("Config", bound=ToyConfig)
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,12 @@ def summarise(config: ToyConfig, wall_seconds: float, warm_up_seconds: float) ->
         "seed": config.seed,
         "platform": describe(get_platform(config.platform)),
     } | {name: getattr(actor, name) for name in ("layout", "tp", "pp", "cp", "dp")}
+
+
+def shrink_toy(config: Config) -> Config:
+    """Shrink a run to two small steps."""
+    small = dict(warm_up_steps=5, steps=2, prompts_per_step=8, samples_per_prompt=4, eval_every=0)
+    return replace(config, **small)
 
 
 def find_warm_model(config: ToyConfig) -> Path:
@@ -138,6 +149,8 @@ def train_toy(config: ToyConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
 def run_toy(default: ToyConfig, description: str | None, toy: Toy) -> None:
     """Run the demo as ``python -m`` does: settings from the command line, everything checked, the run."""
     config = parse_config(default, description)
+    if config.smoke:
+        config = shrink_toy(config)
     with ending_well() as stop:
         try:
             config, folder = prepare(config, toy)

@@ -15,9 +15,19 @@ import numpy as np
 from recipes.common import addition
 from recipes.common.plays import PlayConfig, warm_up_on_plays
 from recipes.common.toys import Toy, run_toy
-from rlworker import AlgorithmConfig, DataConfig, MegatronConfig, OptimizerConfig, Row, Trainer, VllmConfig
-from rlworker.episodes import Episode, Model
-from rlworker.episodes.calls import answer_calls
+from rlworker import (
+    AlgorithmConfig,
+    DataConfig,
+    Episode,
+    EpisodesConfig,
+    MegatronConfig,
+    Model,
+    OptimizerConfig,
+    Row,
+    Trainer,
+    VllmConfig,
+    answer_calls,
+)
 
 TURNS = 3
 TOOL = {
@@ -122,21 +132,23 @@ def make_data(folder: Path) -> Path:
     return folder
 
 
-_WARM_UP = dict(lr=2e-3, lr_warmup_steps=20, lr_scheduler="constant", adam_beta2=0.99)
+_WARM_UP = dict(lr=1e-3, lr_warmup_steps=20, lr_scheduler="constant", adam_beta2=0.99)
 CALCULATOR = Toy(make_data, make_model, warm_up_on_plays(play, say_next, _WARM_UP), play, measure_misled)
 DEFAULT = PlayConfig(
     run_dir="runs/calculator",
     data=DataConfig(max_prompt_tokens=16),
     actor=MegatronConfig(
         ranks=2,
-        optimizer=OptimizerConfig(lr=7e-4, min_lr=7e-5, lr_scheduler="linear", lr_warmup_steps=10, adam_beta2=0.99),
+        optimizer=OptimizerConfig(lr=4e-4, min_lr=4e-5, lr_scheduler="linear", lr_warmup_steps=10, adam_beta2=0.99),
     ),
-    rollout=VllmConfig(max_new_tokens=12, max_model_len=96, max_num_seqs=1024, kv_cache_mb=256),
+    # Far below 1: when the right call is found first, it is not yet sampled in one of a hundred turns.
+    rollout=VllmConfig(temperature=0.4, max_new_tokens=12, max_model_len=96, max_num_seqs=1024, kv_cache_mb=256),
+    episodes=EpisodesConfig(turns=TURNS, tokens=96),
     algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28),
-    steps=120,
+    steps=60,
     prompts_per_step=128,
     samples_per_prompt=8,
-    eval_every=20,
+    eval_every=10,
 )
 
 if __name__ == "__main__":

@@ -12,8 +12,17 @@ from pathlib import Path
 from recipes.common.addition import make_model
 from recipes.common.plays import PlayConfig, warm_up_on_plays
 from recipes.common.toys import Toy, run_toy
-from rlworker import AlgorithmConfig, DataConfig, MegatronConfig, OptimizerConfig, Row, VllmConfig
-from rlworker.episodes import Episode, Model
+from rlworker import (
+    AlgorithmConfig,
+    DataConfig,
+    Episode,
+    EpisodesConfig,
+    MegatronConfig,
+    Model,
+    OptimizerConfig,
+    Row,
+    VllmConfig,
+)
 
 TURNS = 3
 NUMBERS = 2**TURNS - 1
@@ -64,6 +73,7 @@ DEFAULT = PlayConfig(
         optimizer=OptimizerConfig(lr=7e-4, min_lr=7e-5, lr_scheduler="linear", lr_warmup_steps=10, adam_beta2=0.99),
     ),
     rollout=VllmConfig(max_new_tokens=3, max_model_len=32, max_num_seqs=1024, kv_cache_mb=256),
+    episodes=EpisodesConfig(turns=TURNS, tokens=32),
     algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28),
     steps=120,
     prompts_per_step=128,

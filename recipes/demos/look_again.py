@@ -13,8 +13,17 @@ from PIL import Image
 from recipes.common import squares
 from recipes.common.plays import PlayConfig, warm_up_on_plays
 from recipes.common.toys import Toy, run_toy
-from rlworker import AlgorithmConfig, DataConfig, MegatronConfig, OptimizerConfig, Row, VllmConfig
-from rlworker.episodes import Episode, Model
+from rlworker import (
+    AlgorithmConfig,
+    DataConfig,
+    Episode,
+    EpisodesConfig,
+    MegatronConfig,
+    Model,
+    OptimizerConfig,
+    Row,
+    VllmConfig,
+)
 
 PANELS = {str(number): (number % 2, number // 2) for number in range(4)}
 """Name of a panel -> its column and row."""
@@ -82,6 +91,7 @@ DEFAULT = PlayConfig(
         optimizer=OptimizerConfig(lr=5e-4, min_lr=5e-5, lr_scheduler="linear", lr_warmup_steps=5, adam_beta2=0.99),
     ),
     rollout=VllmConfig(max_new_tokens=3, max_model_len=48, max_num_seqs=512, kv_cache_mb=256),
+    episodes=EpisodesConfig(turns=2, tokens=48),
     algorithm=AlgorithmConfig(mini_batches=2),
     steps=140,
     prompts_per_step=64,
