@@ -58,12 +58,19 @@ class Toy:
 
 
 def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.AdvantageFn:
-    """Make the control's advantage: the same numbers, from the batch's rewards in random order."""
+    """Make the control's advantage: the same numbers, from the whole rewards of the episodes in random order."""
 
     def shuffled_advantage(batch: TrainBatch):
-        version, rewards = int(batch.require_column("versions").max()), batch.require_column("rewards")
-        order = torch.from_numpy(np.random.default_rng(version).permutation(len(batch)))
-        return advantage(replace(batch, rewards=rewards[order]))
+        episode, rewards = batch.number_episodes(), batch.require_column("rewards")  # [B]
+        if batch.turn_rewards is not None:
+            rewards = rewards + batch.sum_per_sequence(batch.turn_rewards)
+        whole = torch.zeros(batch.num_episodes).index_add(0, episode, rewards)
+        version = int(batch.require_column("versions").max())
+        order = torch.from_numpy(np.random.default_rng(version).permutation(len(whole)))
+        is_last = torch.ones(len(batch), dtype=torch.bool)
+        is_last[:-1] = episode[1:] != episode[:-1]
+        shuffled_rewards = torch.zeros(len(batch)).masked_scatter(is_last, whole[order])
+        return advantage(replace(batch, rewards=shuffled_rewards, turn_rewards=None))
 
     return shuffled_advantage
 
