@@ -212,8 +212,8 @@ def test_every_config_key_has_a_reader():
     import dataclasses
 
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
-    from recipes.common.smoke import RecipeConfig, SftRecipeConfig
     from recipes.common.plays import PlayConfig
+    from recipes.common.smoke import RecipeConfig, SftRecipeConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.config import sections
 
@@ -242,8 +242,8 @@ def test_every_config_key_has_a_reader():
 
 def test_there_are_few_enough_keys_to_know():
     """At most 20 in a section, in none too, and 130 in all: of every config that a command line sets."""
-    from recipes.common.smoke import VlmRecipeConfig
     from recipes.common.plays import PlayConfig
+    from recipes.common.smoke import VlmRecipeConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.checks.config import CheckConfig
     from rlworker.config.keys import flatten_config

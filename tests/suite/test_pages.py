@@ -65,8 +65,8 @@ def options(config: type, prefix: str = "") -> set[str]:
 
 @pytest.fixture(scope="module")
 def every_option() -> set[str]:
-    from recipes.common.smoke import SftVlmRecipeConfig, VlmRecipeConfig
     from recipes.common.plays import PlayConfig
+    from recipes.common.smoke import SftVlmRecipeConfig, VlmRecipeConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.checks.config import CheckConfig
 
