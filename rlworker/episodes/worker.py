@@ -19,8 +19,7 @@ import numpy as np
 from rlworker.episodes.model import PlayLimits
 from rlworker.episodes.running import RunningPlay, list_user_frames
 from rlworker.episodes.stage import Stage
-from rlworker.rewards.progress import name_block_file
-from rlworker.rewards.user_code import INTERRUPT, Interrupt, locate, write_output_to
+from rlworker.rewards.user_code import INTERRUPT, Interrupt, locate, name_block_file, write_output_to
 
 
 class PlayWorker:

@@ -230,7 +230,7 @@ def wait_for_ever():
 
 
 async def block_in_a_task():
-    sum(iter(int, 1))  # zeros without end
+    sum(zero for zero in iter(int, 1))  # without end
 
 
 def test_a_play_that_holds_its_process_is_interrupted_and_its_line_named(rows, tmp_path):
@@ -240,7 +240,7 @@ def test_a_play_that_holds_its_process_is_interrupted_and_its_line_named(rows, t
     assert time.monotonic() - start < 2 * LIMITS.time_limit_s + 5
     assert [record.failure and record.failure[0] for record in records] == [None, "blocked", "blocked", None]
     lines = open(HERE).read().splitlines()
-    for record, inner in ((records[1], "time.sleep(600)"), (records[2], "sum(iter(int, 1))")):
+    for record, inner in ((records[1], "time.sleep(600)"), (records[2], "sum(zero for zero")):
         start, message, places = record.failure[1].partition(f"held its process for {LIMITS.time_limit_s:g} s, at ")
         assert start == "turn 1: " and message
         assert inner in lines[int(places.split(":")[-1]) - 1], record.failure
