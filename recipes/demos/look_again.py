@@ -25,7 +25,7 @@ from rlworker import (
     VllmConfig,
 )
 
-PANELS = {str(number): (number % 2, number // 2) for number in range(4)}
+PANELS = {str(number + 1): (number % 2, number // 2) for number in range(4)}
 """Name of a panel -> its column and row."""
 
 
@@ -56,7 +56,7 @@ def say_right(row: Row, turn: int) -> str:
 def draw_board(generator: np.random.Generator) -> tuple[Image.Image, Image.Image, str, str]:
     """Draw the board, what is seen of it from afar, and say which panel has squares and what they are."""
     panel, answer = squares.draw_image(generator)
-    name, side = str(generator.integers(len(PANELS))), squares.SIDE
+    name, side = str(generator.integers(len(PANELS)) + 1), squares.SIDE
     blank = tuple(generator.integers(140, 256, 3).tolist())
     board, afar = Image.new("RGB", (2 * side, 2 * side), blank), Image.new("RGB", (side, side), blank)
     left, top = PANELS[name]
