@@ -21,12 +21,17 @@ def _drop(stream: np.ndarray, places: np.ndarray) -> np.ndarray:
     return stream[keep]
 
 
-def count_up(lengths: np.ndarray) -> np.ndarray:
-    """Count up from 0 within each sequence: lengths ``[B]`` -> ``[N]``, the place of each token in its own.
+def count_up(lengths: np.ndarray, starts: np.ndarray | None = None) -> np.ndarray:
+    """Count up by one within each sequence: lengths ``[B]``, and what each starts from, or 0, -> ``[N]``.
 
-    ``count_up(np.array([2, 0, 3]))`` is ``[0, 1, 0, 1, 2]``.
+    ``count_up(np.array([2, 0, 3]))`` is ``[0, 1, 0, 1, 2]``, the place of each token in its own sequence.
     """
-    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    full = lengths > 0
+    firsts, sizes = np.zeros_like(lengths[full]) if starts is None else starts[full], lengths[full]
+    # The steps from each number to the next, summed up in place: one array of N in all.
+    steps = np.ones(int(sizes.sum()), dtype=np.int64)
+    steps[np.cumsum(sizes) - sizes] = firsts - np.concatenate([[0], (firsts + sizes - 1)[:-1]])[: len(sizes)]
+    return np.cumsum(steps, out=steps)
 
 
 def mark_completions(prompts: Sequence[int] | np.ndarray, completions: np.ndarray) -> np.ndarray:
@@ -42,7 +47,4 @@ def find_tokens(lengths: Sequence[int] | np.ndarray, rows: np.ndarray) -> np.nda
     ``find_tokens([2, 3, 1], [2, 0])`` is ``[5, 0, 1]``.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    row_sizes = sizes[rows]
-    # [b]: what takes a sequence's start in the result to its start in the stream; an exclusive sum is a start.
-    shift = (np.cumsum(sizes) - sizes)[rows] - (np.cumsum(row_sizes) - row_sizes)
-    return np.arange(row_sizes.sum()) + np.repeat(shift, row_sizes)
+    return count_up(sizes[rows], (np.cumsum(sizes) - sizes)[rows])

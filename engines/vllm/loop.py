@@ -140,19 +140,19 @@ class EngineLoop:
             self._calls.clear()
             self._changed.notify_all()
 
-    def _has_work(self) -> bool:
-        return bool(self._closed or self._calls or (not self._paused and (self._waiting or self._running)))
+    def _may_step(self) -> bool:
+        return bool(not self._paused and (self._waiting or self._running))
 
     def _take_turn(self) -> bool:
-        """Answer a call, or take a step; returns False when the loop was closed."""
+        """Answer the calls that wait, then take a step; returns False when the loop was closed."""
         with self._changed:
-            self._changed.wait_for(self._has_work)
+            self._changed.wait_for(lambda: self._closed or self._calls or self._may_step())
             if self._closed:
                 return False
-            call = self._calls.popleft() if self._calls else None
-        if call:
-            _answer(*call)
-        else:
+            calls = len(self._calls)  # those that come meanwhile wait for a step: a stream of calls holds up nothing
+        for _ in range(calls):
+            _answer(*self._calls.popleft())
+        if self._may_step():
             self._admit()
             self._collect(self.engine.step())
         return True

@@ -20,7 +20,7 @@ _LIST = ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """What a parser found in one text.
+    """The calls that a parser found in one text.
 
     Attributes:
         content: the text beside the calls. calls: name of each tool with its arguments, the text of a JSON object.

@@ -83,11 +83,7 @@ class Rollouts:
             for index, part in enumerate(parts)
             if part
         }
-        completions = Completions.concatenate(self._ask("generate", questions))
-        # [P]: from the prompts in the order of the engines that had them back to that of the rows.
-        ranks = np.argsort(np.concatenate(parts).astype(np.int64))
-        places = ranks[:, None] * sampling.count + np.arange(sampling.count)  # [P, count]
-        return completions.gather(places.reshape(-1))
+        return restore_prompts(self._ask("generate", questions), parts, sampling.count)
 
     def sample(self, requests: Sequence[Request], stream: tuple[int, ...]) -> Completions:
         """Sample a completion of each request, in their order: one lock-step round, which ends with the last of them.
@@ -167,6 +163,17 @@ class Rollouts:
 
 def _name_engine(index: int) -> str:
     return f"rollout engine {index}"
+
+
+def restore_prompts(answers: Sequence[Completions], parts: Sequence[Sequence[int]], count: int) -> Completions:
+    """Restore the order of the prompts in the answers of the engines that had some.
+
+    Args:
+        parts: the prompts of each engine, of all P. count: completions of a prompt.
+    """
+    ranks = np.argsort(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))  # [P], among the answers
+    places = ranks[:, None] * count + np.arange(count)  # [P, count]
+    return Completions.concatenate(answers).gather(places.reshape(-1))
 
 
 def deal_prompts(lengths: Sequence[int], sampling: Sampling, engines: int) -> list[list[int]]:

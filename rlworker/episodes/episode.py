@@ -4,12 +4,13 @@ Tokens go in and tokens come out. What was sampled is kept by its ids and never 
 environment writes goes through the tokenizer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
 import numpy as np
 
+from engines.vllm.tools import check_tool_parser
 from rlworker.data.rows import Row
 from rlworker.episodes.chat import Chat
 from rlworker.episodes.codec import Content, get_codec, list_messages
@@ -33,7 +34,8 @@ class Episode:
     Args:
         prompt: ids, text or chat messages to begin with in the place of the row's prompt.
         images: of that prompt.
-        tools: JSON schemas of tools (or functions with types and a docstring), which the chat template shows.
+        tools: that the chat template shows: JSON schemas, or functions with types and a docstring, of which
+            transformers makes some.
         tool_parser: name of vLLM's parser of this model's tool calls, such as ``hermes``; fills ``Sample.calls``.
 
     Attributes:
@@ -51,7 +53,9 @@ class Episode:
         tools: Sequence[Any] = (),
         tool_parser: str = "",
     ):
-        self.row, self.tools, self.tool_parser = row, tuple(tools), tool_parser
+        if tool_parser:
+            check_tool_parser(tool_parser)
+        self.row, self.tools, self.tool_parser = row, tuple(map(_describe_tool, tools)), tool_parser
         self.turns = self.forks = 0
         self.rewards: list[tuple[int, float]] = []
         self.sequences: list[list[Piece]] = []
@@ -152,3 +156,11 @@ class Episode:
     def _append(self, piece: Piece) -> None:
         self.sequences[-1].append(piece)
         self._length += len(piece.token_ids)
+
+
+def _describe_tool(tool: Mapping[str, Any] | Callable) -> Mapping[str, Any]:
+    if isinstance(tool, Mapping):
+        return tool
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool)

@@ -17,8 +17,7 @@ from ray.actor import ActorHandle
 
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, PlayLimits
-from rlworker.episodes.record import Message, Reply
-from rlworker.episodes.stage import IDLE
+from rlworker.episodes.record import DIED, HELD, IDLE, LostWorker, Message, Reply
 from rlworker.episodes.worker import PlayWorker
 from rlworker.errors import RunError
 from rlworker.rewards.part import explain_death
@@ -29,34 +28,15 @@ from rlworker.tracking.terminal import LOGGER
 EPISODE_LOG = "episodes.log"
 """File of a run folder that has what plays print and log; other nodes than the driver's have one each, as rewards."""
 
-_GRACE_S = 2.0
-"""After its time limit, how long a play may take to heed the interrupt before its process is ended."""
+_GRACE_S, _UNSEEN_GRACE_S = 2.0, 4.0
+"""After its time limit, how long a play may take to heed the interrupt before its process is ended; and where nothing
+in the process has seen that it holds it, which may then be short of processor time."""
 _START_S = 120.0
 """Seconds that a process may take to start; it may import much."""
 _STARTS = 3
 """Processes in a row that may end before a play begins."""
 _POLL_S = 0.1
 _END_S = 10.0
-
-DIED, HELD = "died", "got no further and was ended"
-"""What becomes of processes."""
-
-
-@dataclass(frozen=True)
-class LostWorker:
-    """A process of plays that died or was ended; another has been started in its place.
-
-    Attributes:
-        name: by which messages call it. fate: what became of it.
-        number, turn: the episode that it was at; ``IDLE`` where it was at none.
-        where: the line at which a play held it; empty where that is not known.
-    """
-
-    name: str
-    fate: str
-    number: int
-    turn: int
-    where: str
 
 
 @dataclass
@@ -160,10 +140,12 @@ class PlayPool:
 
     def _is_stalled(self, call: _Call) -> bool:
         try:
-            call.note(self._places[call.slot].ask("read_play", self._names[call.slot])[0])
+            progress, block = self._places[call.slot].ask("read_play", self._names[call.slot])
         except NodeLost:
             return True
-        limit = self._limits.time_limit_s + _GRACE_S if call.progress else self._idle_s
+        call.note(progress)
+        grace = _GRACE_S if block[:1] == progress[1:2] else _UNSEEN_GRACE_S
+        limit = self._limits.time_limit_s + grace if progress else self._idle_s
         return time.monotonic() - call.changed > limit
 
     def _replace(self, slot: int, fate: str, reason: str) -> LostWorker:
@@ -178,8 +160,9 @@ class PlayPool:
             raise RunError(f"episodes: the process of plays does not start, {_STARTS} times in a row. {reason}")
         self.workers[slot] = self._start_worker(slot)
         _, number, turn = progress or (0, IDLE, 0)
-        is_held = fate == HELD and block[:2] == [number, turn]
-        return LostWorker(_name_worker(slot), fate, number, turn, block[2] if is_held else "")
+        if fate == HELD and block[:1] == [number]:
+            return LostWorker(_name_worker(slot), fate, *block)
+        return LostWorker(_name_worker(slot), fate, number, turn, "")
 
     def _leave_node(self, lost: WorkerNode, error: NodeLost) -> None:
         """Place what ran on a lost node on those that are left."""

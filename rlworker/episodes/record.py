@@ -19,6 +19,11 @@ from rlworker.data.rows import Row
 CONTEXT = -1
 """Turn of a piece that no turn sampled: prompt and observations."""
 
+IDLE = -1
+"""Number of an episode that a process reports when it takes a step of none."""
+DIED, HELD = "died", "got no further and was ended"
+"""What becomes of processes."""
+
 FailureKind = Literal["timeout", "blocked", "raised", "limit", "unsampled", "no_episode", "died"]
 """How a play failed. ``timeout``: it awaited for too long something other than a sample; ``blocked``: it held its
 process for too long; ``raised``: an exception; ``limit``: it sampled past its turns or tokens; ``unsampled``: it
@@ -213,6 +218,23 @@ class Reply:
     requests: Requests = field(default_factory=Requests)
     endings: list[Ending] = field(default_factory=list)
     tools: list[tuple[int, int, bytes]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LostWorker:
+    """A process of plays that died or was ended; another has been started in its place.
+
+    Attributes:
+        name: by which messages call it. fate: what became of it.
+        number, turn: the episode that it was at; ``IDLE`` where it was at none.
+        where: the line at which a play held it; empty where that is not known.
+    """
+
+    name: str
+    fate: str
+    number: int
+    turn: int
+    where: str
 
 
 def digest_ids(token_ids: Sequence[int] | np.ndarray) -> int:

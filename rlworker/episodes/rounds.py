@@ -16,9 +16,20 @@ import numpy as np
 from engines.batch.samples import Completion, Completions, Image, Prompt
 from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
-from rlworker.episodes.pool import DIED, LostWorker
-from rlworker.episodes.record import CONTEXT, Answer, Ending, EpisodeRecord, Job, Message, Piece, Reply, digest_ids
-from rlworker.episodes.stage import IDLE
+from rlworker.episodes.record import (
+    CONTEXT,
+    DIED,
+    IDLE,
+    Answer,
+    Ending,
+    EpisodeRecord,
+    Job,
+    LostWorker,
+    Message,
+    Piece,
+    Reply,
+    digest_ids,
+)
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
 
@@ -158,7 +169,7 @@ class Rounds:
         """Have a process begin all its episodes that have not ended, or begin them anew."""
         courses = [self._courses[number] for number in np.flatnonzero(self._owners == slot).tolist()]
         jobs = [
-            Job(one.number, one.number // self._count, (*self._seed, one.number), tuple(one.given), one.tools)
+            Job(one.number, one.number // self._count, (*self._seed, one.number), tuple(one.given), dict(one.tools))
             for one in courses
             if one.ending is None
         ]
@@ -189,6 +200,8 @@ class Rounds:
         columns = zip(requests.numbers, requests.forks, contexts, requests.max_tokens, strict=True)
         for number, is_fork, ids, max_tokens in columns:
             course = self._courses[number]
+            if course.ending:
+                continue  # its play has ended without waiting for what a task of it had asked for
             course.add_context(ids, requests.images.get(number, ()), is_fork)
             yield Asked(
                 number,

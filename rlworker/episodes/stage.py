@@ -24,12 +24,10 @@ from rlworker.data.rows import Row
 from rlworker.episodes.codec import Codec, using_codec
 from rlworker.episodes.episode import Episode
 from rlworker.episodes.model import EpisodeLimit, Model, Play, PlayLimits, Sample, ToolFailure, read_calls
-from rlworker.episodes.record import Answer, Ending, FailureKind, Job, Message, Piece, Reply, digest_ids
+from rlworker.episodes.record import IDLE, Answer, Ending, FailureKind, Job, Message, Piece, Reply, digest_ids
 from rlworker.episodes.tools.runner import ToolRunner, name_tool, read_outcome
 from rlworker.rewards.user_code import Interrupt, describe_error, locate
 
-IDLE = -1
-"""Number that a process reports when no play runs."""
 _TICK_S = 0.1
 _OURS = str(Path(__file__).parent)
 
@@ -95,7 +93,8 @@ class Stage:
         report: is told the number and turn of the play that takes a step, and ``IDLE`` when the loop turns without.
 
     Attributes:
-        step: the play that takes a step, when that began, and None; read by the thread that watches it.
+        step: the play that takes a step and when that began; None between steps. The thread that watches reads it.
+        is_closed: whether it has ended.
     """
 
     def __init__(
@@ -103,6 +102,7 @@ class Stage:
     ):
         self.play, self.codec, self.limits, self.report = play, codec, limits, report
         self.step: tuple[Performance, float] | None = None
+        self.is_closed = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
         self._tools = ToolRunner()
@@ -133,9 +133,11 @@ class Stage:
 
     def close(self) -> None:
         """End all plays and their tools."""
+        self.is_closed = True
         for performance in self._live.values():
             assert performance.task
             performance.task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
         self._tools.close()
         self._loop.close()
 
@@ -205,10 +207,10 @@ class Stage:
         performance = self._live.get(model.number)
         if performance is None or performance.model is not model:
             raise RuntimeError("sample: this play has ended")
-        if performance.future:
-            raise RuntimeError("sample: the play waits for a sample already; await one after the other")
         if performance.gave_up:
             raise RuntimeError("sample: the play gave up one that it had asked for; let a sample come to its end")
+        if performance.future:
+            raise RuntimeError("sample: the play waits for a sample already; await one after the other")
         stops = self.codec.encode_stops(stop)
         is_new, pieces = _take_context(performance, episode)
         if performance.answers:

@@ -5,6 +5,7 @@ Importing this takes neither torch nor an engine: a process that takes the place
 
 import gc
 import json
+import pickle
 import signal
 import sys
 import threading
@@ -14,10 +15,9 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from ray import cloudpickle
 
 from rlworker.episodes.model import PlayLimits
-from rlworker.episodes.stage import Stage, list_user_frames
+from rlworker.episodes.stage import Performance, Stage, list_user_frames
 from rlworker.rewards.progress import name_block_file
 from rlworker.rewards.user_code import INTERRUPT, Interrupt, locate, write_output_to
 
@@ -36,29 +36,32 @@ class PlayWorker:
     def __init__(self, play: bytes, limits: PlayLimits, output: Path | None, folder: str, name: str):
         if output:  # before the play is loaded, whose modules may print as well
             write_output_to(output)
-        self._arguments, self._limits = play, limits
+        from ray import cloudpickle
+
         self._path = f"{folder}/{name}"
-        self._stage: Stage | None = None
+        self._progress = Progress()
+        self._stage = Stage(*cloudpickle.loads(play), limits, self._progress)
+        gc.freeze()  # what is loaded stays, and need not be looked through in every round
 
     def advance(self, message: bytes) -> bytes:
         """Play a round: pickled ``Message`` and ``Reply``."""
-        if self._stage is None:
-            progress = np.memmap(self._path, np.int64, "w+", shape=(3,))
-            self._stage = Stage(*cloudpickle.loads(self._arguments), self._limits, Progress(progress))
-            gc.freeze()  # what is loaded stays, and need not be looked through in every round
+        if not self._progress.is_open:
+            self._progress.open(self._path)
             watch_stage(self._stage, name_block_file(self._path))
-        return cloudpickle.dumps(self._stage.advance(cloudpickle.loads(message)))
+        return pickle.dumps(self._stage.advance(pickle.loads(message)), protocol=5)
 
 
 class Progress:
-    """Tells how far a process is in a file that others read: steps begun, and number and turn of the play in the last.
+    """Tells how far a process is, in a file that others read: steps begun, and number and turn of the play in the last
+    one."""
 
-    Args:
-        numbers: ``[3]`` int64.
-    """
+    def __init__(self):
+        self._numbers: Any = [0, 0, 0]
+        self.is_open = False
 
-    def __init__(self, numbers: np.ndarray):
-        self._numbers: Any = numbers.data
+    def open(self, path: str) -> None:
+        """Begin the file: ``[3]`` int64."""
+        self._numbers, self.is_open = np.memmap(path, np.int64, "w+", shape=(3,)).data, True
 
     def __call__(self, number: int, turn: int) -> None:
         numbers = self._numbers
@@ -66,7 +69,7 @@ class Progress:
         numbers[0] += 1
 
 
-def watch_stage(stage: Stage, block_file: str) -> threading.Thread:
+def watch_stage(stage: Stage, block_file: str) -> None:
     """Interrupt plays of the main thread that hold it past their limit, from a thread of its own.
 
     Where a play stands at its limit is written to ``block_file`` first, for whoever has to end a process that does not
@@ -82,17 +85,20 @@ def watch_stage(stage: Stage, block_file: str) -> threading.Thread:
             stage.step = None
             raise Interrupt(locate(list_user_frames(frame)))
 
+    def tell(performance: Performance) -> None:
+        where = locate(list_user_frames(sys._current_frames().get(main)))
+        line = json.dumps([performance.number, performance.turn, where])
+        Path(block_file).write_text(line, encoding="utf-8")
+
     def watch() -> None:
-        while True:
+        told = None
+        while not stage.is_closed:
             time.sleep(min(limit / 20, 0.1))
             if is_overdue(step := stage.step):
-                where = locate(list_user_frames(sys._current_frames().get(main)))
-                performance = step[0]
-                line = json.dumps([performance.number, performance.turn, where])
-                Path(block_file).write_text(line, encoding="utf-8")
+                if told is not step:  # once: the process may be ended while this writes
+                    tell(step[0])
+                    told = step
                 signal.pthread_kill(main, INTERRUPT)
 
     signal.signal(INTERRUPT, interrupt)
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=watch, daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,15 +95,15 @@ class Player:
 
     def _parse_calls(self, asked: Sequence[Asked], completions: Completions) -> dict[int, ToolCalls]:
         """Find the calls of tools in what was sampled, by episode, where a parser was named."""
-        places: dict[str, list[int]] = {}
+        places: dict[tuple[str, str], list[int]] = {}
         for place, one in enumerate(asked):
             if one.parser:
-                places.setdefault(one.parser[0], []).append(place)
+                parser, tools = one.parser
+                places.setdefault((parser, json.dumps(tools)), []).append(place)
         calls = {}
-        for parser, here in places.items():
+        for (parser, tools), here in places.items():
             texts = self.codec.decode_all([self._cut_end(completions[place].token_ids) for place in here], False)
-            tools = next(one.parser[1] for one in asked if one.parser and one.parser[0] == parser)
-            found = self.rollouts.parse_tools(texts, parser, tools)
+            found = self.rollouts.parse_tools(texts, parser, json.loads(tools))
             calls |= {asked[place].number: each for place, each in zip(here, found, strict=True)}
         return calls
 

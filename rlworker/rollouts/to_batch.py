@@ -68,7 +68,7 @@ def to_batch(
     token_ids[~sampled] = prompt_ids[find_tokens(prompt_lengths, numbers)]
     logprobs, versions = np.zeros(len(sampled), np.float32), np.full(len(sampled), -1, np.int32)
     logprobs[sampled] = completions.logprobs
-    versions[sampled] = np.repeat(completions.span_versions, completions.span_lengths)
+    versions[sampled] = np.repeat(completions.span_versions.astype(np.int32), completions.span_lengths)
     return cut_batch(
         token_ids,
         prompt_lengths[numbers] + completions.lengths,

@@ -48,12 +48,25 @@ def write_figures(path: Path | None, rows: list[dict[str, str | int | float]]) -
         )
 
 
-def measure_ms(*calls: Callable[[], object], rounds: int) -> list[float]:
-    """Return the median milliseconds of each call, run in turn so that all of them see the same machine."""
+def measure_ms(
+    *calls: Callable[[], object], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the median milliseconds of each call, run in turn so that all of them see the same machine.
+
+    Args:
+        clock: the seconds that are counted: ``time.process_time`` counts those of this process on a CPU.
+    """
+    return [statistics.median(milliseconds) for milliseconds in measure_rounds(*calls, rounds=rounds, clock=clock)]
+
+
+def measure_rounds(
+    *calls: Callable[[], object], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
+    """Return the milliseconds of each round of each call, as ``measure_ms`` does of all of them."""
     times = [[] for _ in calls]
     for _ in range(rounds + _WARM_UP):
         for call, milliseconds in zip(calls, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             call()
-            milliseconds.append(1000 * (time.perf_counter() - start))
-    return [statistics.median(milliseconds[_WARM_UP:]) for milliseconds in times]
+            milliseconds.append(1000 * (clock() - start))
+    return [milliseconds[_WARM_UP:] for milliseconds in times]

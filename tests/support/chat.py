@@ -62,7 +62,12 @@ class GuardedTokenizer:
         self._tokenizer = tokenizer
 
     def __getattr__(self, name: str):
+        if name == "_tokenizer":  # of one that is being unpickled
+            raise AttributeError(name)
         return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
 
     def __call__(self, text: str | list[str], **options):
         assert SAMPLED not in "".join(text), f"sampled text is encoded again: {text!r}"

@@ -55,3 +55,20 @@ def measure_differences(
     """Compare the logprobs that tokens were sampled with: ``|rollout - HuggingFace|`` of each sampled token."""
     batch = make_batch(prompts, completions, spec)
     return (batch.rollout_logprobs - compute_logprobs(model, batch, temperature, spec))[batch.mask].abs()
+
+
+def measure_versions(models: dict, prompts: Sequence[Prompt], completions: Completions, spec=None) -> dict:
+    """Compare as ``measure_differences`` does, each token under the weights that it says it was sampled by.
+
+    Args:
+        models: by version. spec: of a model that sees images.
+
+    Returns:
+        the differences by version.
+    """
+    batch, found = make_batch(prompts, completions, spec), {}
+    for version, model in models.items():
+        chosen = batch.versions == version
+        found[version] = (batch.rollout_logprobs - compute_logprobs(model, batch, spec=spec))[chosen].abs()
+    assert sum(map(len, found.values())) == batch.mask.sum(), "every token has one of these versions"
+    return found

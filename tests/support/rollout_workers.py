@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from engines.batch.samples import Completion, Completions
+from engines.batch.samples import Completion, Completions, Request
 from engines.weight_sync import pack_buckets
 
 
@@ -24,6 +24,58 @@ def send(worker, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int = 2**3
     for bucket, last in pack_buckets(iter(weights), bucket_bytes):
         ask(worker.load_weights, bucket, version, last)
     return version
+
+
+def begin(worker, requests: Sequence[Request], tokens: int) -> None:
+    """Hand in requests with keys 0, 1, ... and step until the furthest has sampled so many tokens; leaves the loop
+    paused."""
+
+    def advance(worker) -> None:
+        worker.loop.pause()
+        worker.loop.submit(list(enumerate(requests)))
+        worker.loop.resume()
+        states = worker.engine.llm.llm_engine.output_processor.request_states
+        for _ in range(1000):  # a step goes before each call
+            if worker.loop.call(count_tokens, states) >= tokens:
+                return worker.loop.pause()
+        raise RuntimeError(f"no request came to {tokens} tokens")
+
+    def count_tokens(states) -> int:
+        return max((state.detokenizer.num_output_tokens() for state in states.values()), default=0)
+
+    ask(worker.__ray_call__, advance)
+
+
+def resume(worker) -> None:
+    """Go on after ``begin``; new weights do so too."""
+    ask(worker.__ray_call__, lambda worker: worker.loop.resume())
+
+
+def poll(worker):
+    """Begin to wait for what finishes next, beside what the worker is asked otherwise; returns Ray's reference."""
+    from rlworker.cluster.worker_pool import POLL
+
+    return worker.take.options(concurrency_group=POLL).remote(60.0)
+
+
+def take(worker, count: int) -> dict[Any, Any]:
+    """Wait for so many requests that were handed in: by their keys, completions and errors."""
+    import ray
+
+    taken: dict[Any, Any] = {}
+    while len(taken) < count:
+        more = dict(ray.get(poll(worker)))
+        assert more, "nothing has finished for a minute"
+        taken |= more
+    return taken
+
+
+def update_in_flight(worker, requests: Sequence[Request], tokens: int, weights) -> Completions:
+    """Sample requests with new weights from about the token of this number on."""
+    begin(worker, requests, tokens)
+    send(worker, weights, 20_000)
+    taken = take(worker, len(requests))
+    return Completions.join([taken[key] for key in range(len(requests))])
 
 
 def make_completion(ids: Sequence[int], logprobs: Sequence[float] = (), version: int = 0) -> Completion:

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ray import cloudpickle
-
 from rlworker.episodes.model import ToolFailure
 from rlworker.episodes.tools import server
 from rlworker.episodes.tools.server import FAILED, HEADER, RETURNED, tell_failure
 
-_GRACE_S = 2.0
-"""After a call's limit, how long the program that forks may take to say so before it is ended."""
+_LOAD_S = 30.0
+"""Seconds beyond a call's limit that the program may take to load functions, with all that their modules import."""
 _CALLS_PER_CORE = 2
 
 
@@ -39,6 +37,8 @@ class ToolRunner:
         Raises:
             ValueError: function or arguments cannot be sent to another process.
         """
+        from ray import cloudpickle
+
         try:
             code, arguments = cloudpickle.dumps(function), cloudpickle.dumps(args)
         except Exception as error:  # whatever an object of the user's raises when it is pickled
@@ -48,10 +48,10 @@ class ToolRunner:
             ours = self._connect()
             with ours:
                 try:
-                    outcome = await asyncio.wait_for(_exchange(ours, header + code + arguments), limit_s + _GRACE_S)
+                    outcome = await asyncio.wait_for(_exchange(ours, header + code + arguments), limit_s + _LOAD_S)
                 except TimeoutError:
-                    self.close()  # it hangs in what the function's modules do when they are imported
-                    outcome = tell_failure("timeout", f"no end after {limit_s:g} s, while it was loaded")
+                    self.close()  # it hangs in what some module does when it is imported
+                    outcome = tell_failure("timeout", f"its module was not imported within {_LOAD_S:g} s")
         return outcome or tell_failure("died", "the program that forks tools has ended")
 
     def _connect(self) -> socket.socket:
@@ -71,9 +71,12 @@ class ToolRunner:
         with theirs:
             # -P, or the modules beside it would hide those of the same names.
             command = [sys.executable, "-P", str(Path(server.__file__)), str(theirs.fileno())]
-            paths = os.pathsep.join(path for path in sys.path if path)
+            paths = [path for path in (*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path) if path]
             self._server = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.DEVNULL
+                command,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+                stdin=subprocess.DEVNULL,
             )
 
     def close(self) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.huggingface import load_folder, measure_versions
 from support.ranks.vlm_cases import make_images, make_prompts
-from support.rollout_workers import ask, send
+from support.rollout_workers import ask, send, update_in_flight
 
-from engines.batch.samples import Prompt, Sampling
+from engines.batch.samples import Prompt, Request, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
@@ -84,6 +85,21 @@ def compare_over_syncs(folder: str, prompts, measured) -> None:
 @pytest.mark.large
 def test_two_devices_sample_what_one_does(cluster, make_hf_model, measured):
     compare_over_syncs(make_hf_model("qwen2", True), PROMPTS, measured)
+
+
+@pytest.mark.large
+def test_new_weights_reach_two_devices_in_flight(cluster, make_hf_model, measured):
+    folder, prompts = make_hf_model("qwen2", True), PROMPTS[:3]
+    worker, weights = start(folder, 2), change(folder, 5)
+    old, new = load_folder(folder), load_folder(folder)
+    new.load_state_dict(dict(weights), strict=False)
+    requests = [Request(prompt, 1.0, 60, ()) for prompt in prompts]
+    completions = update_in_flight(worker, requests, 30, weights)
+    end(worker)
+    found = measure_versions({0: old, 1: new}, prompts, completions)
+    measured({f"version {version}": float(values.max()) for version, values in found.items()})
+    assert completions.span_versions.tolist() == [0, 1] * 3 and completions.span_lengths.min() > 25
+    assert all(values.max() <= 1e-4 and values.mean() <= 2e-6 for values in found.values())
 
 
 @pytest.mark.product

@@ -7,11 +7,11 @@ import pytest
 import torch
 from support import rollout_workers
 from support.factors import IMAGE_FAMILIES
-from support.huggingface import make_batch, measure_differences
+from support.huggingface import make_batch, measure_differences, measure_versions
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
 from support.rollout_workers import ask
 
-from engines.batch.samples import Prompt, Sampling
+from engines.batch.samples import Prompt, Request, Sampling
 from engines.config import VllmConfig
 from engines.images.placeholders import make_placeholders, read_newlines
 from engines.models.spec import ModelSpec
@@ -98,6 +98,28 @@ def test_new_features_of_images_that_were_seen(rollout):
     after = ask(worker.generate, prompts, sampling())
     assert by_kind(model, hf, prompts, after)["images"].max() <= 1e-3
     assert by_kind(model, hf, prompts, before)["images"].max() > 1e-2
+
+
+@pytest.mark.large
+def test_images_in_flight_are_seen_by_new_weights(rollout, measured):
+    """With room for the images of one request at a time, so that some begin under the old weights, some go over and
+    some begin under the new ones."""
+    worker, model, prompts = rollout
+    old, new = load_huggingface(model), load_huggingface(model)
+    send(worker, old, model)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(1.1)
+    weights = [(model.find_folder_name(name), tensor.detach()) for name, tensor in new.named_parameters()]
+    first, requests = ask(worker.get_version), [Request(prompt, 1.0, 24, ()) for prompt in prompts]
+    ask(worker.__ray_call__, _with_memory, 0.05)
+    completions = rollout_workers.update_in_flight(worker, requests, 12, weights)
+    ask(worker.__ray_call__, _with_memory, 1024)
+    found = measure_versions({first: old, first + 1: new}, prompts, completions, model)
+    measured({f"version {place}": float(values.max()) for place, values in enumerate(found.values())})
+    versions = {tuple(version for version, _ in one.spans) for one in completions}
+    assert versions >= {(first, first + 1), (first + 1,)}
+    assert all(values.max() <= 1e-3 and values.mean() <= 2e-6 for values in found.values())
 
 
 def test_image_tokens_are_never_sampled(rollout):

@@ -1,11 +1,16 @@
-"""Episodes to a batch, against loops over every id and, where they are one turn, against completions."""
+"""Episodes to a batch, by hand, against completions where they are one turn, and with images against transformers."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from support.rollout_workers import make_completion
 
-from engines.batch.samples import Completions, PlayedSequence
+from engines.batch.samples import Completions, Image, PlayedSequence
+from engines.images.placeholders import make_placeholders
+from engines.models.spec import ModelSpec
+from rlworker.checks.tiny_models import make_tiny_model
 from rlworker.data.rows import Row
 from rlworker.rollouts.episodes import batch_episodes
 from rlworker.rollouts.to_batch import to_batch
@@ -102,3 +107,50 @@ def test_columns_of_other_lengths_and_empty_episodes_are_refused():
         batch_episodes([[[short]]])
     with pytest.raises(ValueError, match="episode 1 has no sequence, expected one or more"):
         batch_episodes([[EARLY, []]])
+
+
+def play_images(model: ModelSpec, *parts: tuple[str, int | Image]) -> PlayedSequence:
+    """A sequence of ``("text", n)``, ``("sampled", n)`` and ``("image", image)``."""
+    ids, sampled, images = [], [], []
+    for kind, part in parts:
+        if isinstance(part, Image):
+            images.append(part)
+        piece = make_placeholders([part], model) if isinstance(part, Image) else range(20, 20 + part)
+        ids += piece
+        sampled += [kind == "sampled"] * len(piece)
+    token_ids, zeros = np.array(ids, np.int32), np.zeros(len(ids), np.int32)
+    return PlayedSequence(token_ids, np.array(sampled), zeros.astype(np.float32), zeros, zeros, images=tuple(images))
+
+
+def test_images_of_later_turns_have_the_positions_of_transformers(tmp_path):
+    """An image that comes after sampled text, two that come one after another, one that is seen again after a fork, and
+    one of a sequence in which nothing was sampled."""
+    from transformers import AutoConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+    model = ModelSpec.from_folder(make_tiny_model(tmp_path, "qwen2_5_vl"))
+    assert model.vision
+    wide, tall, small = (
+        Image("a.png", str(grid), (1, 1), (1, *grid), f"row {grid}") for grid in ((4, 10), (12, 2), (2, 2))
+    )
+    first = play_images(
+        model, ("text", 3), ("image", wide), ("text", 2), ("sampled", 4), ("image", tall), ("sampled", 3)
+    )
+    second = play_images(model, ("image", small), ("image", wide), ("sampled", 2), ("text", 5), ("sampled", 1))
+    silent, text = play_images(model, ("text", 1), ("image", tall)), play_images(model, ("text", 2), ("sampled", 2))
+    batch = batch_episodes([[[first, second], [silent]], [[text]]], model.vision)
+    assert batch.images == ((wide, tall), (small, wide), (), ()) and batch.lengths[2] == 0
+    with torch.device("meta"):
+        reference = Qwen2_5_VLModel(AutoConfig.from_pretrained(model.folder))
+    for number, played in ((0, first), (1, second), (3, text)):
+        ids = torch.from_numpy(played.token_ids)[None].long()
+        is_image = (ids == model.vision.image_token).int()
+        grids = torch.tensor([image.grid for image in played.images])
+        want, _ = reference.get_rope_index(ids, is_image, grids)
+        one = batch.select(number, number + 1)
+        assert torch.equal(one.positions, want[:, 0, :-1].T)
+        assert (one.image_block >= 0).tolist() == is_image[0, :-1].bool().tolist()
+    blocks = batch.select(0, 1).image_block
+    assert blocks.unique_consecutive().tolist() == [-1, 0, -1, 1, -1]
+    with pytest.raises(ValueError, match="a sequence has runs of"):
+        batch_episodes([[[replace(first, images=())]]], model.vision)
