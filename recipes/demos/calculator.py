@@ -104,7 +104,7 @@ def say_next(row: Row, turn: int) -> str:
 
 def make_model(folder: Path, seed: int) -> Path:
     """Save the demo's Qwen3 with a tokenizer for calls and a chat template that shows tools."""
-    from tokenizers import AddedToken
+    from transformers import AddedToken
 
     addition.make_model(folder, seed)
     tokenizer = addition.make_tokenizer(TEMPLATE)
