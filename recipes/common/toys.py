@@ -107,7 +107,7 @@ def find_warm_model(config: ToyConfig) -> Path:
     return Path(config.run_dir) / f"model_warm_seed{config.seed}"
 
 
-def prepare(config: ToyConfig, toy: Toy) -> tuple[ToyConfig, RunFolder]:
+def prepare(config: Config, toy: Toy) -> tuple[Config, RunFolder]:
     """Claim the run folder, make the data and the model, which take no engine, and check everything against them."""
     user_keys = [
         key for key, value in (("model", config.model), ("data", config.data.train or config.data.heldout)) if value

@@ -5,9 +5,9 @@
 the tool returns is context and never trained. Held-out questions are never trained on.
 """
 
-import json
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,10 +79,7 @@ async def mislead(expression: str) -> str:
 def measure_misled(trainer: Trainer) -> dict[str, float]:
     """Measure how often held-out questions are answered right where the tool's results are wrong: how far the model
     does without it."""
-    rows = [
-        Row(row.prompt, row.prompt_ids, row.answer, row.source | {"misled": True}, messages=row.messages)
-        for row in trainer.heldout
-    ]
+    rows = [replace(row, source=row.source | {"misled": True}) for row in trainer.heldout]
     values = trainer.sampler.score_greedy(rows).values
     return {"heldout_misled": sum(values) / len(values)}
 
@@ -107,7 +104,7 @@ def say_next(row: Row, turn: int) -> str:
 
 def make_model(folder: Path, seed: int) -> Path:
     """Save the demo's Qwen3 with a tokenizer for calls and a chat template that shows tools."""
-    from tokenizers import AddedToken
+    from transformers import AddedToken
 
     addition.make_model(folder, seed)
     tokenizer = addition.make_tokenizer(TEMPLATE)
@@ -118,7 +115,6 @@ def make_model(folder: Path, seed: int) -> Path:
 
 def make_data(folder: Path) -> Path:
     """Write questions a*b+c of a and c in 10..99 and b in 2..9; a tenth is held out, by a hash."""
-    folder.mkdir(parents=True, exist_ok=True)
     generator, questions = np.random.default_rng(0), {}
     while len(questions) < 6000:
         a, b, c = (int(generator.integers(low, high)) for low, high in ((10, 100), (2, 10), (10, 100)))
@@ -127,9 +123,7 @@ def make_data(folder: Path) -> Path:
     for question, answer in questions.items():
         part = rows["train" if zlib.crc32(question.encode()) % 10 else "heldout"]
         part.append({"prompt": [{"role": "user", "content": question}], "answer": answer})
-    for name, part in {"train": rows["train"], "heldout": rows["heldout"][:256]}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return folder
+    return addition.write_rows(folder, rows | {"heldout": rows["heldout"][:256]})
 
 
 _WARM_UP = dict(lr=1e-3, lr_warmup_steps=20, lr_scheduler="constant", adam_beta2=0.99)

@@ -4,12 +4,11 @@
 guesses leave no room for anything but halving. Ranges that are held out are never trained on.
 """
 
-import json
 import zlib
 from itertools import product
 from pathlib import Path
 
-from recipes.common.addition import make_model
+from recipes.common.addition import make_model, write_rows
 from recipes.common.plays import PlayConfig, warm_up_on_plays
 from recipes.common.toys import Toy, run_toy
 from rlworker import (
@@ -52,15 +51,12 @@ def say_middle(row: Row, turn: int) -> str:
 
 def make_data(folder: Path) -> Path:
     """Write a row for each number of each range below 100, a tenth of the ranges as held out."""
-    folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[dict]] = {"train": [], "heldout": []}
     for low, size in product(range(101 - NUMBERS), range(NUMBERS - 2, NUMBERS + 1)):
         prompt = f"{low:02d}-{low + size - 1:02d}:"
         part = rows["train" if zlib.crc32(prompt.encode()) % 10 else "heldout"]
         part += [{"prompt": prompt, "answer": f"{number:02d}"} for number in range(low, low + size)]
-    for name, part in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return folder
+    return write_rows(folder, rows)
 
 
 _WARM_UP = dict(lr=2e-3, lr_warmup_steps=20, lr_scheduler="constant", adam_beta2=0.99)
@@ -75,7 +71,7 @@ DEFAULT = PlayConfig(
     rollout=VllmConfig(max_new_tokens=3, max_model_len=32, max_num_seqs=1024, kv_cache_mb=256),
     episodes=EpisodesConfig(turns=TURNS, tokens=32),
     algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28),
-    steps=120,
+    steps=240,
     prompts_per_step=128,
     samples_per_prompt=8,
     eval_every=20,

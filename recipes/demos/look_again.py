@@ -4,13 +4,13 @@ From afar four panels are seen, of which three are blank. It says which panel it
 and names the colour and the number of the squares on it. Held-out images are never trained on.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from recipes.common import squares
+from recipes.common.addition import write_rows
 from recipes.common.plays import PlayConfig, warm_up_on_plays
 from recipes.common.toys import Toy, run_toy
 from rlworker import (
@@ -25,7 +25,7 @@ from rlworker import (
     VllmConfig,
 )
 
-PANELS = {str(number): (number % 2, number // 2) for number in range(4)}
+PANELS = {str(number + 1): (number % 2, number // 2) for number in range(4)}
 """Name of a panel -> its column and row."""
 
 
@@ -56,7 +56,7 @@ def say_right(row: Row, turn: int) -> str:
 def draw_board(generator: np.random.Generator) -> tuple[Image.Image, Image.Image, str, str]:
     """Draw the board, what is seen of it from afar, and say which panel has squares and what they are."""
     panel, answer = squares.draw_image(generator)
-    name, side = str(generator.integers(len(PANELS))), squares.SIDE
+    name, side = str(generator.integers(len(PANELS)) + 1), squares.SIDE
     blank = tuple(generator.integers(140, 256, 3).tolist())
     board, afar = Image.new("RGB", (2 * side, 2 * side), blank), Image.new("RGB", (side, side), blank)
     left, top = PANELS[name]
@@ -68,17 +68,17 @@ def draw_board(generator: np.random.Generator) -> tuple[Image.Image, Image.Image
 def make_data(folder: Path, counts: dict[str, int] = squares.IMAGE_COUNTS) -> Path:
     """Write boards, what is seen of them from afar, and train.jsonl and heldout.jsonl that name them."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
+    parts: dict[str, list[dict]] = {name: [] for name in counts}
     for seed, (name, count) in enumerate(counts.items()):
-        generator, rows = np.random.default_rng(seed), []
+        generator = np.random.default_rng(seed)
         for number in range(count):
             board, afar, panel, answer = draw_board(generator)
             path = f"images/{name}_{number:04d}.png"
             afar.save(folder / path)
             board.save(whole := (folder / path).with_suffix(".board.png").resolve())
             row = {"prompt": "<bos> <image> ?", "images": [path], "board": str(whole), "panel": panel}
-            rows.append(row | {"answer": answer})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+            parts[name].append(row | {"answer": answer})
+    return write_rows(folder, parts)
 
 
 _WARM_UP = dict(lr=1e-3, lr_warmup_steps=30, lr_scheduler="constant", adam_beta2=0.98, weight_decay=0.01)

@@ -14,7 +14,7 @@ Piece = str | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Addition:
-    """What messages make of a sequence.
+    """Pieces that messages add to a sequence, or a further sequence that they begin.
 
     Attributes:
         pieces: to append in order; where ``is_fork``, the whole context of a further sequence.

@@ -47,6 +47,7 @@ _CURVES = (
     ("Entropy (nats per token)", {"entropy": "entropy"}, "linear"),
     ("Gradient norm before clipping", {"grad_norm": "gradient norm"}, "linear"),
     ("Completion length (tokens)", {"completion_tokens": "mean length"}, "linear"),
+    ("Turns of an episode", {"turns": "turns", "forks": "forks", "tool_calls": "calls of tools"}, "linear"),
 )
 """Title, metric -> label, scale of each plot."""
 
