@@ -10,6 +10,7 @@
 - ``launch``, ``launch_supervised``: from settings to a trained model; ``Trainer``, ``SftTrainer``: step by step.
 - ``RunConfig``, ``SftConfig`` and their sections: the settings; ``parse_config`` reads them from the command line.
 - ``Row``, ``TrainBatch``: what rewards and advantages are given.
+- ``Episode``, ``Model``, ``answer_calls``, ``ToolFailure``, ``one_turn``: what plays are written with.
 - ``advantages``, ``losses``, ``rewards``: modules of plain functions to choose from and to write beside.
 - ``keeping_workers``: processes that go on from run to run, for a sweep.
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         CheckpointConfig,
         CriticConfig,
         DataConfig,
+        EpisodesConfig,
         LimitsConfig,
         PlacementConfig,
         RecoveryConfig,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     )
     from rlworker.config.sft import SftConfig
     from rlworker.data.rows import Row
+    from rlworker.episodes import Episode, Model, ToolFailure, answer_calls, one_turn
     from rlworker.errors import RunError
     from rlworker.tracking.trackers import Tracker
     from rlworker.trainers.launch import launch, launch_supervised
@@ -61,6 +64,7 @@ _HOMES = {
         "CheckpointConfig",
         "CriticConfig",
         "DataConfig",
+        "EpisodesConfig",
         "LimitsConfig",
         "PlacementConfig",
         "RecoveryConfig",
@@ -68,6 +72,7 @@ _HOMES = {
     ),
     "rlworker.config.sft": ("SftConfig",),
     "rlworker.data.rows": ("Row",),
+    "rlworker.episodes": ("Episode", "Model", "ToolFailure", "answer_calls", "one_turn"),
     "rlworker.errors": ("RunError",),
     "rlworker.tracking.trackers": ("Tracker",),
     "rlworker.trainers.launch": ("launch", "launch_supervised"),
@@ -85,8 +90,11 @@ __all__ = [
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
+    "Episode",
+    "EpisodesConfig",
     "LimitsConfig",
     "MegatronConfig",
+    "Model",
     "OptimizerConfig",
     "PlacementConfig",
     "RecoveryConfig",
@@ -96,15 +104,18 @@ __all__ = [
     "RunError",
     "SftConfig",
     "SftTrainer",
+    "ToolFailure",
     "Tracker",
     "TrainBatch",
     "Trainer",
     "VllmConfig",
     "advantages",
+    "answer_calls",
     "keeping_workers",
     "launch",
     "launch_supervised",
     "losses",
+    "one_turn",
     "parse_config",
     "rewards",
 ]

@@ -11,8 +11,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from support.family_choices import FAMILIES, FAMILY_NAMES, find_family_choices
-from support.prose import count_words, find_long_lines, split_sentences
+from support.house.family_choices import FAMILIES, FAMILY_NAMES, find_family_choices
+from support.house.prose import count_words, find_long_lines, split_sentences
 
 from hardware.platforms import PLATFORMS
 
@@ -212,6 +212,7 @@ def test_every_config_key_has_a_reader():
     import dataclasses
 
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+    from recipes.common.plays import PlayConfig
     from recipes.common.smoke import RecipeConfig, SftRecipeConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.config import sections
@@ -230,6 +231,8 @@ def test_every_config_key_has_a_reader():
         RecipeConfig: {"config", "self"},
         SftRecipeConfig: {"config", "self"},
         DemoConfig: {"config", "self"},
+        PlayConfig: {"config", "self"},
+        sections.EpisodesConfig: {"episodes"},
     }
     read = set().union(*(reads(ast.parse(path.read_text())) for path in SOURCES))
     for config, names in owners.items():
@@ -239,13 +242,14 @@ def test_every_config_key_has_a_reader():
 
 def test_there_are_few_enough_keys_to_know():
     """At most 20 in a section, in none too, and 130 in all: of every config that a command line sets."""
+    from recipes.common.plays import PlayConfig
     from recipes.common.smoke import VlmRecipeConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.checks.config import CheckConfig
     from rlworker.config.keys import flatten_config
     from rlworker.config.sft import SftConfig
 
-    for config in (VlmRecipeConfig, DemoConfig, SftConfig, CheckConfig):
+    for config in (VlmRecipeConfig, DemoConfig, PlayConfig, SftConfig, CheckConfig):
         sections = Counter(key.rpartition(".")[0] for key in flatten_config(config()))
         assert sections["actor.optimizer"] and max(sections.values()) <= 20, sections
         assert sections.total() <= 130, sections

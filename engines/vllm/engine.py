@@ -143,8 +143,11 @@ class VllmEngine:
 
         The same requests, weights and seed give the same tokens and logprobs, bit for bit, whatever came before.
         """
-        # vLLM takes a prompt once for all of its completions; so do equal requests that follow one another.
-        runs = [list(run) for _, run in groupby(requests)]
+        # vLLM takes a prompt once for all of its completions; so do equal requests that follow one another. Of greedy
+        # ones it refuses several completions.
+        numbered = enumerate(requests)
+        by = groupby(numbered, lambda pair: (pair[1], -1 if pair[1].temperature else pair[0]))
+        runs = [[request for _, request in run] for _, run in by]
         return self._run_round([(run[0].prompt, self._make_params(run[0], len(run))) for run in runs], seed)
 
     def _run_round(self, asked: Sequence[tuple[Prompt, SamplingParams]], seed: int) -> Completions:

@@ -64,11 +64,17 @@ def is_heldout(a: int, b: int) -> bool:
 
 def make_data(folder: Path) -> Path:
     """Write all additions of two numbers below 100 as train.jsonl and heldout.jsonl."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pairs = [(a, b) for a in range(100) for b in range(100)]
-    for name, heldout in (("train", False), ("heldout", True)):
-        rows = (
-            {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs if is_heldout(a, b) == heldout
+    rows: dict[str, list[dict]] = {"train": [], "heldout": []}
+    for a, b in ((a, b) for a in range(100) for b in range(100)):
+        rows["heldout" if is_heldout(a, b) else "train"].append(
+            {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"}
         )
+    return write_rows(folder, rows)
+
+
+def write_rows(folder: Path, parts: dict[str, list[dict]]) -> Path:
+    """Write the rows of each part, such as ``train``, as a JSONL file of its name, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in parts.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

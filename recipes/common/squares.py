@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from recipes.common.addition import SPECIAL
+from recipes.common.addition import SPECIAL, write_rows
 from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
 
 if TYPE_CHECKING:
@@ -60,12 +59,12 @@ def draw_image(generator: np.random.Generator) -> tuple[Image.Image, str]:
 def make_data(folder: Path, counts: dict[str, int] = IMAGE_COUNTS, draw: Draw = draw_image) -> Path:
     """Write images, and train.jsonl and heldout.jsonl that name them: ``counts`` has the rows of each file."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
+    parts: dict[str, list[dict]] = {name: [] for name in counts}
     for seed, (name, count) in enumerate(counts.items()):
-        generator, rows = np.random.default_rng(seed), []
+        generator = np.random.default_rng(seed)
         for number in range(count):
             image, answer = draw(generator)
             path = f"images/{name}_{number:04d}.png"
             image.save(folder / path)
-            rows.append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+            parts[name].append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})
+    return write_rows(folder, parts)

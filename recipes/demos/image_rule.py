@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hardware.platforms import get_platform
 from recipes.common import twins
+from recipes.common.toys import Toy, find_warm_model, prepare
 from recipes.demos import cpu as demo_cpu
 from rlworker import (
     AlgorithmConfig,
@@ -30,7 +31,7 @@ from rlworker.tracking.report import tell_report
 from rlworker.trainers.stop import Stop, ending_well
 
 _WARM_UP = dict(lr=2e-3, min_lr=2e-4, lr_warmup_steps=50, lr_scheduler="linear", lr_decay_steps=900, weight_decay=0.0)
-TWINS = demo_cpu.Toy(twins.make_data, twins.make_model, _WARM_UP, rows=64)
+TWINS = Toy(twins.make_data, twins.make_model, demo_cpu.warm_up_on_answers(_WARM_UP, rows=64))
 CAUSALLY = ("vllm_cpu/images",)
 """The cell of the capability table of rollouts that vLLM's own backend on a CPU is."""
 DEFAULT = demo_cpu.DemoConfig(
@@ -52,7 +53,7 @@ DEFAULT = demo_cpu.DemoConfig(
 
 def list_runs(config: demo_cpu.DemoConfig) -> dict[str, demo_cpu.DemoConfig]:
     """List the runs by name, each in a folder of its own, from the model that is warmed up in ``config``."""
-    model, folder = str(demo_cpu.find_warm_model(config)), Path(config.run_dir)
+    model, folder = str(find_warm_model(config)), Path(config.run_dir)
     with_rule = replace(config, model=model, run_dir=str(folder / "with_rule"))
     rollout = replace(config.rollout, attention_override=CAUSALLY)
     causal = replace(with_rule, run_dir=str(folder / "causal"), rollout=rollout)
@@ -96,8 +97,8 @@ def main(config: demo_cpu.DemoConfig, stop: Stop) -> None:
     folder = Path(config.run_dir)
     summaries = {}
     with running_ray(config.num_workers, config.platform):
-        if not demo_cpu.find_warm_model(config).exists():
-            demo_cpu.warm_up(config, TWINS, str(demo_cpu.find_warm_model(config)))
+        if not find_warm_model(config).exists():
+            TWINS.warm_up(config, str(find_warm_model(config)))
         for name, run in list_runs(config).items():
             summaries[name] = run_one(run, stop)
             if stop.signal:
@@ -115,7 +116,7 @@ if __name__ == "__main__":
                     f"demo: platform {settings.platform!r} does not roll out on a CPU, where vLLM reads images "
                     "causally by itself; expected cpu, cuda-emulated or npu-emulated"
                 )
-            settings, run_folder = demo_cpu.prepare(settings, TWINS)
+            settings, run_folder = prepare(settings, TWINS)
         except ValueError as problem:
             sys.exit(f"error: {problem}")
         run_folder.release()

@@ -6,6 +6,7 @@ with a head of zeros, learns what a half-written answer is worth, and the actor 
 
 from dataclasses import replace
 
+from recipes.common.toys import run_toy
 from recipes.demos import cpu as demo_cpu
 from rlworker import CriticConfig
 
@@ -17,4 +18,4 @@ DEFAULT = replace(
 )
 
 if __name__ == "__main__":
-    demo_cpu.run(DEFAULT, __doc__)
+    run_toy(DEFAULT, __doc__, demo_cpu.ADDITION)

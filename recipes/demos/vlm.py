@@ -5,11 +5,12 @@ then trained by GRPO from the reward alone, vision tower included. Held-out imag
 """
 
 from recipes.common import squares
+from recipes.common.toys import Toy, run_toy
 from recipes.demos import cpu as demo_cpu
 from rlworker import AlgorithmConfig, DataConfig, MegatronConfig, OptimizerConfig, VllmConfig
 
 _WARM_UP = dict(lr=1e-3, min_lr=1e-3, lr_warmup_steps=30, lr_scheduler="constant", adam_beta2=0.98, weight_decay=0.01)
-SQUARES = demo_cpu.Toy(squares.make_data, squares.make_model, _WARM_UP, rows=128)
+SQUARES = Toy(squares.make_data, squares.make_model, demo_cpu.warm_up_on_answers(_WARM_UP, rows=128))
 DEFAULT = demo_cpu.DemoConfig(
     run_dir="runs/demo_vlm",
     data=DataConfig(max_prompt_tokens=16),
@@ -27,4 +28,4 @@ DEFAULT = demo_cpu.DemoConfig(
 )
 
 if __name__ == "__main__":
-    demo_cpu.run(DEFAULT, __doc__, SQUARES)
+    run_toy(DEFAULT, __doc__, SQUARES)

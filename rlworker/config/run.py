@@ -17,6 +17,7 @@ from rlworker.config.sections import (
     CheckpointConfig,
     CriticConfig,
     DataConfig,
+    EpisodesConfig,
     LimitsConfig,
     PlacementConfig,
     RecoveryConfig,
@@ -134,6 +135,7 @@ class RunConfig(TrainingConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     prompts_per_step: Annotated[int, Ge(1)] = 32
@@ -181,9 +183,10 @@ class RunConfig(TrainingConfig):
                 "engines without work; lower --rollout.engines"
             )
         if self.longest > self.rollout.max_model_len:
+            name = "episodes.tokens" if self.episodes.tokens == self.longest else "max_prompt_tokens + max_new_tokens"
             raise ValueError(
-                f"config: max_prompt_tokens + max_new_tokens = {self.longest} exceeds "
-                f"rollout.max_model_len={self.rollout.max_model_len}; raise it or lower one of them"
+                f"config: {name} = {self.longest} exceeds rollout.max_model_len={self.rollout.max_model_len}; raise it "
+                "or lower one of them"
             )
 
     @property
@@ -202,8 +205,8 @@ class RunConfig(TrainingConfig):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample."""
-        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        """Tokens of the longest sequence."""
+        return max(self.episodes.tokens, self.data.max_prompt_tokens + self.rollout.max_new_tokens)
 
     @property
     def actor_of_run(self) -> MegatronConfig:

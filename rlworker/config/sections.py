@@ -107,10 +107,31 @@ class RewardConfig:
     time_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
     """Seconds that one call may take; one that takes longer is ended and counts as failed."""
     default: Annotated[float, Ge(-LARGEST), FINITE] = 0.0
-    """Reward of a text whose call failed: no end in time, an error, no finite number, a process that died."""
+    """Reward of a text whose call failed: no end in time, an error, no finite number, a process that died; and of an
+    episode whose play failed."""
 
     def __post_init__(self):
         check_types("reward", self)
+
+
+@dataclass(frozen=True)
+class EpisodesConfig:
+    """Settings of plays: the limits of an episode, and the processes that play."""
+
+    turns: Annotated[int, Ge(1)] = 16
+    """Most samples of an episode."""
+    tokens: Annotated[int, Ge(0)] = 0
+    """Most tokens of a sequence of an episode, prompt and observations among them; 0 takes data.max_prompt_tokens +
+    rollout.max_new_tokens."""
+    time_limit_s: Annotated[float, Gt(0), FINITE] = 30.0
+    """Seconds that a play may take in which it waits neither for a sample nor for a tool."""
+    workers: Annotated[int, Ge(1)] = 1
+    """Processes that play, spread over the nodes that Ray has, the driver's first."""
+    tool_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
+    """Seconds that a call of a tool may take where the play gives it no limit of its own."""
+
+    def __post_init__(self):
+        check_types("episodes", self)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class ImageReader:
         Raises:
             ValueError: one is missing, no image, or too large; the message says which of which row.
         """
-        sources, images = source.get(data.image_field) or (), []
+        sources = source.get(data.image_field) or ()
         for name in ("video", "videos"):
             if source.get(name):
                 raise ValueError(
@@ -74,8 +74,13 @@ class ImageReader:
                 )
         if not isinstance(sources, list | tuple):
             sources = [sources]
+        return self.read_images(sources, f'{where}: field "{data.image_field}"', base)
+
+    def read_images(self, sources: Sequence[Any], where: str, base: Path) -> tuple[Image, ...]:
+        """Return images that belong together, each a path or ``{"bytes": ...}``, as ``read_row`` does."""
+        images = []
         for number, value in enumerate(sources):
-            place = f'{where}: field "{data.image_field}", image {number}'
+            place = f"{where}, image {number}"
             path = self._find_file(value, place, base)
             if path not in self.opened:  # rows of one image have it read once
                 self.opened[path] = self.processor.open(path, place)
@@ -83,7 +88,7 @@ class ImageReader:
             images.append(image)
             if (need := sum(each.nbytes(self.vision) for each in images)) > self.limit:
                 raise ValueError(
-                    f"{place}: {image.path!r}, {image.size[0]} x {image.size[1]} pixels, and the row's images before "
+                    f"{place}: {image.path!r}, {image.size[0]} x {image.size[1]} pixels, and the images before "
                     f"it take {need / 2**20:.1f} MB decoded, expected at most {self.limit / 2**20:.1f}; make them "
                     "smaller or raise image_memory_mb of --actor, and of --rollout where there is one"
                 )

@@ -31,6 +31,7 @@ class Row:
         answer: what a reward function compares with.
         source: the whole row in plain Python values, for reward functions that need more.
         images: its images in order.
+        messages: what the chat template has made the prompt of; none where it is plain text.
     """
 
     prompt: str
@@ -38,6 +39,7 @@ class Row:
     answer: str
     source: dict
     images: tuple[Image, ...] = ()
+    messages: tuple[dict, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
         ValueError: there are no such rows, or a broken one, by place, row and field; a prompt is too long, or all are
             where such are skipped; an image cannot be read, or there is another number of them than places for them.
     """
-    places, sources, texts, images = [], [], [], []
+    places, sources, texts, images, chats = [], [], [], [], []
     for where, source in _iterate_checked(path, data):
         row_images: tuple[Image, ...] = ()
         if image_reader:
@@ -152,17 +154,18 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
                 f'{where}: field "{data.image_field}" or the prompt has images, which this model cannot see; take a '
                 "vision-language model, or name another field with --data.image-field"
             )
-        text = _render_prompt(source[data.prompt_field], tokenizer, where, data)
+        messages = _make_messages(source[data.prompt_field], data)
+        text = _apply_template(messages, tokenizer, where, data) if messages else source[data.prompt_field]
         places.append(where)
+        chats.append(messages)
         sources.append(source)
         texts.append(image_reader.replace_markers(text, tokenizer) if image_reader else text)
         images.append(row_images)
     if image_reader and not any(images):
         refuse_other_fields(sources[0], places[0], data)
-    is_plain = [isinstance(source[data.prompt_field], str) and not data.instruction for source in sources]
-    encoded = _tokenise(texts, is_plain, tokenizer)
+    encoded = _tokenise(texts, [not messages for messages in chats], tokenizer)
     rows, limit = [], data.max_prompt_tokens
-    for where, source, text, ids, own in zip(places, sources, texts, encoded, images, strict=True):
+    for where, source, text, ids, own, chat in zip(places, sources, texts, encoded, images, chats, strict=True):
         if image_reader:
             ids = image_reader.expand_ids(ids, own, where, data)
         if len(ids) > limit and data.skip_long_prompts:
@@ -172,7 +175,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
                 f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change it, raise '
                 "--data.max-prompt-tokens or leave long ones out with --data.skip-long-prompts"
             )
-        rows.append(Row(text, tuple(ids), source[data.answer_field], source, own))
+        rows.append(Row(text, tuple(ids), source[data.answer_field], source, own, chat))
     if not rows:
         raise ValueError(
             f"data: {path}: all {len(encoded)} prompts are longer than {limit} tokens, the shortest has "
@@ -286,26 +289,37 @@ def _check_encodable(place: str, text: str) -> None:
         raise ValueError(f"{place} is no valid Unicode text: {error}; remove that character") from None
 
 
-def _render_prompt(prompt: str | list[dict], tokenizer, where: str, data: DataConfig) -> str:
-    if isinstance(prompt, str) and not data.instruction:
-        return prompt
+def _make_messages(prompt: str | list[dict], data: DataConfig) -> tuple[dict, ...]:
+    """Return the messages that a prompt is or becomes; none where it stays text."""
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": f"{prompt}\n\n{data.instruction}"}]
-    return _apply_template(prompt, tokenizer, where, data)
+        return ({"role": "user", "content": f"{prompt}\n\n{data.instruction}"},) if data.instruction else ()
+    return tuple(prompt)
 
 
-def _apply_template(messages: list[dict], tokenizer, where: str, data: DataConfig) -> str:
+def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataConfig) -> str:
     place = f'{where}: field "{data.prompt_field}"'
     if not tokenizer.chat_template:
         has, remedy = "has messages", "give text"
         if data.instruction:
             has, remedy = "would become a message by data.instruction", 'set --data.instruction ""'
         raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
-    messages = [message | {"content": _flatten_content(message["content"])} for message in messages]
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return render_messages(messages, tokenizer)
     except TemplateError as error:  # templates refuse roles and orders that they do not know
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
+
+
+def render_messages(messages: Sequence[dict], tokenizer, tools: Sequence = ()) -> str:
+    """Write messages by the tokenizer's chat template, up to where the model goes on; markers stand for images.
+
+    Args:
+        tools: JSON schemas, or functions with types and a docstring that transformers makes them of.
+
+    Raises:
+        jinja2.TemplateError: the template refuses these messages.
+    """
+    messages = [message | {"content": _flatten_content(message.get("content"))} for message in messages]
+    return tokenizer.apply_chat_template(messages, tools=[*tools] or None, tokenize=False, add_generation_prompt=True)
 
 
 def pick_rows(rows: list[Item], count: int, step: int, seed: int) -> list[Item]:

@@ -7,7 +7,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
-from rlworker.rewards.progress import RewardNode
+from rlworker.rewards.progress import WorkerNode
 
 _END_S = 10.0
 """Seconds to wait for the end of a process that was ended."""
@@ -26,7 +26,7 @@ class Part:
 
     number: int
     slot: int
-    node: RewardNode
+    node: WorkerNode
     worker: ActorHandle
     start: int
     end: int

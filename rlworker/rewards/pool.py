@@ -24,8 +24,8 @@ from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.part import Part, end_worker, explain_death
-from rlworker.rewards.progress import NodeLost, RewardNode, find_nodes
-from rlworker.rewards.worker import FailureKind, Outcome, RewardWorker, find_call_bounds
+from rlworker.rewards.progress import NodeLost, WorkerNode, find_nodes
+from rlworker.rewards.worker import Outcome, RewardWorker, find_call_bounds
 from rlworker.tracking.terminal import LOGGER
 
 REWARD_LOG = "rewards.log"
@@ -48,13 +48,13 @@ _DIED = "its process died (it exited, crashed or had no memory left)"
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """A text that got no reward.
+    """A text that got no reward, or an episode whose play failed; the text of that is empty.
 
     Attributes:
         message: what happened.
     """
 
-    kind: FailureKind
+    kind: str
     prompt: str
     text: str
     message: str
@@ -67,12 +67,13 @@ class Scores:
     Attributes:
         values: one per text, in order; ``RewardConfig.default`` where its call failed.
         failures: kind -> texts that failed so; only the kinds that occurred.
-        examples: the first few of each kind.
+        examples: the first few of each kind. unit: what has failed, for messages.
     """
 
     values: list[float]
-    failures: dict[FailureKind, int]
+    failures: dict[str, int]
     examples: list[RewardFailure]
+    unit: str = "rewards"
 
     def count_failures(self, name: str) -> dict[str, int]:
         """Count failures as metrics ``{name}_failures`` and, of the kinds that occurred, ``{name}_{kind}``."""
@@ -82,15 +83,16 @@ class Scores:
     def summarise(self) -> str:
         """Say in one line what failed."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.failures.items())
-        text = f"{sum(self.failures.values())} of {len(self.values)} rewards failed: {kinds}"
+        text = f"{sum(self.failures.values())} of {len(self.values)} {self.unit} failed: {kinds}"
         if self.examples:
             first = self.examples[0]
-            text += f"; {first.kind} on prompt {first.prompt[-80:]!r}, text {first.text[-80:]!r}: {first.message}"
+            on = f"prompt {first.prompt[-80:]!r}" + (f", text {first.text[-80:]!r}" if first.text else "")
+            text += f"; {first.kind} on {on}: {first.message}"
         return text
 
 
-def pickle_reward(reward: RewardFn | BatchRewardFn) -> bytes:
-    """Turn the reward function into bytes.
+def pickle_reward(reward: Callable, what: str = "reward") -> bytes:
+    """Turn the reward function, or another such as a play, into bytes.
 
     Raises:
         ValueError: it holds something that cannot be sent to another process.
@@ -99,7 +101,7 @@ def pickle_reward(reward: RewardFn | BatchRewardFn) -> bytes:
         return dumps(reward)
     except Exception as error:  # whatever an object of the user's raises when it is pickled
         raise ValueError(
-            f"reward: {getattr(reward, '__qualname__', reward)!r} cannot be sent to another process "
+            f"{what}: {getattr(reward, '__qualname__', reward)!r} cannot be sent to another process "
             f"({type(error).__name__}: {error}); open files, locks and connections inside the function"
         ) from error
 
@@ -131,7 +133,7 @@ class RewardPool:
         self.places = [self.nodes[slot % len(self.nodes)] for slot in range(config.workers)]
         self.workers = [self._start_worker(node) for node in self.places]
 
-    def _start_worker(self, node: RewardNode) -> ActorHandle:
+    def _start_worker(self, node: WorkerNode) -> ActorHandle:
         output = self._output
         if output and not node.is_here:
             output = output.with_name(f"{output.stem}.{node.address}{output.suffix}")
@@ -281,7 +283,7 @@ class RewardPool:
             outcomes[part.start + place] = (kind, message)
         return len(rewards)
 
-    def _leave_node(self, lost: RewardNode, error: NodeLost) -> None:
+    def _leave_node(self, lost: WorkerNode, error: NodeLost) -> None:
         """Start the workers of a lost node on those that are left."""
         if lost not in self.nodes:
             return

@@ -1,4 +1,4 @@
-"""Reward workers tell how far they are in files of the node where they run, which are read there.
+"""Workers of rewards and plays tell how far they are in files of the node where they run, which are read there.
 
 A worker writes each number to a file of its node as it comes, so that none is lost with a process that dies, and so
 that one that gets no further is noticed. Of its own node the driver reads the files itself; on every other one a
@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlworker.rewards.user_code import name_block_file
 from rlworker.rewards.worker import name_failures_file
 
 _ANSWER_S = 120.0
@@ -64,19 +65,29 @@ class ProgressFiles:
         # A process that died may have written a part of a call's.
         return numbers[1 : 1 + scored].tolist(), [failure for failure in failures if failure[0] < scored]
 
+    def read_play(self, name: str) -> tuple[list[int], list]:
+        """Read how far a process of plays is: steps begun, number of the episode and its turn; empty before it begins.
+        And the episode that held it, its turn and where, which its watcher found; empty where none did."""
+        numbers = self._read(name, 3, np.int64).tolist()
+        try:
+            block = json.loads(Path(name_block_file(f"{self._folder.name}/{name}")).read_text("utf-8"))
+        except (OSError, ValueError):  # none, or half of one
+            block = []
+        return numbers, block
+
     def close(self) -> None:
         self._folder.cleanup()
 
-    def _read(self, part: int, count: int) -> np.ndarray:
+    def _read(self, part: int | str, count: int, dtype: type = np.float64) -> np.ndarray:
         try:
-            return np.fromfile(f"{self._folder.name}/{part}", np.float64, count)
+            return np.fromfile(f"{self._folder.name}/{part}", dtype, count)
         except FileNotFoundError:
             return np.empty(0)
 
 
 @dataclass(eq=False)
-class RewardNode:
-    """A node that has reward workers.
+class WorkerNode:
+    """A node that has workers of rewards or of plays.
 
     Attributes:
         address: by which messages name it. strategy: for Ray, to start a process there. files: its workers'; a process
@@ -120,8 +131,8 @@ class RewardNode:
             ray.kill(self.files)
 
 
-def find_nodes(count: int) -> list[RewardNode]:
-    """Find at most ``count`` nodes for reward workers, the driver's first and then by address."""
+def find_nodes(count: int) -> list[WorkerNode]:
+    """Find at most ``count`` nodes for such workers, the driver's first and then by address."""
     here = ray.get_runtime_context().get_node_id()
     alive = [
         (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]) for node in ray.nodes() if node["Alive"]
@@ -129,11 +140,11 @@ def find_nodes(count: int) -> list[RewardNode]:
     return [_open_node(address, name, is_other) for is_other, address, name in sorted(alive)[:count]]
 
 
-def _open_node(address: str, name: str, is_other: bool) -> RewardNode:
+def _open_node(address: str, name: str, is_other: bool) -> WorkerNode:
     strategy = NodeAffinitySchedulingStrategy(name, soft=False)
     if not is_other:
         files = ProgressFiles()
-        return RewardNode(address, strategy, files, files.get_folder())
+        return WorkerNode(address, strategy, files, files.get_folder())
     remote: Any = ray.remote(ProgressFiles).options(num_cpus=0, scheduling_strategy=strategy)
     reader = remote.remote()
-    return RewardNode(address, strategy, reader, reader.get_folder.remote())
+    return WorkerNode(address, strategy, reader, reader.get_folder.remote())

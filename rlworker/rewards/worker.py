@@ -3,13 +3,9 @@
 Importing this takes neither torch nor an engine: a worker that takes the place of another should start at once.
 """
 
-import ctypes
 import json
-import logging
-import os
 import reprlib
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -23,22 +19,16 @@ import numpy as np
 from ray import cloudpickle
 
 from rlworker.data.rows import Row
+from rlworker.rewards.user_code import INTERRUPT, Interrupt, describe_error, locate, write_output_to
 
-_INTERRUPT = signal.SIGRTMIN
-"""Ends a call that takes too long. Not SIGALRM, which reward libraries take for time limits of their own."""
 _LARGEST = float(np.finfo(np.float32).max)
 """A batch keeps rewards in float32, where anything larger would be infinite."""
-_MESSAGE_CHARACTERS = 300
 
 FailureKind = Literal["timeout", "raised", "not_a_number", "wrong_count", "died"]
 """Why a text got no reward; ``wrong_count`` is a call that returned too many or too few numbers, and ``died`` a process
 that did."""
 Outcome = float | tuple[FailureKind, str]
 """A reward, or the kind of a failure and what happened."""
-
-
-class _Interrupt(BaseException):
-    """Raised in a call that takes too long; no Exception, so that ``except Exception`` lets it through."""
 
 
 class RewardWorker:
@@ -53,12 +43,12 @@ class RewardWorker:
 
     def __init__(self, reward: bytes, batch: bool, time_limit_s: float, output: Path | None, folder: str):
         if output:  # before the function is loaded, whose modules may print as well
-            _write_output_to(output)
+            write_output_to(output)
         self.reward, self.batch, self.limit = cloudpickle.loads(reward), batch, time_limit_s
         self.folder = folder
         self._began: float | None = None  # when the call that runs now began
         self._interrupted = ""
-        signal.signal(_INTERRUPT, self._interrupt)
+        signal.signal(INTERRUPT, self._interrupt)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def score(self, job: bytes, part: int) -> None:
@@ -100,7 +90,7 @@ class RewardWorker:
             finally:
                 self._began = None
         except BaseException as error:  # sys.exit() too is only this call's outcome
-            outcomes: list[Outcome] = [("raised", _describe(error))] * count
+            outcomes: list[Outcome] = [("raised", describe_error(error))] * count
         if self._interrupted:  # whatever the function made of it
             outcomes = [("timeout", f"no end after {self.limit:g} s, {self._interrupted}")] * count
         return outcomes
@@ -111,7 +101,7 @@ class RewardWorker:
         while True:
             time.sleep(tick)
             if self._is_overdue():
-                signal.pthread_kill(main, _INTERRUPT)
+                signal.pthread_kill(main, INTERRUPT)
 
     def _is_overdue(self) -> bool:
         start_time = self._began
@@ -122,8 +112,8 @@ class RewardWorker:
             self._began = None
             ours = RewardWorker._call.__code__
             outward = list(takewhile(lambda place: place[0].f_code is not ours, traceback.walk_stack(frame)))
-            self._interrupted = _locate(outward[::-1])
-            raise _Interrupt
+            self._interrupted = locate(outward[::-1])
+            raise Interrupt
 
 
 def name_failures_file(path: str) -> str:
@@ -135,26 +125,6 @@ def find_call_bounds(index: list[int], batch: bool) -> list[int]:
     """Find where calls begin among texts of rows ``index [N]``: at every text, or where the row changes; then ``N``."""
     starts = [i for i, row in enumerate(index) if i == 0 or row != index[i - 1]] if batch else range(len(index))
     return [*starts, len(index)]
-
-
-def _write_output_to(path: Path) -> None:
-    """Let everything that this process, C code in it and its children print go to the end of a file, and ``logging``.
-
-    Several processes share the file: each line is written at once and where the file then ends, so that none is lost
-    with a process that is killed.
-    """
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(file, number)
-        text = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-        setattr(sys, name, text)
-    os.close(file)
-    libc = ctypes.CDLL(None)
-    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)  # 1 is by the line; C keeps a file's till the end
-    # Used only where nobody has set up logging, so that whatever the function sets up, and whenever, takes its place.
-    logging.lastResort = logging.StreamHandler()
-    logging.lastResort.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().setLevel(logging.INFO)
 
 
 def _read_outcomes(returned: Any, count: int) -> list[Outcome]:
@@ -177,21 +147,3 @@ def _read_outcome(value) -> Outcome:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = float("nan")
     return number if abs(number) <= _LARGEST else ("not_a_number", f"returned {reprlib.repr(value)}")
-
-
-def _describe(error: BaseException) -> str:
-    """Tell type, message and place of an error."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message cannot be made)"
-    return f"{type(error).__name__}: {message[:_MESSAGE_CHARACTERS]}, {_locate(frames[1:] or frames)}"
-
-
-def _locate(frames: list[tuple[FrameType, int]]) -> str:
-    """Find the line of the reward function, and the innermost one where it is another."""
-    if not frames:  # no Python code of its own
-        return "in the reward function"
-    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in (frames[0], frames[-1])]
-    return "at " + " > ".join(dict.fromkeys(places))

@@ -1,16 +1,23 @@
 """The sampler draws what a step learns from: prompts, completions of the current weights, their texts and rewards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
+
+from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completions, Sampling
+from engines.models.vision_spec import VisionSpec
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, pick_rows
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool, Scores
-from rlworker.rollouts.metrics import summarise_groups
-from rlworker.rollouts.to_batch import PromptGroup
+from rlworker.rollouts.metrics import SAMPLES_KEPT, pick_completions, summarise_groups
+from rlworker.rollouts.plays import Player, batch_played, describe_episode, score_episodes, summarise_episodes
+from rlworker.rollouts.to_batch import Group, PromptGroup, batch_groups
 from rlworker.tracking.log import StepClock
 
 TRAINING, CANARY = range(2)
@@ -24,6 +31,7 @@ class Sampler:
 
     Args:
         stop_token_ids: each ends a completion. rows: to draw from.
+        scorer: rewards completions, or plays episodes.
         phase: ``phase(clock, name)``, the context in which a part of a step runs.
         warn: what to do with a line about rewards that failed.
 
@@ -39,17 +47,19 @@ class Sampler:
         stop_token_ids: tuple[int, ...],
         rows: list[Row],
         rollouts: Rollouts,
-        rewards: RewardPool,
+        scorer: RewardPool | Player,
         phase: Callable,
         warn: Callable[[str], None],
     ):
         self.config, self.tokenizer, self.stop_token_ids, self.rows = config, tokenizer, stop_token_ids, rows
-        self.rollouts, self.rewards, self.phase, self.warn = rollouts, rewards, phase, warn
+        self.rollouts, self.scorer, self.phase, self.warn = rollouts, scorer, phase, warn
         self.rollouts_done = 0
         self.completion_tokens = float(config.rollout.max_new_tokens)
 
-    def sample(self, clock: StepClock, version: int) -> tuple[list[PromptGroup], dict[str, float]]:
+    def sample(self, clock: StepClock, version: int) -> tuple[list, dict[str, float]]:
         """Draw the groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
+
+        Groups are ``PromptGroup``, or ``EpisodeGroup`` where plays are drawn.
 
         With dynamic sampling, zero-variance groups are dropped, and those of further prompts take their
         place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left.
@@ -57,25 +67,38 @@ class Sampler:
         config, further = self.config, self.config.algorithm.dynamic_sampling
         kept_groups, zero_variance, failures = [], [], {}
         for _ in range(1 + further):
-            with self.phase(clock, "rollout"):
-                rows = pick_rows(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
-                completions = self.rollouts.generate(rows, self.make_sampling(config.samples_per_prompt))
-                _check_versions(completions, version)
+            rows = pick_rows(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
+            groups, scores = self._draw(rows, self.make_sampling(config.samples_per_prompt), partial(self.phase, clock))
             self.rollouts_done += 1
-            self._note_lengths(completions)
-            with self.phase(clock, "reward"):
-                groups, scores = self._score(rows, completions)
-            for name, count in scores.count_failures("reward").items():
+            self._note_samples(groups, version)
+            for name, count in scores.count_failures("episode" if self.plays else "reward").items():
                 failures[name] = failures.get(name, 0) + count
             for group in groups:
                 (zero_variance if further and group.has_zero_variance else kept_groups).append(group)
             if len(kept_groups) >= config.prompts_per_step:
                 break
-        return kept_groups[: config.prompts_per_step], summarise_groups(kept_groups + zero_variance) | failures
+        drawn_groups = kept_groups + zero_variance
+        metrics = summarise_groups(drawn_groups) | (summarise_episodes(drawn_groups) if self.plays else {})
+        return kept_groups[: config.prompts_per_step], metrics | failures
 
     def score_greedy(self, rows: list[Row]) -> Scores:
-        """Find the rewards of the most likely completion of each row."""
-        return self._score(rows, self.rollouts.generate(rows, replace(self.make_sampling(1), temperature=0.0)))[1]
+        """Find the rewards of the most likely completion of each row, or of the episode of most likely samples."""
+        return self._draw(rows, replace(self.make_sampling(1), temperature=0.0), lambda _: nullcontext())[1]
+
+    @property
+    def plays(self) -> bool:
+        """Whether what is drawn are episodes."""
+        return isinstance(self.scorer, Player)
+
+    def batch(self, groups: list, vision: VisionSpec | None) -> TrainBatch:
+        """Batch groups that were drawn."""
+        return batch_played(groups, vision) if self.plays else batch_groups(groups, vision)
+
+    def pick(self, groups: list) -> list[dict]:
+        """Pick a few of the groups that were drawn, as a run folder's ``rollouts`` has them."""
+        if isinstance(self.scorer, Player):
+            return [describe_episode(group.episodes[0], self.scorer.codec) for group in groups[:SAMPLES_KEPT]]
+        return pick_completions(groups[:SAMPLES_KEPT])
 
     def make_sampling(self, count: int, use: int = TRAINING) -> Sampling:
         """Say how ``count`` completions per prompt are drawn for the next rollout, or beside it for another ``use``."""
@@ -89,22 +112,38 @@ class Sampler:
             expected_tokens=self.completion_tokens,
         )
 
-    def _note_lengths(self, completions: Completions) -> None:
-        mean = int(completions.lengths.sum()) / len(completions)
-        self.completion_tokens += _NEWEST_SHARE * (mean - self.completion_tokens)
+    def _draw(self, rows: list[Row], sampling: Sampling, phase: Callable) -> tuple[list, Scores]:
+        """Draw the groups of some rows ``[P]``, with their rewards ``[P * G]``; ``phase(name)`` is a part's context."""
+        if isinstance(self.scorer, Player):
+            with phase("rollout"):
+                groups = self.scorer.play(rows, sampling)
+            scores = score_episodes(groups)
+        else:
+            with phase("rollout"):
+                completions = self.rollouts.generate(rows, sampling)
+            with phase("reward"):
+                groups, scores = self._score(self.scorer, rows, completions)
+        if scores.failures:
+            self.warn(scores.summarise())
+        return groups, scores
 
-    def _score(self, rows: list[Row], completions: Completions) -> tuple[list[PromptGroup], Scores]:
+    def _score(
+        self, rewards: RewardPool, rows: list[Row], completions: Completions
+    ) -> tuple[list[PromptGroup], Scores]:
         """Find the texts and rewards of the completions ``[P * G]``."""
         size, ids = len(completions) // len(rows), [sample.token_ids.tolist() for sample in completions]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        scores = self.rewards.score(texts, [row for row in rows for _ in range(size)])
-        if scores.failures:
-            self.warn(scores.summarise())
+        scores = rewards.score(texts, [row for row in rows for _ in range(size)])
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(rows))]
         parts = zip(rows, cuts, strict=True)
         return [PromptGroup(row, completions[cut], texts[cut], scores.values[cut]) for row, cut in parts], scores
 
-
-def _check_versions(completions: Completions, version: int) -> None:
-    if (versions := set(completions.span_versions.tolist())) != {version}:
-        raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {version} alone")
+    def _note_samples(self, groups: Sequence[Group], version: int) -> None:
+        """Take note of the lengths of samples, which are all of weights of ``version``."""
+        versions = {int(each) for group in groups for each in np.unique(group.completions.span_versions)}
+        if versions - {version}:
+            raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {version} alone")
+        lengths = [group.completions.lengths for group in groups]
+        if count := sum(map(len, lengths)):
+            mean = int(sum(each.sum() for each in lengths)) / count
+            self.completion_tokens += _NEWEST_SHARE * (mean - self.completion_tokens)

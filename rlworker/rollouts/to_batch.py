@@ -1,5 +1,6 @@
 """Completions to a batch, and how far rollout and trainer are apart."""
 
+from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,19 +18,27 @@ from engines.models.vision_spec import VisionSpec
 from rlworker.data.rows import Row
 
 
+class Group(ABC):
+    """A prompt with what was sampled of it G times, and the rewards."""
+
+    row: Row
+    completions: Completions
+    rewards: list[float]
+
+    @property
+    def has_zero_variance(self) -> bool:
+        """Every one of several has the same reward, so that none is better than the others."""
+        return len(self.rewards) > 1 and len(set(self.rewards)) == 1
+
+
 @dataclass(frozen=True)
-class PromptGroup:
+class PromptGroup(Group):
     """A prompt with its G completions, their texts and rewards."""
 
     row: Row
     completions: Completions
     texts: list[str]
     rewards: list[float]
-
-    @property
-    def has_zero_variance(self) -> bool:
-        """Every one of several completions has the same reward, so that none is better than the others."""
-        return len(self.rewards) > 1 and len(set(self.rewards)) == 1
 
 
 def to_batch(

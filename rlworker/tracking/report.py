@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +47,7 @@ _CURVES = (
     ("Entropy (nats per token)", {"entropy": "entropy"}, "linear"),
     ("Gradient norm before clipping", {"grad_norm": "gradient norm"}, "linear"),
     ("Completion length (tokens)", {"completion_tokens": "mean length"}, "linear"),
+    ("Turns of an episode", {"turns": "turns", "forks": "forks", "tool_calls": "calls of tools"}, "linear"),
 )
 """Title, metric -> label, scale of each plot."""
 
@@ -191,22 +193,34 @@ def _read_outages(folder: Path) -> list[tuple[str, str]]:
     return [(line["where"], ", ".join(f"{name} {fate}" for name, fate in line["lost"].items())) for line in lines]
 
 
-def _read_samples(folder: Path) -> list[tuple[int, list[dict]]]:
-    """Read step and kept samples, first and last steps first."""
+def _read_samples(folder: Path) -> list[dict]:
+    """Read the kept samples of the first and last steps: those of one turn, and episodes turn by turn."""
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
-    shown_files = files if len(files) <= 6 else [*files[:2], *files[-4:]]
-    return [
-        (int(f.stem.removeprefix("step_")), [_show_sample(json.loads(line)) for line in f.open(encoding="utf-8")])
-        for f in shown_files
-    ]
+    steps = []
+    for file in files if len(files) <= 6 else [*files[:2], *files[-4:]]:
+        samples = [_show_sample(json.loads(line)) for line in file.open(encoding="utf-8")]
+        episodes = [sample for sample in samples if sample["turns"]]
+        completions = [sample for sample in samples if not sample["turns"]]
+        number = int(file.stem.removeprefix("step_"))
+        steps.append({"number": number, "completions": completions, "episodes": episodes})
+    return steps
 
 
 def _show_sample(sample: dict) -> dict:
-    """Return a sample with its images as small ones that the page can hold; one that is gone leaves its path."""
+    """Return a sample with its images, and those of its turns, as small ones that the page can hold."""
+    turns = [turn | {"thumbnails": _make_thumbnails(turn.get("images", ()))} for turn in sample.get("turns", ())]
+    images = () if turns else sample.get("images", ())  # an episode shows them in the turns that they came in
+    return sample | {"thumbnails": _make_thumbnails(images), "turns": turns}
+
+
+def _make_thumbnails(paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Pair each path with its image as data, which is empty where the file is gone."""
+    if not paths:
+        return []
     from PIL import Image as PILImage  # which runs without images have no use for
 
     thumbnails = []
-    for path in sample.get("images", ()):
+    for path in paths:
         try:
             with PILImage.open(path) as image:
                 small, data = convert_to_rgb(image), io.BytesIO()
@@ -215,4 +229,4 @@ def _show_sample(sample: dict) -> dict:
             thumbnails.append((path, f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
         except DECODING_ERRORS:
             thumbnails.append((path, ""))
-    return sample | {"thumbnails": thumbnails}
+    return thumbnails

@@ -11,6 +11,7 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import check_rows
+from rlworker.episodes.model import Play
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import tell_start
@@ -18,7 +19,7 @@ from rlworker.tracking.trackers import check_trackers
 from rlworker.trainers.stop import ending_well, leave_signals
 
 
-def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) -> dict[str, float]:
+def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: Any) -> dict[str, float]:
     """Check everything, start everything and train to the last step.
 
     A mistake in the settings or a worker that fails ends the program with a message. SIGTERM or Ctrl-C ends it after
@@ -28,6 +29,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
     checked without them is checked before either. vLLM's imports take longest, and begin as soon as there is a Ray.
 
     Args:
+        reward: a reward function, or in its place a play, ``async def play(model, row) -> Episode``.
         parts: further arguments of ``Trainer``: ``advantage``, ``loss``, ``aggregation`` and ``trackers``.
 
     Returns:
@@ -94,7 +96,7 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     return folder
 
 
-def _build_trainer(config: RunConfig, reward: RewardFn | BatchRewardFn, parts: dict):
+def _build_trainer(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, parts: dict):
     with pausing_collection():
         from rlworker.trainers.rl import Trainer
 

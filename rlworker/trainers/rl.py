@@ -21,12 +21,15 @@ from rlworker.cluster.watch import wait_for
 from rlworker.config.run import RunConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
+from rlworker.episodes.codec import Codec
+from rlworker.episodes.model import Play, is_play
+from rlworker.episodes.pool import EPISODE_LOG, PlayPool
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.pool import REWARD_LOG, RewardPool, pickle_reward
-from rlworker.rollouts.metrics import pick_samples
+from rlworker.rollouts.plays import Player, set_limits
 from rlworker.rollouts.sampler import CANARY, Sampler
-from rlworker.rollouts.to_batch import PromptGroup, batch_groups, compare_logprobs, to_batch
+from rlworker.rollouts.to_batch import Group, compare_logprobs, to_batch
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
@@ -47,7 +50,8 @@ class Trainer(Run[RunConfig]):
     """A run of rollouts and updates, used as ``Run`` says.
 
     Args:
-        reward: ``reward(text, row) -> float``, or marked with ``batch_reward``.
+        reward: ``reward(text, row) -> float``, or marked with ``batch_reward``; or in its place a play, ``async def
+            play(model, row) -> Episode``.
         advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``; None takes ``grpo``, or with a
             critic ``gae``.
         loss: what an update minimises; None takes PPO's clipped loss with the coefficients of ``config.algorithm``.
@@ -64,7 +68,7 @@ class Trainer(Run[RunConfig]):
     def __init__(
         self,
         config: RunConfig,
-        reward: RewardFn | BatchRewardFn,
+        reward: RewardFn | BatchRewardFn | Play,
         *,
         advantage: AdvantageFn | None = None,
         loss: LossFn | None = None,
@@ -75,11 +79,13 @@ class Trainer(Run[RunConfig]):
     ):
         super().__init__(config, folder, stop, trackers)
         self.reward, self.aggregation = reward, aggregation
-        pickle_reward(reward)  # one that cannot be sent to the processes that call it is refused here
+        # One that cannot be sent to the processes that call it is refused here.
+        pickle_reward(reward, "play" if is_play(reward) else "reward")
         self.models = config.check_models()
         self.tokenizer = load_tokenizer(config.model)
         self.stop_token_ids = list_stop_tokens(config.model, self.tokenizer)
         image_reader = build_image_reader(self.models["actor"], config.run_dir, config.image_memory_mb)
+        self.codec = Codec(self.tokenizer, self.stop_token_ids, image_reader, config.data)
         read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
@@ -122,17 +128,23 @@ class Trainer(Run[RunConfig]):
                 self.devices.begin(rollouts)
                 rollouts.start(self.models["actor"], config.rollout)
         tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
-        output = self.folder.path / REWARD_LOG
-        # while vLLM alone is still starting
-        self.rewards = self.start_processes(RewardPool(self.reward, config.reward, output))
+        scorer = self._start_scorer(rollouts)  # while vLLM alone is still starting
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
         if config.recovery.restarts:
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
-            self.rewards.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
+            scorer.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
-        parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
+        parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, scorer, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
+
+    def _start_scorer(self, rollouts: Rollouts) -> RewardPool | Player:
+        config, folder = self.config, self.folder.path
+        if not is_play(self.reward):
+            return self.start_processes(RewardPool(self.reward, config.reward, folder / REWARD_LOG))
+        arguments = self.reward, self.codec, set_limits(config), config.episodes.workers, folder / EPISODE_LOG
+        pool = self.start_processes(PlayPool(*arguments))
+        return Player(self.codec, pool, rollouts, config.reward.default)
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor = groups["actor"]
@@ -153,7 +165,7 @@ class Trainer(Run[RunConfig]):
         if not groups:
             return self._count_empty_step(metrics, clock), []
         self.empty_steps = 0
-        batch = batch_groups(groups, self.models["actor"].vision)
+        batch = self.sampler.batch(groups, self.models["actor"].vision)
         if self.config.algorithm.greedy_baseline:
             batch = self._add_greedy_rewards(batch, groups, clock)
         with self._phase(clock, "logprobs"):
@@ -173,7 +185,7 @@ class Trainer(Run[RunConfig]):
         metrics |= step_metrics.measure_batch(batch)
         if approximate := self.config.rollout.attention_override:
             metrics["approximate_rules"] = len(approximate)
-        return step_metrics.complete_step(metrics, version, clock.total()), pick_samples(groups)
+        return step_metrics.complete_step(metrics, version, clock.total()), self.sampler.pick(groups)
 
     def _count_empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
         """Count a step whose groups were all dropped, so that there is nothing to learn from: its metrics."""
@@ -217,7 +229,7 @@ class Trainer(Run[RunConfig]):
         elif not batch.require_column("advantages")[batch.mask].any():
             self._warn("every advantage is 0: the rewards teach nothing in the next step")
 
-    def _add_greedy_rewards(self, batch: TrainBatch, groups: list[PromptGroup], clock: StepClock) -> TrainBatch:
+    def _add_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
         with self._phase(clock, "greedy"):
             rewards = torch.tensor(
                 self.sampler.score_greedy([group.row for group in groups]).values, dtype=torch.float32

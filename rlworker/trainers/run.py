@@ -26,6 +26,7 @@ from rlworker.cluster.traces import tracing
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup, digest_on_ranks, save_groups
 from rlworker.cluster.watch import limiting_stalls, naming_failures
 from rlworker.config.run import TrainingConfig
+from rlworker.episodes.pool import PlayPool
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool
 from rlworker.tracking.digests import FileDigest
@@ -40,7 +41,7 @@ from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
 Config = TypeVar("Config", bound=TrainingConfig)
-Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool)
+Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool, PlayPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 """Errors of writing to a disk that is full, gone or no longer ours."""
@@ -93,7 +94,7 @@ class Run(Generic[Config]):
         self.image_folders: set[str] = set()
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
-        self.processes: list[Rollouts | StartingGroup | RewardPool] = []
+        self.processes: list[Rollouts | StartingGroup | RewardPool | PlayPool] = []
         self.outages = Outages(config.recovery.restarts, self.folder.path)
 
     # -- what kinds of runs differ in

@@ -10,7 +10,7 @@ import pytest
 from engines.probes.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("architecture", "ascend", "cuda", "from_verl", "masks", "metrics", "vlm")
+NAMES = ("architecture", "ascend", "cuda", "episodes", "from_verl", "masks", "metrics", "vlm")
 PAGES = ("CONTRIBUTING.md", *(f"docs/{name}.md" for name in NAMES))
 TOPS = ("hardware", "engines", "rlworker", "recipes", "tests", "scripts", "docs", "requirements", "docker")
 PLACEHOLDER = re.compile(r"\b[A-Z]+\b")
@@ -65,11 +65,12 @@ def options(config: type, prefix: str = "") -> set[str]:
 
 @pytest.fixture(scope="module")
 def every_option() -> set[str]:
+    from recipes.common.plays import PlayConfig
     from recipes.common.smoke import SftVlmRecipeConfig, VlmRecipeConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.checks.config import CheckConfig
 
-    return set().union(*map(options, (VlmRecipeConfig, SftVlmRecipeConfig, DemoConfig, CheckConfig)))
+    return set().union(*map(options, (VlmRecipeConfig, SftVlmRecipeConfig, DemoConfig, PlayConfig, CheckConfig)))
 
 
 @pytest.mark.parametrize("page", PAGES)

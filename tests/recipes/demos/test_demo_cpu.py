@@ -45,7 +45,8 @@ def check(run: Path, said: str, options: list[str]) -> None:
 @pytest.mark.large
 def test_it_runs_and_sums_itself_up(cluster, tmp_path):
     """And the finished run is one that could be gone on with, under its own settings alone."""
-    from recipes.demos.cpu import ADDITION, DEFAULT, DemoConfig, prepare
+    from recipes.common.toys import prepare
+    from recipes.demos.cpu import ADDITION, DEFAULT, DemoConfig
 
     run, options = tmp_path / "demo", ["--actor.tp", "2"]
     done = run_recipe("demos.cpu", "--run-dir", run, *SHORT, *options)
@@ -94,7 +95,7 @@ def config_from(kind: type, stored: dict):
 
 
 def test_the_control_hands_out_the_same_rewards_in_another_order():
-    from recipes.demos.cpu import shuffle_advantage
+    from recipes.common.toys import shuffle_advantage
 
     rewards = torch.arange(64.0)
     batch = TrainBatch.from_ids([[1, 2]] * 64, [1] * 64, rewards=rewards, group=torch.arange(64) // 8, versions=rewards)

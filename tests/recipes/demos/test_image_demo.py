@@ -14,7 +14,7 @@ from rlworker.tracking.log import read_metrics
 def test_the_rule_left_out_is_found_in_the_first_step(tmp_path, monkeypatch, measured):
     """The demo from end to end, its warm-up too short to learn anything."""
     from recipes.common import twins
-    from recipes.demos import cpu as demo_cpu
+    from recipes.common.toys import prepare
     from recipes.demos import image_rule
     from rlworker.trainers.stop import Stop
 
@@ -22,7 +22,7 @@ def test_the_rule_left_out_is_found_in_the_first_step(tmp_path, monkeypatch, mea
     toy = replace(image_rule.TWINS, make_data=make_data)
     monkeypatch.setattr(image_rule, "TWINS", toy)
     short = dict(run_dir=str(tmp_path / "run"), steps=2, warm_up_steps=3, prompts_per_step=16, eval_every=0)
-    config, folder = demo_cpu.prepare(replace(image_rule.DEFAULT, **short), toy)
+    config, folder = prepare(replace(image_rule.DEFAULT, **short), toy)
     folder.release()
     image_rule.main(config, Stop())
     found = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -129,7 +129,7 @@ def test_bytes_in_a_row_are_written_beside_the_run(model, tmp_path):
         ({"images": ["thin.png"]}, r"line 2: .*thin.png.* is 1000 x 2 pixels: absolute aspect ratio"),
         (
             {"images": ["wide.png"]},
-            r"line 2: .*wide.png.*, 1400 x 1120 pixels, and the row's images before it take 7.* decoded, expected at "
+            r"line 2: .*wide.png.*, 1400 x 1120 pixels, and the images before it take 7.* decoded, expected at "
             "most 4",
         ),
         (

@@ -90,3 +90,14 @@ def test_a_prompt_with_an_image_is_opened(tmp_path):
     x = tokenizer.convert_tokens_to_ids("x")
     assert row.prompt_ids == (1, vision.start_token, *[vision.image_token] * 6, vision.end_token, x)
     assert row.prompt == "<|vision_start|><|image_pad|><|vision_end|>x"
+
+
+def test_a_row_knows_the_messages_of_its_prompt(tmp_path):
+    """So that further ones can follow them; text that stays text has none."""
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    message = {"role": "user", "content": "1+1="}
+    path = write(tmp_path, {"prompt": [message], "answer": "2"}, ROW)
+    chat, text = read_rows(path, tokenizer, DATA).rows
+    assert chat.messages == (message,) and text.messages == ()
+    asked = read_rows(write(tmp_path, ROW), tokenizer, replace(DATA, instruction="?")).rows[0]
+    assert asked.messages == ({"role": "user", "content": "1+1=\n\n?"},)

@@ -6,6 +6,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -96,6 +97,30 @@ class Rewards:
         return Scores(values, dict.fromkeys(get_args(FailureKind), 1), [])
 
 
+def make_player(trainer):
+    """Make a player whose episodes have two turns, of which the second has no reward, and fail in every way in turn."""
+    from rlworker.episodes.record import CONTEXT, EpisodeRecord, FailureKind, Piece
+    from rlworker.rollouts.plays import EpisodeGroup, Player
+
+    kinds = cycle([None, *get_args(FailureKind)])
+
+    def play_one(row: Row, reward: float, logprobs: list[float]) -> EpisodeRecord:
+        said = list(make_completions(*[([3, 0], logprobs, trainer.version)] * 2))
+        prompt, answer = Piece(row.prompt_ids, images=row.images), Piece((4,), CONTEXT)
+        pieces = (prompt, Piece(said[0].token_ids, 0, (), said[0]), answer, Piece(said[1].token_ids, 1, (), said[1]))
+        failure = (kind, "") if (kind := next(kinds)) else None
+        return EpisodeRecord(row, (pieces,), ((0, reward),), failure)
+
+    class Plays(Player):
+        def play(self, rows, sampling):
+            logprobs = [] if sampling.temperature == 0 else [LOGPROB] * 2
+            groups = [[play_one(row, float(i), logprobs) for i in range(sampling.count)] for row in rows]
+            return [EpisodeGroup.collect(row, episodes) for row, episodes in zip(rows, groups, strict=True)]
+
+    codec = SimpleNamespace(decode_all=lambda ids, **_: ["2"] * len(ids))
+    return Plays(codec, None, trainer.rollouts)
+
+
 def rows_with_an_image() -> list[Row]:
     image = Image("a.png", "0", (1, 1), (1, 1, 1), "row 1")
     return [Row("1+1=", (1, 2), "2", {}), Row("<image>", (1, IMAGE_TOKEN), "2", {}, (image,))]
@@ -118,7 +143,9 @@ def written(trainer, config, folder: Path) -> set[str]:
     return set().union(*map(json.loads, lines))
 
 
-def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, **settings) -> set[str]:
+def rl_fields(
+    folder: Path, *, alike: bool = False, plays: bool = False, loss=None, advantage=grpo, **settings
+) -> set[str]:
     """The fields that two steps of RL write."""
     from rlworker.rollouts.sampler import Sampler
     from rlworker.trainers.rl import Trainer
@@ -130,21 +157,21 @@ def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, *
     if config.critic.train:
         trainer.critic = Group("critic")
     trainer.models = {"actor": SimpleNamespace(vision=VISION)}
-    trainer.rows = trainer.heldout = rows_with_an_image()
+    trainer.rows = trainer.heldout = rows_with_an_image() * (4 if plays else 1)
     trainer.advantage, trainer.aggregation = advantage, token_mean
     trainer.loss = loss or configure_loss(config.algorithm)
     trainer.value_loss = partial(value_loss, clip=config.critic.clip)
     trainer.kl_in_reward = config.algorithm.kl_coef if config.algorithm.kl_in == "reward" else 0.0
     trainer.version = trainer.empty_steps = 0
     trainer.devices = SharedDevices()
-    trainer.processes, trainer.rollouts, trainer.rewards = [], Rollouts(trainer), Rewards(alike)
+    trainer.processes, trainer.rollouts = [], Rollouts(trainer)
     trainer.start_seconds = {"time_start_trainers": 1.0, "time_start_rollouts": 1.0}
     parts = (
         TOKENIZER,
         (TOKENIZER.eos_token_id,),
         trainer.rows,
         trainer.rollouts,
-        trainer.rewards,
+        make_player(trainer) if plays else Rewards(alike),
         trainer._phase,
         lambda text: None,
     )
@@ -174,6 +201,7 @@ def fields(tmp_path) -> set[str]:
     return (
         rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate)
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic, advantage=gae)
+        | rl_fields(tmp_path / "plays", plays=True)
         | rl_fields(tmp_path / "empty", algorithm=AlgorithmConfig(dynamic_sampling=1), alike=True)
         | supervised_fields(tmp_path / "sft")
     )
@@ -195,6 +223,7 @@ def test_the_page_names_every_field_once_and_no_other(fields):
 MADE_IN = (
     "algorithms/losses.py",
     "rollouts/metrics.py",
+    "rollouts/plays.py",
     "rollouts/sampler.py",
     "rollouts/to_batch.py",
     "tracking/log.py",
@@ -205,8 +234,9 @@ MADE_IN = (
 )
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
+OTHER_KEYS |= {"by", "text", "learns", "outcome", "fork", "default", "note_lost", "seed"}
 OTHER_KEYS |= {"aggregation", "advantage", "time_save", "time_restart", "time_restore"}
-"""Keys there that are none: samples, roles and states; and phases whose time nothing keeps."""
+"""Keys there that are none: samples, turns, arguments, roles and states; and phases whose time nothing keeps."""
 
 
 def keys_in(tree: ast.AST) -> set[str]:

@@ -40,3 +40,39 @@ def test_outages_are_told(folder):
     page = write_report(folder).read_text()
     assert "<th>outages</th><td>1</td>" in page
     assert "<td>step 2, phase update</td><td>actor rank 0 died, rollout engine 1 stood still</td>" in page
+
+
+def test_an_episode_is_shown_turn_by_turn(folder):
+    """Who wrote what, what learns, rewards, images, forks and failures; what came in between is text, never markup."""
+    from PIL import Image
+
+    Image.new("RGB", (4, 4), (200, 0, 0)).save(folder / "crop.png")
+    turns = [
+        {"by": "prompt", "text": "Look: ", "learns": False, "reward": 0.0},
+        {"by": "model", "text": "<b>left</b>", "learns": True, "reward": 0.25},
+        {"by": "environment", "text": "here", "learns": False, "images": [str(folder / "crop.png"), "gone.png"]},
+        {"by": "environment", "text": "once more", "learns": False, "fork": True},
+        {"by": "model", "text": "red", "learns": True, "reward": -1.0},
+    ]
+    episode = {"prompt": "Look: ", "completion": "", "answer": "red", "reward": -0.75, "version": 3, "turns": turns}
+    one_turn = {"prompt": "1+1=", "completion": "2", "answer": "2", "reward": 1.0, "version": 3}
+    (folder / "rollouts").mkdir()
+    lines = [one_turn, episode | {"outcome": "ok"}, episode | {"outcome": "blocked: turn 1: play.py:7"}]
+    (folder / "rollouts" / "step_000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(folder).read_text().partition("Sample rollouts")[2]
+    completions, *episodes = page.partition("<h2>Configuration")[0].split('<div class="episode">')
+    assert '<td class="text">1+1=</td><td class="text">2</td>' in completions and len(episodes) == 2
+    rows = episodes[0].split("<tr")[1:]
+    assert [row.partition("<th>")[2].partition("</th>")[0] for row in rows] == [
+        "prompt",
+        "model",
+        "environment",
+        "",
+        "environment",
+        "model",
+    ]
+    assert ["learns" in row for row in rows] == [False, True, False, False, False, True]
+    assert ["+0.25" in row for row in rows] == [False, True, False, False, False, False] and "-1<" in rows[5]
+    assert "&lt;b&gt;left&lt;/b&gt;" in rows[1] and 'class="fork"' in rows[3]
+    assert rows[2].count("data:image/png;base64,") == 1 and "[gone.png]" in rows[2]
+    assert "blocked" not in episodes[0] and '<b class="bad">blocked: turn 1: play.py:7</b>' in episodes[1]

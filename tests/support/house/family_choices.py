@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-FAMILIES = Path(__file__).parents[2] / "engines" / "models" / "families"
+FAMILIES = Path(__file__).parents[3] / "engines" / "models" / "families"
 FAMILY_NAMES = {path.stem for path in FAMILIES.glob("[!_]*.py")}
 
 

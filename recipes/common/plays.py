@@ -1,0 +1,111 @@
+"""Toys that play episodes: a teacher plays some well, and the model is warmed up on them until it wins now and then."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Gt, Lt
+
+from engines.images.columns import make_image_columns
+from engines.models.vision_spec import VisionSpec
+from recipes.common.toys import ToyConfig
+from rlworker import TrainBatch, Trainer
+from rlworker.algorithms.losses import sft_loss
+from rlworker.cluster.train_group import SHARD_BYTES
+from rlworker.data.rows import Row
+from rlworker.episodes import Episode, Model, Play, Sample
+from rlworker.episodes.codec import Codec, using_codec
+from rlworker.episodes.model import PlayLimits, ToolCall
+from rlworker.episodes.record import CONTEXT
+
+Say = Callable[[Row, int], str]
+"""``say(row, turn)``: what a player who knows the answer says in a turn, from 0."""
+_CHECK_EVERY = 5
+"""Steps of a warm-up between two checks of how often the model wins."""
+_CHECKED_ROWS = 192
+
+
+@dataclass(frozen=True)
+class PlayConfig(ToyConfig):
+    """Settings of a toy that plays: it is warmed up on episodes that were played well."""
+
+    warm_up_success: Annotated[float, Gt(0), Lt(1)] = 0.3
+    """The warm-up ends where this share of episodes is won, played greedily: far enough that rewards differ, and early
+    enough that they have something to teach."""
+
+
+class Teacher:
+    """Plays the model's part by saying what it was told to; calls of tools are written as Hermes has them."""
+
+    limits = PlayLimits(turns=100, tokens=10**6, sample_tokens=10**6, time_limit_s=60.0, tool_limit_s=60.0)
+
+    def __init__(self, say: Say, codec: Codec):
+        self.say, self.codec = say, codec
+
+    async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Sequence[int | str]) -> Sample:
+        text = self.say(episode.row, episode.turns)
+        ids = [*self.codec.tokenizer(text)["input_ids"], self.codec.stop_token_ids[0]]
+        token_ids = np.asarray(ids, np.int32)
+        episode.add_sample(token_ids)
+        calls = [json.loads(call) for call in re.findall(r"<tool_call>(.*?)</tool_call>", text)]
+        return Sample(text, token_ids, True, tuple(ToolCall(call["name"], call["arguments"]) for call in calls))
+
+    async def call_tool(self, model: Model, call: Callable, args: tuple, limit_s: float, memory_mb: int) -> Any:
+        return call(*args)
+
+
+def play_worked_episodes(play: Play, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:
+    """Let the teacher play an episode of each row."""
+
+    async def play_all() -> list[Episode]:
+        teacher = Teacher(say, codec)
+        return [await play(Model(teacher, number, (number,)), row) for number, row in enumerate(rows)]
+
+    with using_codec(codec):
+        return asyncio.run(play_all())
+
+
+def batch_worked_episodes(episodes: Sequence[Episode], vision: VisionSpec | None) -> TrainBatch:
+    """Batch worked episodes; what the teacher said are the tokens that count."""
+    sequences = [pieces for episode in episodes for pieces in episode.sequences]
+    ids = [np.concatenate([np.asarray(piece.token_ids) for piece in pieces]) for pieces in sequences]
+    said = [
+        np.concatenate([np.full(len(piece.token_ids), piece.turn != CONTEXT) for piece in pieces])
+        for pieces in sequences
+    ]
+    images = [tuple(image for piece in pieces for image in piece.images) for pieces in sequences]
+    columns = make_image_columns([each.tolist() for each in ids], images, vision) if vision else {}
+    return TrainBatch.from_ids(ids, sampled=said, **columns)
+
+
+def warm_up_on_plays(play: Play, say: Say, optimizer: dict, rows: int = 128) -> Callable[[PlayConfig, str], None]:
+    """Make a toy's warm-up on worked episodes, which ends once the model itself wins often enough.
+
+    A loss would not tell when: between never and nearly always lie some twenty steps, at another loss for each seed.
+
+    Args:
+        optimizer: settings of it that differ from the run's. rows: episodes of each step.
+    """
+
+    def warm_up(config: PlayConfig, output: str) -> None:
+        generator, losses, won = np.random.default_rng([config.seed, 1]), [], 0.0
+        actor = replace(config.actor, optimizer=replace(config.actor.optimizer, **optimizer))
+        with TemporaryDirectory() as scratch, Trainer(replace(config, run_dir=scratch, actor=actor), play) as trainer:
+            while len(losses) < config.warm_up_steps and won < config.warm_up_success:
+                drawn = [trainer.rows[i] for i in generator.integers(0, len(trainer.rows), rows)]
+                worked = play_worked_episodes(play, say, drawn, trainer.codec)
+                batch = batch_worked_episodes(worked, trainer.models["actor"].vision)
+                losses.append(trainer.take_step(trainer.actor, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
+                if len(losses) % _CHECK_EVERY == 0:
+                    trainer.sync_weights()
+                    values = trainer.sampler.score_greedy(trainer.rows[:_CHECKED_ROWS]).values
+                    won = sum(values) / len(values)
+            trainer.actor.call("save_hf", output, SHARD_BYTES)
+        print(f"warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}, {won:.2f} of episodes won")
+
+    return warm_up

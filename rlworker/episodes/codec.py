@@ -1,0 +1,146 @@
+"""Text and images to ids, as the run's rows are read; and sampled ids to text, never the other way."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from engines.batch.samples import Image
+from rlworker.config.sections import DataConfig
+from rlworker.data.images import ImageReader
+from rlworker.episodes.record import Piece
+
+Content = str | Sequence[int] | np.ndarray | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""What the environment writes: text, ids, a chat message or several."""
+
+_current: ContextVar[Codec] = ContextVar("codec")
+
+
+@contextmanager
+def using_codec(codec: Codec) -> Iterator[None]:
+    """Let every episode that is made in this context be encoded by ``codec``."""
+    token = _current.set(codec)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def get_codec() -> Codec:
+    """Return the codec of the play that runs.
+
+    Raises:
+        RuntimeError: no play runs.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise RuntimeError(
+            "Episode: there is no tokenizer outside of a play; call it within using_codec(...)"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Encodes what plays write and decodes what the model samples.
+
+    Attributes:
+        tokenizer: the model's. stop_token_ids: each ends a sample. image_reader: of a model that sees images.
+        data: how rows name their fields.
+    """
+
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...] = ()
+    image_reader: ImageReader | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Decode ids without special tokens; ids that the tokenizer does not know are left out."""
+        return self.decode_all([token_ids])[0]
+
+    def decode_all(self, samples: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
+        """Decode several pieces as ``decode`` does."""
+        if not samples:
+            return []  # of which the tokenizer would make one text
+        arrays, size = [np.asarray(ids) for ids in samples], len(self.tokenizer)
+        if any(len(ids) for ids in arrays) and np.concatenate(arrays).max() >= size:
+            arrays = [ids[ids < size] for ids in arrays]
+        return self.tokenizer.batch_decode([ids.tolist() for ids in arrays], skip_special_tokens=skip_special)
+
+    def encode_stops(self, stops: Sequence[int | str]) -> tuple[int, ...]:
+        """Find the ids of tokens that end a sample.
+
+        Raises:
+            ValueError: a text is not one token.
+        """
+        ids = []
+        for stop in stops:
+            token = [int(stop)] if not isinstance(stop, str) else self._encode_text(stop)
+            if len(token) != 1:
+                raise ValueError(f"sample: stop {stop!r} is {len(token)} tokens, expected one; name a token or its id")
+            ids += token
+        return tuple(ids)
+
+    def encode(self, parts: Sequence[Content], images: Sequence[Any]) -> Piece:
+        """Encode texts and ids that follow one another, with image tokens as rows have them.
+
+        Raises:
+            ValueError: there are places for another number of images, or one cannot be read.
+        """
+        read, ids = self._read_images(images), []
+        for part in parts:
+            ids += self._encode_text(part) if isinstance(part, str) else _read_ids(part)
+        if self.image_reader:
+            ids = self.image_reader.expand_ids(ids, read, "observe", self.data)
+        return Piece(np.array(ids, dtype=np.int32), images=read)
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Encode text, in which special tokens may be written out, without any of the tokenizer's own."""
+        if self.image_reader:
+            text = self.image_reader.replace_markers(text, self.tokenizer)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _read_images(self, images: Sequence[Any]) -> tuple[Image, ...]:
+        if not images:
+            return ()
+        if not self.image_reader:
+            raise ValueError("observe: it has images, which this model cannot see; take a vision-language model")
+        return self.image_reader.read_images([_name_image(image) for image in images], "observe", Path.cwd())
+
+
+def list_messages(content: Content) -> list[Mapping[str, Any]]:
+    """List the chat messages that content has; none where it is text or ids."""
+    if isinstance(content, Mapping):
+        return [content]
+    if isinstance(content, list | tuple) and content and isinstance(content[0], Mapping):
+        return list(cast(Sequence[Mapping[str, Any]], content))
+    return []
+
+
+def _read_ids(content: Any) -> list[int]:
+    ids = np.asarray(content)
+    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
+        raise ValueError(f"observe: expected text, ids, or messages of role and content, got {content!r:.80}")
+    return ids.tolist()
+
+
+def _name_image(image: Any) -> Any:
+    """Name an image as rows do: a path, or its bytes."""
+    if isinstance(image, Image):
+        return image.path
+    if isinstance(image, str | Path):
+        return str(image)
+    if isinstance(image, bytes):
+        return {"bytes": image}
+    if hasattr(image, "save"):  # Pillow's
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG")
+        return {"bytes": buffer.getvalue()}
+    raise ValueError(f"observe: an image must be a path, bytes or Pillow's, got {type(image).__name__}")

@@ -1,0 +1,166 @@
+"""An episode: tokens in the order in which they were written, and who wrote which.
+
+Tokens go in and tokens come out. What was sampled is kept by its ids and never encoded again; only what the
+environment writes goes through the tokenizer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from engines.vllm.tools import check_tool_parser
+from rlworker.data.rows import Row
+from rlworker.episodes.chat import Chat
+from rlworker.episodes.codec import Content, get_codec, list_messages
+from rlworker.episodes.record import CONTEXT, Piece
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class Episode:
+    """The tokens that a play and the model have written so far; a play makes one, and returns it.
+
+    It begins with the row's prompt and images. ``Model.sample`` appends what the model writes, which is trained;
+    ``observe`` what the environment writes, which is context::
+
+        episode = Episode(row)
+        sample = await model.sample(episode)
+        episode.observe(look_up(sample.text))
+        sample = await model.sample(episode)
+        episode.reward(float(sample.text == row.answer))
+
+    Args:
+        prompt: ids, text or chat messages to begin with in the place of the row's prompt.
+        images: of that prompt.
+        tools: that the chat template shows: JSON schemas, or functions with types and a docstring, of which
+            transformers makes some.
+        tool_parser: name of vLLM's parser of this model's tool calls, such as ``hermes``; fills ``Sample.calls``.
+
+    Attributes:
+        row: the question. turns: samples so far. forks: sequences begun where context was rewritten.
+        sequences: the pieces of each sequence; every fork begins another.
+        rewards: turn (``CONTEXT`` before the first) and value of each reward.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        prompt: Content | None = None,
+        *,
+        images: Sequence[Any] = (),
+        tools: Sequence[Any] = (),
+        tool_parser: str = "",
+    ):
+        if tool_parser:
+            check_tool_parser(tool_parser)
+        self.row, self.tools, self.tool_parser = row, tuple(map(_describe_tool, tools)), tool_parser
+        self.turns = self.forks = 0
+        self.rewards: list[tuple[int, float]] = []
+        self.sequences: list[list[Piece]] = []
+        self._length, self._chat = 0, None
+        if prompt is None and not tools:
+            self._begin(Piece(row.prompt_ids, images=row.images))
+        else:
+            self._begin(self._encode_prompt(row.messages if prompt is None else prompt, images or row.images))
+
+    def __len__(self) -> int:
+        """Tokens of the sequence that is being written."""
+        return self._length
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids ``[T]`` of the sequence that is being written."""
+        return [int(token) for piece in self.sequences[-1] for token in piece.token_ids]
+
+    def observe(self, content: Content, images: Sequence[Any] = ()) -> None:
+        """Append what the environment wrote: context for what is sampled next, never trained.
+
+        Args:
+            content: ids; text, encoded without special tokens of the tokenizer's own; or chat messages, of which the
+                template's own remainder is appended. Where the template rewrites what came before, they ``fork``.
+            images: paths, bytes or Pillow's images, one for each ``<image>`` of the text or image token of the ids.
+
+        Raises:
+            ValueError: it cannot be encoded, or has places for another number of images.
+        """
+        codec = get_codec()
+        if not (messages := list_messages(content)):
+            piece = codec.encode((content,), images)
+            if self._chat:
+                self._chat.note(content if isinstance(content, str) else codec.decode(piece.token_ids))
+            return self._append(piece)
+        addition = self._open_chat().add(messages)
+        if not addition.is_fork:
+            return self._append(codec.encode(addition.pieces, images))
+        before = [image for piece in self.sequences[-1] for image in piece.images]
+        self.forks += 1
+        self._begin(codec.encode(addition.pieces, [*before, *images]))
+
+    def fork(self, content: Content, images: Sequence[Any] = ()) -> None:
+        """Begin another sequence of this episode, where context was rewritten: summarised, cut, without its thinking.
+
+        What was sampled before stays trained in the sequence where it was sampled.
+
+        Args:
+            content, images: the whole new context, as for ``observe``.
+        """
+        self.forks += 1
+        self._begin(self._encode_prompt(content, images))
+
+    def reward(self, value: float) -> None:
+        """Give a reward at the last sampled token; several make rewards per turn, and the episode's is their sum.
+
+        Before anything was sampled it counts for the episode alone.
+
+        Raises:
+            ValueError: it is no finite number that fits float32.
+        """
+        number = float(value)
+        if not isfinite(number) or abs(number) > _LARGEST:
+            raise ValueError(f"Episode: reward {value!r} is no finite number of float32; give one")
+        self.rewards.append((self.turns - 1, number))
+
+    def add_sample(self, token_ids: np.ndarray) -> None:
+        """Append what the model sampled in this turn: ``[T]`` ids; ``Model.sample`` does so."""
+        self._append(Piece(token_ids, self.turns))
+        self.turns += 1
+        if self._chat:
+            self._chat.note(tuple(token_ids.tolist()))
+
+    def _encode_prompt(self, content: Content, images: Sequence[Any]) -> Piece:
+        """Encode the whole context that a sequence begins with."""
+        codec, messages = get_codec(), list_messages(content)
+        if self.tools and not messages:
+            raise ValueError("Episode: tools are shown by a chat template, and the prompt is no chat; give messages")
+        self._chat = Chat(codec.tokenizer, messages, self.tools, codec.stop_token_ids) if messages else None
+        return codec.encode((self._chat.text if self._chat else content,), images)
+
+    def _open_chat(self) -> Chat:
+        """Return the chat so far; that of the row's own messages is opened where the first others follow."""
+        if not self._chat:
+            if not self.row.messages or self.forks:
+                raise ValueError("observe: messages follow a prompt that is no chat; observe text, or begin with some")
+            codec = get_codec()
+            self._chat = Chat(codec.tokenizer, self.row.messages, self.tools, codec.stop_token_ids)
+            for piece in self.sequences[-1][1:]:
+                ids = tuple(map(int, piece.token_ids))
+                self._chat.note(codec.decode(ids) if piece.turn == CONTEXT else ids)
+        return self._chat
+
+    def _begin(self, piece: Piece) -> None:
+        self.sequences.append([piece])
+        self._length = len(piece.token_ids)
+
+    def _append(self, piece: Piece) -> None:
+        self.sequences[-1].append(piece)
+        self._length += len(piece.token_ids)
+
+
+def _describe_tool(tool: Mapping[str, Any] | Callable) -> Mapping[str, Any]:
+    if isinstance(tool, Mapping):
+        return tool
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool)

@@ -1,0 +1,195 @@
+"""The model as a play has it: samples, and tools that run in processes of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import iscoroutinefunction
+from random import Random
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from engines.vllm.tools import ToolCalls
+from rlworker.data.rows import Row
+from rlworker.episodes.episode import Episode
+
+ToolFailureKind = Literal["timeout", "raised", "memory", "died", "unpicklable"]
+"""Why a tool returned nothing: no end in time, an exception, no memory left, a process that ended, or a result that
+cannot be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call that the model wrote, as vLLM's parser of the model read it.
+
+    Attributes:
+        arguments: by name.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One turn of the model.
+
+    Attributes:
+        text: decoded, without special tokens. token_ids: ``[T]`` int32, the stop token included.
+        finished: ended by a stop token; False where it was cut at its length limit.
+        calls: the tool calls in it, where the episode names a parser.
+        call_error: why a call cannot be read, and then none counts; empty where all can, and where there is none.
+    """
+
+    text: str
+    token_ids: np.ndarray
+    finished: bool
+    calls: tuple[ToolCall, ...] = ()
+    call_error: str = ""
+
+
+class ToolFailure(Exception):
+    """A tool returned nothing: its limit, its exception or its process's end. A play may catch it.
+
+    Attributes:
+        kind: why. message: what happened.
+    """
+
+    def __init__(self, kind: ToolFailureKind, message: str):
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message = kind, message
+
+    def __reduce__(self) -> tuple:
+        return ToolFailure, (self.kind, self.message)
+
+
+class EpisodeLimit(Exception):
+    """A play samples past a limit of ``config.episodes``: turns, or tokens. It may catch this and end the episode."""
+
+
+@dataclass(frozen=True)
+class PlayLimits:
+    """Limits of one episode.
+
+    Attributes:
+        turns: most samples. tokens: most tokens of a sequence. sample_tokens: most of one sample.
+        time_limit_s: seconds of a play in which it waits for no sample. tool_limit_s: of a tool that has no limit of
+            its own.
+    """
+
+    turns: int
+    tokens: int
+    sample_tokens: int
+    time_limit_s: float
+    tool_limit_s: float
+
+
+class Host(Protocol):
+    """The process that runs a play, and answers it."""
+
+    limits: PlayLimits
+
+    async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Sequence[int | str]) -> Sample: ...
+
+    async def call_tool(self, model: Model, call: Callable, args: tuple, limit_s: float, memory_mb: int) -> Any: ...
+
+
+class Model:
+    """The model as one play sees it.
+
+    Attributes:
+        number: of the episode among all that are played together. episode: the last one that was sampled for.
+    """
+
+    def __init__(self, host: Host, number: int, seed: tuple[int, ...]):
+        self._host, self._seed = host, seed
+        self.number = number
+        self.episode: Episode | None = None
+
+    @cached_property
+    def random(self) -> Random:
+        """Random numbers of this episode, the same whenever the run is repeated."""
+        return Random(int(np.random.SeedSequence(self._seed).generate_state(1, np.uint64)[0]))
+
+    async def sample(
+        self, episode: Episode, *, max_tokens: int | None = None, stop: Sequence[int | str] = ()
+    ) -> Sample:
+        """Let the model go on from what the episode holds, and append what it writes; these tokens are trained.
+
+        Args:
+            max_tokens: most tokens; None takes ``rollout.max_new_tokens``, which is the most there may be.
+            stop: further tokens, ids or texts of one token each, that end the sample and belong to it.
+
+        Raises:
+            EpisodeLimit: the episode has all the turns or tokens that it may have.
+            ValueError: a stop is no token, or max_tokens is below 1.
+        """
+        limits = self._host.limits
+        self.episode = episode
+        most = limits.sample_tokens if max_tokens is None else min(max_tokens, limits.sample_tokens)
+        if most < 1:
+            raise ValueError(f"sample: max_tokens={max_tokens}, expected 1 or more")
+        if episode.turns >= limits.turns:
+            raise EpisodeLimit(f"turn {episode.turns + 1} of at most {limits.turns}; raise --episodes.turns")
+        room = limits.tokens - len(episode)
+        if room < 1:
+            raise EpisodeLimit(
+                f"the sequence has {len(episode)} tokens and may have {limits.tokens}; raise --episodes.tokens"
+            )
+        return await self._host.sample(self, episode, min(most, room), stop)
+
+    async def tool(self, call: Callable, *args: Any, limit_s: float | None = None, memory_mb: int = 1024) -> Any:
+        """Call ``call(*args)`` in a process of its own, which ends with everything that it started.
+
+        The limits keep a run alive against code that hangs, forks or eats memory. They are no security boundary: the
+        process has the user's rights, files and network. Code that is hostile belongs into a sandbox of its own.
+
+        Args:
+            limit_s: seconds; None takes ``episodes.tool_limit_s``.
+            memory_mb: most memory that each of its processes may take, in MB, beyond what it starts with.
+
+        Returns:
+            what the call returned, sent by pickle.
+
+        Raises:
+            ToolFailure: it did not end in time, raised, died or returned what cannot be sent.
+        """
+        limit = self._host.limits.tool_limit_s if limit_s is None else limit_s
+        return await self._host.call_tool(self, call, args, limit, memory_mb)
+
+
+Play = Callable[[Model, Row], Awaitable[Episode]]
+"""``async def play(model, row) -> Episode``: all that a user writes."""
+
+
+def is_play(function: Callable) -> bool:
+    """Tell a play, which is a coroutine function, from a reward function."""
+    return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def read_calls(found: ToolCalls | None) -> tuple[tuple[ToolCall, ...], str]:
+    """Read what a parser found as the calls of a sample, and why one cannot be read."""
+    if found is None:
+        return (), ""
+    return tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls), found.error
+
+
+def one_turn(reward: Callable[[str, Row], float]) -> Play:
+    """Make the play of a reward function: one sample, and ``reward(text, row)`` of it.
+
+    Raises:
+        ValueError: it is marked with ``batch_reward``, which sees all samples of a prompt, and a play sees one.
+    """
+    if getattr(reward, "batch", False):
+        raise ValueError("one_turn: a batch reward sees a prompt's whole group; give it to the trainer as it is")
+
+    async def play(model: Model, row: Row) -> Episode:
+        episode = Episode(row)
+        sample = await model.sample(episode)
+        episode.reward(reward(sample.text, row))
+        return episode
+
+    return play

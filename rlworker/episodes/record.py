@@ -1,0 +1,242 @@
+"""The record of an episode, and what driver and play processes tell each other while it is played.
+
+A round may be of thousands of episodes: what is told of each is an entry of columns.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from engines.batch.samples import Completion, Completions, Image, PlayedSequence
+from engines.vllm.tools import ToolCalls
+from rlworker.data.rows import Row
+
+CONTEXT = -1
+"""Turn of a piece that no turn sampled: prompt and observations."""
+
+IDLE = -1
+"""Number of an episode that a process reports when it takes a step of none."""
+DIED, HELD = "died", "got no further and was ended"
+"""What becomes of processes."""
+
+FailureKind = Literal["timeout", "blocked", "raised", "limit", "unsampled", "no_episode", "died"]
+"""How a play failed. ``timeout``: it awaited for too long something other than a sample; ``blocked``: it held its
+process for too long; ``raised``: an exception; ``limit``: it sampled past its turns or tokens; ``unsampled``: it
+returned before it sampled; ``no_episode``: it returned something else; ``died``: its process did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens of one author.
+
+    Attributes:
+        token_ids: ``[T]``. turn: number of the turn that sampled them, ``CONTEXT`` for what the environment wrote.
+        images: those whose image tokens are among them, in order.
+        completion: what was sampled, where it was.
+    """
+
+    token_ids: Sequence[int] | np.ndarray
+    turn: int = CONTEXT
+    images: tuple[Image, ...] = ()
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRecord:
+    """A played episode.
+
+    Attributes:
+        row: the question. sequences: the pieces of each sequence, in order; every fork began another.
+        rewards: turn (``CONTEXT`` before the first) and value of each reward.
+        failure: kind, and a message with turn and line; None where the play returned well.
+        forks: times that context was rewritten.
+        tool_calls, tool_failures: tools that it called, and those of them that returned nothing.
+    """
+
+    row: Row
+    sequences: tuple[tuple[Piece, ...], ...]
+    rewards: tuple[tuple[int, float], ...] = ()
+    failure: tuple[FailureKind, str] | None = None
+    forks: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
+
+    @property
+    def reward(self) -> float:
+        """The whole reward: the sum of all."""
+        return sum(value for _, value in self.rewards)
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Its samples, turn by turn."""
+        return [piece.completion for pieces in self.sequences for piece in pieces if piece.completion is not None]
+
+    @property
+    def turns(self) -> int:
+        """Samples of the episode."""
+        return len(self.completions)
+
+    @property
+    def observed_tokens(self) -> int:
+        """Tokens that the environment wrote after the prompt, in all sequences."""
+        pieces = [piece for pieces in self.sequences for piece in pieces[1:] if piece.turn == CONTEXT]
+        return sum(len(piece.token_ids) for piece in pieces)
+
+    def list_played(self) -> list[PlayedSequence]:
+        """List its sequences in columns, of which batches are made."""
+        places = {CONTEXT: (0, -1)}  # turn -> sequence, and place of the last token that it sampled
+        for number, pieces in enumerate(self.sequences):
+            ends = np.cumsum([len(piece.token_ids) for piece in pieces]).tolist()
+            places |= {piece.turn: (number, end - 1) for piece, end in zip(pieces, ends) if piece.completion}
+        rewards: list[list[tuple[int, float]]] = [[] for _ in self.sequences]
+        for turn, value in self.rewards:
+            number, place = places[turn]
+            rewards[number].append((place, value))
+        return [_lay_out(pieces, tuple(own)) for pieces, own in zip(self.sequences, rewards, strict=True)]
+
+
+def _lay_out(pieces: Sequence[Piece], rewards: tuple[tuple[int, float], ...]) -> PlayedSequence:
+    lengths = [len(piece.token_ids) for piece in pieces]
+    turns = np.repeat(np.asarray([piece.turn for piece in pieces], np.int32), lengths)
+    sampled = turns != CONTEXT
+    logprobs, versions = np.zeros(len(turns), np.float32), np.full(len(turns), -1, np.int32)
+    if completions := [piece.completion for piece in pieces if piece.completion]:
+        joined = Completions.join(completions)
+        if len(joined.logprobs):  # none where they were drawn greedily
+            logprobs[sampled] = joined.logprobs
+        versions[sampled] = np.repeat(joined.span_versions, joined.span_lengths)
+    token_ids = np.concatenate([np.asarray(piece.token_ids, np.int32) for piece in pieces])
+    images = tuple(image for piece in pieces for image in piece.images)
+    return PlayedSequence(token_ids, sampled, logprobs, versions, turns, rewards, images)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A sample, as a play is given it.
+
+    Attributes:
+        token_ids: ``[T]`` int32. finished: as a ``Completion``'s. calls: what a parser found in it, where one was
+            asked.
+    """
+
+    token_ids: np.ndarray
+    finished: bool
+    calls: ToolCalls | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An episode to be played.
+
+    Attributes:
+        number: among all that are played together. row: key of its row. seed: of its random numbers.
+        answers: what it was given before its process was lost, each after the digest of the context that it followed.
+        tools: the outcomes of its tools until then, by the number of the call.
+    """
+
+    number: int
+    row: int
+    seed: tuple[int, ...]
+    answers: Sequence[tuple[int, Answer]] = ()
+    tools: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A round as a process is told of it: rows and jobs to begin, and answers to those that wait.
+
+    Attributes:
+        numbers: ``[n]``, the episodes that are answered. token_ids: ``[T]`` int32, of all answers end to end.
+        lengths: ``[n]``. finished: ``[n]``. calls: by number, where a parser was asked.
+    """
+
+    rows: dict[int, Row] = field(default_factory=dict)
+    jobs: Sequence[Job] = ()
+    numbers: Sequence[int] = ()
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    lengths: Sequence[int] = ()
+    finished: Sequence[bool] = ()
+    calls: dict[int, ToolCalls] = field(default_factory=dict)
+
+    def list_answers(self) -> list[tuple[int, Answer]]:
+        """List the answers by number."""
+        parts = np.split(self.token_ids, np.cumsum(self.lengths)[:-1]) if self.numbers else []
+        return [
+            (number, Answer(ids, finished, self.calls.get(number)))
+            for number, ids, finished in zip(self.numbers, parts, self.finished, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of an episode, in the words of ``EpisodeRecord``. What was observed after the last sample is left out:
+    the model has not seen it."""
+
+    number: int
+    rewards: tuple[tuple[int, float], ...]
+    failure: tuple[FailureKind, str] | None
+    forks: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
+
+
+@dataclass
+class Requests:
+    """Samples that are asked for.
+
+    Attributes:
+        numbers: ``[n]``, the episodes that ask. forks: ``[n]``, the context is a new one rather than a continuation.
+        lengths: ``[n]``, ids of context that came since the last sample, or of all of a new one.
+        token_ids: ``[T]`` int32, those ids end to end. max_tokens: ``[n]``.
+        images, stops, parsers: by number where there are some: images of the context, further stop tokens, and name of
+            a parser with the tools' schemas.
+    """
+
+    numbers: list[int] = field(default_factory=list)
+    forks: list[bool] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    max_tokens: list[int] = field(default_factory=list)
+    images: dict[int, tuple[Image, ...]] = field(default_factory=dict)
+    stops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    parsers: dict[int, tuple[str, tuple]] = field(default_factory=dict)
+
+
+@dataclass
+class Reply:
+    """A round as a process tells of it, when all its plays wait for a sample or have ended.
+
+    Attributes:
+        tools: episode, number of the call and outcome of each tool that was called.
+    """
+
+    requests: Requests = field(default_factory=Requests)
+    endings: list[Ending] = field(default_factory=list)
+    tools: list[tuple[int, int, bytes]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LostWorker:
+    """A process of plays that died or was ended; another has been started in its place.
+
+    Attributes:
+        name: by which messages call it. fate: what became of it.
+        number, turn: the episode that it was at; ``IDLE`` where it was at none.
+        where: the line at which a play held it; empty where that is not known.
+    """
+
+    name: str
+    fate: str
+    number: int
+    turn: int
+    where: str
+
+
+def digest_ids(token_ids: Sequence[int] | np.ndarray) -> int:
+    """Digest ids, to tell whether a context is the same when it is made again."""
+    return zlib.crc32(np.asarray(token_ids, dtype=np.int32).tobytes())

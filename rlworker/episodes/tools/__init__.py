@@ -1,0 +1,1 @@
+"""Tools that plays call, each call in a process of its own."""

@@ -1,0 +1,104 @@
+"""The process that runs plays, and the thread in it that sees one which holds the process.
+
+Importing this takes neither torch nor an engine: a process that takes the place of another should start at once.
+"""
+
+import gc
+import json
+import pickle
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from rlworker.episodes.model import PlayLimits
+from rlworker.episodes.running import RunningPlay, list_user_frames
+from rlworker.episodes.stage import Stage
+from rlworker.rewards.user_code import INTERRUPT, Interrupt, locate, name_block_file, write_output_to
+
+
+class PlayWorker:
+    """The process that runs plays.
+
+    Ray runs its methods in the main thread, where Python handles signals; the plays run there too.
+
+    Args:
+        play: pickled play and ``Codec``. output: the file at whose end what plays print and log goes; None leaves it to
+            Ray.
+        folder: of this node's files. name: of this process's among them.
+    """
+
+    def __init__(self, play: bytes, limits: PlayLimits, output: Path | None, folder: str, name: str):
+        if output:  # before the play is loaded, whose modules may print as well
+            write_output_to(output)
+        from ray import cloudpickle
+
+        self._path = f"{folder}/{name}"
+        self._progress = Progress()
+        self._stage = Stage(*cloudpickle.loads(play), limits, self._progress)
+        gc.freeze()  # what is loaded stays, and need not be looked through in every round
+
+    def advance(self, message: bytes) -> bytes:
+        """Play a round: pickled ``Message`` and ``Reply``."""
+        if not self._progress.is_open:
+            self._progress.open(self._path)
+            watch_stage(self._stage, name_block_file(self._path))
+        return pickle.dumps(self._stage.advance(pickle.loads(message)), protocol=5)
+
+
+class Progress:
+    """Tells how far a process is, in a file that others read: steps begun, and number and turn of the play in the last
+    one."""
+
+    def __init__(self):
+        self._numbers: Any = [0, 0, 0]
+        self.is_open = False
+
+    def open(self, path: str) -> None:
+        """Begin the file: ``[3]`` int64."""
+        self._numbers, self.is_open = np.memmap(path, np.int64, "w+", shape=(3,)).data, True
+
+    def __call__(self, number: int, turn: int) -> None:
+        numbers = self._numbers
+        numbers[1], numbers[2] = number, turn
+        numbers[0] += 1
+
+
+def watch_stage(stage: Stage, block_file: str) -> None:
+    """Interrupt plays of the main thread that hold it past their limit, from a thread of its own.
+
+    Where a play stands at its limit is written to ``block_file`` first, for whoever has to end a process that does not
+    heed the interrupt.
+    """
+    main, limit = threading.main_thread().ident or 0, stage.limits.time_limit_s
+
+    def is_overdue(step: Any) -> bool:
+        return step is not None and step[0].used_s + time.monotonic() - step[1] >= limit
+
+    def interrupt(_signal: int, frame: FrameType | None) -> None:
+        if is_overdue(stage.timer.step):  # the step that the signal was meant for may have ended in between
+            stage.timer.step = None
+            raise Interrupt(locate(list_user_frames(frame)))
+
+    def tell(running: RunningPlay) -> None:
+        where = locate(list_user_frames(sys._current_frames().get(main)))
+        line = json.dumps([running.number, running.turn, where])
+        Path(block_file).write_text(line, encoding="utf-8")
+
+    def watch() -> None:
+        told = None
+        while not stage.is_closed:
+            time.sleep(min(limit / 20, 0.1))
+            if is_overdue(step := stage.timer.step):
+                if told is not step:  # once: the process may be ended while this writes
+                    tell(step[0])
+                    told = step
+                signal.pthread_kill(main, INTERRUPT)
+
+    signal.signal(INTERRUPT, interrupt)
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,173 @@
+"""Episodes of a step: plays are given samples of the rollout engines, round by round."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Completions, Request, Sampling
+from engines.models.vision_spec import VisionSpec
+from engines.vllm.tools import ToolCalls
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.config.run import RunConfig
+from rlworker.data.rows import Row
+from rlworker.episodes.codec import Codec
+from rlworker.episodes.model import PlayLimits
+from rlworker.episodes.pool import PlayPool
+from rlworker.episodes.record import EpisodeRecord
+from rlworker.episodes.rounds import Asked, NoteFn, Rounds
+from rlworker.rewards.pool import EXAMPLES, RewardFailure, Scores
+from rlworker.rollouts.episodes import batch_episodes
+from rlworker.rollouts.to_batch import Group
+
+
+@dataclass(frozen=True)
+class EpisodeGroup(Group):
+    """A prompt with its G episodes, what was sampled in all of their turns, and their whole rewards."""
+
+    row: Row
+    episodes: list[EpisodeRecord]
+    completions: Completions
+    rewards: list[float]
+
+    @classmethod
+    def collect(cls, row: Row, episodes: list[EpisodeRecord]) -> EpisodeGroup:
+        """Group the episodes of a row."""
+        completions = Completions.join([one for episode in episodes for one in episode.completions])
+        return cls(row, episodes, completions, [episode.reward for episode in episodes])
+
+
+def set_limits(config: RunConfig) -> PlayLimits:
+    """Set the limits of an episode by a run's settings."""
+    episodes = config.episodes
+    return PlayLimits(
+        episodes.turns,
+        episodes.tokens or config.longest,
+        config.rollout.max_new_tokens,
+        episodes.time_limit_s,
+        episodes.tool_limit_s,
+    )
+
+
+class Player:
+    """Plays episodes with what the rollout engines sample.
+
+    Args:
+        default: reward of an episode whose play failed.
+    """
+
+    def __init__(self, codec: Codec, pool: PlayPool, rollouts: Rollouts, default: float = 0.0):
+        self.codec, self.pool, self.rollouts, self.default = codec, pool, rollouts, default
+        self._note_lost: NoteFn | None = None
+
+    def repeat_lost(self, note: NoteFn, stall_timeout_s: float) -> None:
+        """Let the episodes of a process that dies or stands still begin anew, from now on; one is to blame only where
+        that befalls the next process too.
+
+        Args:
+            note: hears which process was lost and what became of it. It raises where the run may not go on.
+            stall_timeout_s: seconds after which a process that does not begin stands still.
+        """
+        self._note_lost = note
+        self.pool.limit_stalls(stall_timeout_s)
+
+    def play(self, rows: Sequence[Row], sampling: Sampling) -> list[EpisodeGroup]:
+        """Play ``sampling.count`` episodes of each row: ``[P]`` groups.
+
+        Every round draws from a stream of its own, and its episodes' random numbers are of ``sampling.stream``.
+        """
+
+        def ask(asked: Sequence[Asked], number: int) -> tuple[Completions, Mapping[int, ToolCalls]]:
+            completions = self.rollouts.sample(
+                [_make_request(one, sampling) for one in asked], (*sampling.stream, number)
+            )
+            return completions, self._parse_calls(asked, completions)
+
+        options: dict[str, Any] = dict(default=self.default, note_lost=self._note_lost, seed=sampling.stream)
+        records, count = Rounds(self.pool, rows, sampling.count, ask, **options).play(), sampling.count
+        return [EpisodeGroup.collect(row, records[i * count : (i + 1) * count]) for i, row in enumerate(rows)]
+
+    def _parse_calls(self, asked: Sequence[Asked], completions: Completions) -> dict[int, ToolCalls]:
+        """Find the calls of tools in what was sampled, by episode, where a parser was named."""
+        places: dict[tuple[str, str], list[int]] = {}
+        for place, one in enumerate(asked):
+            if one.parser:
+                parser, tools = one.parser
+                places.setdefault((parser, json.dumps(tools)), []).append(place)
+        calls = {}
+        for (parser, tools), here in places.items():
+            texts = self.codec.decode_all([self._cut_end(completions[place].token_ids) for place in here], False)
+            found = self.rollouts.parse_tools(texts, parser, json.loads(tools))
+            calls |= {asked[place].number: each for place, each in zip(here, found, strict=True)}
+        return calls
+
+    def _cut_end(self, token_ids: np.ndarray) -> np.ndarray:
+        """Leave out the token that ended a sample."""
+        return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.codec.stop_token_ids else token_ids
+
+
+def _make_request(asked: Asked, sampling: Sampling) -> Request:
+    stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *asked.stop_token_ids)))
+    return Request(asked.prompt, sampling.temperature, asked.max_tokens, stops, sampling.expected_tokens)
+
+
+def batch_played(groups: Sequence[EpisodeGroup], vision: VisionSpec | None = None) -> TrainBatch:
+    """Batch the episodes of some groups, with their rewards."""
+    return batch_episodes([[episode.list_played() for episode in group.episodes] for group in groups], vision)
+
+
+def score_episodes(groups: Sequence[EpisodeGroup]) -> Scores:
+    """Collect the rewards ``[P * G]`` of episodes, and how some failed."""
+    failures, examples, episodes = Counter(), [], [episode for group in groups for episode in group.episodes]
+    for episode in episodes:
+        if episode.failure:
+            kind, message = episode.failure
+            failures[kind] += 1
+            if failures[kind] <= EXAMPLES:
+                examples.append(RewardFailure(kind, episode.row.prompt, "", message))
+    return Scores([episode.reward for episode in episodes], dict(failures), examples, "episodes")
+
+
+def summarise_episodes(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """Summarise what episodes have that one turn has not: means over episodes."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    names: dict[str, Callable[[EpisodeRecord], int]] = {
+        "turns": lambda episode: episode.turns,
+        "forks": lambda episode: episode.forks,
+        "tool_calls": lambda episode: episode.tool_calls,
+        "tool_failures": lambda episode: episode.tool_failures,
+        "observed_tokens": lambda episode: episode.observed_tokens,
+    }
+    return {name: sum(map(count, episodes)) / len(episodes) for name, count in names.items()}
+
+
+def describe_episode(episode: EpisodeRecord, codec: Codec) -> dict:
+    """Describe an episode turn by turn, as a run folder's ``rollouts`` has it."""
+    rewards: Counter[int] = Counter()
+    for turn, value in episode.rewards:
+        rewards[turn] += value
+    turns = []
+    for number, pieces in enumerate(episode.sequences):
+        texts = codec.decode_all([piece.token_ids for piece in pieces], skip_special=False)
+        for place, (piece, text) in enumerate(zip(pieces, texts, strict=True)):
+            is_sampled = piece.completion is not None
+            turn = {"by": "model" if is_sampled else "environment" if number or place else "prompt", "text": text}
+            turn |= {"learns": is_sampled, "reward": rewards[piece.turn] if is_sampled else 0.0}
+            turn |= {"fork": True} if number and not place else {}
+            turns.append(turn | ({"images": [image.path for image in piece.images]} if piece.images else {}))
+    completions = episode.completions
+    return {
+        "prompt": episode.row.prompt,
+        "completion": "".join(turn["text"] for turn in turns if turn["learns"]),
+        "answer": episode.row.answer,
+        "reward": episode.reward,
+        "version": completions[-1].version if completions else -1,
+        "outcome": ": ".join(episode.failure) if episode.failure else "ok",
+        "turns": turns,
+    }
