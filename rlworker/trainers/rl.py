@@ -23,11 +23,9 @@ from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, is_play
-from rlworker.episodes.pool import EPISODE_LOG, PlayPool
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.rewards.pool import REWARD_LOG, RewardPool, pickle_reward
-from rlworker.rollouts.plays import Player, set_limits
+from rlworker.rewards.pool import pickle_reward
 from rlworker.rollouts.sampler import CANARY, Sampler
 from rlworker.rollouts.to_batch import Group, compare_logprobs, to_batch
 from rlworker.tracking.log import RL_LINE, StepClock
@@ -35,8 +33,8 @@ from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
-from rlworker.trainers.roles import list_groups
 from rlworker.trainers.run import Run
+from rlworker.trainers.run_processes import list_groups, start_scorer
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
 
@@ -128,7 +126,8 @@ class Trainer(Run[RunConfig]):
                 self.devices.begin(rollouts)
                 rollouts.start(self.models["actor"], config.rollout)
         tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
-        scorer = self._start_scorer(rollouts)  # while vLLM alone is still starting
+        parts = self.start_processes, config, self.reward, self.codec, rollouts, self.folder.path
+        scorer = start_scorer(*parts)  # while vLLM alone is still starting
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
         if config.recovery.restarts:
@@ -137,14 +136,6 @@ class Trainer(Run[RunConfig]):
         tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, scorer, self._phase, self._warn)
         self.sampler = Sampler(config, *parts)
-
-    def _start_scorer(self, rollouts: Rollouts) -> RewardPool | Player:
-        config, folder = self.config, self.folder.path
-        if not is_play(self.reward):
-            return self.start_processes(RewardPool(self.reward, config.reward, folder / REWARD_LOG))
-        arguments = self.reward, self.codec, set_limits(config), config.episodes.workers, folder / EPISODE_LOG
-        pool = self.start_processes(PlayPool(*arguments))
-        return Player(self.codec, pool, rollouts, config.reward.default)
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor = groups["actor"]
@@ -331,9 +322,8 @@ class Trainer(Run[RunConfig]):
         # With an image where there is one: the vision tower's weights have to show too.
         row = next((row for row in self.rows if row.images), self.rows[0])
         rows = [row] * (len(self.rollouts.workers) * self.actor.dp_size)
-        sampling = replace(
-            self.sampler.make_sampling(1, CANARY), max_tokens=min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
-        )
+        most = min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
+        sampling = replace(self.sampler.make_sampling(1, CANARY), max_tokens=most)
         batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
         logprobs = get_logprobs(self.actor.forward(batch))
         self._check_difference(f"after sync {self.version}", compare_logprobs(batch, logprobs))
@@ -341,8 +331,7 @@ class Trainer(Run[RunConfig]):
     # -- checkpoints
 
     def get_state(self) -> dict[str, float]:
-        sampler = self.sampler
-        state = {"rollouts": sampler.rollouts_done, "completion_tokens": sampler.completion_tokens}
+        state = {"rollouts": self.sampler.rollouts_done, "completion_tokens": self.sampler.completion_tokens}
         return {"version": self.version, "empty_steps": self.empty_steps} | state
 
     def restore(self, state: dict) -> None:
