@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from engines.models.spec import ModelSpec
 from rlworker.cluster.rollout_group import Rollouts
@@ -48,6 +49,6 @@ def start_scorer(
         start: starts processes as the run's own. folder: of the run, for what they print.
     """
     if not is_play(reward):
-        return start(RewardPool(reward, config.reward, folder / REWARD_LOG))
-    pool = PlayPool(reward, codec, set_limits(config), config.episodes.workers, folder / EPISODE_LOG)
+        return start(RewardPool(cast(Any, reward), config.reward, folder / REWARD_LOG))
+    pool = PlayPool(cast(Any, reward), codec, set_limits(config), config.episodes.workers, folder / EPISODE_LOG)
     return Player(codec, start(pool), rollouts, config.reward.default)
