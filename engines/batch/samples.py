@@ -87,7 +87,8 @@ class Completion:
 class Completions:
     """Many completions as columns, which cross process borders as a few arrays.
 
-    ``[i]`` is a ``Completion``, ``[i:j]`` are ``Completions``, both as views; they are equal where every number is.
+    ``[i]`` is a ``Completion``, ``[i:j]`` are ``Completions``, both as views, ``[i:j:k]`` is a copy; they are equal
+    where every number is.
 
     Attributes:
         token_ids: ``[T]`` int32, those of all completions end to end.
@@ -150,8 +151,8 @@ class Completions:
     def __getitem__(self, index: slice) -> Completions: ...
     def __getitem__(self, index: int | slice) -> Completion | Completions:
         if isinstance(index, slice):
-            start, stop, _ = index.indices(len(self))
-            return self._cut(start, max(start, stop))
+            start, stop, step = index.indices(len(self))
+            return self._cut(start, max(start, stop)) if step == 1 else self.gather(np.arange(start, stop, step))
         number = range(len(self))[index]  # a negative one counts from the end; IndexError past either
         one = self._cut(number, number + 1)
         spans = zip(one.span_versions.tolist(), one.span_lengths.tolist(), strict=True)

@@ -39,8 +39,8 @@ def list_tool_parsers() -> frozenset[str]:
     for folder in (spec and spec.submodule_search_locations) or ():
         for line in ast.parse((Path(folder) / file).read_text(encoding="utf-8")).body:
             match line:
-                case ast.Assign(targets=[ast.Name(id=found)], value=ast.Dict(keys=keys)) if found == name:
-                    return frozenset(key.value for key in keys if isinstance(key, ast.Constant))
+                case ast.Assign(targets=[ast.Name(id=found)], value=parsers) if found == name:
+                    return frozenset(ast.literal_eval(parsers))
     return frozenset()
 
 
@@ -69,9 +69,10 @@ def parse_tool_calls(
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    request = ChatCompletionRequest(model=folder, messages=[], tools=[dict(tool) for tool in tools])
+    request = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
+    make_reader: Any = ToolParserManager.get_tool_parser(parser)
     try:
-        reader = ToolParserManager.get_tool_parser(parser)(_load_tokenizer(folder), request.tools)
+        reader = make_reader(_load_tokenizer(folder), request.tools)
     except (RuntimeError, ValueError) as error:  # both are in use
         raise ValueError(f"tools: parser {parser!r} does not fit the tokenizer of {folder}: {error}") from error
     return [_parse(reader, text, request) for text in texts]

@@ -99,8 +99,7 @@ class Rollouts:
             for index, part in enumerate(parts)
             if part
         }
-        completions = Completions.concatenate(self._ask("sample", questions))
-        return completions.gather(np.argsort(np.concatenate(parts).astype(np.int64)))
+        return restore_prompts(self._ask("sample", questions), parts, 1)
 
     def parse_tools(self, texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCalls]:
         """Find the calls of tools in each text, where vLLM is loaded; ``parse_tool_calls`` says more.

@@ -20,7 +20,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Episode:
-    """What a play and the model have written so far; a play makes one, and returns it.
+    """The tokens that a play and the model have written so far; a play makes one, and returns it.
 
     It begins with the row's prompt and images. ``Model.sample`` appends what the model writes, which is trained;
     ``observe`` what the environment writes, which is context::

@@ -1,4 +1,4 @@
-"""What a play has of the model: samples, and tools that run in processes of their own."""
+"""The model as a play has it: samples, and tools that run in processes of their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the model wrote in one turn.
+    """One turn of the model.
 
     Attributes:
         text: decoded, without special tokens. token_ids: ``[T]`` int32, the stop token included.
@@ -88,7 +88,7 @@ class PlayLimits:
 
 
 class Host(Protocol):
-    """What answers a play: the process that runs it."""
+    """The process that runs a play, and answers it."""
 
     limits: PlayLimits
 

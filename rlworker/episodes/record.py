@@ -1,4 +1,4 @@
-"""What is left of an episode, and what driver and play processes tell each other while it is played.
+"""The record of an episode, and what driver and play processes tell each other while it is played.
 
 A round may be of thousands of episodes: what is told of each is an entry of columns.
 """
@@ -73,7 +73,7 @@ class EpisodeRecord:
 
     @property
     def completions(self) -> list[Completion]:
-        """What was sampled, turn by turn."""
+        """Its samples, turn by turn."""
         return [piece.completion for pieces in self.sequences for piece in pieces if piece.completion is not None]
 
     @property
@@ -148,7 +148,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Message:
-    """What a process is told: rows and jobs to begin, and answers to those that wait.
+    """A round as a process is told of it: rows and jobs to begin, and answers to those that wait.
 
     Attributes:
         numbers: ``[n]``, the episodes that are answered. token_ids: ``[T]`` int32, of all answers end to end.
@@ -174,8 +174,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an episode ended, in the words of ``EpisodeRecord``. What was observed after the last sample is left out: the
-    model has not seen it."""
+    """The end of an episode, in the words of ``EpisodeRecord``. What was observed after the last sample is left out:
+    the model has not seen it."""
 
     number: int
     rewards: tuple[tuple[int, float], ...]
@@ -209,7 +209,7 @@ class Requests:
 
 @dataclass
 class Reply:
-    """What a process tells when all its plays wait for a sample or have ended.
+    """A round as a process tells of it, when all its plays wait for a sample or have ended.
 
     Attributes:
         tools: episode, number of the call and outcome of each tool that was called.

@@ -74,7 +74,7 @@ class Pool(Protocol):
 
 
 class _Course:
-    """What the driver has recorded of an episode.
+    """The course of an episode, as the driver has recorded it.
 
     Attributes:
         sequences: pieces so far. given: its answers, each after the digest of the context before it. tools: outcomes of

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from rlworker.episodes.model import PlayLimits
-from rlworker.episodes.stage import Performance, Stage, list_user_frames
-from rlworker.rewards.progress import name_block_file
-from rlworker.rewards.user_code import INTERRUPT, Interrupt, locate, write_output_to
+from rlworker.episodes.running import RunningPlay, list_user_frames
+from rlworker.episodes.stage import Stage
+from rlworker.rewards.user_code import INTERRUPT, Interrupt, locate, name_block_file, write_output_to
 
 
 class PlayWorker:
@@ -81,20 +81,20 @@ def watch_stage(stage: Stage, block_file: str) -> None:
         return step is not None and step[0].used_s + time.monotonic() - step[1] >= limit
 
     def interrupt(_signal: int, frame: FrameType | None) -> None:
-        if is_overdue(stage.step):  # the step that the signal was meant for may have ended in between
-            stage.step = None
+        if is_overdue(stage.timer.step):  # the step that the signal was meant for may have ended in between
+            stage.timer.step = None
             raise Interrupt(locate(list_user_frames(frame)))
 
-    def tell(performance: Performance) -> None:
+    def tell(running: RunningPlay) -> None:
         where = locate(list_user_frames(sys._current_frames().get(main)))
-        line = json.dumps([performance.number, performance.turn, where])
+        line = json.dumps([running.number, running.turn, where])
         Path(block_file).write_text(line, encoding="utf-8")
 
     def watch() -> None:
         told = None
         while not stage.is_closed:
             time.sleep(min(limit / 20, 0.1))
-            if is_overdue(step := stage.step):
+            if is_overdue(step := stage.timer.step):
                 if told is not step:  # once: the process may be ended while this writes
                     tell(step[0])
                     told = step

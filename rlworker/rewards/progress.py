@@ -18,17 +18,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlworker.rewards.user_code import name_block_file
 from rlworker.rewards.worker import name_failures_file
 
 _ANSWER_S = 120.0
 """Seconds in which a node answers how far its workers are, and starts to. One that does not is taken for lost."""
 _CLOSE_S = 5.0
 """Seconds that a node has to remove its files when all ends."""
-
-
-def name_block_file(path: str) -> str:
-    """Name the file that says where a play holds the process whose progress is at ``path``."""
-    return f"{path}.block"
 
 
 class NodeLost(Exception):

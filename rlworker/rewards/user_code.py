@@ -59,3 +59,8 @@ def locate(frames: list[tuple[FrameType, int]]) -> str:
         return "in no Python code of its own"
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in (frames[0], frames[-1])]
     return "at " + " > ".join(dict.fromkeys(places))
+
+
+def name_block_file(path: str) -> str:
+    """Name the file that says where a play holds the process whose progress is at ``path``."""
+    return f"{path}.block"

@@ -87,7 +87,7 @@ class Sampler:
 
     @property
     def plays(self) -> bool:
-        """Whether what is drawn are episodes."""
+        """Tell whether episodes are drawn."""
         return isinstance(self.scorer, Player)
 
     def batch(self, groups: list, vision: VisionSpec | None) -> TrainBatch:

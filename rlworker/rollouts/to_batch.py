@@ -74,7 +74,7 @@ def to_batch(
         prompt_lengths[numbers] + completions.lengths,
         sampled,
         dict(rollout_logprobs=logprobs, versions=versions),
-        [rows[number].images for number in numbers] if vision else [],
+        [rows[number].images for number in numbers.tolist()] if vision else [],
         vision,
         rewards=torch.tensor(rewards, dtype=torch.float32),
         group=torch.from_numpy(numbers),

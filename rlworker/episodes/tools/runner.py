@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,7 @@ class ToolRunner:
         Raises:
             ValueError: function or arguments cannot be sent to another process.
         """
-        from ray import cloudpickle
-
-        try:
-            code, arguments = cloudpickle.dumps(function), cloudpickle.dumps(args)
-        except Exception as error:  # whatever an object of the user's raises when it is pickled
-            raise ValueError(f"tool: {name_tool(function)} cannot be sent to another process ({error})") from error
+        code, arguments = _pickle_call(function, args)
         header = HEADER.pack(limit_s, memory_mb, len(code), len(arguments))
         async with self._room:
             ours = self._connect()
@@ -89,6 +85,15 @@ class ToolRunner:
         self._server = self._control = None
 
 
+def _pickle_call(function: Callable, args: tuple) -> tuple[bytes, bytes]:
+    from ray import cloudpickle  # takes a while, and not every play has tools
+
+    try:
+        return cloudpickle.dumps(function), cloudpickle.dumps(args)
+    except Exception as error:  # whatever an object of the user's raises when it is pickled
+        raise ValueError(f"tool: {name_tool(function)} cannot be sent to another process ({error})") from error
+
+
 async def _exchange(connection: socket.socket, question: bytes) -> bytes:
     loop, answer = asyncio.get_running_loop(), bytearray()
     try:
@@ -119,5 +124,7 @@ def read_outcome(outcome: bytes, name: str) -> Any:
 
 def name_tool(function: Callable) -> str:
     """Name a function and the line where it stands."""
+    while isinstance(function, partial):
+        function = function.func
     name, code = getattr(function, "__qualname__", repr(function)), getattr(function, "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

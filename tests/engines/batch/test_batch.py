@@ -104,11 +104,18 @@ def test_each_id_says_whether_it_was_sampled():
         ({"sampled": [[False, True], [True]]}, "sequence 1 has 1 ids and 1 marks .* the first False"),
         ({"sampled": [[False], [False]]}, "sequence 0 has 2 ids and 1 marks"),
         ({"prompt_lengths": [1, 2]}, "sequence 1 has 1 ids and a prompt of 2"),
+        ({"prompt_lengths": [1]}, "shorter"),
+        ({"sampled": [[False, True]]}, "shorter"),
     ],
 )
 def test_marks_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         TrainBatch.from_ids([[1, 2], [3]], **arguments)
+
+
+def test_marks_of_no_ids_are_refused():
+    with pytest.raises(ValueError, match="sequence 0 has 0 ids and 0 marks"):
+        TrainBatch.from_ids([[]], sampled=[[]])
 
 
 def test_episodes_are_numbered_in_their_order():
@@ -129,6 +136,7 @@ def test_no_cut_goes_through_an_episode():
     batch = TrainBatch.from_ids(sequences, [1] * 9, episode=episode, rewards=torch.arange(9.0))
     assert [part.rewards.tolist() for part in batch.split(3)] == [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
     assert [part.lengths for part in batch.split(3)] == [(1, 2, 3, 4), (5, 6, 7), (8, 9)]
+    assert [len(part) for part in batch.split(6)] == sizes
     with pytest.raises(ValueError, match="6 episodes cannot be split over 7 parts; use more episodes"):
         batch.split(7)
 

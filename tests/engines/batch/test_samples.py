@@ -41,6 +41,7 @@ def test_columns_are_cut_put_together_and_sorted(logprobs):
     single = make(logprobs)
     joined = Completions.join(single)
     assert list(joined[1:3]) == single[1:3] and len(joined[3:1]) == 0
+    assert list(joined[1::2]) == single[1::2] and list(joined[::-1]) == single[::-1]
     assert Completions.concatenate([joined[:1], joined[1:3], joined[3:]]) == joined
     assert list(joined.gather(np.array([3, 1, 0]))) == [single[3], single[1], single[0]]
     assert list(joined[1:].gather(np.array([2, 0]))) == [single[3], single[1]]

@@ -1,5 +1,7 @@
 """Rounds and free-running requests of a vLLM engine in its Ray process: what repeats, and what new weights do."""
 
+import gzip
+import json
 import threading
 import time
 from dataclasses import replace
@@ -39,15 +41,14 @@ def rollouts(cluster, folder):
 
 
 @pytest.fixture
-def own(cluster, folder):
-    """A process of its own, for a test that breaks it."""
+def own(cluster):
+    """A process of its own without an engine yet, for a test that patches it."""
     import ray
 
     from rlworker.cluster.worker_pool import POLL
     from rlworker.cluster.workers import RolloutWorker
 
     worker = ray.remote(concurrency_groups={POLL: 1})(RolloutWorker).options(num_cpus=0).remote("cpu", 0)
-    ask(worker.start, ModelSpec.from_folder(folder), CONFIG)
     yield worker
     ray.kill(worker)
 
@@ -154,13 +155,59 @@ def test_what_is_given_up_is_free_and_a_poll_holds_nothing_up(rollouts):
     assert isinstance(error, ValueError) and "a request cannot be sampled: " in str(error) and "512" in str(error)
 
 
-def test_an_engine_that_breaks_tells_all_who_wait(own):
+def test_a_trace_shows_what_the_engine_computed(rollouts, tmp_path):
+    (worker,), path = rollouts.workers, tmp_path / "trace.json.gz"
+    ask(worker.begin_trace, "rollout")
+    rollouts.sample(make_requests(make_prompts(2, 5), 3), (1,))
+    ask(worker.end_trace, str(path))
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    spans = [event for event in events if event.get("ph") == "X"]
+    (phase,) = (span for span in spans if span["name"] == "phase rollout")
+    products = [span for span in spans if span["name"].startswith("aten::") and span["tid"] == phase["tid"]]
+    assert len(products) > 100, "a trace is of the thread that computes"
+
+
+def test_new_weights_come_behind_what_vllm_computes_ahead(own, folder, measured):
+    """With the scheduler that vLLM has elsewhere than on a CPU: each step begins before the one before it was read."""
+
+    def schedule_ahead(worker) -> None:
+        from vllm.platforms.cpu import CpuPlatform
+
+        check = CpuPlatform.check_and_update_config
+
+        def check_otherwise(config) -> None:
+            check(config)
+            config.scheduler_config.async_scheduling = True
+
+        patch.object(CpuPlatform, "check_and_update_config", staticmethod(check_otherwise)).start()
+
+    def count_batches(worker) -> int:
+        return len(worker.engine.llm.llm_engine.engine_core.engine_core.batch_queue)
+
+    ask(own.__ray_call__, schedule_ahead)
+    ask(own.start, ModelSpec.from_folder(folder), CONFIG)
+    prompts, models = make_prompts(8, 150), {0: load_folder(folder), 1: nudge(folder)}
+    requests = make_requests(prompts, 200)
+    begin(own, requests, 50)
+    assert ask(own.__ray_call__, count_batches) == 0, "nothing is under way in a pause"
+    resume(own)
+    ask(own.abort, range(8))
+    completions = update_in_flight(own, requests, 100, name_weights(models[1]))
+    assert completions.span_versions.tolist() == [0, 1] * 8 and completions.span_lengths.min() > 90
+    found = measure_versions(models, prompts, completions)
+    measured({f"mean, version {version}": float(values.mean()) for version, values in found.items()})
+    assert all(values.mean() <= 2e-6 and values.max() <= 1e-4 for values in found.values())
+    assert ask(own.sample, requests, 1) == ask(own.sample, requests, 1)
+
+
+def test_an_engine_that_breaks_tells_all_who_wait(own, folder):
     """Sixty-four requests, a poll, and whoever comes later."""
     import ray
 
     def break_step(worker) -> None:
         patch.object(worker.engine, "step", side_effect=RuntimeError("device lost")).start()
 
+    ask(own.start, ModelSpec.from_folder(folder), CONFIG)
     begin(own, make_requests(make_prompts(64, 20), 400), 3)
     waiting = poll(own)
     ask(own.__ray_call__, break_step)

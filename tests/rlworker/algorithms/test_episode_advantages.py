@@ -214,6 +214,10 @@ def test_overlong_episodes_by_hand():
         rewards=torch.ones(5),
     )
     assert add_overlong_penalty(batch, max_tokens=10, buffer=4).rewards.tolist() == [1.0, 0.5, 1.0, 1.0, 1.0]
+    # Of several completions an episode may have more tokens than the limit, and loses no more than 1.
+    assert add_overlong_penalty(batch, max_tokens=6, buffer=4).rewards.tolist() == [1.0, 0.0, 1.0, 0.5, 1.0]
+    one = TrainBatch.from_ids([[1, 2]], [1], rewards=torch.ones(1))
+    assert add_overlong_penalty(one, max_tokens=1, buffer=1).rewards.tolist() == [0.0]
 
 
 def test_aggregations_count_episodes():

@@ -34,24 +34,6 @@ def test_long_prompts_are_spread_and_completions_count():
     assert deal([100, 60, 30, 10], 2, 50.0) == [[0, 3], [1, 2]]
 
 
-def test_answers_come_back_in_the_order_of_the_prompts():
-    """Of engines with two, no and three prompts, with two completions of each; ids name prompt and completion."""
-    from support.rollout_workers import make_completions
-
-    from rlworker.cluster.rollout_group import restore_prompts
-
-    parts, count = [[1, 4], [], [0, 2, 3]], 2
-    answers = [
-        make_completions(*[([10 * prompt + i] * (1 + i), [-1.0] * (1 + i), 3) for prompt in part for i in range(count)])
-        for part in parts
-        if part
-    ]
-    restored = restore_prompts(answers, parts, count)
-    assert [one.token_ids.tolist() for one in restored] == [
-        [10 * prompt + i] * (1 + i) for prompt in range(5) for i in range(count)
-    ]
-
-
 def deal_runs(runs: list[tuple[int, list[float]]], engines: int) -> list[list[int]]:
     """Deal requests: of prompts of some length, each with what its completions are expected to take."""
     from rlworker.cluster.rollout_group import deal_requests
@@ -74,3 +56,21 @@ def test_what_each_request_is_expected_to_take_counts():
     """By hand: 5 + 90 to the first engine, and both others, 5 + 20 and 9 + 30, to the second."""
     assert deal_runs([(5, [5.0, 15.0]), (5, [90.0]), (9, [30.0])], 2) == [[2], [0, 1, 3]]
     assert deal_runs([(5, [1.0])], 2) == [[0], []]
+
+
+def test_answers_come_back_in_the_order_of_the_prompts():
+    """Of engines with two, no and three prompts, with two completions of each; ids name prompt and completion."""
+    from support.rollout_workers import make_completions
+
+    from rlworker.cluster.rollout_group import restore_prompts
+
+    parts, count = [[1, 4], [], [0, 2, 3]], 2
+    answers = [
+        make_completions(*[([10 * prompt + i] * (1 + i), [-1.0] * (1 + i), 3) for prompt in part for i in range(count)])
+        for part in parts
+        if part
+    ]
+    restored = restore_prompts(answers, parts, count)
+    assert [one.token_ids.tolist() for one in restored] == [
+        [10 * prompt + i] * (1 + i) for prompt in range(5) for i in range(count)
+    ]

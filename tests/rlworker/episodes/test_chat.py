@@ -2,7 +2,7 @@
 
 import jinja2
 import pytest
-from support.chat import QWEN2_5, QWEN3, make_chat_tokenizer
+from support.episodes.chat import QWEN2_5, QWEN3, make_chat_tokenizer
 
 from rlworker.episodes.chat import Addition, Chat
 

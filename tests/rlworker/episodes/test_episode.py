@@ -4,12 +4,11 @@ import asyncio
 
 import numpy as np
 import pytest
-from support.plays import EOS, LIMITS, LocalPool, encode, make_codec, make_rows, make_sample, play_all, tell
+from support.episodes.stages import EOS, LIMITS, LocalPool, encode, make_codec, make_rows, make_sample, play_all, tell
 
 from rlworker.episodes import Episode, EpisodeLimit, one_turn
 from rlworker.episodes.codec import using_codec
 from rlworker.rewards.functions import batch_reward
-
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +18,13 @@ def codec():
         yield codec
 
 
-def test_what_is_observed_is_context_and_what_is_sampled_has_its_turn():
-    episode = Episode(ROW)
+@pytest.fixture
+def row():
+    return make_rows("1+1=")[0]
+
+
+def test_what_is_observed_is_context_and_what_is_sampled_has_its_turn(row):
+    episode = Episode(row)
     episode.reward(0.5)
     episode.add_sample(make_sample("2").token_ids)
     episode.observe("ok")
@@ -33,8 +37,8 @@ def test_what_is_observed_is_context_and_what_is_sampled_has_its_turn():
     assert episode.rewards == [(-1, 0.5), (1, 1.0)] and episode.turns == 2
 
 
-def test_a_fork_begins_another_sequence_of_the_same_turns():
-    episode = Episode(ROW)
+def test_a_fork_begins_another_sequence_of_the_same_turns(row):
+    episode = Episode(row)
     episode.add_sample(make_sample("2").token_ids)
     episode.fork("so far: 2;")
     episode.add_sample(make_sample("3").token_ids)
@@ -54,16 +58,16 @@ def test_a_fork_begins_another_sequence_of_the_same_turns():
         (lambda e: Episode(e.row, tools=[{}]), "the prompt is no chat; give messages"),
     ],
 )
-def test_what_cannot_be_written_is_refused(act, message):
+def test_what_cannot_be_written_is_refused(row, act, message):
     with pytest.raises(ValueError, match=message):
-        act(Episode(ROW))
+        act(Episode(row))
 
 
-def test_there_is_no_text_without_a_tokenizer():
+def test_there_is_no_text_without_a_tokenizer(row):
     import contextvars
 
     with pytest.raises(RuntimeError, match="no tokenizer outside of a play"):
-        contextvars.Context().run(Episode(ROW).observe, "text")
+        contextvars.Context().run(Episode(row).observe, "text")
 
 
 def test_ids_that_the_tokenizer_does_not_know_are_left_out_of_the_text(codec):

@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from support.plays import LIMITS, make_codec, make_rows, make_sample, say_length, tell
+from support.episodes.stages import LIMITS, make_codec, make_rows, make_sample, say_length, tell
 
 from engines.batch.samples import Completions
 from rlworker.episodes import Episode
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]
-ROWS = make_rows(*(f"{i}+{'1' * (i % 3)}=" for i in range(6)))
 
 
 async def chat(model, row):
@@ -45,10 +44,10 @@ def misbehave(how: str) -> None:
 def play(cluster, by_value):
     """``play(how, options of Rounds)``: records of six rows, two episodes each, where the third row misbehaves."""
     import ray
-    import support.chat
-    import support.plays
+    import support.episodes.chat
+    import support.episodes.stages
 
-    for module in (support.plays, support.chat):
+    for module in (support.episodes.stages, support.episodes.chat):
         ray.cloudpickle.register_pickle_by_value(module)
     from rlworker.episodes.pool import PlayPool
     from rlworker.episodes.rounds import Rounds
@@ -56,9 +55,11 @@ def play(cluster, by_value):
     def ask(asked, number):
         return Completions.join([make_sample(say_length(one.prompt.token_ids, number)) for one in asked]), {}
 
+    made = make_rows(*(f"{i}+{'1' * (i % 3)}=" for i in range(6)))
+
     def play_all(how="", workers=2, before=lambda pool, number: None, **options):
         rows = [
-            type(row)(row.prompt, row.prompt_ids, row.answer, {"how": how if row.answer == "2" else ""}) for row in ROWS
+            type(row)(row.prompt, row.prompt_ids, row.answer, {"how": how if row.answer == "2" else ""}) for row in made
         ]
         with PlayPool(chat, make_codec(), LIMITS, workers) as pool:
 

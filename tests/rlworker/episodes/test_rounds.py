@@ -8,14 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
-from support.plays import LIMITS, LocalPool, make_rows, play_all, tell
-from support.tool_functions import draw_slowly, fail
+from support.episodes.stages import LIMITS, LocalPool, make_rows, play_all, tell
+from support.episodes.tool_functions import draw_slowly, fail
 
 from rlworker.episodes import Episode
 from rlworker.errors import RunError
 
-ROWS = make_rows(*(f"{i}+{'1' * (i % 3)}=" for i in range(6)))
 HERE = __file__
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return make_rows(*(f"{i}+{'1' * (i % 3)}=" for i in range(6)))
 
 
 async def chat(model, row):
@@ -34,9 +38,9 @@ def tell_all(records):
     return [(tell(record), record.rewards, record.failure, record.tool_calls) for record in records]
 
 
-def test_episodes_do_not_depend_on_processes_or_durations():
+def test_episodes_do_not_depend_on_processes_or_durations(rows):
     limits = LIMITS.__class__(8, 80, 8, 5.0, 5.0)
-    one, three = (play_all(LocalPool(chat, workers, limits), ROWS, 2) for workers in (1, 3))
+    one, three = (play_all(LocalPool(chat, workers, limits), rows, 2) for workers in (1, 3))
     assert tell_all(one) == tell_all(three)
     assert [record.turns for record in one[::2]] == [1, 2, 3, 1, 2, 3] and all(r.failure is None for r in one)
     twins = [tell(record)[0][2] for record in one[4:6]]
@@ -44,10 +48,10 @@ def test_episodes_do_not_depend_on_processes_or_durations():
 
 
 @pytest.mark.parametrize("lose", [{0: -1}, {1: -1}, {2: -1}, {0: -1, 2: -1, 4: -1}])
-def test_episodes_begun_anew_are_the_same(lose):
+def test_episodes_begun_anew_are_the_same(rows, lose):
     limits, heard = LIMITS.__class__(8, 80, 8, 5.0, 5.0), []
-    whole = play_all(LocalPool(chat, 2, limits), ROWS)
-    lost = play_all(LocalPool(chat, 2, limits, lose), ROWS, note_lost=heard.append)
+    whole = play_all(LocalPool(chat, 2, limits), rows)
+    lost = play_all(LocalPool(chat, 2, limits, lose), rows, note_lost=heard.append)
     assert tell_all(whole) == tell_all(lost)
     assert heard == [{"play worker 0": "died"}] * len(lose)
 
@@ -63,15 +67,15 @@ async def ask_oracle(model, row):
     return episode
 
 
-def test_tools_are_not_called_again_by_plays_that_begin_anew():
+def test_tools_are_not_called_again_by_plays_that_begin_anew(rows):
     pool = LocalPool(ask_oracle, lose={2: -1})
-    (record,) = play_all(pool, ROWS[:1])
+    (record,) = play_all(pool, rows[:1])
     assert record.failure is None and record.turns == 3 and record.tool_calls == 2
     (job,) = pool.messages[3][0].jobs
     assert sorted(job.tools) == [0], "the second tool was called in the round that was lost"
 
 
-def test_a_play_that_writes_something_else_when_it_begins_anew_says_so():
+def test_a_play_that_writes_something_else_when_it_begins_anew_says_so(rows):
     texts = iter("abcdef")
 
     async def differ(model, row):
@@ -80,25 +84,25 @@ def test_a_play_that_writes_something_else_when_it_begins_anew_says_so():
         await model.sample(episode)
         return episode
 
-    (record,) = play_all(LocalPool(differ, lose={1: -1}), ROWS[:1])
+    (record,) = play_all(LocalPool(differ, lose={1: -1}), rows[:1])
     assert record.failure and record.failure[0] == "raised"
     assert "begun anew and wrote something else than before; draw random numbers from model.random" in record.failure[1]
 
 
-def test_an_episode_is_to_blame_where_its_process_is_lost_twice():
+def test_an_episode_is_to_blame_where_its_process_is_lost_twice(rows):
     heard = []
-    first, second = play_all(LocalPool(chat, lose={0: 0, 1: 0}), ROWS[:2], default=-1.0, note_lost=heard.append)
+    first, second = play_all(LocalPool(chat, lose={0: 0, 1: 0}), rows[:2], default=-1.0, note_lost=heard.append)
     assert first.failure == ("died", "turn 1: its process died (it exited, crashed or had no memory left)")
     assert first.reward == -1.0 and second.failure is None and heard == []
-    first, second = play_all(LocalPool(chat, lose={0: 0}), ROWS[:2], note_lost=heard.append)
+    first, second = play_all(LocalPool(chat, lose={0: 0}), rows[:2], note_lost=heard.append)
     assert first.failure is None and heard == [{"play worker 0": "died"}], "once: the process was lost"
-    first, second = play_all(LocalPool(chat, lose={0: 0}), ROWS[:2])
+    first, second = play_all(LocalPool(chat, lose={0: 0}), rows[:2])
     assert first.failure and second.failure is None, "where none may be lost, the episode is to blame at once"
 
 
-def test_processes_that_are_lost_time_and_again_end_the_run():
+def test_processes_that_are_lost_time_and_again_end_the_run(rows):
     with pytest.raises(RunError, match="play worker 0 died, 3 times in a row, while no play ran"):
-        play_all(LocalPool(chat, lose=dict.fromkeys(range(9), -1)), ROWS)
+        play_all(LocalPool(chat, lose=dict.fromkeys(range(9), -1)), rows)
 
 
 async def misbehave(model, row):
@@ -190,7 +194,7 @@ def test_the_neighbours_of_faults_play_on(failed):
     assert seconds < LIMITS.time_limit_s + 5
 
 
-def test_the_time_of_a_play_leaves_out_samples_tools_and_neighbours():
+def test_the_time_of_a_play_leaves_out_samples_tools_and_neighbours(rows):
     """A limit of half a second: every play works for 0.3, waits for a tool that takes 0.7 and for a slow rollout."""
 
     async def work(model, row):
@@ -207,7 +211,7 @@ def test_the_time_of_a_play_leaves_out_samples_tools_and_neighbours():
         time.sleep(0.2)
         return "1"
 
-    records = play_all(LocalPool(work), ROWS[:4], say=say)
+    records = play_all(LocalPool(work), rows[:4], say=say)
     assert [record.failure for record in records] == [None] * 4
 
 
@@ -226,17 +230,17 @@ def wait_for_ever():
 
 
 async def block_in_a_task():
-    sum(iter(int, 1))  # zeros without end
+    sum(zero for zero in iter(int, 1))  # without end
 
 
-def test_a_play_that_holds_its_process_is_interrupted_and_its_line_named(tmp_path):
+def test_a_play_that_holds_its_process_is_interrupted_and_its_line_named(rows, tmp_path):
     """A neighbour that waits for its turn meanwhile is none the worse."""
     start, block_file = time.monotonic(), str(tmp_path / "block")
-    records = play_all(LocalPool(block, block_file=block_file), ROWS[:4])
+    records = play_all(LocalPool(block, block_file=block_file), rows[:4])
     assert time.monotonic() - start < 2 * LIMITS.time_limit_s + 5
     assert [record.failure and record.failure[0] for record in records] == [None, "blocked", "blocked", None]
     lines = open(HERE).read().splitlines()
-    for record, inner in ((records[1], "time.sleep(600)"), (records[2], "sum(iter(int, 1))")):
+    for record, inner in ((records[1], "time.sleep(600)"), (records[2], "sum(zero for zero")):
         start, message, places = record.failure[1].partition(f"held its process for {LIMITS.time_limit_s:g} s, at ")
         assert start == "turn 1: " and message
         assert inner in lines[int(places.split(":")[-1]) - 1], record.failure

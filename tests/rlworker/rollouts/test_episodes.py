@@ -54,6 +54,13 @@ def test_an_early_reward_is_at_the_only_sampled_id():
     assert batch.rewards.tolist() == [9.0] and batch.turn_rewards is None
 
 
+def test_one_sequence_of_two_turns_is_told_and_so_are_two_of_one_turn():
+    turns = batch_episodes([[[play("p0e1")]]])
+    assert turns.turn.tolist() == [0, -1, 1] and turns.episode.tolist() == [0]
+    forked = batch_episodes([[[play("pp"), play("p0")]]])
+    assert forked.turn.tolist() == [0] and forked.episode.tolist() == [0, 0]
+
+
 def test_one_turn_is_a_batch_of_completions():
     """To the last bit, and with the columns of one turn alone."""
     generator = np.random.default_rng(0)
@@ -92,7 +99,7 @@ def test_one_turn_is_a_batch_of_completions():
         (play(""), r"sequence 1 has columns of .*expected equal lengths from 1"),
         (play("pp0", rewards=[(1, 1.0)]), "sequence 1 has a reward at place 1, expected -1 or that of a sampled id"),
         (play("pp0", rewards=[(3, 1.0)]), "reward at place 3"),
-        (play("pp0", rewards=[(-2, 1.0)]), "reward at place -2"),
+        (play("p00", rewards=[(-2, 1.0)]), "reward at place -2"),
     ],
 )
 def test_impossible_sequences_are_refused(sequence, message):

@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
 import torch
-from support.rollout_workers import make_completions
+from support.rollout_workers import make_completion, make_completions
 
+from engines.batch.samples import Completion, Completions
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import compare_logprobs, to_batch
+from rlworker.rollouts.to_batch import PromptGroup, batch_groups, compare_logprobs, to_batch
 
 
 def test_columns_stand_at_their_tokens():
@@ -14,14 +16,34 @@ def test_columns_stand_at_their_tokens():
         ([8, 9, 9], [-0.8, -0.9, -1.0], 3),
         ([], [], 3),
     ]
-    batch = to_batch(rows, make_completions(*completions), [1.0, 0.0, 0.5, 0.25])
+    joined = make_completions(*completions)
+    batch = to_batch(rows, joined, [1.0, 0.0, 0.5, 0.25])
     assert batch.lengths == (3, 2, 3, 0)
     assert batch.inputs.tolist() == [1, 2, 5, 1, 2, 3, 8, 9]
     assert batch.targets.tolist() == [2, 5, 6, 2, 7, 8, 9, 9]
     assert batch.mask.tolist() == [False, True, True, False, True, True, True, True]
     assert batch.rollout_logprobs.tolist() == pytest.approx([0, -0.5, -0.6, 0, -0.7, -0.8, -0.9, -1.0])
     assert batch.group.tolist() == [0, 0, 1, 1] and batch.versions.tolist() == [-1, 4, 4, -1, 4, 3, 3, 3]
+    rewards = batch.rewards.tolist()
+    cuts = slice(0, 2), slice(2, 4)
+    groups = [PromptGroup(row, joined[cut], ["", ""], rewards[cut]) for row, cut in zip(rows, cuts)]
+    same = batch_groups(groups).columns()
+    assert batch.lengths == batch_groups(groups).lengths
+    assert all(torch.equal(same[name], column) for name, column in batch.columns().items())
     trainer = batch.rollout_logprobs + torch.tensor([9.0, 0.1, 0, 9.0, 0, 0, -0.3, 0])
     difference = compare_logprobs(batch, trainer)
     assert difference["logprob_diff_max"] == pytest.approx(0.3)
     assert difference["logprob_diff_mean"] == pytest.approx(0.4 / 6)
+
+
+def test_rows_with_other_numbers_of_completions_are_refused():
+    rows = [Row("", (1,), "", {})] * 2
+    with pytest.raises(ValueError, match="3 completions of 2 rows, expected as many of each row"):
+        to_batch(rows, make_completions(*[([5], [-1.0], 0)] * 3), [0.0] * 3)
+
+
+def test_weights_that_changed_within_a_completion_are_told_token_by_token():
+    spanned = Completion(np.array([5, 6, 7], np.int32), np.zeros(3, np.float32), True, ((4, 1), (5, 2)))
+    other = make_completion([8], [-1.0], version=2)
+    batch = to_batch([Row("", (1, 2), "", {})], Completions.join([spanned, other]), [0.0, 0.0])
+    assert batch.versions.tolist() == [-1, 4, 5, 5, -1, 2]

@@ -6,9 +6,9 @@ import signal
 from dataclasses import replace
 
 import pytest
-import support.tool_functions
+import support.episodes.tool_functions
+from support.episodes.tool_functions import draw_slowly
 from support.huggingface import compute_logprobs, load_folder
-from support.tool_functions import draw_slowly
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.addition import make_data, make_tokenizer
@@ -40,7 +40,7 @@ async def play(model, row):
 def config(make_hf_model, tmp_path_factory, by_value):
     import ray
 
-    ray.cloudpickle.register_pickle_by_value(support.tool_functions)
+    ray.cloudpickle.register_pickle_by_value(support.episodes.tool_functions)
     folder = make_data(tmp_path_factory.mktemp("data"))
     for name, rows in (("train", 40), ("heldout", 16)):
         path = folder / f"{name}.jsonl"

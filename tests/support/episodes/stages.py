@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from support.chat import SAMPLED, GuardedTokenizer
+from support.episodes.chat import SAMPLED, GuardedTokenizer
 
 from engines.batch.samples import Completion, Completions
 from rlworker.data.rows import Row
