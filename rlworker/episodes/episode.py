@@ -161,6 +161,6 @@ class Episode:
 def _describe_tool(tool: Mapping[str, Any] | Callable) -> Mapping[str, Any]:
     if isinstance(tool, Mapping):
         return tool
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     return get_json_schema(tool)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.actor import ActorHandle
+from ray.cloudpickle.cloudpickle_fast import dumps
 
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, PlayLimits
@@ -70,7 +70,7 @@ class PlayPool:
         if output:
             output.parent.mkdir(parents=True, exist_ok=True)
         self._remote_class: Any = ray.remote(PlayWorker)
-        self._shared = ray.put(cloudpickle.dumps((play, codec)))
+        self._shared = ray.put(dumps((play, codec)))
         self._numbers, self._failed_starts, self._idle_s = count(), 0, _START_S
         self.nodes = find_nodes(workers)
         self._places = [self.nodes[slot % len(self.nodes)] for slot in range(workers)]
@@ -115,7 +115,7 @@ class PlayPool:
         Raises:
             RunError: processes do not start.
         """
-        calls = {
+        calls: dict[Any, _Call] = {
             self.workers[slot].advance.remote(pickle.dumps(message, protocol=5)): _Call(slot)
             for slot, message in messages.items()
         }

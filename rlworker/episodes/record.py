@@ -82,6 +82,12 @@ class EpisodeRecord:
         return len(self.completions)
 
     @property
+    def is_one_turn(self) -> bool:
+        """Tell whether it is one sample of its row's prompt, and nothing else."""
+        first = self.sequences[0]
+        return len(self.sequences) == 1 and len(first) == 2 and first[0].token_ids is self.row.prompt_ids
+
+    @property
     def observed_tokens(self) -> int:
         """Tokens that the environment wrote after the prompt, in all sequences."""
         pieces = [piece for pieces in self.sequences for piece in pieces[1:] if piece.turn == CONTEXT]

@@ -77,7 +77,7 @@ class _Course:
     """The course of an episode, as the driver has recorded it.
 
     Attributes:
-        sequences: pieces so far. given: its answers, each after the digest of the context before it. tools: outcomes of
+        sequences: pieces so far. given: its answers, each after the context that came before it. tools: outcomes of
             its tools. losses: processes that were lost at it.
     """
 
@@ -86,14 +86,14 @@ class _Course:
     def __init__(self, number: int, row: Row, prompt: Prompt):
         self.number, self.row, self._prompt = number, row, prompt
         self.sequences = [[Piece(row.prompt_ids, CONTEXT, row.images)]]
-        self.given: list[tuple[int, Answer]] = []
+        self.given: list[tuple[np.ndarray, Answer]] = []
         self.tools: dict[int, bytes] = {}
-        self.losses = self.context = 0
+        self.losses, self.context = 0, np.zeros(0, np.int32)
         self.ending: Ending | None = None
 
     def add_context(self, ids: np.ndarray, images: tuple[Image, ...], is_fork: bool) -> None:
         """Record what stands before the sample that is asked for now."""
-        self.context = digest_ids(ids)
+        self.context = ids
         if is_fork and not self.given:
             self.sequences.clear()  # a prompt of its own takes the place of the row's
         if is_fork:
@@ -105,6 +105,10 @@ class _Course:
         """Record a sample."""
         self.sequences[-1].append(Piece(completion.token_ids, len(self.given), (), completion))
         self.given.append((self.context, Answer(completion.token_ids, completion.finished, calls)))
+
+    def list_answers(self) -> list[tuple[int, Answer]]:
+        """List its answers as a ``Job`` has them."""
+        return [(digest_ids(context), answer) for context, answer in self.given]
 
     def make_prompt(self) -> Prompt:
         """Make the prompt of all that the last sequence has."""
@@ -169,7 +173,7 @@ class Rounds:
         """Have a process begin all its episodes that have not ended, or begin them anew."""
         courses = [self._courses[number] for number in np.flatnonzero(self._owners == slot).tolist()]
         jobs = [
-            Job(one.number, one.number // self._count, (*self._seed, one.number), tuple(one.given), dict(one.tools))
+            Job(one.number, one.number // self._count, (*self._seed, one.number), one.list_answers(), dict(one.tools))
             for one in courses
             if one.ending is None
         ]

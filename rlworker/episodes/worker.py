@@ -40,7 +40,8 @@ class PlayWorker:
 
         self._path = f"{folder}/{name}"
         self._progress = Progress()
-        self._stage = Stage(*cloudpickle.loads(play), limits, self._progress)
+        function, codec = cloudpickle.loads(play)
+        self._stage = Stage(function, codec, limits, self._progress)
         gc.freeze()  # what is loaded stays, and need not be looked through in every round
 
     def advance(self, message: bytes) -> bytes:
@@ -94,7 +95,8 @@ def watch_stage(stage: Stage, block_file: str) -> None:
         told = None
         while not stage.is_closed:
             time.sleep(min(limit / 20, 0.1))
-            if is_overdue(step := stage.timer.step):
+            step = stage.timer.step
+            if step and is_overdue(step):
                 if told is not step:  # once: the process may be ended while this writes
                     tell(step[0])
                     told = step

@@ -24,7 +24,7 @@ from rlworker.episodes.record import EpisodeRecord
 from rlworker.episodes.rounds import Asked, NoteFn, Rounds
 from rlworker.rewards.pool import EXAMPLES, RewardFailure, Scores
 from rlworker.rollouts.episodes import batch_episodes
-from rlworker.rollouts.to_batch import Group
+from rlworker.rollouts.to_batch import Group, batch_groups
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ def _make_request(asked: Asked, sampling: Sampling) -> Request:
 
 def batch_played(groups: Sequence[EpisodeGroup], vision: VisionSpec | None = None) -> TrainBatch:
     """Batch the episodes of some groups, with their rewards."""
+    if all(episode.is_one_turn for group in groups for episode in group.episodes):  # the same batch, in fewer steps
+        return batch_groups(groups, vision)
     return batch_episodes([[episode.list_played() for episode in group.episodes] for group in groups], vision)
 
 
@@ -149,16 +151,16 @@ def summarise_episodes(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
 
 def describe_episode(episode: EpisodeRecord, codec: Codec) -> dict:
     """Describe an episode turn by turn, as a run folder's ``rollouts`` has it."""
-    rewards: Counter[int] = Counter()
+    rewards: dict[int, float] = {}
     for turn, value in episode.rewards:
-        rewards[turn] += value
+        rewards[turn] = rewards.get(turn, 0.0) + value
     turns = []
     for number, pieces in enumerate(episode.sequences):
         texts = codec.decode_all([piece.token_ids for piece in pieces], skip_special=False)
         for place, (piece, text) in enumerate(zip(pieces, texts, strict=True)):
             is_sampled = piece.completion is not None
             turn = {"by": "model" if is_sampled else "environment" if number or place else "prompt", "text": text}
-            turn |= {"learns": is_sampled, "reward": rewards[piece.turn] if is_sampled else 0.0}
+            turn |= {"learns": is_sampled, "reward": rewards.get(piece.turn, 0.0) if is_sampled else 0.0}
             turn |= {"fork": True} if number and not place else {}
             turns.append(turn | ({"images": [image.path for image in piece.images]} if piece.images else {}))
     completions = episode.completions

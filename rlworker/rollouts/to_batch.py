@@ -81,7 +81,7 @@ def to_batch(
     )
 
 
-def batch_groups(groups: Sequence[PromptGroup], vision: VisionSpec | None = None) -> TrainBatch:
+def batch_groups(groups: Sequence[Group], vision: VisionSpec | None = None) -> TrainBatch:
     """Batch the completions of some groups, with their rewards."""
     rewards = [reward for group in groups for reward in group.rewards]
     completions = Completions.concatenate([group.completions for group in groups])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from ray.actor import ActorHandle
@@ -127,10 +128,10 @@ class Trainer(Run[RunConfig]):
         self.sampler = Sampler(config, *parts)
 
     def _start_scorer(self, rollouts: Rollouts) -> RewardPool | Player:
-        config, folder = self.config, self.folder.path
-        if not is_play(self.reward):
-            return self.start_processes(RewardPool(self.reward, config.reward, folder / REWARD_LOG))
-        arguments = self.reward, self.codec, set_limits(config), config.episodes.workers, folder / EPISODE_LOG
+        config, folder, reward = self.config, self.folder.path, cast(Any, self.reward)
+        if not is_play(reward):
+            return self.start_processes(RewardPool(reward, config.reward, folder / REWARD_LOG))
+        arguments = reward, self.codec, set_limits(config), config.episodes.workers, folder / EPISODE_LOG
         pool = self.start_processes(PlayPool(*arguments))
         return Player(self.codec, pool, rollouts, config.reward.default)
 

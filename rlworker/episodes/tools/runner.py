@@ -86,10 +86,10 @@ class ToolRunner:
 
 
 def _pickle_call(function: Callable, args: tuple) -> tuple[bytes, bytes]:
-    from ray import cloudpickle  # takes a while, and not every play has tools
+    from ray.cloudpickle.cloudpickle_fast import dumps  # takes a while, and not every play has tools
 
     try:
-        return cloudpickle.dumps(function), cloudpickle.dumps(args)
+        return dumps(function), dumps(args)
     except Exception as error:  # whatever an object of the user's raises when it is pickled
         raise ValueError(f"tool: {name_tool(function)} cannot be sent to another process ({error})") from error
 

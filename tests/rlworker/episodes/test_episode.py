@@ -180,3 +180,17 @@ def test_plays_may_run_tasks_of_their_own():
 
     (record,) = play_all(LocalPool(gather), make_rows("1="))
     assert record.failure is None and record.reward == 3.0
+
+
+def test_the_batch_of_one_turn_is_that_of_completions_and_of_columns():
+    from rlworker.rollouts.episodes import batch_episodes
+    from rlworker.rollouts.plays import EpisodeGroup, batch_played
+
+    rows = make_rows("4+1=", "15+1=")
+    records = play_all(LocalPool(one_turn(lambda text, row: float(len(row.prompt)))), rows, 2)
+    groups = [EpisodeGroup.collect(row, records[2 * i : 2 * i + 2]) for i, row in enumerate(rows)]
+    assert all(record.is_one_turn for record in records)
+    one, other = batch_played(groups), batch_episodes([[r.list_played() for r in group.episodes] for group in groups])
+    assert one.lengths == other.lengths and one.columns().keys() == other.columns().keys()
+    assert all(np.array_equal(column, other.columns()[name]) for name, column in one.columns().items())
+    assert one.rewards.tolist() == [4, 4, 5, 5] and one.group.tolist() == [0, 0, 1, 1]

@@ -4,6 +4,7 @@ import itertools
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -92,3 +93,72 @@ def test_a_checkpoint_holds_what_decides_how_prompts_are_dealt():
     state = json.loads(json.dumps(trainer_of(drawn).get_state()))
     trainer_of(resumed).restore(state | {"step": 1, "folder": ""})
     assert resumed.make_sampling(3) == drawn.make_sampling(3)
+
+
+def play_sampler(play, further: int):
+    """Make a sampler of plays, with scripted engines and the plays in this process."""
+    from support.episodes.stages import LocalPool, make_codec, make_sample
+
+    from engines.batch.samples import Completions
+    from rlworker.rollouts.plays import Player
+
+    class Engines:
+        streams, temperatures = [], []
+
+        def sample(self, requests, stream):
+            self.streams.append(stream)
+            self.temperatures.append({request.temperature for request in requests})
+            return Completions.join([make_sample(str(place % 3)) for place, _ in enumerate(requests)])
+
+    engines = Engines()
+    drawn = sampler(ROWS, further)
+    drawn.rollouts = engines
+    drawn.scorer = Player(make_codec(), LocalPool(play), engines, default=-1.0)
+    return drawn, engines
+
+
+async def play_even(model, row):
+    """Prompts of an even number are answered right in one of three, of an odd one never; 7 fails."""
+    from rlworker.episodes import Episode
+
+    episode = Episode(row)
+    sample = await model.sample(episode)
+    episode.observe("0")
+    await model.sample(episode)
+    if row.prompt == "7":
+        raise KeyError("seven")
+    episode.reward(float(int(row.prompt) % 2 == 0 and "0" in sample.text))
+    return episode
+
+
+def test_groups_of_episodes_are_drawn_and_dropped_as_groups_of_completions():
+    drawn, engines = play_sampler(play_even, further=2)
+    groups, metrics = drawn.sample(StepClock(), 0)
+    assert len(groups) == 4 and not any(group.has_zero_variance for group in groups)
+    assert metrics["turns"] == 2 and metrics["observed_tokens"] == 1 and metrics["samples"] == 3 * metrics["groups"]
+    assert metrics["completion_tokens"] == 6, "of an episode: two samples of three tokens"
+    assert drawn.completion_tokens < 4, "of a sample, by which the next are dealt out"
+    assert len(set(engines.streams)) == len(engines.streams) == 2 * drawn.rollouts_done, "one for each round"
+    scores = drawn.score_greedy(ROWS[6:8])
+    assert engines.temperatures[-1] == {0.0} and scores.values == [1.0, -1.0] and scores.failures == {"raised": 1}
+    assert scores.count_failures("heldout") == {"heldout_failures": 1, "heldout_raised": 1}
+    sample = drawn.pick(groups)[0]
+    assert [turn["by"] for turn in sample["turns"]] == ["prompt", "model", "environment", "model"]
+    assert sample["outcome"] == "ok" and sample["turns"][3]["reward"] == sample["reward"]
+
+
+def test_a_play_that_cannot_be_sent_is_refused_and_told_from_a_reward():
+    import threading
+
+    from rlworker.episodes.model import is_play
+    from rlworker.rewards.pool import pickle_reward
+
+    lock = threading.Lock()
+
+    async def guarded(model, row):
+        with lock:
+            return None
+
+    assert is_play(guarded) and is_play(partial(guarded, None)) and not is_play(lambda text, row: 0.0)
+    with pytest.raises(ValueError, match=r"play: .*guarded' cannot be sent to another process .*'_thread.lock'"):
+        pickle_reward(guarded, "play")
