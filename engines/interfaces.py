@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -18,6 +18,11 @@ LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 whole optimizer step, so a loss does not depend on how the batch was cut. Metric sums are added over micro-batches and
 data-parallel ranks; a name that ends in ``_max`` is a maximum.
 """
+
+Holding = Literal["weights", "gradients", "optimizer"]
+"""What a training engine holds on its device: the optimizer's are fp32 masters, where weights are bf16, and moments."""
+Tag = Literal["weights", "kv_cache"]
+"""What a rollout engine holds on its devices, by vLLM's names."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,14 @@ class TrainEngine(Protocol):
         """Restore what ``save`` wrote."""
         ...
 
+    def offload(self, holdings: Sequence[Holding]) -> None:
+        """Move holdings to the host's memory. Whatever needs one raises RuntimeError until it is back."""
+        ...
+
+    def onload(self, holdings: Sequence[Holding]) -> None:
+        """Bring holdings back onto the device."""
+        ...
+
 
 class RolloutEngine(Protocol):
     """A model that samples."""
@@ -87,4 +100,12 @@ class RolloutEngine(Protocol):
 
     def rewind(self, version: int) -> None:
         """Take ``version`` as the next one, be it older than what is here."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Leave the devices: level 1 keeps the weights on the host, 2 drops them, so that a sync must follow."""
+        ...
+
+    def wake(self, tags: Sequence[Tag]) -> None:
+        """Take back what ``tags`` name."""
         ...

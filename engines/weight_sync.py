@@ -108,7 +108,9 @@ def _pack(weights: list[tuple[str, Tensor]]) -> WeightBucket:
     for name, tensor in weights:
         entries.append((name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), end))
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    data = np.zeros(end, dtype=np.uint8)
+    # Written by torch: a tensor that numpy has seen could not be offloaded any more.
+    packed = torch.zeros(end, dtype=torch.uint8)
     for (_, _, _, start), (_, tensor) in zip(entries, weights, strict=True):
-        data[start : start + tensor.nbytes] = tensor.view(-1).view(torch.uint8).numpy()
+        packed[start : start + tensor.nbytes] = tensor.view(-1).view(torch.uint8)
+    data = packed.numpy()
     return WeightBucket(tuple(entries), data, xxhash.xxh3_64_intdigest(data.data))

@@ -114,6 +114,10 @@ class Platform(Protocol):
     """Environment variables that name the network interface of its collectives."""
     ray_options: dict
     """Options of one Ray actor that holds one device."""
+    visible_devices: str | None
+    """Environment variable that names the devices which a process sees; None where it has none of its own."""
+    can_sleep: bool
+    """A vLLM engine can give its devices' memory back and take it again."""
     attention_backends: tuple[str, ...]
     """Backends of the capability table that it has, the one to be preferred first."""
     max_pack_sequences: int | None

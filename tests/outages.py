@@ -261,7 +261,7 @@ def main(arguments: list[str]) -> None:
         make_data(folder / "data")
         make_model(folder / "model", seed=0)
         if arguments[:1] == ["--calm"]:
-            with running_ray(8, "cpu"):  # where every run starts its own processes
+            with running_ray(8, "cpu"), keeping_workers():  # else most of the time would go into starts
                 stay_calm(folder, float(arguments[1]))
             return
         if alone := [name for name in names if name not in NODES]:

@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -22,12 +22,12 @@ from torch.profiler import record_function
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, Shard, TokenOutputs, ValueOutputs, join_outputs
 from engines.config import MegatronConfig
-from engines.interfaces import LossFn, StepResult
+from engines.interfaces import Holding, LossFn, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
-from engines.megatron.host import HostedWeights
+from engines.megatron.host import DeviceHoldings, HostedWeights
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
-from engines.megatron.model import build_model, build_transformer_config
+from engines.megatron.model import FrozenModel, build_model, build_transformer_config
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
 from engines.megatron.vision.embedding import Vision
@@ -127,12 +127,13 @@ class MegatronEngine:
             self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
         # fp32 gradients, because a bf16 sum over micro-batches loses the small ones.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        wrapped = DistributedDataParallel(self.transformer, ddp, module) if trainable else _Frozen(module)
+        wrapped = DistributedDataParallel(self.transformer, ddp, module) if trainable else FrozenModel(module)
         learner = build_optimizer(wrapped, config) if trainable else (None, None)
         # By the types of an engine that learns: only there is any of them asked for what a model itself has not.
         self.module = cast(DistributedDataParallel, wrapped)
         self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
         self.weights_on_device = HostedWeights(module, device) if on_host else contextlib.nullcontext()
+        self.holdings = DeviceHoldings(wrapped, learner[0], device, visits=on_host)
 
     # -- forward and backward
 
@@ -144,6 +145,7 @@ class MegatronEngine:
             parts.append(outputs)
             return torch.zeros(()), torch.tensor(0), {}
 
+        self.holdings.require("forward", "weights")
         self._check_schedule(shard)
         self.module.eval()
         with torch.no_grad(), self.weights_on_device:
@@ -172,6 +174,7 @@ class MegatronEngine:
 
     def backward(self, shard: Shard, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
         """Add gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
+        self.holdings.require("backward", "weights", "gradients", "optimizer")
         self._check_schedule(shard)
         step_tokens = self._sum_over_replicas(shard.num_tokens)
         parts: list[Outputs] = []
@@ -299,6 +302,7 @@ class MegatronEngine:
 
         Only the first replica works: the others hold the same weights and yield nothing.
         """
+        self.holdings.require("export_weights", "weights")
         if self.dp_rank or mpu.get_context_parallel_rank():
             return
         for name, tensor in export_weights(self.decoder, self.model):
@@ -307,6 +311,7 @@ class MegatronEngine:
 
     def save(self, folder: str) -> list[str]:
         """Save a checkpoint into an empty folder; returns the names of the files that this rank wrote."""
+        self.holdings.require("save", "weights", "optimizer")
         return save_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
     def load(self, folder: str) -> None:
@@ -315,19 +320,16 @@ class MegatronEngine:
         Raises:
             ValueError: the folder holds none.
         """
+        self.holdings.require("load", "weights", "optimizer")
         load_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
+    def offload(self, holdings: Sequence[Holding]) -> None:
+        """Move holdings to the host's memory. Not collective."""
+        self.holdings.offload(holdings)
 
-class _Frozen(torch.nn.Module):
-    """A model without gradients, wrapped like a trained one so that ``.module`` means the same."""
-
-    def __init__(self, module: torch.nn.Module):
-        super().__init__()
-        self.module = module
-        self.config = module.config
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+    def onload(self, holdings: Sequence[Holding]) -> None:
+        """Bring holdings back onto the device. Not collective."""
+        self.holdings.onload(holdings)
 
 
 def _reduce(metrics: list[dict]) -> dict[str, float]:

@@ -1,12 +1,16 @@
-"""Offloading: optimizer state, and weights that do not learn, wait in the host's memory until they are used.
+"""Offloading: what an engine does not use at the time waits in the host's memory until it does.
 
 On a CPU the host's memory is the device's as well. The same copies are made there.
 """
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from engines.interfaces import Holding
 from engines.megatron.memory.estimate import choose_hosted
 
 
@@ -83,3 +87,83 @@ class HostedState:
     def _drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class DeviceHoldings:
+    """An engine's weights, gradients and optimizer state, each of which can leave the device and come back.
+
+    Memory is given back storage by storage and taken again under the same tensors. So every view into one of
+    Megatron's buffers, of which there are many, is right again without being known here. A gradient does not outlive
+    its step: it is given back without a copy.
+
+    Args:
+        module: wrapped in Megatron's DistributedDataParallel where it learns. optimizer: None where it does not.
+        visits: its weights are on the host anyway, but while it computes.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer, device: torch.device, visits: bool = False):
+        self._module: Any = module  # whose buffers are Megatron's where it is wrapped
+        self._optimizer, self._device, self._visits = optimizer, device, visits
+        self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
+
+    def offload(self, holdings: Sequence[Holding]) -> None:
+        """Move what is on the device of these to the host's memory, and give the device's back."""
+        for name in holdings:
+            if name not in self._left:
+                storages = list(self._list_storages(name))
+                copies = [None if name == "gradients" else copy_to_host(_view_bytes(storage)) for storage in storages]
+                self._left[name] = [(s, s.nbytes(), copy) for s, copy in zip(storages, copies, strict=True)]
+                for storage in storages:
+                    storage.resize_(0)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()  # for another process, which cannot use what torch kept
+
+    def onload(self, holdings: Sequence[Holding]) -> None:
+        """Bring these back onto the device, where they have left it."""
+        for storage, size, copy in (each for name in holdings for each in self._left.pop(name, ())):
+            storage.resize_(size)
+            content = _view_bytes(storage)
+            content.zero_() if copy is None else content.copy_(copy)
+
+    def require(self, who: str, *holdings: Holding) -> None:
+        """Raise RuntimeError where one of these is not on the device."""
+        if missing := [name for name in holdings if name in self._left]:
+            raise RuntimeError(
+                f"engine: {who} was called while {' and '.join(missing)} were offloaded, expected them on the device; "
+                "it is another's turn there: call onload first"
+            )
+
+    def _list_storages(self, name: str) -> Iterator[torch.UntypedStorage]:
+        """List the storages of a holding that are on the device, each once."""
+        weights = [] if self._visits else self._list_weights()
+        seen: set[int] = set()
+        if name == "optimizer":  # whose masters are the weights themselves where those are fp32
+            seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        tensors = {"weights": lambda: weights, "gradients": self._list_gradients, "optimizer": self._list_state}[name]()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device == self._device and storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield storage
+
+    def _list_buffers(self) -> list:
+        return [*self._module.buffers, *self._module.expert_parallel_buffers] if self._optimizer else []
+
+    def _list_weights(self) -> list[Tensor]:
+        """List those that learn, which are views into buffers, and those that are frozen."""
+        return [*(buffer.param_data for buffer in self._list_buffers()), *self._module.parameters()]
+
+    def _list_gradients(self) -> list[Tensor]:
+        return [buffer.grad_data for buffer in self._list_buffers()]
+
+    def _list_state(self) -> Iterator[Tensor]:
+        for part in self._optimizer.chained_optimizers if self._optimizer else ():
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _view_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """View a storage ``[bytes]`` as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -145,3 +145,15 @@ def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform)
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return module
+
+
+class FrozenModel(torch.nn.Module):
+    """A model without gradients, wrapped like a trained one so that ``.module`` means the same."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+        self.config = module.config
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)

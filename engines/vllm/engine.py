@@ -16,8 +16,10 @@ from engines.config import VllmConfig
 from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
 from engines.images.processor import decode
+from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.processes import unlink_shared_memory
+from engines.vllm.sleep import Sleep
 from engines.weight_sync import WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
 from hardware.platform import Platform
@@ -34,7 +36,7 @@ def _tie_alike(config):
     return config
 
 
-def _make_settings(model: ModelSpec, config: VllmConfig, worker: str) -> dict[str, Any]:
+def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bool) -> dict[str, Any]:
     """Make the arguments of vLLM's LLM."""
     settings: dict[str, Any] = dict(
         model=model.folder,
@@ -48,6 +50,7 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str) -> dict[st
         # log_softmax(logits / temperature): what the trainer computes.
         logprobs_mode="processed_logprobs",
         worker_cls=worker,
+        enable_sleep_mode=sleeps,
         worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
         disable_log_stats=True,
         # Prompts come as ids and leave as ids; text is the controller's business. vLLM's processors of images
@@ -74,13 +77,14 @@ class VllmEngine:
 
     Args:
         model: read from ``model.folder``; its weights count as version 0.
+        takes_turns: with trainers, on the same devices, so that it has to sleep.
 
     Raises:
         ValueError: vLLM has no backend here that honours the model's rules.
         RuntimeError: it took another one than it was told.
     """
 
-    def __init__(self, model: ModelSpec, config: VllmConfig, platform: Platform):
+    def __init__(self, model: ModelSpec, config: VllmConfig, platform: Platform, takes_turns: bool = False):
         self.model, self.config = model, config
         self.version = self._newest = 0
         self._names: set[str] = set()
@@ -88,7 +92,9 @@ class VllmEngine:
         worker = platform.find_rollout_worker(backend)
         if config.kv_cache_mb:
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
-        self.llm = LLM(**(_make_settings(model, config, worker.name) | cast(dict[str, Any], config.vllm)))
+        sleeps = takes_turns and platform.can_sleep
+        self.llm = LLM(**(_make_settings(model, config, worker.name, sleeps) | cast(dict[str, Any], config.vllm)))
+        self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:
             self._tie_workers()
         for found in self.llm.collective_rpc("list_metadata_builders"):
@@ -124,6 +130,7 @@ class VllmEngine:
             ValueError: an image cannot be read.
             RuntimeError: vLLM made other tokens of the images than the trainer does.
         """
+        self._sleep.require_weights("generate")
         # What was asked before may not decide which tokens share a forward pass: a resumed run was not asked the same.
         self._empty_caches()
         self.llm.collective_rpc("seed_sampler", args=(sampling.seed,))
@@ -184,6 +191,14 @@ class VllmEngine:
         """Take ``version`` as the next one, be it older than what is here: the trainer went back to a checkpoint."""
         self._newest = version - 1
 
+    def sleep(self, level: int) -> None:
+        """Give the devices' memory back; level 1 keeps the weights on the host, 2 drops them."""
+        self._sleep.sleep(level)
+
+    def wake(self, tags: Sequence[Tag]) -> None:
+        """Take memory of the devices back."""
+        self._sleep.wake(tags)
+
     def load_weights(self, bucket: WeightBucket, version: int, last: bool) -> None:
         """Take one bucket; ``last`` finishes the update, empties the prefix cache and makes the weights ``version``.
 
@@ -195,6 +210,7 @@ class VllmEngine:
         """
         if version <= self._newest:
             raise ValueError(f"weight sync: version {version} was sent to an engine that has version {self._newest}")
+        self._sleep.require("load_weights", "weights")
         bucket.check()
         if bucket.first:
             self._names = set()
@@ -216,7 +232,7 @@ class VllmEngine:
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         self.llm.collective_rpc("end_sync")
         self._empty_caches()  # what is in them comes from the old weights
-        self.version = self._newest = version
+        self.version, self._newest, self._sleep.has_weights = version, version, True
 
     def _hand_on(self, bucket: WeightBucket) -> None:
         """Hand a bucket to the workers of this engine's devices, each of which takes its part."""

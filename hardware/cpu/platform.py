@@ -32,6 +32,8 @@ class CpuPlatform:
     dist_backend = "gloo"
     interface_variables = ("GLOO_SOCKET_IFNAME",)
     ray_options: ClassVar[dict] = {"num_cpus": 1}
+    visible_devices = None
+    can_sleep = False  # vllm 0.32, v1/worker/cpu_worker: a warning, and nothing else
     attention_backends = ("torch_sdpa",)
     max_pack_sequences = None
     kernel_memory = KernelMemory(copies_output=True)

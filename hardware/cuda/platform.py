@@ -70,6 +70,8 @@ class CudaPlatform(_CudaAttention):
     dist_backend = "nccl"
     interface_variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     ray_options: ClassVar[dict] = {"num_cpus": 1, "num_gpus": 1}
+    visible_devices = "CUDA_VISIBLE_DEVICES"
+    can_sleep = True
     # torch's fused rms_norm; flash attention's backward expands dk and dv to all heads and sums dq in fp32.
     kernel_memory = KernelMemory(fuses_norms=True, expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128)
     repeats = False

@@ -68,6 +68,8 @@ class NpuPlatform(_NpuAttention):
     dist_backend = "hccl"
     interface_variables = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     ray_options: ClassVar[dict] = {"num_cpus": 1, "resources": {"NPU": 1}}
+    visible_devices = "ASCEND_RT_VISIBLE_DEVICES"
+    can_sleep = True  # untested: vllm-ascend's documentation of sleep mode
     kernel_memory = KernelMemory()
     repeats = False
     rollout_head_dims = (64, 128, 192, 256)  # untested: sizes of the models that vllm-ascend's documentation lists

@@ -35,7 +35,7 @@ class Need:
     """Bytes of one process on its device.
 
     Attributes:
-        name: which. count: how many there are.
+        name: which. count: how many there are; 0 for what several processes hold at a time on a device they share.
         roles: engine -> what it holds; a rollout engine has its weights as parameters, its cache of keys and values as
             activations.
     """
@@ -169,6 +169,8 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     needs = list(_plan_trainers(config, models))
     if isinstance(config, RunConfig):
         needs.append(_plan_rollout(config, models["actor"]))
+        if config.placement.colocate:
+            needs.append(_plan_canary(needs))
     sees = models["actor"].vision is not None
     return Plan(batch, needs, estimate_padding(config.actor, config.longest), sees)
 
@@ -224,6 +226,12 @@ def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
     weights = weights * get_itemsize(config.rollout.dtype) // int(config.rollout.vllm.get("tensor_parallel_size", 1))
     cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
     return Need("rollout engines", config.rollout.engines, {"rollout": RankMemory(weights, 0, 0, cache)})
+
+
+def _plan_canary(needs: list[Need]) -> Need:
+    """Plan a device that the actor shares with a rollout engine, at the canary: the one phase with both on it."""
+    actor = max(need.roles["actor"].parameters for need in needs if "actor" in need.roles)
+    return Need("at the canary", 0, {"actor": RankMemory(actor, 0, 0, 0), "rollout": needs[-1].roles["rollout"]})
 
 
 def find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) -> RankMemory:
@@ -318,6 +326,11 @@ def describe_plan(plan: Plan) -> str:
     if any(need.host for need in plan.needs):
         lines.append(
             "What is on the host is no part of a total, but for the weights of a model that computes at the time."
+        )
+    if not all(need.count for need in plan.needs):
+        lines.append(
+            "Actor and rollout engines share devices in turn. A model that waits for its turn has its parameters and "
+            "optimizer in the host's memory."
         )
     if plan.sees:
         lines.append("The vision tower is counted as if every token of a micro-batch were an image's.")

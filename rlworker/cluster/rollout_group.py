@@ -5,6 +5,7 @@ Without torch at its top, so that the processes can start while the controller i
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from engines.batch.balance import balance_costs
 from engines.batch.samples import Completions, Prompt
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
+from rlworker.cluster.placement import Seat, choose_seat, list_engine_seats
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
@@ -34,21 +36,41 @@ class Rollouts:
 
     Args:
         engines: how many. devices: of each.
+        list_ranks: lists where the trainer ranks are with which the engines take turns; None gives them devices of
+            their own.
     """
 
-    def __init__(self, platform: str, engines: int, devices: int = 1):
-        self._platform, self._devices = platform, devices
+    def __init__(
+        self, platform: str, engines: int, devices: int = 1, list_ranks: Callable[[], Sequence[Seat]] | None = None
+    ):
+        self._platform, self._devices, self._list_ranks, self._engines = platform, devices, list_ranks, engines
+        self._seats: dict[int, Seat] = {}
         self._note: Callable[[Mapping[str, str]], None] | None = None
         self._send_weights: Callable[[list[ActorHandle]], None] | None = None
         self.workers = self._start_processes(range(engines))
 
     def _start_processes(self, indices: Iterable[int]) -> list[ActorHandle]:
-        arguments = [(index, self._devices) for index in indices]
-        workers = start_workers(RolloutWorker, self._platform, arguments, self._devices)
-        watch_workers({_name_engine(index): worker for (index, _), worker in zip(arguments, workers, strict=True)})
+        arguments: list[tuple] = [(index, self._devices) for index in indices]
+        if self._list_ranks:
+            seats = self._take_seats([index for index, _ in arguments], self._list_ranks())
+            arguments = [(*each, seat) for each, seat in zip(arguments, seats, strict=True)]
+            nodes = [seat.node for seat in seats]
+            workers = start_workers(RolloutWorker, self._platform, arguments, devices=0, nodes=nodes)
+        else:
+            workers = start_workers(RolloutWorker, self._platform, arguments, self._devices)
+        watch_workers({_name_engine(index): worker for (index, *_), worker in zip(arguments, workers, strict=True)})
         for worker in workers:
             worker.prepare.remote()
         return workers
+
+    def _take_seats(self, indices: Sequence[int], ranks: Sequence[Seat]) -> list[Seat]:
+        """Take seats on the ranks' devices for engines of some indices, whose seats of before count no more."""
+        seats = list_engine_seats(ranks, self._engines, self._devices)
+        for index in indices:
+            self._seats.pop(index, None)
+        for index in indices:
+            self._seats[index] = choose_seat(index, seats, self._seats.values())
+        return [self._seats[index] for index in indices]
 
     def start(self, model: ModelSpec, config: VllmConfig) -> Rollouts:
         """Begin to load a model; ``wait`` waits for it."""
@@ -66,7 +88,8 @@ class Rollouts:
         """Replace engines that die or stand still, from now on, and ask the new ones what the lost were asked.
 
         Args:
-            note: hears which engine was lost and what became of it. It raises where the run may not go on.
+            note: hears which engine was lost and what became of it, before a new one starts. It raises where the run
+                may not go on.
             send_weights: gives the current weights to engines that have just loaded the model.
         """
         self._note, self._send_weights = note, send_weights
@@ -86,6 +109,12 @@ class Rollouts:
     def call(self, method: str, *args: Any) -> list:
         """Call ``method(*args)`` on every engine; the results in order."""
         return self._ask(method, dict.fromkeys(range(len(self.workers)), args))
+
+    def call_living(self, method: str, *args: Any) -> None:
+        """Call ``method(*args)`` on every engine that is there. Who asks a lost one next hears that it is lost."""
+        for call in [getattr(worker, method).remote(*args) for worker in self.workers]:
+            with suppress(RayActorError):
+                wait_for([call])
 
     def _ask(self, method: str, questions: Mapping[int, tuple]) -> list:
         """Call a method with arguments of its own on each engine that has some; the results in order.

@@ -15,6 +15,7 @@ from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn, StepResult
 from hardware.platform import Platform
 from hardware.platforms import get_platform
+from rlworker.cluster.placement import Seat
 from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
@@ -124,6 +125,7 @@ class StartingGroup:
         ranks = [(self.name, rank) for rank in range(config.ranks)]
         self.workers = start_workers(TrainWorker, self.platform.name, ranks, together=config.tp)
         watch_workers(self.name_workers())
+        self._seats = [worker.find_seat.remote() for worker in self.workers]
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.
         at_once = max(1, (os.cpu_count() or 1) - 1)
@@ -148,6 +150,10 @@ class StartingGroup:
         """Wait for the engines; returned by the names of their roles."""
         places = wait_for(self._places)
         return {role.name: WorkerGroup(role, self.platform, self.workers, places) for role in self.roles}
+
+    def list_seats(self) -> list[Seat]:
+        """List where Ray has put each rank, as soon as their processes are there."""
+        return wait_for(self._seats)
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """List every rank by the name that a message gives it."""

@@ -10,6 +10,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from rlworker.cluster.process_state import ProcessPlace, find_own_place, is_computing
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
 
@@ -23,6 +24,8 @@ _SLICE_S = 1.0
 """Seconds of a wait between two looks at those who have been asked."""
 _ASK_EVERY_S = 4.0
 """Seconds between two questions to a worker."""
+_MOST_REPRIEVES = 10
+"""Stall timeouts in a row that a worker may be silent for while it computes."""
 _ANSWER_S, _LATE_ANSWER_S = 3.0, 7.0
 """Seconds that workers have to say that they live, once one has failed; and that watched ones have beyond that."""
 
@@ -34,6 +37,7 @@ class _Watched:
     Attributes:
         name: by which messages call it. question: the open one. silent_s: seconds without an answer while this program
             was waiting. answered: when the last one was answered, None before the first.
+        place: its process. reprieves: how often it was found computing when it had been silent for too long.
         fate: what became of the worker where it was ended for standing still.
     """
 
@@ -41,6 +45,8 @@ class _Watched:
     question: Any = None
     silent_s: float = 0.0
     answered: float | None = None
+    place: ProcessPlace | None = None
+    reprieves: int = 0
     is_dead: bool = False
     fate: str = ""
 
@@ -49,8 +55,8 @@ class _Watched:
         if not is_answered:
             return
         try:
-            ray.get(self.question)
-            self.answered, self.silent_s = time.monotonic(), 0.0
+            self.place = ray.get(self.question)
+            self.answered, self.silent_s, self.reprieves = time.monotonic(), 0.0, 0
         except ActorDiedError:
             self.is_dead = True  # whoever waits for it hears so as well
         except RayError:
@@ -62,6 +68,23 @@ class _Watched:
         if self.is_dead or self.question is not None:
             return False
         return self.answered is None or time.monotonic() - self.answered >= _ASK_EVERY_S
+
+    def is_stalled(self, limit_s: float) -> bool:
+        """Tell whether it has been silent for too long, and does not compute.
+
+        An import, or a call that keeps the interpreter to itself, answers nobody. On a machine with much else to do
+        seconds of work take minutes. So the process itself is looked at before it is ended.
+        """
+        if self.is_dead or self.silent_s <= limit_s:
+            return False
+        if self.reprieves < _MOST_REPRIEVES and self.is_computing():
+            self.silent_s, self.reprieves = 0.0, self.reprieves + 1
+            return False
+        answered, _ = ray.wait([self.question], timeout=0)  # while it was looked at
+        return not answered
+
+    def is_computing(self) -> bool:
+        return self.place is not None and is_computing(self.place)
 
 
 @dataclass
@@ -98,8 +121,9 @@ def wait_for(references: Sequence[Any]) -> list:
     """Wait for calls of workers: what they return, in order. Every wait of the driver for its workers is one of these.
 
     A phase may take as long as it takes, as long as all processes answer. Meanwhile every watched worker is asked
-    whether it does. One that has not for the stall timeout is ended, which ends the calls that wait for it, here and
-    in other workers. So whoever waits here hears of one that stands still as of one that died.
+    whether it does. One that has not for the stall timeout, and does not compute either, is ended, which ends the
+    calls that wait for it, here and in other workers. So whoever waits here hears of one that stands still as of one
+    that died.
 
     Raises:
         RayError: a call failed; the first that did.
@@ -126,7 +150,7 @@ def _look_after_workers(waited_s: float) -> None:
         limit_s = _watch.timeout_s if watched.answered else max(_START_S, _watch.timeout_s)
         if watched.is_due():
             watched.question = _ask(worker)
-        elif watched.silent_s > limit_s:
+        elif watched.is_stalled(limit_s):
             watched.fate = f"stood still (no answer for {watched.silent_s:.0f} s) and was ended"
             LOGGER.warning(f"{watched.name} {watched.fate}")
             watched.question, watched.is_dead = None, True
@@ -134,9 +158,14 @@ def _look_after_workers(waited_s: float) -> None:
 
 
 def _ask(worker: ActorHandle) -> Any:
-    """Ask a worker whether it answers: beside what it is doing, where it has the group for that."""
-    call: Any = worker.__ray_ready__
-    return call.options(concurrency_group=LIVENESS).remote() if worker in _watch.workers else call.remote()
+    """Ask a worker whether it answers, and where: beside what it is doing, where it has the group for that."""
+    call: Any = worker.__ray_call__
+    options = {"concurrency_group": LIVENESS} if worker in _watch.workers else {}
+    return call.options(**options).remote(_answer)
+
+
+def _answer(_worker: Any) -> ProcessPlace:
+    return find_own_place()
 
 
 class WorkerFailure(RunError):
@@ -180,7 +209,8 @@ def describe_lost(lost: Mapping[str, str]) -> str:
 
 
 def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
-    """Find the workers whose process has ended, and the watched ones that do not answer: what became of each."""
+    """Find the workers whose process has ended, and the watched ones that neither answer nor compute: what became of
+    each."""
     questions: dict[Any, str] = {_ask(worker): name for name, worker in workers.items()}
     if not questions:
         return {}
@@ -188,7 +218,8 @@ def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
     if silent := [reference for reference in silent if workers[questions[reference]] in _watch.workers]:
         late, silent = ray.wait(silent, num_returns=len(silent), timeout=_LATE_ANSWER_S)
         answered += late
-    lost = dict.fromkeys((questions[reference] for reference in silent), "did not answer")
+    still = [reference for reference in silent if not _watch.workers[workers[questions[reference]]].is_computing()]
+    lost = dict.fromkeys((questions[reference] for reference in still), "did not answer")
     for reference in answered:
         name = questions[reference]
         try:

@@ -60,7 +60,12 @@ def keeping_workers() -> Iterator[None]:
 
 
 def start_workers(
-    kind: type, platform: str, arguments: Sequence[tuple], devices: int = 1, together: int = 1
+    kind: type,
+    platform: str,
+    arguments: Sequence[tuple],
+    devices: int = 1,
+    together: int = 1,
+    nodes: Sequence[str] = (),
 ) -> list[ActorHandle]:
     """Start workers of class ``kind``, one for each tuple of arguments that follow the platform's name.
 
@@ -68,6 +73,7 @@ def start_workers(
 
     Args:
         devices: that each of them takes. together: consecutive workers that lie in one node.
+        nodes: of each, where that is known.
 
     Raises:
         RunError: there are several nodes and no room on any of them.
@@ -76,9 +82,9 @@ def start_workers(
     make_remote: Any = ray.remote
     remote_class = make_remote(concurrency_groups={LIVENESS: 1})(kind)
     keys = [(kind, devices, platform, *further) for further in arguments]
-    if len(nodes := list_nodes()) > 1:
+    if len(every := list_nodes()) > 1:
         demand = Demand(kind.__name__, platform, len(keys), devices, together)
-        (places,) = plan_nodes(nodes, [demand], _placed.values())
+        places = nodes or plan_nodes(every, [demand], _placed.values())[0]
         pinned = [remote_class.options(**options, scheduling_strategy=pin_to(node)) for node in places]
         workers = [each.remote(*key[2:]) for each, key in zip(pinned, keys, strict=True)]
         _placed.update(zip(workers, ((node, demand) for node in places), strict=True))

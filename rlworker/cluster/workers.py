@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
+from rlworker.cluster.placement import Seat
 from rlworker.cluster.ray import pausing_collection
 from rlworker.cluster.transport import send_buckets
 from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
-    from engines.interfaces import RolloutEngine, TrainEngine
+    from engines.interfaces import Holding, RolloutEngine, Tag, TrainEngine
     from engines.trace import Tracer
     from hardware.platform import Platform
 
@@ -108,6 +109,13 @@ class TrainWorker(_Worker):
     def __repr__(self) -> str:  # Ray's messages say it
         return f"{self.name} rank {self.rank}"
 
+    def find_seat(self) -> Seat:
+        """Find where Ray put this rank: its node, and the device that it gave."""
+        import ray
+
+        names = os.environ.get(self.platform.visible_devices or "", "").split(",")
+        return Seat(ray.get_runtime_context().get_node_id(), tuple(filter(None, names)))
+
     def prepare(self, after: None) -> None:
         """Import what the engine needs, once. ``after`` is another rank's ``prepare``, which Ray waits for."""
         if self.is_prepared:
@@ -180,6 +188,12 @@ class TrainWorker(_Worker):
     def train_step(self, role: str, shard, loss_fn, denominator: float):
         return self._use(role).train_step(shard, loss_fn, denominator)
 
+    def offload(self, role: str, holdings: tuple[Holding, ...]) -> None:
+        self.engines[role].offload(holdings)
+
+    def onload(self, role: str, holdings: tuple[Holding, ...]) -> None:
+        self.engines[role].onload(holdings)
+
     def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
         """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
         from engines.weight_sync import pack_buckets
@@ -213,13 +227,16 @@ class RolloutWorker(_Worker):
 
     Args:
         index: its number, for messages. devices: that it takes.
+        seat: where it takes turns with trainers; None has devices of its own.
     """
 
-    def __init__(self, platform: str, index: int, devices: int = 1):
+    def __init__(self, platform: str, index: int, devices: int = 1, seat: Seat | None = None):
         from hardware.platforms import get_platform
 
-        self.index, self.platform = index, get_platform(platform)
+        self.index, self.platform, self.takes_turns = index, get_platform(platform), seat is not None
         os.environ.update(self.platform.get_rollout_env() | {"HF_HUB_OFFLINE": "1"})
+        if seat and self.platform.visible_devices:
+            os.environ[self.platform.visible_devices] = ",".join(seat.devices)
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         if devices > 1 and threads.isdecimal():
             # Ray gives a process as many as it has CPUs; those of the devices share them.
@@ -242,7 +259,8 @@ class RolloutWorker(_Worker):
         with pausing_collection():
             gc.freeze()  # vLLM collects five times of its own while it starts
             cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
-            self.engine: RolloutEngine = VllmEngine(model, replace(config, kv_cache_mb=cache_mb), self.platform)
+            config = replace(config, kv_cache_mb=cache_mb)
+            self.engine: RolloutEngine = VllmEngine(model, config, self.platform, self.takes_turns)
 
     def close(self) -> None:
         """Give up the engine. ``start`` may follow, with another model.
@@ -263,6 +281,12 @@ class RolloutWorker(_Worker):
 
     def rewind(self, version: int) -> None:
         self.engine.rewind(version)
+
+    def sleep(self, level: int) -> None:
+        self.engine.sleep(level)
+
+    def wake(self, tags: tuple[Tag, ...]) -> None:
+        self.engine.wake(tags)
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
         self._note_work()

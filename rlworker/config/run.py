@@ -153,6 +153,12 @@ class RunConfig(TrainingConfig):
                 f"config: placement.on_host names {idle}, which this run does not have; leave --placement.on-host "
                 "out, or set --algorithm.kl-coef"
             )
+        if self.placement.colocate and self.rollout.devices > self.actor.ranks:
+            raise ValueError(
+                f"config: placement.colocate puts rollout.engines={self.rollout.engines} x tp={self.rollout.tp} = "
+                f"{self.rollout.devices} devices onto those of actor.ranks={self.actor.ranks}; lower "
+                "--rollout.engines or --rollout.tp, or leave --placement.colocate out"
+            )
         if self.critic.train and self.critic.warmup_steps >= self.steps:
             raise ValueError(
                 f"config: critic.warmup_steps={self.critic.warmup_steps} leaves the actor none of steps={self.steps}; "
@@ -226,15 +232,17 @@ class RunConfig(TrainingConfig):
     @property
     def num_workers(self) -> int:
         """Devices that the run's worker processes hold at once."""
-        return self.rollout.devices + self.actor.ranks * (1 + len(set(self.placement.separate)))
+        own = 0 if self.placement.colocate else self.rollout.devices
+        return own + self.actor.ranks * (1 + len(set(self.placement.separate)))
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
         """Name of each group of workers, in the order in which they are placed: its workers, the devices of each, and
-        how many consecutive ones lie in one node."""
+        how many consecutive ones lie in one node. Engines that share the actor's devices are none of them."""
         trainers = ["actor", *dict.fromkeys(self.placement.separate)]
         engines = ("rollout engines", self.rollout.engines, self.rollout.tp, 1)
-        return [engines, *((name, self.actor.ranks, 1, self.actor.tp) for name in trainers)]
+        apart = [] if self.placement.colocate else [engines]
+        return [*apart, *((name, self.actor.ranks, 1, self.actor.tp) for name in trainers)]
 
     @property
     def logprob_limits(self) -> tuple[float, float]:

@@ -138,6 +138,9 @@ class PlacementConfig:
     """Models that get processes of their own; the others share the actor's."""
     on_host: tuple[Literal["reference"], ...] = ()
     """Models whose weights wait in the host's memory while they do not compute."""
+    colocate: bool = False
+    """Rollout engines take turns with the actor's ranks on the same devices, engines asleep and trainers in the host's
+    memory while it is the others' turn; models in separate keep devices of their own."""
 
     def __post_init__(self):
         check_types("placement", self)

@@ -44,7 +44,10 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn, **parts: Any) ->
                 running.enter_context(running_ray(config.num_workers, config.platform))
                 check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
                 tell_start("Ray is up")
-                rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
+                rollouts = None
+                if not config.placement.colocate:  # else they wait for the ranks whose devices they share
+                    sizes = config.rollout.engines, config.rollout.tp
+                    rollouts = running.enter_context(Rollouts(config.platform, *sizes))
                 trainer = building.result()
             trainer.starting_rollouts = rollouts
         except ValueError as error:

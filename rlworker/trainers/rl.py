@@ -1,6 +1,7 @@
 """The controller: one process that starts the engines and runs the steps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,6 @@ from rlworker.cluster.node_checks import list_image_folders
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
-from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
@@ -32,7 +32,9 @@ from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
+from rlworker.trainers.roles import list_groups
 from rlworker.trainers.run import Run
+from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
 
 CANARY_TOKENS = 4
@@ -96,19 +98,29 @@ class Trainer(Run[RunConfig]):
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.version = self.empty_steps = 0
         self.starting_rollouts: Rollouts | None = None
+        self.devices = SharedDevices()
 
     # -- engines
 
     def start_engines(self, clock: StepClock) -> None:
-        """Start every engine at the same time. ``starting_rollouts`` are on their way already."""
-        config = self.config
-        rollouts = self.start_processes(
-            self.starting_rollouts or Rollouts(config.platform, config.rollout.engines, config.rollout.tp)
-        )
-        rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
-        trainers = [self.start_processes(StartingGroup(*group)) for group in self._list_groups()]
+        """Start every engine at the same time. ``starting_rollouts`` are on their way already.
+
+        Engines that share the trainers' devices start in processes that are there by then, once these are free.
+        """
+        config, trainers = self.config, []
+        sizes = config.platform, config.rollout.engines, config.rollout.tp
+        if config.placement.colocate:
+            trainers = [self.start_processes(StartingGroup(*group)) for group in list_groups(config, self.models)]
+            rollouts = self.start_processes(Rollouts(*sizes, trainers[0].list_seats))
+        else:
+            rollouts = self.start_processes(self.starting_rollouts or Rollouts(*sizes))
+            rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
+            trainers = [self.start_processes(StartingGroup(*group)) for group in list_groups(config, self.models)]
         with self._phase(clock, "start_trainers"):
             self.wait_for_trainers()
+            if config.placement.colocate:
+                self.devices.begin(rollouts)
+                rollouts.start(self.models["actor"], config.rollout)
         tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
         output = self.folder.path / REWARD_LOG
         # while vLLM alone is still starting
@@ -116,7 +128,7 @@ class Trainer(Run[RunConfig]):
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
         if config.recovery.restarts:
-            self.rollouts.replace_lost(self.outages.note_lost, self.send_weights)
+            self.rollouts.replace_lost(self.note_lost, self.send_weights)
             self.rewards.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, self.rewards, self._phase, self._warn)
@@ -125,26 +137,12 @@ class Trainer(Run[RunConfig]):
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor = groups["actor"]
         self.reference, self.critic = groups.get("reference"), groups.get("critic")
+        self.devices.groups = {name: groups[name] for name in groups if name not in self.config.placement.separate}
 
     def begin(self) -> None:
         super().begin()
         for warning in list_rollout_warnings(self.config.rollout.attention_override):
             LOGGER.warning(warning)
-
-    def _list_groups(self) -> Iterator[tuple]:
-        """Name, platform, engines and seed of each group of training processes."""
-        config, temperature = self.config, self.config.rollout.temperature
-        roles = {"actor": Role("actor", self.models["actor"], config.actor_of_run, temperature)}
-        if "reference" in self.models:
-            model = self.models["reference"]
-            on_host = "reference" in config.placement.on_host
-            roles["reference"] = Role("reference", model, config.actor_of_run, temperature, False, on_host)
-        if "critic" in self.models:
-            roles["critic"] = Role("critic", self.models["critic"], config.critic_of_run)
-        shared = tuple(role for name, role in roles.items() if name not in config.placement.separate)
-        yield "actor", config.platform, shared, config.seed
-        for name in dict.fromkeys(config.placement.separate):
-            yield name, config.platform, (roles[name],), config.seed
 
     # -- the run
 
@@ -202,6 +200,13 @@ class Trainer(Run[RunConfig]):
         return {"heldout": mean} | scores.count_failures("heldout") | clock.seconds
 
     # -- parts of a step
+
+    @contextmanager
+    def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
+        """Run a phase as ``Run`` does, with what it needs on devices that are shared."""
+        with super()._phase(clock, name):
+            self.devices.take(name)
+            yield
 
     def _warn(self, text: str) -> None:
         LOGGER.warning(f"after {self.steps_done} steps: {text}")
@@ -295,10 +300,16 @@ class Trainer(Run[RunConfig]):
         if (versions := self.rollouts.call("get_version")) != [self.version] * len(versions):
             raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
 
+    def note_lost(self, lost: Mapping[str, str]) -> None:
+        """Count lost engines, in whose place new ones start now."""
+        self.devices.free_devices()
+        self.outages.note_lost(lost)
+
     def send_weights(self, engines: list[ActorHandle]) -> None:
         """Give engines that have just loaded the model the weights that the others have."""
         wait_for([engine.rewind.remote(self.version) for engine in engines])
-        self._send(engines)
+        with self.devices.lending_weights():
+            self._send(engines)
 
     def _send(self, engines: list[ActorHandle]) -> None:
         self.actor.call("sync_weights", engines, self.version, BUCKET_BYTES)
@@ -329,7 +340,9 @@ class Trainer(Run[RunConfig]):
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)
         self.rollouts.call("rewind", self.version + 1)  # where this program has been further, or within an update
+        self.devices.take("sync")
         self.sync_weights()
+        self.devices.take("canary")
         self.check_canary()
 
     def list_learners(self) -> list[WorkerGroup]:

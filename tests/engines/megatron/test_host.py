@@ -103,6 +103,90 @@ def test_a_reference_on_the_host_visits_the_device(two_ranks, make_hf_model):
         assert torch.equal(each.logprobs, stays.logprobs) and torch.equal(each.entropy, stays.entropy)
 
 
+def moved_steps(rank: int, world: int, address: str, folder: str, settings: dict, out: str) -> dict:
+    """Weights and logprobs of an engine that stays on its device and of one whose holdings leave it before each call;
+    bytes that are left there, and what is said of calls out of turn."""
+    every = ("weights", "gradients", "optimizer")
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+    stays, moves = (build_engine(rank, world, address, folder, settings | {"optimizer": optimizer}) for _ in range(2))
+    batch, refused, left = make_batch(), {}, []
+    _, shard = plan(stays, batch)
+
+    def count_bytes() -> int:
+        (part,) = moves.optimizer.chained_optimizers
+        moments = [value for state in part.optimizer.state.values() for value in state.values()]
+        masters = part.optimizer.param_groups[0]["params"]
+        main_grads = [parameter.main_grad for parameter in moves.module.parameters() if parameter.requires_grad]
+        tensors = [*moves.module.parameters(), *masters, *moments, *main_grads]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def refuse(name: str, call, *kept: str) -> None:
+        moves.offload([holding for holding in every if holding not in kept])
+        with pytest.raises(RuntimeError) as error:
+            call()
+        refused[name] = str(error.value)
+        moves.onload(every)
+
+    def step(engine):
+        return engine.train_step(shard, probe_loss, float(batch.mask.sum())).grad_norm
+
+    found = []
+    for engine in (stays, moves):
+        for number in range(2):
+            if engine is moves:
+                moves.offload(every)
+                moves.offload(every)  # which are there already
+                left.append(count_bytes())
+                moves.onload(every[:1])
+                left.append(count_bytes())
+                moves.onload(every)
+            norm = step(engine)
+            if number == 0:
+                engine.save(f"{out}/{engine is moves}")
+        if engine is moves:
+            moves.offload(every[1:])
+        found.append((norm, engine.forward(shard), {name: x.clone() for name, x in engine.export_weights()}))
+    moves.onload(every)
+    refuse("forward", lambda: moves.forward(shard))
+    refuse("step", lambda: step(moves), "weights", "gradients")
+    refuse("weights", lambda: list(moves.export_weights()), "optimizer")
+    refuse("save", lambda: moves.save(out), "weights")
+    refuse("load", lambda: moves.load(f"{out}/True"), "weights", "gradients")
+    moves.load(f"{out}/False")
+    step(moves)
+    again = {name: tensor.clone() for name, tensor in moves.export_weights()}
+    return {"found": found, "left": left, "refused": refused, "again": again, "bytes": count_bytes()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "bfloat16", "pp": 2},
+        pytest.param({}, marks=pytest.mark.large),
+        pytest.param({"tp": 2, "freeze": ()}, marks=pytest.mark.large),
+    ],
+    ids=["PP2-bf16", "DP2", "TP2"],
+)
+def test_what_leaves_the_device_comes_back_as_it_was(two_ranks, make_hf_model, tmp_path, settings):
+    for name in ("True", "False"):
+        (tmp_path / name).mkdir()
+    arguments = draw_address(), make_hf_model("qwen2", True), settings, str(tmp_path)
+    for rank in two_ranks.run(moved_steps, *arguments):
+        (norm, outputs, weights), (moved_norm, moved_outputs, moved) = rank["found"]
+        assert norm == moved_norm > 0
+        assert outputs is moved_outputs is None or torch.equal(outputs.logprobs, moved_outputs.logprobs)
+        assert weights.keys() == moved.keys() == rank["again"].keys()
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, moved[name]) and torch.equal(tensor, rank["again"][name])
+        nothing, some, *_ = rank["left"]
+        assert nothing == 0 < some < rank["bytes"] and rank["left"][2] == 0
+        assert "forward was called while weights were offloaded" in rank["refused"]["forward"]
+        assert "backward was called while optimizer were offloaded" in rank["refused"]["step"]
+        assert "export_weights was called while weights were" in rank["refused"]["weights"]
+        assert "save was called while optimizer were" in rank["refused"]["save"]
+        assert "load was called while optimizer were" in rank["refused"]["load"]
+
+
 def repeated(rank: int, world: int, addresses: tuple[str, str], folder: str) -> dict:
     """What a process is set to, and the gradient norm of a step, with and without determinism."""
     import os

@@ -123,6 +123,16 @@ def test_what_waits_on_the_host_is_not_on_the_device(folder):
     assert "What is on the host is no part of a total" in describe_plan(plan)
 
 
+def test_devices_that_are_shared_in_turn_hold_both_at_the_canary(folder):
+    config, models = config_of(folder), {"actor": ModelSpec.from_folder(folder)}
+    actor, rollout = make_plan(config, models).needs
+    plan = make_plan(replace(config, placement=PlacementConfig(colocate=True)), models)
+    *alone, canary = plan.needs
+    assert alone == [actor, rollout] and canary.count == 0
+    assert canary.total == actor.roles["actor"].parameters + rollout.total
+    assert "share devices in turn" in describe_plan(plan)
+
+
 def test_what_a_backward_kernel_takes_by_hand():
     """1,000 slots of 2 sequences, 8 heads of 64 that share 2 key heads, in bf16."""
     kernels = KernelMemory(expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128)

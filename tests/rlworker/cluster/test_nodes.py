@@ -2,15 +2,18 @@
 
 import json
 import os
+import shlex
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
-from support.ranks.nodes import nodes
+from support.ranks.nodes import Nodes, nodes
 
 from recipes.common.addition import make_data, make_model
 
 PROGRAM = "tests/support/ranks/node_run.py"
-UNTIMED = ("time", "second", "memory", "tokens_per")
+UNTIMED = ("time", "second", "memory", "tokens_per", "restarts")
 
 
 @pytest.fixture
@@ -31,16 +34,44 @@ def read_metrics(run: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not any(part in k for part in UNTIMED)} for line in lines]
 
 
+def run_on_first(cluster: Nodes, inputs: Path, run: str, **settings) -> None:
+    """Run the program on the first node, to its end."""
+    cluster.run(1, f"python -W ignore {PROGRAM} {inputs} {run} {shlex.quote(json.dumps(settings))}")
+
+
+def kill_after(cluster: Nodes, node: int, metrics: Path, lines: int) -> None:
+    """Kill a node once a run has written some lines of metrics."""
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < lines:
+        time.sleep(0.05)
+    cluster.kill(node)
+
+
 @pytest.mark.product
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("sizes", ["2 1 1", "4 2 2"], ids=["dp2", "tp2-pp2"])
+@pytest.mark.parametrize("sizes", [{"ranks": 2}, {"ranks": 4, "tp": 2, "pp": 2}], ids=["dp2", "tp2-pp2"])
 def test_two_nodes_compute_what_one_does(inputs, sessions, sizes):
     for count, cpus in ((2, 3), (1, 6)):
         with nodes(count, sessions, cpus) as cluster:
-            cluster.run(1, f"python -W ignore {PROGRAM} {inputs} on{count} {sizes}")
+            run_on_first(cluster, inputs, f"on{count}", sizes=sizes)
     metrics = read_metrics(inputs / "on2")
     assert metrics == read_metrics(inputs / "on1")
     assert metrics[-1]["step"] == 2 and metrics[-1]["grad_norm"] > 0
+
+
+@pytest.mark.product
+@pytest.mark.timeout(1800)
+def test_a_node_that_dies_is_made_up_for_by_a_free_one(inputs, sessions):
+    # Nodes are filled in order: two engines on the first, the third engine and the rank on the second.
+    settings = {"sizes": {"ranks": 1}, "engines": 3, "steps": 5, "restarts": 2}
+    with nodes(3, sessions, cpus=2) as cluster:
+        run_on_first(cluster, inputs, "whole", **settings)
+        killing = Thread(target=kill_after, args=(cluster, 2, inputs / "lost" / "metrics.jsonl", 4))
+        killing.start()
+        run_on_first(cluster, inputs, "lost", **settings)
+        killing.join()
+    outages = [json.loads(line)["lost"] for line in (inputs / "lost" / "outages.jsonl").read_text().splitlines()]
+    assert {name for lost in outages for name in lost} == {"rollout engine 2", "actor rank 0"}, outages
+    assert read_metrics(inputs / "lost") == read_metrics(inputs / "whole")
 
 
 @pytest.mark.large

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections import deque
+from itertools import repeat
 
 import pytest
 
@@ -13,6 +15,10 @@ class Worker:
 
     def work(self, seconds):
         time.sleep(seconds)
+        return "done"
+
+    def answer_nobody(self, count):
+        deque(repeat(None, count), maxlen=0)  # a loop in C, which keeps the interpreter to itself
         return "done"
 
 
@@ -57,6 +63,20 @@ def test_who_stands_still_is_named_and_whoever_takes_long_is_not(start, monkeypa
             watch.wait_for([workers["actor rank 0"].work.remote(100), workers["actor rank 1"].work.remote(100)])
     assert list(failure.value.lost) == ["actor rank 0"] and failure.value.where == "step 2, phase update"
     assert 1.5 < time.monotonic() - begin < 11.0
+
+
+def test_who_computes_without_an_answer_does_not_stand_still(start, monkeypatch):
+    from rlworker.cluster import watch
+
+    monkeypatch.setattr(watch, "_ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(watch, "_SLICE_S", 0.1)
+    (worker,) = start("actor rank 0").values()
+    watch.wait_for([worker.work.remote(0.3)])  # it has answered before
+    found, is_computing = [], watch.is_computing
+    monkeypatch.setattr(watch, "is_computing", lambda place: found.append(is_computing(place)) or found[-1])
+    with watch.limiting_stalls(0.3):
+        assert watch.wait_for([worker.answer_nobody.remote(10**9)]) == ["done"]
+    assert found and all(found)
 
 
 def test_a_wait_ends_with_the_first_that_dies(start):

@@ -67,6 +67,18 @@ def test_a_separate_reference_takes_as_many_workers_as_the_policy():
     assert dataclasses.replace(config, placement=PlacementConfig(("reference",))).num_workers == 5
 
 
+def test_engines_that_take_turns_with_the_trainers_need_no_devices():
+    shared = PlacementConfig(("reference",), colocate=True)
+    config = RunConfig(
+        actor=MegatronConfig(ranks=4), rollout=VllmConfig(engines=2, tp=2), algorithm=AlgorithmConfig(kl_coef=0.1)
+    )
+    assert (config.num_workers, dataclasses.replace(config, placement=shared).num_workers) == (8, 8)
+    groups = dataclasses.replace(config, placement=shared).worker_groups
+    assert [name for name, *_ in groups] == ["actor", "reference"], "what is separate has its own"
+    with pytest.raises(ValueError, match=r"rollout.engines=2 x tp=2 = 4 devices onto those of actor.ranks=2; lower"):
+        dataclasses.replace(config, actor=MegatronConfig(ranks=2), placement=shared)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

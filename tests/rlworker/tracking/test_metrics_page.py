@@ -122,6 +122,7 @@ def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, *
     """The fields that two steps of RL write."""
     from rlworker.rollouts.sampler import Sampler
     from rlworker.trainers.rl import Trainer
+    from rlworker.trainers.shared_devices import SharedDevices
 
     config = RunConfig(run_dir=str(folder), steps=2, prompts_per_step=2, samples_per_prompt=2, **settings)
     trainer = Trainer.__new__(Trainer)
@@ -135,6 +136,7 @@ def rl_fields(folder: Path, *, alike: bool = False, loss=None, advantage=grpo, *
     trainer.value_loss = partial(value_loss, clip=config.critic.clip)
     trainer.kl_in_reward = config.algorithm.kl_coef if config.algorithm.kl_in == "reward" else 0.0
     trainer.version = trainer.empty_steps = 0
+    trainer.devices = SharedDevices()
     trainer.processes, trainer.rollouts, trainer.rewards = [], Rollouts(trainer), Rewards(alike)
     trainer.start_seconds = {"time_start_trainers": 1.0, "time_start_rollouts": 1.0}
     parts = (
