@@ -49,6 +49,7 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         enforce_eager=True,
         # log_softmax(logits / temperature): what the trainer computes.
         logprobs_mode="processed_logprobs",
+        max_logprobs=model.vocab,  # a limit of what may be asked for, by which nothing is sized
         worker_cls=worker,
         enable_sleep_mode=sleeps,
         worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
@@ -139,7 +140,7 @@ class VllmEngine:
             n=sampling.count,
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
-            logprobs=None if greedy else 0,
+            logprobs=None if greedy else sampling.top_logprobs,
             flat_logprobs=not greedy,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # vLLM would stop at the end tokens of generation_config.json too
@@ -159,7 +160,7 @@ class VllmEngine:
                         f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
                         f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
                     )
-                completions += [self._completion(sample) for sample in output.outputs]
+                completions += [self._completion(sample, sampling.top_logprobs) for sample in output.outputs]
             del requests, outputs  # their images, before the next are decoded
         return Completions.join(completions)
 
@@ -172,13 +173,21 @@ class VllmEngine:
         digests = {"image": [image.digest for image in prompt.images]}
         return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)
 
-    def _completion(self, sample) -> Completion:
+    def _completion(self, sample, top: int) -> Completion:
         tokens = np.asarray(sample.token_ids, dtype=np.int32)
-        # One entry a position: with logprobs=0 vLLM reports the sampled token alone.
-        logprobs = np.asarray([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
-        if sample.logprobs is not None and not np.array_equal(sample.logprobs.token_ids, tokens):
+        finished, spans = sample.finish_reason == "stop", ((self.version, len(tokens)),)
+        if sample.logprobs is None:
+            return Completion(tokens, np.zeros(0, np.float32), finished, spans)
+        # At each position vLLM reports the sampled token, and then the likeliest ones, be it among them or not.
+        ids = np.asarray(sample.logprobs.token_ids, dtype=np.int32).reshape(-1, 1 + top)
+        logprobs = np.asarray(sample.logprobs.logprobs, dtype=np.float32).reshape(ids.shape)
+        if not np.array_equal(ids[:, 0], tokens):
             raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
-        return Completion(tokens, logprobs, sample.finish_reason == "stop", ((self.version, len(tokens)),))
+        if not top:
+            return Completion(tokens, logprobs[:, 0], finished, spans)
+        # Banned tokens fill up what others leave.
+        top_ids = np.where(logprobs > -np.inf, ids, -1)[:, 1:]
+        return Completion(tokens, logprobs[:, 0].copy(), finished, spans, top_ids, logprobs[:, 1:])
 
     def _empty_caches(self) -> None:
         """Empty the caches: keys and values of prompts, and features of images."""

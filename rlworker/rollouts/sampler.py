@@ -87,6 +87,7 @@ class Sampler:
             stream,
             self.stop_token_ids,
             expected_tokens=self.completion_tokens,
+            top_logprobs=self.config.algorithm.score_centering if use == TRAINING else 0,
         )
 
     def _note_lengths(self, completions: Completions) -> None:
