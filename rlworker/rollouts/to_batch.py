@@ -86,11 +86,9 @@ def place_top(ids: np.ndarray | None, logprobs: np.ndarray | None, sampled: np.n
     if ids is None or logprobs is None:
         return {}
     shape = len(sampled), ids.shape[1]
-    columns = {"rollout_top_ids": np.full(shape, -1, np.int32)}
-    columns["rollout_top_logprobs"] = np.full(shape, -np.inf, np.float32)
-    for column, values in zip(columns.values(), (ids, logprobs), strict=True):
-        column[sampled] = values
-    return columns
+    top_ids, top_logprobs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+    top_ids[sampled], top_logprobs[sampled] = ids, logprobs
+    return dict(rollout_top_ids=top_ids, rollout_top_logprobs=top_logprobs)
 
 
 def cut_batch(

@@ -270,8 +270,8 @@ def agreement(run: Path, measured) -> list[dict]:
 
 def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, capsys, measured):
     """An untied model over TP2 in bshd; a critic in the actor's processes and a reference in its own, two optimizer
-    steps per rollout; the critic learns alone first. Cut off after step 2 and resumed, the last steps are the same,
-    though the host now holds the reference and half of the optimizers."""
+    steps per rollout, with centered scores; the critic learns alone first. Cut off after step 2 and resumed, the last
+    steps are the same, though the host now holds the reference and half of the optimizers."""
     from transformers import AutoModelForTokenClassification
 
     optimizer = replace(OPTIMIZER, lr=4e-4, lr_scheduler="linear")
@@ -281,7 +281,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         tmp_path / "run",
         tied=False,
         actor=MegatronConfig(ranks=2, tp=2, layout="bshd", optimizer=optimizer),
-        algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2),
+        algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2, score_centering=8),
         critic=CriticConfig(train=True, lr=1e-2, clip=0.5, warmup_steps=1),
         placement=PlacementConfig(("reference",)),
         steps=4,
@@ -295,6 +295,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     assert "grad_norm" not in lines[0] and all(line["critic_grad_norm"] > 0 for line in lines)
     assert lines[0]["explained_variance"] == pytest.approx(0.0, abs=1e-5), "its head starts at zero"
     assert 0 < lines[1]["kl"] < lines[2]["kl"], "the policy starts at the reference and leaves it"
+    assert all(0.1 < line["top_mass"] < 1 for line in lines[1:]), "the likeliest 8 tokens, not all"
     assert lines[1]["ratio_max"] > 1.0001, "the second mini-batch is off the policy that sampled it"
     # Both decays end with the run: the critic's over eight optimizer steps, the actor's over its six. The last two take
     # 2/8 and 1/8 of the peak, 2/6 and 1/6.
