@@ -97,7 +97,7 @@ def join_outputs(parts: Sequence[Kind]) -> Kind:
 
 
 def drop_top(outputs: Kind) -> Kind:
-    """Drop the ``[N, k + 1]`` column, which a loss reads and nobody beyond it."""
+    """Drop the ``[N, k + 1]`` column, which nobody but the loss reads in an update."""
     return replace(outputs, top_logprobs=None) if isinstance(outputs, TokenOutputs) else outputs
 
 

@@ -83,9 +83,9 @@ def _join_top(sequences: Sequence[PlayedSequence]) -> tuple[np.ndarray | None, n
         for column in (sequence.top_ids, sequence.top_logprobs):
             if column is None or len(column) != sequence.sampled.sum():
                 raise ValueError(
-                    f"batch_episodes: sequence {number} of those sampled has likeliest ids at "
-                    f"{0 if column is None else len(column)} places, expected {sequence.sampled.sum()}, as many as it "
-                    "has sampled ids; sample all with the same top_logprobs"
+                    f"batch_episodes: of the sequences with sampled ids number {number} has likeliest ids at "
+                    f"{0 if column is None else len(column)} places, expected {sequence.sampled.sum()}, one for each "
+                    "sampled id; sample all with the same top_logprobs"
                 )
     ids, logprobs = zip(*((sequence.top_ids, sequence.top_logprobs) for sequence in sequences))
     return np.concatenate(ids), np.concatenate(logprobs)

@@ -89,11 +89,13 @@ def test_the_likeliest_tokens_are_asked_for_where_they_are_learned_from():
 def test_a_checkpoint_holds_what_decides_how_prompts_are_dealt():
     """A checkpoint is JSON, and a number comes back from it to the last bit."""
     from rlworker.trainers.rl import Trainer
+    from rlworker.trainers.shared_devices import SharedDevices
 
     def trainer_of(drawn):
         trainer = Trainer.__new__(Trainer)
         trainer.sampler, trainer.version, trainer.empty_steps, trainer.critic = drawn, 3, 0, None
         trainer.actor = trainer.rollouts = SimpleNamespace(name="actor", call=lambda *_: None)
+        trainer.devices = SharedDevices()
         trainer.sync_weights = trainer.check_canary = lambda: None
         return trainer
 

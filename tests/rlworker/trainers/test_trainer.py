@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from support.huggingface import compute_logprobs, load_folder
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.addition import make_data, make_tokenizer
 from rlworker.algorithms.advantages import distill, grpo, remax
-from rlworker.algorithms.losses import sequence_mean
+from rlworker.algorithms.losses import policy_loss, sequence_mean
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (
     AlgorithmConfig,
@@ -425,4 +426,6 @@ def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_p
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
             trainer_of(wrong, exact_match)
+    with pytest.raises(ValueError, match="center=True and algorithm.score_centering=0, expected both or none"):
+        trainer_of(config, exact_match, loss=partial(policy_loss, center=True))
     assert not (tmp_path / "run").exists()
