@@ -99,7 +99,7 @@ def test_the_likeliest_ids_are_those_of_sampled_ids_alone():
     none = [-1, -1]
     assert batch.rollout_top_ids.tolist() == [none, [1, 2], [3, 4], none, [5, 6], [1, 2]]
     assert batch.rollout_top_logprobs[batch.mask].tolist() == [[-1, -2], [-3, -4], [-5, -6], [-1, -2]]
-    with pytest.raises(ValueError, match="number 1 has likeliest ids at 0 places, expected 1"):
+    with pytest.raises(ValueError, match=r"number 1 has likeliest ids at 0 places, expected 1"):
         batch_episodes([[[first, second]]])
     with pytest.raises(ValueError, match="at 2 places, expected 3, one for each sampled id"):
         batch_episodes([[[replace(first, top_ids=top[:2])]]])

@@ -426,6 +426,6 @@ def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_p
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
             trainer_of(wrong, exact_match)
-    with pytest.raises(ValueError, match="center=True and algorithm.score_centering=0, expected both or none"):
+    with pytest.raises(ValueError, match=r"center=True and algorithm.score_centering=0, expected both or none"):
         trainer_of(config, exact_match, loss=partial(policy_loss, center=True))
     assert not (tmp_path / "run").exists()
