@@ -26,7 +26,7 @@ def _names(text: str) -> frozenset[str]:
 
 VLLM_OWN = _names(
     "model dtype max_model_len max_num_seqs enforce_eager logprobs_mode worker_extension_cls disable_log_stats "
-    "skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
+    "max_logprobs skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
     "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls "
     "enable_sleep_mode"
 )
@@ -34,7 +34,7 @@ VLLM_OWN = _names(
 
 VLLM_REFUSED = _names(
     # what tokens are drawn from, and what their logprobs are
-    "generation_config override_generation_config max_logprobs logits_processors watermark_config diffusion_config "
+    "generation_config override_generation_config logits_processors watermark_config diffusion_config "
     "speculative_config spec_method spec_model spec_tokens runner convert pooler_config "
     # another model than the folder's, or other weights
     "hf_overrides hf_config_path config_format model_class_overrides model_weights load_format ignore_patterns "

@@ -15,8 +15,8 @@ from engines.batch.samples import Image
 from hardware.transfer import to_device
 
 
-def _column(kind: str, default: Any = None) -> Any:
-    return field(default=default, metadata={"column": kind})
+def _column(kind: str, default: Any = None, dims: int = 1) -> Any:
+    return field(default=default, metadata={"column": kind, "dims": dims})
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class TrainBatch:
         inputs  [7, 8,  4]      positions [0, 1,  0]
         targets [8, 9,  5]      mask      [False, True,  True]
 
-    Columns (metadata names the kind): *input* and *target* columns hold N entries, *sequence* columns hold B.
+    Columns (metadata names the kind): *input* and *target* columns hold N entries, *sequence* columns hold B. An entry
+    is a number, but for positions and the columns whose ``dims`` are 2.
 
     Attributes:
         lengths: inputs per sequence; a sequence of L ids has L - 1.
@@ -42,6 +43,9 @@ class TrainBatch:
         images: those of each sequence, in their order; None where there are none.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
+        rollout_top_ids: ``[N, k]`` int32, the sampler's k likeliest ids in the target's place, -1 where there is none;
+            none at targets that were not sampled. rollout_top_logprobs: ``[N, k]`` float32, theirs, -inf for none.
+        old_top_logprobs: ``[N, k + 1]`` float32, the old policy's at these ids, and of all others together.
         values, returns: ``[N]`` float32, the critic's value of the prefix that ends at the input, and what it should
             have been. penalties: ``[N]`` float32, part of the reward that is given at the target.
         weights: ``[N]`` float32, how much the target's loss counts; None counts the mask.
@@ -65,6 +69,9 @@ class TrainBatch:
     rollout_logprobs: Tensor | None = _column("target")
     old_logprobs: Tensor | None = _column("target")
     ref_logprobs: Tensor | None = _column("target")
+    rollout_top_ids: Tensor | None = _column("target", dims=2)
+    rollout_top_logprobs: Tensor | None = _column("target", dims=2)
+    old_top_logprobs: Tensor | None = _column("target", dims=2)
     advantages: Tensor | None = _column("target")
     values: Tensor | None = _column("target")
     returns: Tensor | None = _column("target")
@@ -90,8 +97,9 @@ class TrainBatch:
                 continue
             if len(column) != entries:
                 raise ValueError(f"TrainBatch: {name} has {len(column)} entries, the batch has {entries} {unit}")
-            if column.dim() > 1 and kind != "input":  # it would broadcast against the others to a square
-                raise ValueError(f"TrainBatch: {name} has shape {tuple(column.shape)}, expected [{entries}]")
+            if kind != "input" and column.dim() != _DIMS[name]:  # it would broadcast against the others to a square
+                expected = f"[{entries}]" if _DIMS[name] == 1 else f"[{entries}, k]"
+                raise ValueError(f"TrainBatch: {name} has shape {tuple(column.shape)}, expected {expected}")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -173,7 +181,7 @@ class TrainBatch:
         return cls(tuple(lengths.tolist()), **tensors | columns)
 
     def columns(self) -> dict[str, Tensor]:
-        """Collect the columns that are present: name -> ``[N]``, ``[N, 3]`` or ``[B]``."""
+        """Collect the columns that are present: name -> ``[N]``, ``[N, 3]``, ``[N, k]`` or ``[B]``."""
         return {name: getattr(self, name) for name in COLUMNS if getattr(self, name) is not None}
 
     def repeat_per_token(self, per_sequence: Tensor) -> Tensor:
@@ -273,3 +281,4 @@ class TrainBatch:
 
 COLUMNS: dict[str, str] = {f.name: f.metadata["column"] for f in fields(TrainBatch) if "column" in f.metadata}
 """Name of every column -> its kind: "input", "target" or "sequence"."""
+_DIMS: dict[str, int] = {f.name: f.metadata["dims"] for f in fields(TrainBatch) if "column" in f.metadata}

@@ -67,12 +67,16 @@ class Completion:
             temperature; ``[0]`` where it was drawn greedily.
         finished: ended by a stop token; False when it was cut at the length limit.
         spans: which weights sampled it, in order: their version, and how many ids they sampled; at least one span.
+        top_ids, top_logprobs: ``[T, k]`` int32 and float32, the k likeliest ids at each place and their logprobs; an
+            entry that is not used, for want of ids that may be sampled, has id -1 and -inf. None where not asked for.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     finished: bool
     spans: tuple[tuple[int, int], ...]
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
     @property
     def version(self) -> int:
@@ -96,6 +100,7 @@ class Completions:
         lengths: ``[n]`` int64, ids of each. finished: ``[n]`` bool.
         span_versions, span_lengths: ``[s]`` int64, version and number of ids of each span, all end to end.
         span_counts: ``[n]`` int64, spans of each.
+        top_ids, top_logprobs: ``[T, k]``, as a ``Completion`` has them, or None for all.
     """
 
     token_ids: np.ndarray
@@ -105,13 +110,15 @@ class Completions:
     span_versions: np.ndarray
     span_lengths: np.ndarray
     span_counts: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
     @staticmethod
     def join(completions: Sequence[Completion]) -> Completions:
         """Lay completions end to end.
 
         Raises:
-            ValueError: some have logprobs and others have none.
+            ValueError: some have logprobs, or those of the likeliest ids, and others have none.
         """
         spans = [span for one in completions for span in one.spans]
         token_ids = _concatenate((one.token_ids for one in completions), np.int32)
@@ -125,6 +132,7 @@ class Completions:
             np.asarray([version for version, _ in spans], np.int64),
             np.asarray([length for _, length in spans], np.int64),
             np.asarray([len(one.spans) for one in completions], np.int64),
+            *_concatenate_top(completions),
         )
 
     @staticmethod
@@ -132,11 +140,13 @@ class Completions:
         """Lay the completions of one part or more end to end.
 
         Raises:
-            ValueError: some have logprobs and others have none.
+            ValueError: some have logprobs, or those of the likeliest ids, and others have none.
         """
-        columns = {one.name: np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(Completions)}
+        names = [column.name for column in fields(Completions) if not column.name.startswith("top_")]
+        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         _check_logprobs(columns["logprobs"], columns["token_ids"])
-        return Completions(**columns)
+        top_ids, top_logprobs = _concatenate_top([part for part in parts if len(part)])
+        return Completions(**columns, top_ids=top_ids, top_logprobs=top_logprobs)
 
     def gather(self, rows: np.ndarray) -> Completions:
         """Gather the completions of these numbers ``[m]``, in this order, as copies."""
@@ -156,7 +166,9 @@ class Completions:
         number = range(len(self))[index]  # a negative one counts from the end; IndexError past either
         one = self._cut(number, number + 1)
         spans = zip(one.span_versions.tolist(), one.span_lengths.tolist(), strict=True)
-        return Completion(one.token_ids, one.logprobs, bool(one.finished[0]), tuple(spans))
+        return Completion(
+            one.token_ids, one.logprobs, bool(one.finished[0]), tuple(spans), one.top_ids, one.top_logprobs
+        )
 
     def __iter__(self) -> Iterator[Completion]:
         return (self[number] for number in range(len(self)))
@@ -181,6 +193,7 @@ class Completions:
             self.span_versions[spans],
             self.span_lengths[spans],
             self.span_counts[rows],
+            *(None if column is None else column[tokens] for column in (self.top_ids, self.top_logprobs)),
         )
 
     @cached_property
@@ -195,6 +208,22 @@ class Completions:
 
 def _concatenate(parts: Iterable[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype)  # of no part it is empty
+
+
+def _concatenate_top(
+    parts: Sequence[Completion] | Sequence[Completions],
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Lay the likeliest ids and their logprobs end to end; None where no part has any."""
+    found = [(part.top_ids, part.top_logprobs) for part in parts if part.top_ids is not None]
+    if len(found) not in (0, len(parts)):
+        raise ValueError(
+            f"completions: {len(found)} of {len(parts)} parts have the logprobs of the likeliest ids, expected all or "
+            "none; draw all completions of a round with the same top_logprobs"
+        )
+    if not found:
+        return None, None
+    ids, logprobs = zip(*found, strict=True)
+    return np.concatenate(ids), np.concatenate(logprobs)
 
 
 def _check_logprobs(logprobs: np.ndarray, token_ids: np.ndarray) -> None:
@@ -213,6 +242,7 @@ class Request:
         temperature: 0 is greedy. max_tokens: the length limit.
         stop_token_ids: the completion ends with the first of these, which belongs to it.
         expected_tokens: of the completion, by which requests are dealt out to engines.
+        top_logprobs: as ``Sampling`` has it.
     """
 
     prompt: Prompt
@@ -220,6 +250,7 @@ class Request:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     expected_tokens: float = 0.0
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +264,7 @@ class PlayedSequence:
         token_ids: ``[L]`` int32, at least one. sampled: ``[L]`` bool, the policy sampled it; never the first.
         logprobs: ``[L]`` float32, at the sampling temperature. versions: ``[L]`` int32, of the weights. turns: ``[L]``
             int32, the turn within the episode, from 0 on over all of its sequences. All three count where ``sampled``.
+        top_ids, top_logprobs: ``[T, k]`` of the T sampled ids alone, as a ``Completion`` has them, or None.
         rewards: ``(place, reward)`` of each reward, in any order; the place is that of the sampled id after which it
             was given, and -1 where this sequence had none yet. Rewards of one place add up.
         images: those that its image tokens stand for, in order.
@@ -245,6 +277,8 @@ class PlayedSequence:
     turns: np.ndarray
     rewards: tuple[tuple[int, float], ...] = ()
     images: tuple[Image, ...] = ()
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -257,6 +291,8 @@ class Sampling:
             stream, weights and prompts, and streams of different names have nothing in common.
         stop_token_ids: a completion ends with the first of these, which belongs to it.
         expected_tokens: of a completion, by which prompts are dealt out to engines.
+        top_logprobs: k, of how many of the likeliest ids each sampled id comes with logprobs; what is drawn does not
+            depend on it, and what is drawn greedily comes without.
     """
 
     count: int
@@ -265,6 +301,7 @@ class Sampling:
     stream: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
     expected_tokens: float = 0.0
+    top_logprobs: int = 0
 
     @property
     def seed(self) -> int:

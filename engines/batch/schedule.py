@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.batch.balance import balance_costs, estimate_costs
 from engines.batch.batch import TrainBatch
 from engines.batch.places import find_tokens
-from engines.batch.shard import Kind, Shard
+from engines.batch.shard import Kind, Shard, change_columns, join_outputs
 from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit
 
@@ -73,8 +73,7 @@ class Schedule:
 
     def restore(self, parts: Sequence[Kind]) -> Kind:
         """Restore the order of the batch: outputs of the shards, by replica -> outputs ``[N]``."""
-        columns = zip(*(vars(part).values() for part in parts))
-        return type(parts[0])(*(self.restore_order(torch.cat(column)) for column in columns))
+        return change_columns(join_outputs(parts), lambda _, column: self.restore_order(column))
 
     def restore_order(self, tokens: Tensor) -> Tensor:
         """Restore the order of the batch in tokens ``[N, ...]`` of the shards end to end."""

@@ -1,7 +1,7 @@
 """A replica's part of a batch, and the outputs of a model for it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
@@ -47,10 +47,13 @@ class TokenOutputs:
     Attributes:
         logprobs: ``[N]`` float32, log-probability of the target at the sampling temperature.
         entropy: ``[N]`` float32, entropy of the distribution that predicts it, in nats.
+        top_logprobs: ``[N, k + 1]`` float32, log-probabilities of the batch's ``rollout_top_ids``, 0 where there is
+            none, and of all other ids together; None where the batch has no such ids.
     """
 
     logprobs: Tensor
     entropy: Tensor
+    top_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -90,4 +93,19 @@ def get_values(outputs: Outputs) -> Tensor:
 
 def join_outputs(parts: Sequence[Kind]) -> Kind:
     """Join outputs of consecutive sequences end to end, column by column: several ``[n]`` -> ``[N]``."""
-    return type(parts[0])(*map(torch.cat, zip(*(vars(part).values() for part in parts))))
+    return change_columns(parts[0], lambda name, _: torch.cat([vars(part)[name] for part in parts]))
+
+
+def drop_top(outputs: Kind) -> Kind:
+    """Drop the ``[N, k + 1]`` column, which nobody but the loss reads in an update."""
+    return replace(outputs, top_logprobs=None) if isinstance(outputs, TokenOutputs) else outputs
+
+
+def list_columns(outputs: Outputs) -> dict[str, Tensor]:
+    """List the columns that outputs have, by their names."""
+    return {name: column for name, column in vars(outputs).items() if column is not None}
+
+
+def change_columns(outputs: Kind, change: Callable[[str, Tensor], Tensor]) -> Kind:
+    """Put ``change(name, column)`` in the place of every column that outputs have."""
+    return replace(outputs, **{name: change(name, column) for name, column in list_columns(outputs).items()})

@@ -20,7 +20,7 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 from torch.profiler import record_function
 
 from engines.batch.batch import TrainBatch
-from engines.batch.shard import Outputs, Shard, TokenOutputs, ValueOutputs, join_outputs
+from engines.batch.shard import Outputs, Shard, ValueOutputs, change_columns, drop_top, join_outputs, list_columns
 from engines.config import MegatronConfig
 from engines.interfaces import Holding, LossFn, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -169,8 +169,7 @@ class MegatronEngine:
         they leave for a process that may have no such device."""
         if not self.is_leader:
             return None
-        outputs = join_outputs(parts)
-        return type(outputs)(*(column[: shard.num_tokens].cpu() for column in vars(outputs).values()))
+        return change_columns(join_outputs(parts), lambda _, column: column[: shard.num_tokens].cpu())
 
     def backward(self, shard: Shard, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
         """Add gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
@@ -180,10 +179,10 @@ class MegatronEngine:
         parts: list[Outputs] = []
 
         def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch, is_dummy: bool):
-            parts.append(type(outputs)(*(column.detach() for column in vars(outputs).values())))
+            parts.append(change_columns(drop_top(outputs), lambda _, column: column.detach()))
             loss, metrics = loss_fn(outputs, micro)
             if is_dummy:  # a graph to go back through, and nothing else
-                loss = sum(0 * column.sum() for column in vars(outputs).values())
+                loss = sum(0 * column.sum() for column in list_columns(outputs).values())
                 metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
             # Megatron divides by the step's tokens once all micro-batches are in: what remains is sum / denominator.
             scaled = loss * (step_tokens / denominator)
@@ -252,7 +251,7 @@ class MegatronEngine:
     @record_function("outputs")
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
         """Compute outputs ``[N]`` of a whole micro-batch from last hidden states ``[s / tp, b, h]``, on every rank."""
-        module, ranks = self.decoder, mpu.get_context_parallel_group()
+        module, ranks, top_ids = self.decoder, mpu.get_context_parallel_group(), micro.rollout_top_ids
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
         scores = score_tokens(
@@ -261,11 +260,12 @@ class MegatronEngine:
             layout.gather_tokens(micro.targets),
             temperature=self.temperature,
             vocab=self.model.vocab,
+            top_ids=None if top_ids is None else layout.gather_tokens(top_ids),
             banned=self.model.banned_tokens,
             group=mpu.get_tensor_model_parallel_group(),
         )
         # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.
-        return TokenOutputs(layout.scatter_tokens(scores.logprobs, ranks), layout.scatter_tokens(scores.entropy, ranks))
+        return change_columns(scores, lambda _, column: layout.scatter_tokens(column, ranks))
 
     def gather_states(self, hidden: Tensor) -> Tensor:
         """Gather ``[s / tp, b, h] -> [s, b, h]``, which a layer that is cut over the vocabulary takes in."""

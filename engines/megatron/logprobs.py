@@ -1,11 +1,12 @@
-"""Log-probability and entropy of targets from hidden states, without holding the logits of all tokens at once.
+"""Log-probability and entropy of targets from hidden states, and logprobs of further ids where they are asked for,
+without holding the logits of all tokens at once.
 
 The output projection belongs to it: logits are made for some tokens at a time, over this rank's columns of the
 vocabulary, and made again for the backward pass, which turns their gradient into those of hidden states and weight
 before it makes the next. Logits of a single chunk of tokens are kept instead.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,53 +16,64 @@ from engines.batch.shard import TokenOutputs
 
 _NEVER = -1e30
 """Logit of a token that is never sampled: its probability is 0, and unlike -inf 0 times it is 0."""
+_LEAST = 1e-30
+"""Least probability of all others together, next to the likeliest id's: that of no id has a finite logarithm too."""
 _LOGITS_AT_ONCE = 2**25
 """Logits in one chunk of tokens (128 MiB in fp32)."""
 
 
 class _VocabParallelHead(torch.autograd.Function):
-    """Hidden states ``[n, h]`` and weight ``[v / tp, h]`` to ``(logprob, entropy)``, ``[n]`` float32 each.
+    """Hidden states ``[n, h]`` and weight ``[v / tp, h]`` to ``(logprob, entropy, top)``, ``[n]`` float32 each and
+    ``[n, k + 1]``: logprobs of ``top_ids [k, n]``, no two of a token alike, and of all other ids together, whose
+    probabilities are added up rather than taken as what the ``top_ids`` leave of 1. Without ``top_ids`` it is None.
 
-    For ``p = softmax(z)``: ``d logprob / dz = onehot - p`` and ``d entropy / dz = -p * (log p + entropy)``. Each rank's
-    gradient of the hidden states is that of its own columns; whoever gathered them adds the ranks up.
+    For ``p = softmax(z)``: ``d logprob / dz = onehot - p`` and ``d entropy / dz = -p * (log p + entropy)``; for the
+    others O together, ``d log p(O) / dz = p / p(O) - p`` in O and ``-p`` elsewhere. Each rank's gradient of the hidden
+    states is that of its own columns; whoever gathered them adds the ranks up.
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, target: Tensor, scale: float, first_id: int, banned, keep: bool, group
-    ):
-        # A target's logit is on the one rank that has its column; others read column 0 and mask it out below.
-        local = (target >= first_id) & (target < first_id + len(weight))  # [n]
-        column = torch.where(local, target - first_id, 0)[:, None]  # [n, 1]
-        # [n] each, over this rank's columns: max z, sum exp(z - max), sum exp(z - max) (z - max), z of the target.
-        highest_local, total, moment, target_logit = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+    def forward(ctx, hidden: Tensor, weight: Tensor, target: Tensor, top_ids, scale, first_id, banned, keep, group):
+        # An id's logit is on the one rank that has its column; others read column 0 and mask it out below.
+        ids = target[None] if top_ids is None else torch.cat([target[None], top_ids])  # [1 + k, n]
+        local = (ids >= first_id) & (ids < first_id + len(weight))
+        column = torch.where(local, ids - first_id, 0)
+        # [n] each, over this rank's columns: max z, sum exp(z - max), sum exp(z - max) (z - max), and the others' exp.
+        highest_local, total, moment, others = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        logit = hidden.new_empty(ids.shape, dtype=torch.float32)  # z of the ids
         ctx.kept = []
         ctx.set_materialize_grads(False)
         for rows in _cut_chunks(len(hidden), len(weight)):
             logits = _compute_logits(hidden[rows], weight, scale, banned)  # [rows, v / tp]
-            target_logit[rows] = logits.gather(-1, column[rows])[:, 0]
+            logit[:, rows] = logits.gather(-1, column[:, rows].T).T
             highest_local[rows] = logits.amax(dim=-1)
             shifted = logits - highest_local[rows, None]
             exp = shifted.exp()
             total[rows] = exp.sum(-1)
             moment[rows] = torch.linalg.vecdot(exp, shifted)
+            if top_ids is not None:
+                _take_out(exp, column[1:, rows].T, local[1:, rows].T)
+                others[rows] = exp.sum(-1)
             if keep:
                 ctx.kept.append(logits)
-        highest, target_logit, total, moment = _sum_over_ranks(
-            highest_local, target_logit.masked_fill(~local, 0.0), total, moment, local, group
-        )
+        sums = (total, moment) if top_ids is None else (total, moment, others)
+        highest, logit, (total, moment, *others) = _sum_over_ranks(highest_local, logit, sums, local, group)
         # Over all columns now: H = -sum p log p with log p = (z - max) - log_total, and p summing to 1.
         log_total = total.log()
         entropy = log_total - moment / total
         log_sum = highest + log_total
+        top = None
+        if top_ids is not None:
+            top = (torch.stack([*logit[1:], others[0].clamp_min(_LEAST).log()], -1) - log_total[:, None]).contiguous()
         ctx.scale, ctx.banned = scale, banned
-        ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy)
-        return target_logit - log_total, entropy  # the target's logit is less the largest one by now
+        ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy, top)
+        return logit[0] - log_total, entropy, top  # logits are less the largest one by now
 
     @staticmethod
-    def backward(ctx, d_logprob: Tensor | None, d_entropy: Tensor | None):
-        hidden, weight, local, column, log_sum, entropy = ctx.saved_tensors
+    def backward(ctx, d_logprob: Tensor | None, d_entropy: Tensor | None, d_top: Tensor | None):
+        hidden, weight, local, column, log_sum, entropy, top = ctx.saved_tensors
         d_logprob = torch.zeros_like(entropy) if d_logprob is None else d_logprob
+        d_ids, p_weight, top_p_weight = _weigh_probabilities(d_logprob, d_entropy, d_top, entropy, top)
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         chunks = ctx.kept[::-1]
@@ -71,18 +83,45 @@ class _VocabParallelHead(torch.autograd.Function):
             logits = chunks.pop() if chunks else _compute_logits(hidden[rows], weight, ctx.scale, ctx.banned)
             log_softmax = logits.sub_(log_sum[rows, None])
             gradient = log_softmax.exp()
+            columns, here = (x[: len(d_ids), rows].T for x in (column, local))  # [rows, 1 + k]
+            onehots = d_ids[:, rows].T * here
+            if top_p_weight is not None:
+                onehots[:, 1:] -= _take_out(gradient, columns[:, 1:], here[:, 1:]) * top_p_weight[rows]
             if d_entropy is not None:  # -p * (d_logprob + d_entropy * (log p + entropy))
-                log_softmax.add_(entropy[rows, None]).mul_(d_entropy[rows, None]).add_(d_logprob[rows, None])
+                log_softmax.add_(entropy[rows, None]).mul_(d_entropy[rows, None]).add_(p_weight[rows, None])
                 gradient.mul_(log_softmax.neg_())
             else:
-                gradient.mul_(-d_logprob[rows, None])
-            gradient.scatter_add_(-1, column[rows], (d_logprob * local)[rows, None])  # the onehot
+                gradient.mul_(-p_weight[rows, None])
+            gradient.scatter_add_(-1, columns, onehots)
             # Back through the scale: from here on the gradient of hidden @ weight.T.
             gradient = gradient.mul_(ctx.scale).to(weight.dtype)
             d_hidden[rows] = gradient @ weight
             if d_weight is not None:
                 _add_product(d_weight, gradient, hidden[rows])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 6
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 7
+
+
+def _weigh_probabilities(d_logprob: Tensor, d_entropy: Tensor | None, d_top: Tensor | None, entropy: Tensor, top):
+    """Weigh each ``-p`` of the gradient: ``(d_ids [1 + k, n], weight [n], weight of the top ids [n, k])``.
+
+    The top ids have a weight of their own, since the others' is less ``d log p(O) / p(O)``: taking that from all and
+    giving it back to these would leave a difference of large numbers.
+    """
+    if d_top is None:
+        return d_logprob[None], d_logprob, None
+    d_ids = torch.cat([d_logprob[None], d_top[:, :-1].T])
+    every = d_ids.sum(0) + d_top[:, -1]
+    top_weight = every[:, None].expand(-1, len(d_ids) - 1)
+    if d_entropy is not None:
+        top_weight = top_weight + d_entropy[:, None] * (top[:, :-1] + entropy[:, None])
+    return d_ids, every - d_top[:, -1] / top[:, -1].exp(), top_weight
+
+
+def _take_out(rows: Tensor, columns: Tensor, local: Tensor) -> Tensor:
+    """Set some columns ``[n, k]`` of ``[n, v / tp]`` to 0, those that are ``local``; returns what was there, else 0."""
+    taken = rows.gather(-1, columns) * local
+    rows.scatter_add_(-1, columns, -taken)  # x - x is 0 exactly, and the columns of other ranks' ids lose nothing
+    return taken
 
 
 def _cut_chunks(tokens: int, width: int) -> Iterator[slice]:
@@ -107,22 +146,23 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         total += gradient.T @ hidden
 
 
-def _sum_over_ranks(highest_local: Tensor, target_logit: Tensor, total: Tensor, moment: Tensor, local: Tensor, group):
-    """Add up the ranks' sums, ``[n]`` each. Every rank's are of logits shifted by its own largest one, the result's are
-    shifted by the largest of all, and so is the target's logit."""
+def _sum_over_ranks(highest_local: Tensor, logit: Tensor, sums: Sequence[Tensor], local: Tensor, group):
+    """Add up the ranks' sums, ``[n]`` each: total, moment and whatever else is a sum of exp. Every rank's are of logits
+    shifted by its own largest one, the result's are shifted by the largest of all, and so are the ids' ``[1 + k, n]``,
+    which are 0 where no rank has them."""
     if group.size() == 1:
-        return highest_local, target_logit - highest_local, total, moment
+        return highest_local, torch.where(local, logit - highest_local, 0.0), sums
     # With m <= M the largest of a rank and of all: exp(z - M) = f exp(z - m) for f = exp(m - M), so that the moment
     # sum exp(z - M) (z - M) is f (moment + (m - M) total).
     highest = highest_local.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     shift = highest_local - highest
     factor = shift.exp()
-    sums = torch.stack(
-        [torch.where(local, target_logit - highest, 0.0), total * factor, factor * (moment + shift * total)]
-    )
-    dist.all_reduce(sums, group=group)
-    return highest, *sums.unbind()
+    total, moment, *others = sums
+    shifted = torch.stack([total * factor, factor * (moment + shift * total), *(other * factor for other in others)])
+    together = torch.cat([torch.where(local, logit - highest, 0.0), shifted])
+    dist.all_reduce(together, group=group)
+    return highest, together[: len(logit)], together[len(logit) :].unbind()
 
 
 def score_tokens(
@@ -133,6 +173,7 @@ def score_tokens(
     temperature: float,
     vocab: int,
     group,
+    top_ids: Tensor | None = None,
     banned: tuple[int, ...] = (),
     keep_logits: bool | None = None,
 ) -> TokenOutputs:
@@ -143,12 +184,13 @@ def score_tokens(
         target: ``[n]`` long.
         temperature: divides the logits, as the sampler does.
         vocab: real size of the vocabulary; rows past it are padding and get no probability.
+        top_ids: ``[n, k]``, further ids whose logprobs are asked for, no two of a token alike, -1 for none.
         banned: ids that are never sampled: they get no probability, and as a target the logprob 0.
         keep_logits: keep them for the backward pass; None does where they are a single chunk.
         group: the tensor-parallel group.
 
     Returns:
-        ``TokenOutputs`` of shape ``[n]``, in fp32.
+        ``TokenOutputs`` of shape ``[n]``, in fp32; with ``top_ids`` their logprobs too.
     """
     first_id = group.rank() * len(weight)  # the id of this rank's first column
     # Padding is at the end of the vocabulary: without its rows nothing has to be masked.
@@ -157,9 +199,11 @@ def score_tokens(
         keep_logits = len(hidden) * len(weight) <= _LOGITS_AT_ONCE
     keep = keep_logits and torch.is_grad_enabled()
     banned_columns = [token - first_id for token in banned if first_id <= token < first_id + len(real_weight)]
-    head = _VocabParallelHead.apply(hidden, real_weight, target, 1 / temperature, first_id, banned_columns, keep, group)
-    outputs = TokenOutputs(*head)
-    if not banned:
-        return outputs
-    is_banned = torch.isin(target, torch.tensor(banned, device=target.device))
-    return TokenOutputs(outputs.logprobs.masked_fill(is_banned, 0.0), outputs.entropy)
+    further = None if top_ids is None else top_ids.T.long()
+    settings = 1 / temperature, first_id, banned_columns, keep, group
+    logprobs, entropy, top = _VocabParallelHead.apply(hidden, real_weight, target, further, *settings)
+    if top_ids is not None:
+        top = top.masked_fill(torch.nn.functional.pad(top_ids < 0, (0, 1)), 0.0)  # the last column is that of others
+    if banned:
+        logprobs = logprobs.masked_fill(torch.isin(target, torch.tensor(banned, device=target.device)), 0.0)
+    return TokenOutputs(logprobs, entropy, top)

@@ -53,6 +53,7 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         enforce_eager=True,
         # log_softmax(logits / temperature): what the trainer computes.
         logprobs_mode="processed_logprobs",
+        max_logprobs=model.vocab,  # a limit of what may be asked for, by which nothing is sized
         worker_cls=worker,
         enable_sleep_mode=sleeps,
         worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
@@ -228,7 +229,7 @@ class VllmEngine:
             n=count,
             temperature=asked.temperature,
             max_tokens=asked.max_tokens,
-            logprobs=None if greedy else 0,
+            logprobs=None if greedy else asked.top_logprobs,
             flat_logprobs=not greedy,
             stop_token_ids=list(asked.stop_token_ids),
             ignore_eos=True,  # vLLM would stop at the end tokens of generation_config.json too
@@ -316,12 +317,19 @@ class VllmEngine:
 
 def _read_completion(sample: CompletionOutput) -> Completion:
     tokens = np.asarray(sample.token_ids, dtype=np.int32)
-    # One entry a position: with logprobs=0 vLLM reports the sampled token alone.
-    found = cast(FlatLogprobs | None, sample.logprobs)
-    logprobs = np.asarray([] if found is None else found.logprobs, dtype=np.float32)
-    if found is not None and not np.array_equal(found.token_ids, tokens):
-        raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
     spans = tuple((int(span.version), span.end - span.start) for span in sample.weight_versions or ())
     if sum(length for _, length in spans) != len(tokens):
         raise RuntimeError(f"rollout: vLLM gave versions {spans} of {len(tokens)} sampled tokens, expected of each")
-    return Completion(tokens, logprobs, sample.finish_reason == "stop", spans)
+    finished, found = sample.finish_reason == "stop", cast(FlatLogprobs | None, sample.logprobs)
+    if found is None:
+        return Completion(tokens, np.zeros(0, np.float32), finished, spans)
+    # At each position vLLM reports the sampled token, and then the likeliest ones, be it among them or not.
+    ids = np.asarray(found.token_ids, dtype=np.int32).reshape(len(tokens), -1)
+    logprobs = np.asarray(found.logprobs, dtype=np.float32).reshape(ids.shape)
+    if not np.array_equal(ids[:, 0], tokens):
+        raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
+    if ids.shape[1] == 1:
+        return Completion(tokens, logprobs[:, 0], finished, spans)
+    # Banned tokens fill up what others leave.
+    top_ids = np.where(logprobs > -np.inf, ids, -1)[:, 1:]
+    return Completion(tokens, logprobs[:, 0].copy(), finished, spans, top_ids, logprobs[:, 1:])

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.func import grad, vmap
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs
@@ -24,6 +25,9 @@ Correction = Callable[[Tensor, Tensor], Tensor]
 """``correction(old_logprobs, rollout_logprobs)``: factors of each token's loss."""
 Aggregation = Callable[[TrainBatch], tuple[Tensor, float]]
 """``aggregation(batch of an optimizer step) -> (weights, denominator)`` of ``sum(weight * loss) / denominator``."""
+
+_LARGEST_LOG = 60.0
+"""Log ratio beyond which a correction is not asked: exp stays finite in fp32."""
 
 
 # -- surrogates
@@ -145,6 +149,78 @@ def masked_importance(old: Tensor, rollout: Tensor, *, least: float = 0.5, most:
     return ratio * ((ratio >= least) & (ratio <= most))
 
 
+# -- score centering: an expectation that is known is taken out of the gradient
+
+
+def center_scores(
+    outputs: TokenOutputs, batch: TrainBatch, surrogate: Surrogate, correction: Correction | None = None
+) -> Tensor:
+    """Compute the term ``[N]`` which, added to each token's surrogate times correction, takes out the mean of their
+    gradient over what the sampler might have drawn in its place (score centering, arXiv:2609.20807).
+
+    In one place let the sampler draw id v with probability q_v, and the loss of v be ``f(old_v / q_v) S(log p_v)``.
+    Were all advantages alike there would be nothing to learn, and yet the mean gradient is the sum over v of
+    ``q_v f(old_v / q_v) S'(log p_v) d log p_v``: a drift, where p is not q. The term is that sum with the other sign:
+    a cross-entropy whose targets have no gradient. Its classes are the sampler's k likeliest ids and all others
+    together, which stand for the rest of the vocabulary. The published form, with ``rho = q(rest) / p(rest)``, has the
+    same gradient; this one stays exact where p(rest) is next to nothing.
+
+    Args:
+        surrogate: one that goes token by token.
+
+    Raises:
+        ValueError: it has one ratio for a whole sequence; the batch lacks a column or the outputs the top logprobs.
+    """
+    _refuse_sequence_ratio(surrogate)
+    if (top := outputs.top_logprobs) is None:
+        raise ValueError("center_scores: no logprobs of the sampler's likeliest ids; set --algorithm.score-centering")
+    sampler = batch.require_column("rollout_top_logprobs").exp()
+    q = torch.cat([sampler, (1 - sampler.sum(-1, keepdim=True)).clamp_min(0)], -1)  # [N, k + 1]
+    old = top.detach() if batch.old_logprobs is None else batch.require_column("old_top_logprobs")
+    over_classes = vmap(lambda logprobs, old: surrogate(logprobs, old, batch)[0], in_dims=1, out_dims=1)
+    slope = grad(lambda logprobs: over_classes(logprobs, old).sum())(top.detach())
+    # A class without mass counts for nothing, but must not be infinite.
+    factors = correction(old, q.log().maximum(old - _LARGEST_LOG)) if correction else 1.0
+    return -(q * factors * slope * top).sum(-1)
+
+
+def check_centering(loss: LossFn, algorithm: AlgorithmConfig, plays: bool) -> None:
+    """Raise ValueError where ``policy_loss`` centers scores and nothing is recorded for it, or the other way round, or
+    its surrogate cannot be centered. A loss of another kind says nothing of itself.
+
+    Args:
+        plays: what is drawn are episodes, whose records hold no likeliest tokens.
+    """
+    if plays and algorithm.score_centering:
+        raise ValueError(
+            f"config: algorithm.score_centering={algorithm.score_centering} needs the likeliest tokens of each sample, "
+            "which episodes do not record; leave --algorithm.score-centering out, or give a reward function"
+        )
+    settings = {}
+    while isinstance(loss, partial):
+        loss, settings = loss.func, loss.keywords | settings
+    if loss is not policy_loss:
+        return
+    center, top = settings.get("center", False), algorithm.score_centering
+    if center != (top > 0):
+        raise ValueError(
+            f"loss: policy_loss has center={center} and algorithm.score_centering={top}, expected both or none; set "
+            "center=True in the loss and --algorithm.score-centering to the number of likeliest tokens"
+        )
+    if center:
+        _refuse_sequence_ratio(settings.get("surrogate", ppo))
+
+
+def _refuse_sequence_ratio(surrogate: Surrogate) -> None:
+    while isinstance(surrogate, partial):
+        surrogate = surrogate.func
+    if surrogate in (gspo, gmpo):
+        raise ValueError(
+            f"center_scores: {surrogate.__name__} has one ratio for a whole sequence, of which tokens that were not "
+            "sampled have no part; take ppo, cispo or sapo, or leave score centering out"
+        )
+
+
 # -- aggregations
 
 
@@ -182,8 +258,11 @@ def policy_loss(
     kl: KlEstimate = kl_k3,
     entropy_coef: float = 0.0,
     correction: Correction | None = None,
+    center: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum a surrogate's loss, plus ``kl_coef`` times the KL to a reference, less ``entropy_coef`` times the entropy.
+
+    With ``center`` it has the term of ``center_scores``, which reads the sampler's likeliest ids.
 
     Where the batch has no ``old_logprobs`` this is the only step on its rollout, and they are these very logprobs. The
     metric ``loss`` counts every token alike, whatever ``batch.weights`` say.
@@ -201,6 +280,9 @@ def policy_loss(
         factors = correction(old, batch.require_column("rollout_logprobs"))
         loss = loss * factors
         metrics["correction"] = (factors * mask).sum()
+    if center:
+        loss = loss + center_scores(outputs, batch, surrogate, correction)
+        metrics["top_mass"] = (batch.require_column("rollout_top_logprobs").exp().sum(-1) * mask).sum()
     if kl_coef:
         penalty = kl(outputs.logprobs, batch.require_column("ref_logprobs"))
         loss = loss + kl_coef * penalty
@@ -211,12 +293,18 @@ def policy_loss(
     return total, metrics | {"loss": (loss * mask).sum().detach()}
 
 
-def configure_loss(algorithm: AlgorithmConfig) -> LossFn:
+def configure_loss(algorithm: AlgorithmConfig, truncates_importance: bool = False) -> LossFn:
     """Choose PPO's clipped loss with the coefficients of the settings."""
     clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual=algorithm.dual_clip)
     kl_coef = algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0
-    surrogate = partial(ppo, **clips)
-    return partial(policy_loss, surrogate=surrogate, kl_coef=kl_coef, entropy_coef=algorithm.entropy_coef)
+    return partial(
+        policy_loss,
+        surrogate=partial(ppo, **clips),
+        kl_coef=kl_coef,
+        entropy_coef=algorithm.entropy_coef,
+        correction=truncated_importance if truncates_importance else None,
+        center=algorithm.score_centering > 0,
+    )
 
 
 def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class WorkerGroup:
 
     def forward(self, batch: TrainBatch) -> Outputs:
         """Compute the engine's outputs of a batch, ``[N]``."""
+        batch = self._drop_unread(batch)
         schedule = self._plan_shards(batch)
         return schedule.restore(self.call_sharded("forward", schedule.shards(batch)))
 
@@ -54,6 +56,7 @@ class WorkerGroup:
         Returns:
             the results of each replica, and the outputs ``[N]`` of the batch from before the step.
         """
+        batch = self._drop_unread(batch)
         schedule = self._plan_shards(batch)
         results = self.call_sharded("train_step", schedule.shards(batch), loss, denominator)
         return results, schedule.restore([result.outputs for result in results])
@@ -74,6 +77,12 @@ class WorkerGroup:
         results = wait_for(calls)
         leaders = {p["dp_rank"]: r for p, r in zip(self.places, results, strict=True) if p["is_leader"]}
         return [leaders[rank] for rank in range(self.dp_size)]
+
+    def _drop_unread(self, batch: TrainBatch) -> TrainBatch:
+        """Drop the columns ``[N, k]`` where the role's loss does not read them."""
+        if self.role.reads_top:
+            return batch
+        return replace(batch, rollout_top_ids=None, rollout_top_logprobs=None, old_top_logprobs=None)
 
     def _plan_shards(self, batch: TrainBatch) -> Schedule:
         role, most = self.role, self.platform.max_pack_sequences

@@ -33,6 +33,7 @@ class Role:
         name: "actor", "reference", "critic".
         temperature: divides the logits. trainable: False has neither gradients nor an optimizer.
         on_host: its weights are on the device while it computes alone.
+        reads_top: its loss reads the sampler's likeliest ids, which no other role is sent.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Role:
     temperature: float = 1.0
     trainable: bool = True
     on_host: bool = False
+    reads_top: bool = False
 
 
 class _Worker:

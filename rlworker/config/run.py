@@ -255,6 +255,12 @@ class RunConfig(TrainingConfig):
         return (mean if limits[0] is None else limits[0], largest if limits[1] is None else limits[1])
 
     @property
+    def truncates_importance(self) -> bool:
+        """Each token's loss is multiplied by its truncated importance, where the loss is the configured one."""
+        importance = self.algorithm.importance
+        return importance == "truncated" or (importance == "auto" and not self._is_fp32)
+
+    @property
     def _is_fp32(self) -> bool:
         return self.actor.dtype == self.rollout.dtype == "float32"
 
@@ -262,9 +268,15 @@ class RunConfig(TrainingConfig):
         """Read every model of the run by role, checked against the engines that will hold it.
 
         Raises:
-            ValueError: one cannot be held, or the reference does not know the actor's vocabulary.
+            ValueError: one cannot be held, the reference does not know the actor's vocabulary, or scores are to be
+                centered by more tokens than that has.
         """
         specs = {"actor": check_engines(self.model, self.platform, self.actor, self.rollout)}
+        if (top := self.algorithm.score_centering) > (vocab := specs["actor"].vocab):
+            raise ValueError(
+                f"config: algorithm.score_centering={top} is above the {vocab} tokens of the model's vocabulary; lower "
+                "--algorithm.score-centering"
+            )
         for role, folder in self.models.items():
             if role == "actor":
                 continue

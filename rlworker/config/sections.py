@@ -57,6 +57,12 @@ class AlgorithmConfig:
     reference: str = ""
     """HuggingFace folder of the reference, which then runs whatever kl_coef is (a teacher, say); without one it is the
     starting model."""
+    importance: Literal["auto", "truncated", "none"] = "auto"
+    """Factor of each token's loss: none, or truncated, trainer's over rollout's probability held to 2 at most; auto
+    truncates where an engine is bfloat16. A loss of the recipe's own has a factor of its own, or none."""
+    score_centering: Annotated[int, Ge(0)] = 0
+    """Take the rollout's mean drift out of the gradient, of so many of its likeliest tokens in each place (score
+    centering, arXiv:2609.20807); 0 leaves it in. A loss of the recipe's own calls center_scores."""
     entropy_coef: Annotated[float, Ge(0), FINITE] = 0.0
     """Weight of the entropy in what is maximised."""
     mini_batches: Annotated[int, Ge(1)] = 1

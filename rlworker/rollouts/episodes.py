@@ -9,9 +9,10 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import PlayedSequence
 from engines.models.vision_spec import VisionSpec
-from rlworker.rollouts.to_batch import cut_batch
+from rlworker.rollouts.to_batch import cut_batch, place_top
 
-_ID_COLUMNS = tuple(field.name for field in fields(PlayedSequence) if field.name not in ("rewards", "images"))
+_OTHERS = ("rewards", "images", "top_ids", "top_logprobs")
+_ID_COLUMNS = tuple(field.name for field in fields(PlayedSequence) if field.name not in _OTHERS)
 """Columns of a ``PlayedSequence`` that have an entry for each id."""
 
 
@@ -29,7 +30,8 @@ def batch_episodes(
 
     Raises:
         ValueError: an episode has no sequence; columns of a sequence have other lengths than its ids; its first id was
-            sampled; a reward's place is none of a sampled id; or its image tokens are not those of its images.
+            sampled; a reward's place is none of a sampled id; its image tokens are not those of its images; or some
+            sequences have the likeliest ids and others have none, or not of every sampled id.
     """
     episodes = [episode for group in groups for episode in group]
     counts = np.asarray([len(episode) for episode in episodes], dtype=np.int64)
@@ -48,6 +50,7 @@ def batch_episodes(
         "rollout_logprobs": np.where(sampled, stream["logprobs"], np.float32(0)),
         "versions": np.where(sampled, stream["versions"], np.int32(-1)),
     }
+    targets |= place_top(*_join_top([sequence for sequence in sequences if sequence.sampled.any()]), sampled)
     columns = {"rewards": rewards.astype(np.float32), "group": group}
     if len(sequences) > len(episodes) or stream["turns"][sampled].any():
         targets["turn"] = np.where(sampled, stream["turns"], np.int32(-1))
@@ -70,6 +73,22 @@ def _check_sequence(number: int, sequence: PlayedSequence) -> None:
             raise ValueError(
                 f"batch_episodes: sequence {number} has a reward at place {place}, expected -1 or that of a sampled id"
             )
+
+
+def _join_top(sequences: Sequence[PlayedSequence]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Lay the likeliest ids and their logprobs, of sequences of which something was sampled, end to end."""
+    if all(sequence.top_ids is None for sequence in sequences):
+        return None, None
+    for number, sequence in enumerate(sequences):
+        for column in (sequence.top_ids, sequence.top_logprobs):
+            if column is None or len(column) != sequence.sampled.sum():
+                raise ValueError(
+                    f"batch_episodes: of the sequences with sampled ids number {number} has likeliest ids at "
+                    f"{0 if column is None else len(column)} places, expected {sequence.sampled.sum()}, one for each "
+                    "sampled id; sample all with the same top_logprobs"
+                )
+    ids, logprobs = zip(*((sequence.top_ids, sequence.top_logprobs) for sequence in sequences))
+    return np.concatenate(ids), np.concatenate(logprobs)
 
 
 def _keep_first(sequence: PlayedSequence) -> PlayedSequence:

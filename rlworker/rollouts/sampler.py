@@ -110,6 +110,7 @@ class Sampler:
             stream,
             self.stop_token_ids,
             expected_tokens=self.completion_tokens,
+            top_logprobs=self.config.algorithm.score_centering if use == TRAINING else 0,
         )
 
     def _draw(self, rows: list[Row], sampling: Sampling, phase: Callable) -> tuple[list, Scores]:

@@ -69,11 +69,12 @@ def to_batch(
     logprobs, versions = np.zeros(len(sampled), np.float32), np.full(len(sampled), -1, np.int32)
     logprobs[sampled] = completions.logprobs
     versions[sampled] = np.repeat(completions.span_versions.astype(np.int32), completions.span_lengths)
+    top = place_top(completions.top_ids, completions.top_logprobs, sampled)
     return cut_batch(
         token_ids,
         prompt_lengths[numbers] + completions.lengths,
         sampled,
-        dict(rollout_logprobs=logprobs, versions=versions),
+        dict(rollout_logprobs=logprobs, versions=versions) | top,
         [rows[number].images for number in numbers.tolist()] if vision else [],
         vision,
         rewards=torch.tensor(rewards, dtype=torch.float32),
@@ -88,6 +89,17 @@ def batch_groups(groups: Sequence[Group], vision: VisionSpec | None = None) -> T
     return to_batch([group.row for group in groups], completions, rewards, vision)
 
 
+def place_top(ids: np.ndarray | None, logprobs: np.ndarray | None, sampled: np.ndarray) -> dict[str, np.ndarray]:
+    """Place the likeliest ids ``[T, k]`` and their logprobs at the ids that were sampled, ``[M]`` bool: columns
+    ``[M, k]`` by the batch's names, none in other places; no column where there are none."""
+    if ids is None or logprobs is None:
+        return {}
+    shape = len(sampled), ids.shape[1]
+    top_ids, top_logprobs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+    top_ids[sampled], top_logprobs[sampled] = ids, logprobs
+    return dict(rollout_top_ids=top_ids, rollout_top_logprobs=top_logprobs)
+
+
 def cut_batch(
     token_ids: np.ndarray,
     sizes: np.ndarray,
@@ -100,7 +112,8 @@ def cut_batch(
     """Cut a batch from sequences of ``sizes [B]`` that are laid end to end.
 
     Args:
-        token_ids, sampled: ``[M]``. targets: further columns ``[M]`` of the ids, which become columns of the targets.
+        token_ids, sampled: ``[M]``. targets: further columns ``[M, ...]`` of the ids, which become columns of the
+            targets.
         images: of each sequence; read where the model has a ``vision``.
     """
     more: dict[str, Any] = {name: torch.from_numpy(drop_firsts(column, sizes)) for name, column in targets.items()}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engines.batch.batch import COLUMNS, TrainBatch
-from engines.batch.shard import Outputs
+from engines.batch.shard import Outputs, list_columns
 from rlworker.errors import RunError
 
 
@@ -23,6 +23,8 @@ def find_offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[i
     sequence = torch.repeat_interleave(torch.tensor(batch.lengths))
     names_by_row: dict[int, list[str]] = {}
     for name, column in (*batch.columns().items(), *((f"now_{name}", column) for name, column in outputs.items())):
+        if name == "rollout_top_logprobs":
+            column = column.masked_fill(column == -torch.inf, 0.0)  # an entry that is not used
         if column.is_floating_point():
             positions = (~column.isfinite()).nonzero()[:, 0]
             rows = positions if COLUMNS.get(name) == "sequence" else sequence[positions].unique()
@@ -45,7 +47,7 @@ def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], toke
             first = sum(batch.lengths[:row])
             now = {f"now_{name}": column[first : first + one.num_tokens] for name, column in outputs.items()}
             for name, column in (one.columns() | now).items():
-                if column.is_floating_point():  # JSON has no word for NaN
+                if column.is_floating_point() and column.dim() == 1:  # JSON has no word for NaN
                     line[name] = [value if abs(value) < float("inf") else str(value) for value in column.tolist()]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(rows)
@@ -56,7 +58,7 @@ def refuse_step(run: Path, step: int, role: str, batch: TrainBatch, outputs: Out
     written into the run folder."""
     rate = "--critic.lr" if role == "critic" else "--actor.optimizer.lr"
     path = run / "refused" / f"step_{step:06d}.jsonl"
-    count = save_refused(path, batch, vars(outputs), tokenizer)
+    count = save_refused(path, batch, list_columns(outputs), tokenizer)
     raise RunError(
         f"step {step}: the {role}'s gradient is not finite, so the step was not taken. {count} of {len(batch)} rows "
         f"may be why: see {path}. If their numbers are finite, lower {rate} or --actor.optimizer.clip-grad; if not, "

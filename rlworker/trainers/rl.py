@@ -9,11 +9,11 @@ import torch
 from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
-from engines.batch.shard import Outputs, get_logprobs, get_values
+from engines.batch.shard import Outputs, get_logprobs, get_values, require_tokens
 from engines.interfaces import LossFn
 from hardware.attention.rollouts import list_rollout_warnings
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_group_size, configure_advantage
-from rlworker.algorithms.losses import Aggregation, configure_loss, token_mean, value_loss
+from rlworker.algorithms.losses import Aggregation, check_centering, configure_loss, token_mean, value_loss
 from rlworker.cluster.node_checks import list_image_folders
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
@@ -77,8 +77,7 @@ class Trainer(Run[RunConfig]):
     ):
         super().__init__(config, folder, stop, trackers)
         self.reward, self.aggregation = reward, aggregation
-        # One that cannot be sent to the processes that call it is refused here.
-        pickle_reward(reward, "play" if is_play(reward) else "reward")
+        pickle_reward(reward, "play" if is_play(reward) else "reward")  # refused here where it cannot be sent
         self.models = config.check_models()
         self.tokenizer = load_tokenizer(config.model)
         self.stop_token_ids = list_stop_tokens(config.model, self.tokenizer)
@@ -97,7 +96,8 @@ class Trainer(Run[RunConfig]):
         critic, algorithm = config.critic, config.algorithm
         self.advantage = advantage or configure_advantage(critic)
         check_group_size(self.advantage, config.samples_per_prompt)
-        self.loss = loss or configure_loss(config.algorithm)
+        self.loss = loss or configure_loss(algorithm, config.truncates_importance)
+        check_centering(self.loss, algorithm, is_play(reward))
         self.value_loss = partial(value_loss, clip=critic.clip)
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.version = self.empty_steps = 0
@@ -231,7 +231,8 @@ class Trainer(Run[RunConfig]):
         """Add the logprobs of the rollout's weights and of the reference, where the update will not make them
         itself."""
         if self.config.algorithm.mini_batches > 1 or self._critic_warms_up:
-            batch = replace(batch, old_logprobs=get_logprobs(self.actor.forward(batch)))
+            old = require_tokens(self.actor.forward(batch))
+            batch = replace(batch, old_logprobs=old.logprobs, old_top_logprobs=old.top_logprobs)
         if self.reference:
             batch = replace(batch, ref_logprobs=get_logprobs(self.reference.forward(batch)))
         return add_kl_penalty(batch, self.kl_in_reward) if self.kl_in_reward else batch
@@ -252,8 +253,7 @@ class Trainer(Run[RunConfig]):
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         """Take the optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
-        parts, logprobs = [], batch.old_logprobs
-        where = f"step {self.steps_done + 1}"
+        parts, logprobs, where = [], batch.old_logprobs, f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
             self._check_difference(where, compare_logprobs(batch, logprobs))
         for mini in batch.split(min(self.config.algorithm.mini_batches, batch.num_episodes)):

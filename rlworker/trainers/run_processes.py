@@ -22,7 +22,8 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
     Args:
         models: by role.
     """
-    roles = {"actor": Role("actor", models["actor"], config.actor_of_run, config.rollout.temperature)}
+    actor = "actor", models["actor"], config.actor_of_run, config.rollout.temperature
+    roles = {"actor": Role(*actor, reads_top=config.algorithm.score_centering > 0)}
     if "reference" in models:
         on_host = "reference" in config.placement.on_host
         settings = config.actor_of_run, config.rollout.temperature, False, on_host

@@ -36,6 +36,20 @@ def test_a_column_that_would_broadcast_is_refused():
         make(advantages=torch.zeros(5, 1))
 
 
+def test_columns_of_several_numbers_a_target_say_so():
+    top = torch.arange(10).view(5, 2)
+    batch = make(rollout_top_ids=top)
+    assert batch.gather(np.array([2, 0])).rollout_top_ids.tolist() == [[4, 5], [6, 7], [8, 9], [0, 1], [2, 3]]
+    assert [part.rollout_top_ids.tolist() for part in batch.cut([0, 1, 2, 3])] == [
+        top[:2].tolist(),
+        [],
+        top[2:].tolist(),
+    ]
+    assert torch.equal(pickle.loads(pickle.dumps(batch)).rollout_top_ids, top)
+    with pytest.raises(ValueError, match=r"rollout_top_ids has shape \(5,\), expected \[5, k\]"):
+        make(rollout_top_ids=torch.zeros(5))
+
+
 @pytest.mark.parametrize(("ids", "prompt"), [([], 1), ([1, 2], 0), ([1, 2], 3)])
 def test_impossible_prompts_are_refused(ids, prompt):
     with pytest.raises(ValueError, match="sequence 0"):

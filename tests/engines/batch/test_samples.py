@@ -1,6 +1,7 @@
 """Completions as columns, against the same completions one by one."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,6 +70,33 @@ def test_logprobs_of_some_completions_are_refused():
         Completions.join([greedy[2], scored[3]])
     with pytest.raises(ValueError, match="draw all completions of a round greedily or none"):
         Completions.concatenate([Completions.join(greedy), Completions.join(scored)])
+
+
+def make_top(top: int = 2) -> list[Completion]:
+    """The completions of ``make`` with the likeliest ids of each place."""
+    found = []
+    for one in make():
+        ids = np.arange(top, dtype=np.int32) + 10 * one.token_ids[:, None]
+        found.append(replace(one, top_ids=ids, top_logprobs=-ids.astype(np.float32)))
+    return found
+
+
+def test_the_likeliest_ids_stay_with_theirs():
+    single = make_top()
+    joined = Completions.join(single)
+    assert joined.top_ids is not None and joined.top_ids.shape == (6, 2) and list(joined) == single
+    assert joined[0].top_ids.tolist() == [[50, 51], [60, 61], [70, 71]] and joined[1].top_logprobs.shape == (0, 2)
+    assert Completions.concatenate([Completions.join([]), joined[:1], joined[1:3], joined[3:]]) == joined
+    assert list(joined.gather(np.array([3, 1, 0]))) == [single[3], single[1], single[0]]
+    assert joined != Completions.join(make()) and joined[0] != make()[0]
+    assert pickle.loads(pickle.dumps(joined[2:])) == joined[2:]
+
+
+def test_the_likeliest_ids_of_some_completions_are_refused():
+    with pytest.raises(ValueError, match="1 of 2 parts have the logprobs of the likeliest ids, expected all or none"):
+        Completions.join([make()[0], make_top()[2]])
+    with pytest.raises(ValueError, match="draw all completions of a round with the same top_logprobs"):
+        Completions.concatenate([Completions.join(make_top()), Completions.join(make())])
 
 
 def test_no_completions_are_columns_too():

@@ -162,18 +162,22 @@ def test_micro_batches_are_as_few_as_the_budget_allows_by_hand():
 @given(lengths=LENGTHS, replicas=st.integers(1, 5))
 def test_shards_carry_their_columns_and_outputs_come_back_in_order(lengths, replicas):
     batch = TrainBatch.from_ids([list(range(5, 6 + n)) for n in lengths], [1] * len(lengths))
-    batch = replace(batch, advantages=torch.arange(float(batch.num_tokens)), weights=torch.ones(batch.num_tokens))
+    top_ids = torch.arange(2 * batch.num_tokens).view(-1, 2)
+    batch = replace(batch, advantages=torch.arange(float(batch.num_tokens)), rollout_top_ids=top_ids)
     config = MegatronConfig(ranks=replicas, micro_batch_tokens=32)
     schedule = plan_schedule(batch.lengths, config, 64, replicas)
     outputs = []
     for shard in schedule.shards(batch):
         micro_batches = shard.micro_batches()
         assert all(micro.num_tokens for micro in micro_batches)
-        real = [micro.advantages for micro in micro_batches[: len(shard.counts)]]
-        tokens = torch.cat(real) if real else torch.empty(0)
-        outputs.append(TokenOutputs(tokens, -tokens))
+        real = micro_batches[: len(shard.counts)]
+        tokens = torch.cat([micro.advantages for micro in real]) if real else torch.empty(0)
+        top = torch.cat([micro.rollout_top_ids for micro in real]) if real else top_ids[:0]
+        outputs.append(TokenOutputs(tokens, -tokens, top))
     found = schedule.restore(outputs)
     assert torch.equal(found.logprobs, batch.advantages) and torch.equal(found.entropy, -batch.advantages)
+    assert torch.equal(found.top_logprobs, top_ids)
+    assert schedule.restore([replace(part, top_logprobs=None) for part in outputs]).top_logprobs is None
 
 
 def test_one_token_over_four_replicas_is_computed_by_one_and_repeated_by_the_others():

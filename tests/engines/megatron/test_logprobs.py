@@ -1,4 +1,4 @@
-"""Vocabulary-parallel logprobs and entropy against log_softmax over the whole vocabulary."""
+"""Vocabulary-parallel logprobs and entropy, and those of further ids, against log_softmax over the whole vocabulary."""
 
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ def in_chunks(rank, world, address, at_once, *case):
         return outputs_and_gradient(rank, world, address, *case)
 
 
-def outputs_and_gradient(rank, world, address, temperature, entropy_weight, banned, keep):
+def outputs_and_gradient(rank, world, address, temperature, entropy_weight, banned, top, keep):
     """Largest differences of outputs and gradients; gradients are taken twice, as from a graph that is retained."""
     import torch.distributed as dist
 
@@ -34,8 +34,13 @@ def outputs_and_gradient(rank, world, address, temperature, entropy_weight, bann
     mine = rows.chunk(world)[rank].clone().requires_grad_()
     settings = {"temperature": temperature, "vocab": VOCAB, "keep_logits": keep, "group": group}
     settings["banned"] = banned
+    further, others_weight = draw_top_ids(top, banned, generator), torch.randn(TOKENS, top + 1, generator=generator)
+    settings["top_ids"] = further
     out = logprobs.score_tokens(hidden, mine, target, **settings)
     loss = (out.logprobs * weight).sum() + entropy_weight * (out.entropy * weight**2).sum()
+    assert (out.top_logprobs is None) == (further is None)
+    if top:
+        loss = loss + (out.top_logprobs * others_weight).sum()
     first = torch.autograd.grad(loss, (hidden, mine), retain_graph=True)
     d_hidden, d_mine = torch.autograd.grad(loss, (hidden, mine))
     dist.all_reduce(d_hidden, group=group)
@@ -47,26 +52,82 @@ def outputs_and_gradient(rank, world, address, temperature, entropy_weight, bann
     assert columns.count(None) == sum(target.tolist().count(token) for token in banned) >= len(banned)
     chosen = torch.stack([p.new_zeros(()) if column is None else p[column] for p, column in zip(log_p, columns)])
     entropy = -(log_p.exp() * log_p).sum(-1)
-    ((chosen * weight).sum() + entropy_weight * (entropy * weight**2).sum()).backward()
+    pairs = [(out.logprobs, chosen), (out.entropy, entropy)]
+    loss = (chosen * weight).sum() + entropy_weight * (entropy * weight**2).sum()
+    if further is not None:
+        wanted = sum_classes(log_p, [[allowed.index(token) for token in row if token >= 0] for row in further.tolist()])
+        pairs.append((out.top_logprobs, wanted))
+        loss = loss + (wanted * others_weight).sum()
+    loss.backward()
     wanted = torch.nn.functional.pad(whole.grad, (0, 0, 0, PADDED - VOCAB)).chunk(world)[rank]
-    pairs = (
-        (out.logprobs, chosen),
-        (out.entropy, entropy),
-        (d_hidden, states.grad),
-        (d_mine, wanted),
-        (first[1], wanted),
-    )
+    pairs += [(d_hidden, states.grad), (d_mine, wanted), (first[1], wanted)]
     return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs]
+
+
+def draw_top_ids(top: int, banned: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
+    """Different ids ``[TOKENS, top]`` of those that are not banned, fewer in some places and none in one."""
+    if not top:
+        return None
+    allowed = torch.tensor([token for token in range(VOCAB) if token not in banned])
+    order = torch.rand(TOKENS, len(allowed), generator=generator).argsort(-1)
+    ids = torch.nn.functional.pad(allowed[order], (0, top), value=-1)[:, :top].int()
+    ids[3, top // 2 :] = ids[5] = -1
+    return ids
+
+
+def sum_classes(log_p: torch.Tensor, columns: list[list[int]]) -> torch.Tensor:
+    """Logprobs of some columns of each row, then 0 for those that are wanting, and of all other columns together."""
+    rows, top = [], max(map(len, columns))
+    for row, chosen in zip(log_p, columns, strict=True):
+        others = [column for column in range(len(row)) if column not in chosen]
+        rest = row[others].logsumexp(-1) if others else row.new_tensor(0.0)
+        rows.append(torch.stack([*row[chosen], *row.new_zeros(top - len(chosen)), rest]))
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("at_once", [2**25, 20], ids=["whole", "chunks"])
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "made again"])
 @pytest.mark.parametrize(
-    ("temperature", "entropy_weight", "banned"), [(1.0, 0.0, ()), (0.7, 0.3, ()), (0.7, 0.3, (3, 8, 9))]
+    ("temperature", "entropy_weight", "banned", "top"),
+    [(1.0, 0.0, (), 0), (0.7, 0.3, (), 0), (0.7, 0.3, (3, 8, 9), 0), (1.0, 0.0, (), 4), (0.7, 0.3, (3, 8, 9), 5)],
 )
 @pytest.mark.parametrize("world", [1, 2])
-def test_against_the_whole_vocabulary(four_ranks, world, temperature, entropy_weight, banned, keep, at_once):
+def test_against_the_whole_vocabulary(four_ranks, world, temperature, entropy_weight, banned, top, keep, at_once):
     """A banned token has no probability, and a target that is one has logprob 0 and no gradient."""
     ranks = four_ranks.take_first(world)
-    for differences in ranks.run(in_chunks, draw_address(), at_once, temperature, entropy_weight, banned, keep):
+    for differences in ranks.run(in_chunks, draw_address(), at_once, temperature, entropy_weight, banned, top, keep):
         assert max(differences) <= 1e-6, differences
+
+
+class OneRank:
+    """A group of this process alone."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def test_next_to_nothing_beyond_the_likeliest_is_exact_in_fp32():
+    """The policy gives others 1e-7 and less, the sampler a tenth; and in the last row nothing is left to others."""
+    from engines.megatron import logprobs
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.eye(TOKENS), torch.randn(VOCAB, TOKENS, generator=generator)
+    weight[:4] += 20.0 + torch.arange(TOKENS)  # row 0 to 12: a tail of about e^-20 to e^-32
+    weight[:, -1] = torch.tensor([0.0] * 4 + [-300.0] * (VOCAB - 4))
+    top_ids, pull = torch.arange(4).expand(TOKENS, -1), torch.tensor([0.3, 0.2, 0.2, 0.2, 0.1])
+    x = weight.clone().requires_grad_()
+    target = torch.zeros(TOKENS, dtype=torch.long)
+    settings = {"temperature": 1.0, "vocab": VOCAB, "group": OneRank(), "top_ids": top_ids}
+    out = logprobs.score_tokens(hidden.requires_grad_(), x, target, **settings)
+    (out.top_logprobs * pull).sum().backward()
+    whole = weight.double().requires_grad_()
+    log_p = whole.T.log_softmax(-1)
+    others = log_p[:, 4:].logsumexp(-1)
+    (log_p[:, :4] @ pull[:4].double() + pull[4].double() * others).sum().backward()
+    assert float(others.exp().max()) < 1e-7
+    assert float((out.top_logprobs[:-1, -1] - others[:-1]).abs().max()) <= 1e-5
+    assert out.top_logprobs.isfinite().all() and float((x.grad[:, :-1] - whole.grad[:, :-1]).abs().max()) <= 1e-6
+    assert float((x.grad[:4, -1] - whole.grad[:4, -1]).abs().max()) <= 1e-6 and not x.grad[4:, -1].any()

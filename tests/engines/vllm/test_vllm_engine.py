@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.huggingface import compute_logprobs, load_folder, measure_differences
+from support.huggingface import compute_logprobs, load_folder, make_batch, measure_differences
 from support.models import VOCAB
 from support.rollout_workers import ask, send
 
@@ -81,6 +81,30 @@ def test_logprobs_are_those_of_the_sampling_distribution(rollout, temperature):
         assert sample.finished == ended and (ended or len(sample.token_ids) == 8)
         assert not set(sample.token_ids[:-1]) & set(STOP)
     assert completions.finished.any() and not completions.finished.all()
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_likeliest_tokens_are_the_whole_vocabularys_and_change_nothing(rollout, measured, temperature):
+    """To the last bit the same tokens and logprobs with 0, 1, 25 (above vLLM's own limit) and all; greedily none."""
+    worker, folder, tied = rollout
+    model = load_folder(folder)
+    send(worker, weights_of(model, tied))
+    without = ask(worker.generate, PROMPTS, sampling(temperature=temperature))
+    assert without.top_ids is None
+    batch = make_batch(PROMPTS, without)
+    log_p = torch.cat([logits[one.mask] for one, logits in iterate_logits(model, batch)]) / temperature
+    log_p = log_p.log_softmax(-1)
+    for top in (1, 25, VOCAB):
+        found = ask(worker.generate, PROMPTS, replace(sampling(temperature=temperature), top_logprobs=top))
+        assert replace(found, top_ids=None, top_logprobs=None) == without
+        ids, logprobs = torch.from_numpy(found.top_ids).long(), torch.from_numpy(found.top_logprobs)
+        assert ids.shape == (len(log_p), top) and all(len(set(row)) == top for row in ids.tolist())
+        measured({"likeliest": float((log_p.topk(top)[0] - logprobs).abs().max())})
+        assert float((log_p.topk(top)[0] - logprobs).abs().max()) <= 1e-5, "they are the largest, largest first"
+        assert float((log_p.gather(-1, ids) - logprobs).abs().max()) <= 1e-5, "and theirs"
+    greedy = ask(worker.generate, PROMPTS, replace(sampling(count=1, temperature=0.0), top_logprobs=5))
+    assert greedy.top_ids is None and len(greedy.logprobs) == 0
 
 
 def test_a_seed_repeats(rollout):

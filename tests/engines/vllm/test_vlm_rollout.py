@@ -136,6 +136,11 @@ def test_image_tokens_are_never_sampled(rollout):
     drawn = batch.targets[batch.mask].tolist()
     assert len(drawn) > 1000 and expected > 20
     assert not set(drawn) & set(banned)
+    every = ask(worker.generate, text, dataclasses.replace(sampling(), top_logprobs=model.vocab))
+    allowed = np.setdiff1d(np.arange(model.vocab), banned)
+    for ids, logprobs in zip(every.top_ids, every.top_logprobs, strict=True):
+        assert sorted(ids.tolist()) == [-1] * len(banned) + allowed.tolist(), "nor among the likeliest"
+        assert np.array_equal(ids == -1, logprobs == -np.inf)
 
 
 def test_prompts_wait_for_memory_and_answer_all_the_same(rollout):

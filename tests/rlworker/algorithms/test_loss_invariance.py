@@ -32,6 +32,10 @@ POLICY = {
         partial(_ENTROPY, surrogate=losses.sapo, correction=losses.masked_importance, kl_coef=0.1),
         token_mean,
     ),
+    "ppo, centered": (
+        partial(_ENTROPY, surrogate=losses.ppo, correction=losses.truncated_importance, center=True),
+        token_mean,
+    ),
     "sft": (sft_loss, sequence_mean),
 }
 CRITIC = {"clipped value": (partial(value_loss, clip=0.2), token_mean)}
@@ -60,10 +64,25 @@ def full_batch(logprobs: torch.Tensor | None = None) -> TrainBatch:
     start = torch.zeros(batch.num_tokens) if logprobs is None else logprobs
     columns = dict(old_logprobs=start + 0.4 * noise[0], ref_logprobs=start + 0.4 * noise[1])
     columns |= dict(rollout_logprobs=start + 0.4 * noise[2], values=0.3 * noise[3], returns=noise[4])
+    columns |= draw_top(batch, generator)
     columns["advantages"] = batch.repeat_per_token(
         torch.randn(len(batch), generator=generator)
     )  # gmpo takes one a sequence
     return replace(batch, **columns)
+
+
+def draw_top(batch: TrainBatch, generator: torch.Generator, top: int = 5) -> dict[str, torch.Tensor]:
+    """What a sampler found likeliest of 99 ids, one fewer in every other place, and what an old policy made of it."""
+    tokens = batch.num_tokens
+    ids = torch.rand(tokens, 99, generator=generator).argsort(-1)[:, :top].int()
+    q, old = (torch.randn(tokens, top + 1, generator=generator).log_softmax(-1) for _ in range(2))
+    none = ~batch.mask[:, None].repeat(1, top)
+    none[::2, -1] = True
+    return {
+        "rollout_top_ids": ids.masked_fill(none, -1),
+        "rollout_top_logprobs": q[:, :-1].masked_fill(none, -torch.inf),
+        "old_top_logprobs": old,
+    }
 
 
 def compute_gradients(
@@ -73,6 +92,7 @@ def compute_gradients(
     from engines.models.spec import ModelSpec
 
     engine = build_engine(rank, world, address, ModelSpec.from_folder(folder, head=head), settings)
+    from engines.batch.shard import list_columns
     from engines.probes.megatron import gather_gradients
 
     if head == "language" and logprobs is None:
@@ -81,8 +101,10 @@ def compute_gradients(
     batch, found = full_batch(logprobs), {}
     for name, (loss, aggregation) in cases.items():
         weights, denominator = aggregation(batch)
-        _, shard = plan(engine, replace(batch, weights=weights))
-        metrics, _ = engine.backward(shard, loss, denominator)
+        top_ids = batch.rollout_top_ids if "centered" in name else None  # the others do not ask for them
+        _, shard = plan(engine, replace(batch, weights=weights, rollout_top_ids=top_ids))
+        metrics, parts = engine.backward(shard, loss, denominator)
+        assert not any("top_logprobs" in list_columns(part) for part in parts), "only a loss reads it"
         gradients = gather_gradients(engine)
         sums = {key: sum(float(part[key]) for part in metrics) for key in (metrics[0] if metrics else ())}
         found[name] = (gradients, {key: value for key, value in sums.items() if not key.endswith("_max")})

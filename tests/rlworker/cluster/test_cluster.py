@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,3 +108,30 @@ def test_collection_goes_on_afterwards():
         raise ImportError
     assert gc.isenabled() and gc.get_freeze_count() > 0
     gc.unfreeze()
+
+
+def test_the_likeliest_ids_are_sent_where_they_are_read_alone():
+    """The actor's ranks get them, a reference's and a critic's do not."""
+    import torch
+
+    from engines.batch.batch import TrainBatch
+    from engines.batch.shard import TokenOutputs
+    from engines.config import MegatronConfig
+    from hardware.platforms import get_platform
+    from rlworker.cluster.train_group import WorkerGroup
+    from rlworker.cluster.workers import Role
+
+    class Group(WorkerGroup):
+        def call_sharded(self, method, shards, *args):
+            (self.sent,) = shards
+            return [TokenOutputs(torch.zeros(2), torch.zeros(2))]
+
+    top = {"rollout_top_ids": torch.ones(2, 3), "rollout_top_logprobs": torch.zeros(2, 3)}
+    batch = TrainBatch.from_ids([[1, 2, 3]], [1], **top, old_top_logprobs=torch.zeros(2, 4))
+    for reads in (True, False):
+        role = Role("actor", SimpleNamespace(hidden=8), MegatronConfig(), reads_top=reads)
+        group = Group(role, get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
+        group.forward(batch)
+        assert {name for name in group.sent.batch.columns() if "top" in name} == (
+            {*top, "old_top_logprobs"} if reads else set()
+        )

@@ -55,6 +55,15 @@ def test_contradictions_are_refused(settings, message):
         RunConfig(**settings)
 
 
+def test_importance_is_truncated_where_an_engine_is_bf16():
+    bf16 = {"actor": MegatronConfig(dtype="bfloat16")}, {"rollout": VllmConfig(dtype="bfloat16")}
+    for settings, want in (({}, False), (bf16[0], True), (bf16[1], True)):
+        assert RunConfig(**settings).truncates_importance == want
+    for importance, want in (("truncated", True), ("none", False)):
+        algorithm = AlgorithmConfig(importance=importance)
+        assert {RunConfig(algorithm=algorithm, **s).truncates_importance for s in ({}, *bf16)} == {want}
+
+
 def test_logprob_limits_follow_the_type():
     assert RunConfig().logprob_limits == (2e-5, 5e-3)
     assert RunConfig(actor=MegatronConfig(dtype="bfloat16")).logprob_limits == (5e-2, float("inf"))
@@ -128,6 +137,16 @@ def test_another_model_is_checked_by_its_own_name(make_hf_model, tmp_path):
             dataclasses.replace(config, algorithm=AlgorithmConfig(reference=str(folder))).check_models()
     with pytest.raises(ValueError, match=r"critic \(--critic.model\): model: folder 'none' does not exist"):
         dataclasses.replace(config, critic=CriticConfig(train=True, model="none")).check_models()
+
+
+def test_scores_are_centered_by_no_more_tokens_than_there_are(make_hf_model):
+    data, rollout = DataConfig(max_prompt_tokens=8), VllmConfig(max_new_tokens=4, max_model_len=16)
+    config = RunConfig(model=make_hf_model("qwen2", True), data=data, rollout=rollout)
+    vocab = config.check_models()["actor"].vocab
+    dataclasses.replace(config, algorithm=AlgorithmConfig(score_centering=vocab)).check_models()
+    message = f"score_centering={vocab + 1} is above the {vocab} tokens of the model's vocabulary"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, algorithm=AlgorithmConfig(score_centering=vocab + 1)).check_models()
 
 
 def test_there_are_few_keys():

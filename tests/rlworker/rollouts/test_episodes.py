@@ -73,6 +73,8 @@ def test_one_turn_is_a_batch_of_completions():
             size = int(generator.integers(1, 7))
             ids = generator.integers(3, 99, size)
             one = make_completion(ids, generator.random(size, np.float32), version=number)
+            top_ids = generator.integers(0, 99, (size, 3)).astype(np.int32)
+            one = replace(one, top_ids=top_ids, top_logprobs=generator.random((size, 3), np.float32))
             completions.append(one)
             rewards.append(float(generator.random()))
             length = len(prompt) + size
@@ -84,12 +86,30 @@ def test_one_turn_is_a_batch_of_completions():
                 np.full(length, number, np.int32),
                 np.zeros(length, np.int32),
                 ((length - 1, rewards[-1]),),
+                top_ids=one.top_ids,
+                top_logprobs=one.top_logprobs,
             )
             groups[-1].append([played])
     want, got = to_batch(rows, Completions.join(completions), rewards), batch_episodes(groups)
     assert got.lengths == want.lengths and got.columns().keys() == want.columns().keys()
     for name, column in want.columns().items():
         assert torch.equal(getattr(got, name), column) and getattr(got, name).dtype == column.dtype, name
+
+
+def test_the_likeliest_ids_are_those_of_sampled_ids_alone():
+    """Of several sequences, one of which has none because nothing was sampled; else of all or of none."""
+    first, second = play("pp00e1"), play("p2", 20)
+    top = np.array([[1, 2], [3, 4], [5, 6]], np.int32)
+    first = replace(first, top_ids=top, top_logprobs=-top.astype(np.float32))
+    with_top = replace(second, top_ids=top[:1], top_logprobs=-top[:1].astype(np.float32))
+    batch = batch_episodes([[[first, with_top], SILENT]])
+    none = [-1, -1]
+    assert batch.rollout_top_ids.tolist() == [none, [1, 2], [3, 4], none, [5, 6], [1, 2]]
+    assert batch.rollout_top_logprobs[batch.mask].tolist() == [[-1, -2], [-3, -4], [-5, -6], [-1, -2]]
+    with pytest.raises(ValueError, match=r"number 1 has likeliest ids at 0 places, expected 1"):
+        batch_episodes([[[first, second]]])
+    with pytest.raises(ValueError, match="at 2 places, expected 3, one for each sampled id"):
+        batch_episodes([[[replace(first, top_ids=top[:2])]]])
 
 
 @pytest.mark.parametrize(

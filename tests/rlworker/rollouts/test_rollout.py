@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ def test_columns_stand_at_their_tokens():
     assert batch.targets.tolist() == [2, 5, 6, 2, 7, 8, 9, 9]
     assert batch.mask.tolist() == [False, True, True, False, True, True, True, True]
     assert batch.rollout_logprobs.tolist() == pytest.approx([0, -0.5, -0.6, 0, -0.7, -0.8, -0.9, -1.0])
+    assert batch.rollout_top_ids is None and batch.rollout_top_logprobs is None
     assert batch.group.tolist() == [0, 0, 1, 1] and batch.versions.tolist() == [-1, 4, 4, -1, 4, 3, 3, 3]
     rewards = batch.rewards.tolist()
     cuts = slice(0, 2), slice(2, 4)
@@ -47,3 +50,16 @@ def test_weights_that_changed_within_a_completion_are_told_token_by_token():
     other = make_completion([8], [-1.0], version=2)
     batch = to_batch([Row("", (1, 2), "", {})], Completions.join([spanned, other]), [0.0, 0.0])
     assert batch.versions.tolist() == [-1, 4, 5, 5, -1, 2]
+
+
+def test_the_likeliest_ids_stand_at_sampled_targets_alone():
+    rows = [Row("ab", (1, 2), "", {}), Row("c", (3,), "", {})]
+    completions = make_completions(([5, 6], [-0.5, -0.6], 0), ([7], [-0.7], 0))
+    ids = np.array([[5, 9, 8], [6, 5, -1], [4, 7, 2]], np.int32)
+    logprobs = np.array([[-0.5, -1, -2], [-0.6, -1, -np.inf], [-0.1, -0.7, -3]], np.float32)
+    batch = to_batch(rows, replace(completions, top_ids=ids, top_logprobs=logprobs), [1.0, 0.0])
+    assert batch.rollout_top_ids.tolist() == [[-1] * 3, [5, 9, 8], [6, 5, -1], [4, 7, 2]]
+    assert torch.equal(batch.rollout_top_logprobs[batch.mask], torch.from_numpy(logprobs))
+    assert batch.rollout_top_logprobs[0].tolist() == [-float("inf")] * 3
+    types = batch.rollout_top_ids.dtype, batch.rollout_top_logprobs.dtype
+    assert types == (torch.int32, torch.float32)

@@ -77,6 +77,16 @@ def test_the_expected_length_follows_the_completions_and_is_asked_of_every_engin
     assert drawn.make_sampling(3).expected_tokens == pytest.approx(2 + 2 * 0.8**2), "two rollouts of two tokens each"
 
 
+def test_the_likeliest_tokens_are_asked_for_where_they_are_learned_from():
+    from rlworker.rollouts.sampler import CANARY
+
+    drawn = sampler(ROWS[:4], 1)
+    assert drawn.make_sampling(3).top_logprobs == 0
+    algorithm = replace(drawn.config.algorithm, score_centering=8)
+    drawn.config = replace(drawn.config, algorithm=algorithm)
+    assert drawn.make_sampling(3).top_logprobs == 8 and drawn.make_sampling(1, CANARY).top_logprobs == 0
+
+
 def test_a_checkpoint_holds_what_decides_how_prompts_are_dealt():
     """A checkpoint is JSON, and a number comes back from it to the last bit."""
     from rlworker.trainers.rl import Trainer

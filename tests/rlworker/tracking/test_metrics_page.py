@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from support.rollout_workers import make_completions
@@ -39,7 +40,7 @@ from rlworker.tracking.trackers import TrackedRun, Trackers
 from rlworker.trainers.stop import Stop
 
 ROOT = Path(__file__).parents[3]
-LOGPROB = -1.0
+LOGPROB, TOP = -1.0, 2
 IMAGE_TOKEN = 9
 VISION = SimpleNamespace(image_token=IMAGE_TOKEN, merge=1, axes=(0,))
 """What of a vision tower's shape a batch is made with."""
@@ -56,7 +57,10 @@ class Group:
 
     def forward(self, batch: TrainBatch):
         constant = torch.full((batch.num_tokens,), LOGPROB)
-        return ValueOutputs(0 * constant) if self.name == "critic" else TokenOutputs(constant, -constant)
+        if self.name == "critic":
+            return ValueOutputs(0 * constant)
+        top = None if batch.rollout_top_ids is None else constant[:, None].expand(-1, TOP + 1)
+        return TokenOutputs(constant, -constant, top)
 
     def train_step(self, batch: TrainBatch, loss, denominator: float):
         outputs = self.forward(batch)
@@ -77,7 +81,11 @@ class Rollouts:
 
     def generate(self, rows, sampling):
         logprobs = [] if sampling.temperature == 0 else [LOGPROB] * 2
-        return make_completions(*[([3, 0], logprobs, self.trainer.version)] * (sampling.count * len(rows)))
+        completions = make_completions(*[([3, 0], logprobs, self.trainer.version)] * (sampling.count * len(rows)))
+        if sampling.temperature == 0 or not sampling.top_logprobs:
+            return completions
+        ids = np.tile(np.arange(TOP, dtype=np.int32), (len(completions.token_ids), 1))
+        return replace(completions, top_ids=ids, top_logprobs=np.full(ids.shape, 2 * LOGPROB, np.float32))
 
     def call(self, _method):
         return [self.trainer.version]
@@ -159,7 +167,7 @@ def rl_fields(
     trainer.models = {"actor": SimpleNamespace(vision=VISION)}
     trainer.rows = trainer.heldout = rows_with_an_image() * (4 if plays else 1)
     trainer.advantage, trainer.aggregation = advantage, token_mean
-    trainer.loss = loss or configure_loss(config.algorithm)
+    trainer.loss = loss or configure_loss(config.algorithm, config.truncates_importance)
     trainer.value_loss = partial(value_loss, clip=config.critic.clip)
     trainer.kl_in_reward = config.algorithm.kl_coef if config.algorithm.kl_in == "reward" else 0.0
     trainer.version = trainer.empty_steps = 0
@@ -197,11 +205,13 @@ def fields(tmp_path) -> set[str]:
     algorithm = AlgorithmConfig(kl_coef=0.1, mini_batches=2, greedy_baseline=True)
     in_reward = replace(algorithm, kl_in="reward")
     critic = CriticConfig(train=True, clip=0.5, warmup_steps=1)
+    centering = AlgorithmConfig(score_centering=TOP, mini_batches=2)
     approximate = VllmConfig(attention_override=("vllm_cpu/images",))
     return (
         rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate)
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic, advantage=gae)
         | rl_fields(tmp_path / "plays", plays=True)
+        | rl_fields(tmp_path / "centered", algorithm=centering)
         | rl_fields(tmp_path / "empty", algorithm=AlgorithmConfig(dynamic_sampling=1), alike=True)
         | supervised_fields(tmp_path / "sft")
     )

@@ -23,6 +23,14 @@ def test_all_rows_where_every_number_is_finite():
     assert find_offending_rows(make_batch(), {"values": torch.zeros(6)}) == {0: [], 1: [], 2: [], 3: []}
 
 
+def test_entries_that_are_not_used_are_no_broken_numbers(tmp_path):
+    top = torch.zeros(6, 2)
+    top[0, 1], top[5, 0] = float("-inf"), float("nan")
+    batch = make_batch(rollout_top_logprobs=top)
+    assert find_offending_rows(batch, {}) == {3: ["rollout_top_logprobs"]}
+    assert save_refused(tmp_path / "refused" / "step.jsonl", batch, {}, make_tokenizer()) == 1
+
+
 def test_rows_are_written_as_json_that_any_reader_takes(tmp_path):
     batch = make_batch(advantages=torch.tensor([0.0, 1.0, float("-inf"), 0.0, 0.0, 0.0]))
     assert save_refused(tmp_path / "refused" / "step.jsonl", batch, {"logprobs": torch.zeros(6)}, make_tokenizer()) == 1

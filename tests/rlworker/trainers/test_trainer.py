@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from support.huggingface import compute_logprobs, load_folder
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.addition import make_data, make_tokenizer
 from rlworker.algorithms.advantages import distill, grpo, remax
-from rlworker.algorithms.losses import sequence_mean
+from rlworker.algorithms.losses import policy_loss, sequence_mean
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (
     AlgorithmConfig,
@@ -270,8 +271,8 @@ def agreement(run: Path, measured) -> list[dict]:
 
 def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, capsys, measured):
     """An untied model over TP2 in bshd; a critic in the actor's processes and a reference in its own, two optimizer
-    steps per rollout; the critic learns alone first. Cut off after step 2 and resumed, the last steps are the same,
-    though the host now holds the reference and half of the optimizers."""
+    steps per rollout, with centered scores; the critic learns alone first. Cut off after step 2 and resumed, the last
+    steps are the same, though the host now holds the reference and half of the optimizers."""
     from transformers import AutoModelForTokenClassification
 
     optimizer = replace(OPTIMIZER, lr=4e-4, lr_scheduler="linear")
@@ -281,7 +282,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         tmp_path / "run",
         tied=False,
         actor=MegatronConfig(ranks=2, tp=2, layout="bshd", optimizer=optimizer),
-        algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2),
+        algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2, score_centering=8),
         critic=CriticConfig(train=True, lr=1e-2, clip=0.5, warmup_steps=1),
         placement=PlacementConfig(("reference",)),
         steps=4,
@@ -295,6 +296,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     assert "grad_norm" not in lines[0] and all(line["critic_grad_norm"] > 0 for line in lines)
     assert lines[0]["explained_variance"] == pytest.approx(0.0, abs=1e-5), "its head starts at zero"
     assert 0 < lines[1]["kl"] < lines[2]["kl"], "the policy starts at the reference and leaves it"
+    assert all(0.1 < line["top_mass"] < 1 for line in lines[1:]), "the likeliest 8 tokens, not all"
     assert lines[1]["ratio_max"] > 1.0001, "the second mini-batch is off the policy that sampled it"
     # Both decays end with the run: the critic's over eight optimizer steps, the actor's over its six. The last two take
     # 2/8 and 1/8 of the peak, 2/6 and 1/6.
@@ -424,4 +426,6 @@ def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_p
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
             trainer_of(wrong, exact_match)
+    with pytest.raises(ValueError, match=r"center=True and algorithm.score_centering=0, expected both or none"):
+        trainer_of(config, exact_match, loss=partial(policy_loss, center=True))
     assert not (tmp_path / "run").exists()
