@@ -184,7 +184,7 @@ def center_scores(
     return -(q * factors * slope * top).sum(-1)
 
 
-def check_centering(loss: LossFn, algorithm: AlgorithmConfig, plays: bool) -> None:
+def check_centering(loss: LossFn, algorithm: AlgorithmConfig, plays: bool = False) -> None:
     """Raise ValueError where ``policy_loss`` centers scores and nothing is recorded for it, or the other way round, or
     its surrogate cannot be centered. A loss of another kind says nothing of itself.
 
