@@ -90,8 +90,15 @@ def test_a_node_that_lacks_something_is_named_before_the_first_step(inputs, sess
     package = other / "transformers-0.0.1.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
+    no_room = (
+        "import ray; ray.init(logging_level='ERROR', log_to_driver=False); "
+        "from rlworker.cluster.placement import Demand, check_room; check_room([Demand('actor', 'cpu', 4, 1, 4)])"
+    )
     with nodes(2, sessions) as cluster:
         assert cluster.run(1, f'python -c "{ask}"').returncode == 0
+        said = cluster.run(1, f'python -c "{no_room}"', check=False).stderr
+        assert "placement: actor needs 4 CPUs in one node, and none has them left after 0 of 4" in said, said
+        assert "node 10.77.0.1 has 2 of 2 CPUs; node 10.77.0.2 has 2 of 2 CPUs" in said, said
         cluster.add(3, hide=hidden, env={"PYTHONPATH": f"{other}:{Path.cwd()}"})
         cluster.wait_until_up()
         refused = cluster.run(1, f'python -c "{ask}"', check=False)
