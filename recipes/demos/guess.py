@@ -71,7 +71,7 @@ DEFAULT = PlayConfig(
     rollout=VllmConfig(max_new_tokens=3, max_model_len=32, max_num_seqs=1024, kv_cache_mb=256),
     episodes=EpisodesConfig(turns=TURNS, tokens=32),
     algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28),
-    steps=240,
+    steps=320,
     prompts_per_step=128,
     samples_per_prompt=8,
     eval_every=20,
