@@ -133,12 +133,14 @@ DEFAULT = PlayConfig(
     data=DataConfig(max_prompt_tokens=16),
     actor=MegatronConfig(
         ranks=2,
-        optimizer=OptimizerConfig(lr=4e-4, min_lr=4e-5, lr_scheduler="linear", lr_warmup_steps=10, adam_beta2=0.99),
+        optimizer=OptimizerConfig(lr=2e-4, min_lr=2e-5, lr_scheduler="linear", lr_warmup_steps=10, adam_beta2=0.99),
     ),
-    # Far below 1: when the right call is found first, it is not yet sampled in one of a hundred turns.
-    rollout=VllmConfig(temperature=0.4, max_new_tokens=12, max_model_len=96, max_num_seqs=1024, kv_cache_mb=256),
+    # Far below 1: embeddings that are tied and young give flat logits, so that the right call is the likeliest long
+    # before it is likely. Warmed up at this temperature, what wins greedily is sampled now and then.
+    rollout=VllmConfig(temperature=0.15, max_new_tokens=12, max_model_len=96, max_num_seqs=1024, kv_cache_mb=256),
     episodes=EpisodesConfig(turns=TURNS, tokens=96),
     algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28),
+    warm_up_success=0.25,
     steps=60,
     prompts_per_step=128,
     samples_per_prompt=8,

@@ -69,7 +69,7 @@ class EpisodeRecord:
     @property
     def reward(self) -> float:
         """The whole reward: the sum of all."""
-        return sum(value for _, value in self.rewards)
+        return sum((value for _, value in self.rewards), 0.0)
 
     @property
     def completions(self) -> list[Completion]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.rollout_workers import make_completion
 
-from engines.batch.samples import Completions, Image, PlayedSequence
+from engines.batch.samples import Completion, Completions, Image, PlayedSequence
 from engines.images.placeholders import make_placeholders
 from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import make_tiny_model
@@ -161,3 +161,14 @@ def test_images_of_later_turns_have_the_positions_of_transformers(tmp_path):
     assert blocks.unique_consecutive().tolist() == [-1, 0, -1, 1, -1]
     with pytest.raises(ValueError, match="a sequence has runs of"):
         batch_episodes([[[replace(first, images=())]]], model.vision)
+
+
+def test_episodes_without_a_reward_have_a_mean_of_zero():
+    from rlworker.episodes.record import EpisodeRecord, Piece
+    from rlworker.rollouts.metrics import summarise_groups
+    from rlworker.rollouts.plays import EpisodeGroup
+
+    row, said = Row("1", (1,), "", {}), Completion(np.asarray([3], np.int32), np.zeros(1, np.float32), True, ((0, 1),))
+    record = EpisodeRecord(row, ((Piece((1,)), Piece(said.token_ids, 0, (), said)),))
+    metrics = summarise_groups([EpisodeGroup.collect(row, [record, record])])
+    assert (metrics["reward"], metrics["zero_variance_groups"], metrics["samples"]) == (0.0, 1, 2)
