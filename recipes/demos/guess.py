@@ -66,9 +66,9 @@ DEFAULT = PlayConfig(
     data=DataConfig(max_prompt_tokens=8),
     actor=MegatronConfig(
         ranks=2,
-        optimizer=OptimizerConfig(lr=7e-4, min_lr=7e-5, lr_scheduler="linear", lr_warmup_steps=10, adam_beta2=0.99),
+        optimizer=OptimizerConfig(lr=5e-4, min_lr=5e-5, lr_scheduler="linear", lr_warmup_steps=10, adam_beta2=0.99),
     ),
-    rollout=VllmConfig(max_new_tokens=3, max_model_len=32, max_num_seqs=1024, kv_cache_mb=256),
+    rollout=VllmConfig(temperature=0.5, max_new_tokens=3, max_model_len=32, max_num_seqs=1024, kv_cache_mb=256),
     episodes=EpisodesConfig(turns=TURNS, tokens=32),
     algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28),
     steps=240,
