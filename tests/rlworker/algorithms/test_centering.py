@@ -249,7 +249,7 @@ def test_a_loss_and_the_settings_must_agree():
         check_centering(loss, algorithm)
     for algorithm in (AlgorithmConfig(), centering):
         check_centering(configure_loss(algorithm), algorithm)
-    with pytest.raises(ValueError, match="score_centering=8 needs the likeliest tokens.*episodes do not record"):
+    with pytest.raises(ValueError, match=r"score_centering=8 needs the likeliest tokens.*episodes do not record"):
         check_centering(configure_loss(centering), centering, plays=True)
 
 
