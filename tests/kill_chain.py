@@ -1,9 +1,11 @@
 """Runs that are killed and resumed: a chain of them must end where a run that nobody killed ends.
 
     python tests/kill_chain.py --kills 24 --seed 1
+    python tests/kill_chain.py --kills 10 --calculator runs/calculator    # of a run of that demo, for its warm model
 
 Each link of the chain is a program of its own with a real Ray, trainers and vLLM. It is told whom to kill (the driver,
-a trainer rank or the rollout engine), in which step and phase, and how many milliseconds into it.
+a trainer rank, the rollout engine or a process of plays), in which step and phase, and how many milliseconds into it.
+The calculator's tools take a random time. There only the driver's end ends a program: all others are replaced.
 """
 
 import json
@@ -24,11 +26,13 @@ from safetensors import safe_open
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import CheckpointConfig, DataConfig
+from rlworker.config.sections import CheckpointConfig, DataConfig, RecoveryConfig
 
 VICTIMS = ("driver", "actor rank 0", "actor rank 1", "rollout engine 0")
 PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
 """Phase -> its length in milliseconds, roughly."""
+PLAY_VICTIMS = ("driver", "play worker 0", "play worker 1", "rollout engine 0")
+PLAY_PHASES = {"rollout": 600, "update": 60, "sync": 30}
 SURVIVORS_END_S = 60
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """They hold no part of a run. Where Ray was killed with its driver they try for a minute to report it, then end."""
@@ -61,8 +65,50 @@ def reward(text, row) -> float:
     return sum(c.isdigit() for c in text) / 4
 
 
-def run_link(config: RunConfig, kill: Kill | None, pids: Path) -> None:
-    """Run one program of the chain, killed as ``kill`` says."""
+def make_play_config(folder: Path, run: str, steps: int, toy: str) -> RunConfig:
+    """Make the settings of a run of the calculator that goes on without whoever is killed, but for the driver."""
+    from recipes.demos import calculator
+
+    config = calculator.DEFAULT
+    return replace(
+        config,
+        model=f"{toy}/model_warm_seed0",
+        run_dir=str(folder / run),
+        data=replace(config.data, train=f"{toy}/data/train.jsonl"),
+        episodes=replace(config.episodes, workers=2),
+        steps=steps,
+        prompts_per_step=16,
+        eval_every=0,
+        checkpoint=CheckpointConfig(save_every=2),
+        recovery=RecoveryConfig(restarts=100),
+    )
+
+
+def compute_slowly(expression: str) -> str:
+    """Compute as the calculator does, in a time that nobody can repeat."""
+    from recipes.demos import calculator
+
+    time.sleep(random.SystemRandom().uniform(0, 0.05))
+    return calculator.compute(expression)
+
+
+async def play(model, row):
+    """Play as the calculator does, with a tool in a process of its own."""
+    from recipes.demos import calculator
+    from rlworker import Episode, answer_calls
+
+    episode = Episode(row, tools=[calculator.TOOL], tool_parser="hermes")
+    for _ in range(calculator.TURNS):
+        sample = await model.sample(episode)
+        if not (answers := await answer_calls(model, sample, {"calculate": compute_slowly})):
+            episode.reward(float(sample.text == row.answer))
+            break
+        episode.observe(answers)
+    return episode
+
+
+def run_link(config: RunConfig, kills: list[Kill], pids: Path, learn_from=reward) -> None:
+    """Run one program of the chain, in which ``kills`` happen one after another."""
     import ray
 
     from rlworker.trainers.rl import Trainer
@@ -70,31 +116,32 @@ def run_link(config: RunConfig, kill: Kill | None, pids: Path) -> None:
     class Killed(Trainer):
         def start(self):
             super().start()
-            workers = self.name_workers()
-            self.pids = {
-                name: ray.get(worker.__ray_call__.remote(lambda _: os.getpid())) for name, worker in workers.items()
-            }
-            self.pids["driver"] = os.getpid()
             children = [p.pid for p in psutil.Process().children(recursive=True) if p.name() not in RAY_AGENTS]
             pids.write_text(json.dumps(children))
 
-        def strike(self):
-            pids.with_name("struck").write_text(str(time.time()))
-            os.kill(self.pids[kill.victim], signal.SIGKILL)
+        def find_pid(self, victim):
+            if victim == "driver":
+                return os.getpid()
+            return ray.get(self.name_workers()[victim].__ray_call__.remote(lambda _: os.getpid()))
 
         @contextmanager
         def _phase(self, clock, name):
             done = self.steps_done if name == "save" else self.steps_done + 1
-            if kill and self.has_begun and (name, done) == (kill.phase, kill.step):
-                threading.Timer(kill.delay_ms / 1000, self.strike).start()
+            if kills and self.has_begun and (name, done) == (kills[0].phase, kills[0].step):
+                kill = kills.pop(0)
+                threading.Timer(kill.delay_ms / 1000, strike, [self.find_pid(kill.victim)]).start()
             with super()._phase(clock, name):
                 yield
 
-    with Killed(config, reward) as trainer:
+    def strike(pid):
+        pids.with_name("struck").write_text(str(time.time()))
+        os.kill(pid, signal.SIGKILL)
+
+    with Killed(config, learn_from) as trainer:
         trainer.fit()
 
 
-def start_link(config: RunConfig, kill: Kill | None, pids: Path) -> tuple[int, str]:
+def start_link(config: RunConfig, kills: list[Kill], pids: Path, toy: str = "") -> tuple[int, str]:
     """Run a link in a program of its own. Returns its exit code and its output."""
     settings = json.dumps(
         {
@@ -102,8 +149,9 @@ def start_link(config: RunConfig, kill: Kill | None, pids: Path) -> tuple[int, s
             "run": Path(config.run_dir).name,
             "steps": config.steps,
             "resume": config.resume,
-            "kill": asdict(kill) if kill else None,
+            "kills": [asdict(kill) for kill in kills],
             "pids": str(pids),
+            "toy": toy,
         }
     )
     command = [sys.executable, "-W", "ignore", __file__, "--link", settings]
@@ -172,43 +220,77 @@ def run_chain(folder: Path, kills: list[Kill], steps: int) -> dict[str, float]:
         AssertionError: something was corrupt, survived too long, went unnamed, or the ends differ.
     """
     whole_config, killed_config = make_config(folder, "whole", steps), make_config(folder, "killed", steps)
-    code, output = start_link(whole_config, None, folder / "pids")
+    code, output = start_link(whole_config, [], folder / "pids")
     assert code == 0, output
     longest = 0.0
     for kill in kills:
         resume = (folder / "killed" / "config.json").exists()
-        code, output = start_link(replace(killed_config, resume=resume), kill, folder / "pids")
+        code, output = start_link(replace(killed_config, resume=resume), [kill], folder / "pids")
         check_kill(kill, output, code)
         seconds = measure_survival(json.loads((folder / "pids").read_text()), float((folder / "struck").read_text()))
         longest = max(longest, seconds)
         assert seconds < SURVIVORS_END_S, f"{kill}: processes were left"
         check_folder(folder / "killed")
         print(kill, f"exit {code}, all gone after {seconds:.1f} s", flush=True)
-    code, output = start_link(replace(killed_config, resume=True), None, folder / "pids")
+    code, output = start_link(replace(killed_config, resume=True), [], folder / "pids")
     assert code == 0, output
-    assert read_metrics_without_times(folder / "killed") == read_metrics_without_times(folder / "whole")
-    ends = [read_weights(folder / run / "checkpoints" / f"step_{steps}") for run in ("whole", "killed")]
-    assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
+    compare_ends(folder, steps)
     return {"kills": len(kills), "longest_seconds": longest}
 
 
-def draw_kills(count: int, seed: int, steps: int) -> list[Kill]:
+def compare_ends(folder: Path, steps: int) -> None:
+    """Check that the killed run has the whole one's metrics and its weights, bit for bit."""
+    assert read_metrics_without_times(folder / "killed") == read_metrics_without_times(folder / "whole")
+    ends = [read_weights(folder / run / "checkpoints" / f"step_{steps}") for run in ("whole", "killed")]
+    assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
+
+
+def run_play_chain(folder: Path, kills: list[Kill], steps: int, toy: str) -> None:
+    """Play to the end twice unkilled and once through every kill.
+
+    Raises:
+        AssertionError: somebody was not killed, or the ends differ.
+    """
+    for run in ("again", "whole"):
+        code, output = start_link(make_play_config(folder, run, steps, toy), [], folder / "pids", toy)
+        assert code == 0, output
+    assert read_metrics_without_times(folder / "again") == read_metrics_without_times(folder / "whole")
+    config, left = make_play_config(folder, "killed", steps, toy), list(kills)
+    while True:
+        resume = (folder / "killed" / "config.json").exists()
+        code, output = start_link(replace(config, resume=resume), left, folder / "pids", toy)
+        drivers = [place for place, kill in enumerate(left) if kill.victim == "driver"]
+        assert (code == 0) == (not drivers), output
+        print(left[: drivers[0] + 1] if drivers else left, f"exit {code}", flush=True)
+        if not drivers:
+            break
+        left = left[drivers[0] + 1 :]
+    compare_ends(folder, steps)
+    outages = (folder / "killed" / "outages.jsonl").read_text().splitlines()
+    assert len(outages) == sum(kill.victim != "driver" for kill in kills), outages
+    print(read_metrics_without_times(folder / "killed")[-1])
+
+
+def draw_kills(
+    count: int, seed: int, steps: int, victims: tuple[str, ...] = VICTIMS, phases: dict[str, int] = PHASES
+) -> list[Kill]:
     """Draw kills in ascending steps, so that every link of the chain gets as far as its own."""
     generator = random.Random(seed)
     kills = []
     for i in range(count):
         step = 1 + i * (steps - 1) // count
-        phase = generator.choice([p for p in PHASES if p != "save" or step % 2 == 0])
-        kills.append(Kill(generator.choice(VICTIMS), step, phase, generator.uniform(0, PHASES[phase])))
+        phase = generator.choice([p for p in phases if p != "save" or step % 2 == 0])
+        kills.append(Kill(generator.choice(victims), step, phase, generator.uniform(0, phases[phase])))
     return kills
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--link":
         settings = json.loads(sys.argv[2])
-        config = make_config(Path(settings["folder"]), settings["run"], settings["steps"])
-        config = replace(config, resume=settings["resume"])
-        run_link(config, Kill(**settings["kill"]) if settings["kill"] else None, Path(settings["pids"]))
+        place, toy = (Path(settings["folder"]), settings["run"], settings["steps"]), settings["toy"]
+        config = replace(make_play_config(*place, toy) if toy else make_config(*place), resume=settings["resume"])
+        kills = [Kill(**kill) for kill in settings["kills"]]
+        run_link(config, kills, Path(settings["pids"]), play if toy else reward)
     else:
         import tempfile
 
@@ -216,8 +298,12 @@ if __name__ == "__main__":
 
         options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
         count, seed = int(options.get("--kills", 24)), int(options.get("--seed", 0))
+        steps = count + 2
         with tempfile.TemporaryDirectory() as folder:
+            if toy := options.get("--calculator"):
+                kills = draw_kills(count, seed, steps, PLAY_VICTIMS, PLAY_PHASES)
+                run_play_chain(Path(folder), kills, steps, str(Path(toy).resolve()))
+                sys.exit()
             make_data(Path(folder) / "data")
             make_model(Path(folder) / "model", seed=0)
-            steps = count + 2
             print(run_chain(Path(folder), draw_kills(count, seed, steps), steps))
