@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 
 import psutil
@@ -113,9 +114,11 @@ class Mutant:
         return self.mutation.apply(self.before)
 
     def format_change(self) -> tuple[str, str]:
-        """Return the lines that differ, before and after, each put into one line."""
-        lines = [line for line in self.format_diff().splitlines()[2:] if line[:1] in "+-"]
-        return tuple(" ".join(" ".join(x[1:].split()) for x in lines if x[0] == sign) for sign in "-+")
+        """Return the lines from the first to the last that differ, before and after, each put into one line."""
+        before, after = self.before.splitlines(), self.after.splitlines()
+        first = len(commonprefix([before, after]))
+        last = len(commonprefix([before[first:][::-1], after[first:][::-1]]))  # counted from the end
+        return tuple(" ".join(" ".join(lines[first : len(lines) - last]).split()) for lines in (before, after))
 
     def format_diff(self) -> str:
         texts = (text.splitlines(keepends=True) for text in (self.before, self.after))
