@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
 
 import psutil
@@ -116,13 +115,19 @@ class Mutant:
     def format_change(self) -> tuple[str, str]:
         """Return the lines from the first to the last that differ, before and after, each put into one line."""
         before, after = self.before.splitlines(), self.after.splitlines()
-        first = len(commonprefix([before, after]))
-        last = len(commonprefix([before[first:][::-1], after[first:][::-1]]))  # counted from the end
+        first = _count_alike(before, after)
+        last = _count_alike(before[first:][::-1], after[first:][::-1])  # counted from the end
         return tuple(" ".join(" ".join(lines[first : len(lines) - last]).split()) for lines in (before, after))
 
     def format_diff(self) -> str:
         texts = (text.splitlines(keepends=True) for text in (self.before, self.after))
         return "".join(difflib.unified_diff(*texts, f"a/{self.path}", f"b/{self.path}", n=1))
+
+
+def _count_alike(some: list[str], others: list[str]) -> int:
+    """Count the lines at the beginning that are the same in both."""
+    pairs = enumerate(zip(some, others))
+    return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
 @dataclass(frozen=True)
