@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -121,8 +121,7 @@ def _lay_out(pieces: Sequence[Piece], rewards: tuple[tuple[int, float], ...]) ->
     return PlayedSequence(token_ids, sampled, logprobs, versions, turns, rewards, images)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A sample, as a play is given it.
 
     Attributes:
@@ -135,8 +134,7 @@ class Answer:
     calls: ToolCalls | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """An episode to be played.
 
     Attributes:
@@ -148,8 +146,8 @@ class Job:
     number: int
     row: int
     seed: tuple[int, ...]
-    answers: Sequence[tuple[int, Answer]] = ()
-    tools: dict[int, bytes] = field(default_factory=dict)
+    answers: Sequence[tuple[int, Answer]]
+    tools: dict[int, bytes]
 
 
 @dataclass(frozen=True)
@@ -178,8 +176,7 @@ class Message:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(NamedTuple):
     """The end of an episode, in the words of ``EpisodeRecord``. What was observed after the last sample is left out:
     the model has not seen it."""
 

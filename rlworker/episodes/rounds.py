@@ -7,9 +7,8 @@ which process a play ran. What the driver has recorded is given once more to pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,8 +41,7 @@ _HELD = "it held its process, which had to be ended"
 _UNSEEN = "in code that does not let Python look"
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """A sample that an episode asks for.
 
     Attributes:

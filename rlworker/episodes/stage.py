@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,6 @@ class Stage:
         context.run(_playing.set, running)
         running.coroutine = self._perform(running)
         running.task = self._loop.create_task(running.coroutine, context=context)
-        running.task.add_done_callback(partial(self._note_end, running))
 
     async def _perform(self, running: RunningPlay) -> None:
         try:
@@ -99,9 +97,8 @@ class Stage:
 
     def _note_end(self, running: RunningPlay, task: asyncio.Task) -> None:
         """Take note of a task that was interrupted between two lines of ours."""
-        if not running.has_ended:
-            error = None if task.cancelled() else task.exception()
-            self._end(running, self._explain(running, error or asyncio.CancelledError("cancelled")))
+        error = None if task.cancelled() else task.exception()
+        self._end(running, self._explain(running, error or asyncio.CancelledError("cancelled")))
 
     def _explain(self, running: RunningPlay, error: BaseException) -> tuple[FailureKind, str]:
         if isinstance(error, Interrupt):
@@ -242,6 +239,9 @@ class Stage:
     def _tick(self) -> None:
         """Look for plays that await for too long what is neither a sample nor a tool."""
         self.timer.turn_idle()
+        for running in list(self._live.values()):
+            if running.task and running.task.done():
+                self._note_end(running, running.task)
         limit = self.limits.time_limit_s
         for running in [each for each in self._live.values() if self.timer.is_overdue(each, limit)]:
             where = locate(running.locate())
