@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -85,29 +86,34 @@ def make_play_config(folder: Path, run: str, steps: int, toy: str) -> RunConfig:
 
 
 def compute_slowly(expression: str) -> str:
-    """Compute as the calculator does, in a time that nobody can repeat."""
-    from recipes.demos import calculator
-
+    """Compute as the calculator does, in a time that nobody can repeat. Its process is new and should import little."""
     time.sleep(random.SystemRandom().uniform(0, 0.05))
-    return calculator.compute(expression)
+    found = re.fullmatch(r"(\d{1,5})([*+])(\d{1,5})", expression)
+    if not found:
+        return "?"
+    return str(int(found[1]) * int(found[3]) if found[2] == "*" else int(found[1]) + int(found[3]))
 
 
-async def play(model, row):
-    """Play as the calculator does, with a tool in a process of its own."""
-    from recipes.demos import calculator
-    from rlworker import Episode, answer_calls
+def make_play() -> Callable:
+    """Make the calculator's play, with a tool in a process of its own."""
+    from recipes.demos.calculator import TOOL, TURNS
 
-    episode = Episode(row, tools=[calculator.TOOL], tool_parser="hermes")
-    for _ in range(calculator.TURNS):
-        sample = await model.sample(episode)
-        if not (answers := await answer_calls(model, sample, {"calculate": compute_slowly})):
-            episode.reward(float(sample.text == row.answer))
-            break
-        episode.observe(answers)
-    return episode
+    async def play(model, row):
+        from rlworker import Episode, answer_calls
+
+        episode = Episode(row, tools=[TOOL], tool_parser="hermes")
+        for _ in range(TURNS):
+            sample = await model.sample(episode)
+            if not (answers := await answer_calls(model, sample, {"calculate": compute_slowly})):
+                episode.reward(float(sample.text == row.answer))
+                break
+            episode.observe(answers)
+        return episode
+
+    return play
 
 
-def run_link(config: RunConfig, kills: list[Kill], pids: Path, learn_from=reward) -> None:
+def run_link(config: RunConfig, kills: list[Kill], pids: Path, learn_from: Callable = reward) -> None:
     """Run one program of the chain, in which ``kills`` happen one after another."""
     import ray
 
@@ -156,7 +162,7 @@ def start_link(config: RunConfig, kills: list[Kill], pids: Path, toy: str = "") 
     )
     command = [sys.executable, "-W", "ignore", __file__, "--link", settings]
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env=os.environ | {"PYTHONPATH": os.getcwd()}
+        command, capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHONPATH": os.getcwd()}
     )
     return process.returncode, process.stdout + process.stderr
 
@@ -290,7 +296,7 @@ if __name__ == "__main__":
         place, toy = (Path(settings["folder"]), settings["run"], settings["steps"]), settings["toy"]
         config = replace(make_play_config(*place, toy) if toy else make_config(*place), resume=settings["resume"])
         kills = [Kill(**kill) for kill in settings["kills"]]
-        run_link(config, kills, Path(settings["pids"]), play if toy else reward)
+        run_link(config, kills, Path(settings["pids"]), make_play() if toy else reward)
     else:
         import tempfile
 
