@@ -139,7 +139,8 @@ DEFAULT = PlayConfig(
     # before it is likely. Warmed up at this temperature, what wins greedily is sampled now and then.
     rollout=VllmConfig(temperature=0.15, max_new_tokens=12, max_model_len=96, max_num_seqs=1024, kv_cache_mb=256),
     episodes=EpisodesConfig(turns=TURNS, tokens=96),
-    algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28),
+    # Without some entropy nearly every group soon has one reward, and a seed stays at 0.84.
+    algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28, entropy_coef=0.003),
     warm_up_success=0.25,
     steps=60,
     prompts_per_step=128,
