@@ -28,7 +28,7 @@ VLLM_OWN = _names(
     "model dtype max_model_len max_num_seqs enforce_eager logprobs_mode worker_extension_cls disable_log_stats "
     "max_logprobs skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
     "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls "
-    "enable_sleep_mode"
+    "enable_sleep_mode scheduling_policy"
 )
 """Arguments of vLLM's LLM that the engine sets itself."""
 
@@ -246,6 +246,9 @@ class VllmConfig:
     image_memory_mb: Annotated[int, Ge(1)] = 8192
     """Memory that an engine's images may take at once while they are decoded; the other prompts wait for these to be
     answered."""
+    staleness: Annotated[int, Ge(0), Le(8)] = 0
+    """Updates by which the weights of a token may be older than those that learn from it; 0 samples and learns in
+    turns, more lets rollouts run ahead."""
     attention_override: tuple[str, ...] = ()
     """Refused cells of the capability table of rollouts that are used all the same: backend/rule."""
     vllm: PassThrough = field(default_factory=dict)

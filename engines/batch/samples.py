@@ -236,13 +236,15 @@ def _check_logprobs(logprobs: np.ndarray, token_ids: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion that is asked for.
+    """Completions of one prompt that are asked for.
 
     Attributes:
         temperature: 0 is greedy. max_tokens: the length limit.
-        stop_token_ids: the completion ends with the first of these, which belongs to it.
-        expected_tokens: of the completion, by which requests are dealt out to engines.
+        stop_token_ids: a completion ends with the first of these, which belongs to it.
+        expected_tokens: of a completion, by which requests are dealt out to engines.
         top_logprobs: as ``Sampling`` has it.
+        count: completions; of a greedy request it is one. goes_first: before all that have not begun, where an engine
+            samples ahead of the trainer.
     """
 
     prompt: Prompt
@@ -251,6 +253,8 @@ class Request:
     stop_token_ids: tuple[int, ...]
     expected_tokens: float = 0.0
     top_logprobs: int = 0
+    count: int = 1
+    goes_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

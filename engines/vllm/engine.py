@@ -72,6 +72,8 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         # A chunk may end within an image, even where vLLM is asked to keep images whole (vLLM issue 52306).
         # Without chunks vLLM makes room for the longest sequence in a forward pass by itself.
         settings["enable_chunked_prefill"] = False
+    if config.staleness:
+        settings["scheduling_policy"] = "priority"  # what an update waits for goes before what was begun ahead
     if config.kv_cache_mb:
         settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
     return settings
@@ -181,9 +183,14 @@ class VllmEngine:
             ValueError: the prompt is too long, or an image cannot be read.
         """
         self._sleep.require_weights("sampling")
-        params = self._make_params(request, 1)
+        params = self._make_params(request, request.count)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        self.llm.llm_engine.add_request(name, self._make_prompt(request.prompt), params)
+        place = -int(request.goes_first and self.config.staleness > 0)
+        self.llm.llm_engine.add_request(name, self._make_prompt(request.prompt), params, priority=place)
+
+    def count_running(self) -> int:
+        """Count the completions that have begun and not finished."""
+        return self.llm.llm_engine.get_num_unfinished_requests()
 
     def abort_requests(self, names: Sequence[str]) -> None:
         """Give requests up and free what they hold."""
@@ -222,6 +229,10 @@ class VllmEngine:
                 f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
             )
         return [_read_completion(sample) for sample in output.outputs]
+
+    def read_answer(self, prompt: Prompt, output: RequestOutput) -> Completions:
+        """Read the completions of a prompt as columns; raises as ``read_output`` does."""
+        return Completions.join(self.read_output(prompt, output))
 
     def _make_params(self, asked: Request | Sampling, count: int) -> SamplingParams:
         greedy = asked.temperature == 0

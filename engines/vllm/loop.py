@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-    from engines.batch.samples import Completion, Request
+    from engines.batch.samples import Completions, Request
     from engines.vllm.engine import VllmEngine
 
 
@@ -38,6 +39,7 @@ class EngineLoop:
 
     Attributes:
         engine: what ``build`` made. Other threads reach it by ``call`` alone.
+        idle_s: seconds in which there was nothing to sample.
     """
 
     def __init__(self, build: Callable[[], VllmEngine]):
@@ -48,9 +50,10 @@ class EngineLoop:
         self._running: dict[str, _Open] = {}  # by vLLM's name of each
         self._names = count()
         self._image_bytes = 0  # of the running ones
-        self._finished: list[tuple[Hashable, Completion | Exception]] = []
+        self._finished: list[tuple[Hashable, Completions | Exception]] = []
         self._paused = self._closed = False
         self._fault: BaseException | None = None
+        self.idle_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine loop", daemon=True)
         self._thread.start()
         try:
@@ -84,11 +87,11 @@ class EngineLoop:
             self._waiting.extend(opened)
             self._changed.notify_all()
 
-    def take(self, timeout_s: float) -> list[tuple[Hashable, Completion | Exception]]:
+    def take(self, timeout_s: float) -> list[tuple[Hashable, Completions | Exception]]:
         """Take what has finished since the last call, in that order; waits for the first up to ``timeout_s`` seconds.
 
         Returns:
-            the key of each request with its completion, or with the error for which it cannot be sampled: the prompt
+            the key of each request with its completions, or with the error for which it cannot be sampled: the prompt
             is too long for the engine, or an image cannot be read.
         """
         with self._changed:
@@ -112,6 +115,10 @@ class EngineLoop:
         with self._changed:
             self._paused = False
             self._changed.notify_all()
+
+    def count_open(self) -> int:
+        """Count the completions that were asked for and have not finished."""
+        return self.call(lambda: self.engine.count_running() + sum(one.request.count for one in self._waiting))
 
     def close(self) -> None:
         """End the loop once the step that is under way has ended, whatever was not answered; leaves the engine."""
@@ -146,7 +153,9 @@ class EngineLoop:
     def _take_turn(self) -> bool:
         """Answer the calls that wait, then take a step; returns False when the loop was closed."""
         with self._changed:
+            began, is_idle = time.monotonic(), not self._paused
             self._changed.wait_for(lambda: self._closed or self._calls or self._may_step())
+            self.idle_s += (time.monotonic() - began) * is_idle
             if self._closed:
                 return False
             calls = len(self._calls)  # those that come meanwhile wait for a step: a stream of calls holds up nothing
@@ -185,14 +194,14 @@ class EngineLoop:
             one = self._running.pop(output.request_id)
             self._image_bytes -= one.image_bytes
             try:
-                (result,) = self.engine.read_output(one.request.prompt, output)
+                result = self.engine.read_answer(one.request.prompt, output)
             except RuntimeError as error:
                 result = error
             finished.append((one.key, result))
         if finished:
             self._finish(finished)
 
-    def _finish(self, finished: Sequence[tuple[Hashable, Completion | Exception]]) -> None:
+    def _finish(self, finished: Sequence[tuple[Hashable, Completions | Exception]]) -> None:
         with self._changed:
             self._finished += finished
             self._changed.notify_all()

@@ -40,6 +40,10 @@ class Rollouts:
         engines: how many. devices: of each.
         list_ranks: lists where the trainer ranks are with which the engines take turns; None gives them devices of
             their own.
+
+    Attributes:
+        workers: the engines' processes. serving: those of them that may sample; one that takes another's place is none
+            until it has the weights.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Rollouts:
         self._note: Callable[[Mapping[str, str]], None] | None = None
         self._send_weights: Callable[[list[ActorHandle]], None] | None = None
         self.workers = self._start_processes(range(engines))
+        self.serving = list(self.workers)
 
     def _start_processes(self, indices: Iterable[int]) -> list[ActorHandle]:
         arguments: list[tuple] = [(index, self._devices) for index in indices]
@@ -175,6 +180,8 @@ class Rollouts:
             self.workers[index] = worker
         wait_for([worker.start.remote(*self._model) for worker in new])
         self._send_weights(new)
+        for index, worker in zip(lost, new, strict=True):
+            self.serving[index] = worker
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """List every engine by the name that a message gives it."""

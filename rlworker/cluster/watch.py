@@ -130,16 +130,26 @@ def wait_for(references: Sequence[Any]) -> list:
     Raises:
         RayError: a call failed; the first that did.
     """
-    results, pending, looked = {}, list(references), time.monotonic()
-    _listen(0.0)  # to what was answered between two waits
-    while pending:
-        done, pending = ray.wait(pending, num_returns=len(pending), timeout=_SLICE_S)
-        results |= zip(done, ray.get(done), strict=True)
-        if pending:
-            looked, before = time.monotonic(), looked
-            # A time in which this program itself stood still is no silence of the others'.
-            _look_after_workers(min(looked - before, 2 * _SLICE_S))
+    results, pending = {}, list(references)
+
+    def wait(slice_s: float) -> bool:
+        nonlocal pending
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=slice_s)
+        results.update(zip(done, ray.get(done), strict=True))
+        return not pending
+
+    wait_until(wait)
     return [results[reference] for reference in references]
+
+
+def wait_until(wait: Callable[[float], bool]) -> None:
+    """Wait for something else than calls, as ``wait_for`` does, until ``wait(seconds)`` returns True."""
+    looked = time.monotonic()
+    _listen(0.0)  # to what was answered between two waits
+    while not wait(_SLICE_S):
+        looked, before = time.monotonic(), looked
+        # A time in which this program itself stood still is no silence of the others'.
+        _look_after_workers(min(looked - before, 2 * _SLICE_S))
 
 
 def _look_after_workers(waited_s: float) -> None:

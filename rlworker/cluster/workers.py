@@ -232,12 +232,14 @@ class RolloutWorker(_Worker):
     def start(self, model: ModelSpec, config: VllmConfig) -> None:
         from engines.vllm.engine import VllmEngine
         from engines.vllm.loop import EngineLoop
+        from engines.vllm.update import UpdateLimit
 
         with pausing_collection():
             gc.freeze()  # vLLM collects five times of its own while it starts
             cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
             config = replace(config, kv_cache_mb=cache_mb)
             self.loop = EngineLoop(lambda: VllmEngine(model, config, self.platform, self.takes_turns))
+            self._update_limit, self._open_at_update = UpdateLimit(), 0
 
     @property
     def engine(self) -> RolloutEngine:
@@ -307,9 +309,15 @@ class RolloutWorker(_Worker):
         self._note_work()
         if bucket.first:
             self.loop.pause()
+            self._open_at_update = self.loop.count_open()
         self.loop.call(self.engine.load_weights, bucket, version, last)
+        self._update_limit.note_bucket(version, last)
         if last:
             self.loop.resume()
+
+    def measure_load(self) -> tuple[float, int]:
+        """Return the seconds without anything to sample so far, and the completions alive at the last update."""
+        return self.loop.idle_s, self._open_at_update
 
     def run(self, function: str, *args):
         """Call a function on the engine, as ``TrainWorker.run`` does."""

@@ -18,10 +18,11 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row
 from rlworker.episodes.codec import Codec
+from rlworker.episodes.courses import Asked, NoteFn
 from rlworker.episodes.model import PlayLimits
-from rlworker.episodes.pool import PlayPool
+from rlworker.episodes.processes.pool import PlayPool
 from rlworker.episodes.record import EpisodeRecord
-from rlworker.episodes.rounds import Asked, NoteFn, Rounds
+from rlworker.episodes.rounds import Rounds
 from rlworker.rewards.pool import EXAMPLES, RewardFailure, Scores
 from rlworker.rollouts.episodes import batch_episodes
 from rlworker.rollouts.to_batch import Group, batch_groups

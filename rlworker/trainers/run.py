@@ -26,7 +26,7 @@ from rlworker.cluster.traces import tracing
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup, digest_on_ranks, save_groups
 from rlworker.cluster.watch import limiting_stalls, naming_failures
 from rlworker.config.run import TrainingConfig
-from rlworker.episodes.pool import PlayPool
+from rlworker.episodes.processes.pool import PlayPool
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool
 from rlworker.tracking.digests import FileDigest

@@ -10,7 +10,7 @@ from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, is_play
-from rlworker.episodes.pool import EPISODE_LOG, PlayPool
+from rlworker.episodes.processes.pool import EPISODE_LOG, PlayPool
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.pool import REWARD_LOG, RewardPool
 from rlworker.rollouts.plays import Player, set_limits

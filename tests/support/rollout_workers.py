@@ -75,7 +75,7 @@ def update_in_flight(worker, requests: Sequence[Request], tokens: int, weights) 
     begin(worker, requests, tokens)
     send(worker, weights, 20_000)
     taken = take(worker, len(requests))
-    return Completions.join([taken[key] for key in range(len(requests))])
+    return Completions.concatenate([taken[key] for key in range(len(requests))])
 
 
 def make_completion(ids: Sequence[int], logprobs: Sequence[float] = (), version: int = 0) -> Completion:

@@ -148,8 +148,8 @@ def test_what_is_given_up_is_free_and_a_poll_holds_nothing_up(rollouts):
     assert ask(worker.__ray_call__, find_use) == (0, 0.0)
     resume(worker)
     ask(worker.submit, [("next", replace(requests[0], max_tokens=2))])
-    ((key, completion),) = ray.get(waiting)
-    assert key == "next" and len(completion.token_ids) == 2
+    ((key, completions),) = ray.get(waiting)
+    assert key == "next" and completions.lengths.tolist() == [2]
     ask(worker.submit, [("long", Request(Prompt(tuple(range(20, 90)) * 8), 1.0, 2, ()))])
     (error,) = take(worker, 1).values()
     assert isinstance(error, ValueError) and "a request cannot be sampled: " in str(error) and "512" in str(error)

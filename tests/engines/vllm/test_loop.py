@@ -73,10 +73,10 @@ class CountingEngine:
         outputs, self.late = self.late, []
         return outputs
 
-    def read_output(self, prompt, output):
+    def read_answer(self, prompt, output):
         if prompt.fault == "read":
             raise RuntimeError("other tokens")
-        return [f"after {prompt.steps}"]
+        return f"after {prompt.steps}"
 
     def abort_requests(self, names):
         for name in names:

@@ -56,7 +56,7 @@ def play(cluster, by_value):
 
     for module in (support.episodes.stages, support.episodes.chat):
         ray.cloudpickle.register_pickle_by_value(module)
-    from rlworker.episodes.pool import PlayPool
+    from rlworker.episodes.processes.pool import PlayPool
     from rlworker.episodes.record import LostWorker
     from rlworker.episodes.rounds import Rounds
 

@@ -12,11 +12,12 @@ from support.episodes.chat import SAMPLED, GuardedTokenizer
 from engines.batch.samples import Completion, Completions
 from rlworker.data.rows import Row
 from rlworker.episodes.codec import Codec
+from rlworker.episodes.courses import Asked
 from rlworker.episodes.model import Play, PlayLimits
+from rlworker.episodes.processes.stage import Stage
+from rlworker.episodes.processes.worker import watch_stage
 from rlworker.episodes.record import EpisodeRecord, LostWorker, Message, Reply
-from rlworker.episodes.rounds import Asked, Rounds
-from rlworker.episodes.stage import Stage
-from rlworker.episodes.worker import watch_stage
+from rlworker.episodes.rounds import Rounds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

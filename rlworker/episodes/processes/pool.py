@@ -17,8 +17,8 @@ from ray.cloudpickle.cloudpickle_fast import dumps
 
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, PlayLimits
+from rlworker.episodes.processes.worker import PlayWorker
 from rlworker.episodes.record import DIED, HELD, IDLE, LostWorker, Message, Reply
-from rlworker.episodes.worker import PlayWorker
 from rlworker.errors import RunError
 from rlworker.rewards.part import explain_death
 from rlworker.rewards.pool import pickle_reward

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from rlworker.episodes.model import PlayLimits
-from rlworker.episodes.running import RunningPlay, list_user_frames
-from rlworker.episodes.stage import Stage
+from rlworker.episodes.processes.running import RunningPlay, list_user_frames
+from rlworker.episodes.processes.stage import Stage
 from rlworker.rewards.user_code import INTERRUPT, Interrupt, locate, name_block_file, write_output_to
 
 

@@ -21,7 +21,7 @@ from rlworker.episodes.episode import Episode
 from rlworker.episodes.model import Host, Model
 from rlworker.episodes.record import IDLE, Answer, Job, Piece
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
 
 ReportFn = Callable[[int, int], None]
 """Is told the number and turn of the play that takes a step, and ``IDLE`` when the loop turns without one."""

@@ -13,8 +13,8 @@ from rlworker.data.rows import Row
 from rlworker.episodes.codec import Codec, using_codec
 from rlworker.episodes.episode import Episode
 from rlworker.episodes.model import EpisodeLimit, Model, Play, PlayLimits, Sample, ToolFailure, read_calls
+from rlworker.episodes.processes.running import ReportFn, RunningPlay, StepTimer, TimedCoroutine, is_ours, locate_play
 from rlworker.episodes.record import Answer, Ending, FailureKind, Job, Message, Piece, Reply, digest_ids
-from rlworker.episodes.running import ReportFn, RunningPlay, StepTimer, TimedCoroutine, is_ours, locate_play
 from rlworker.episodes.tools.runner import ToolRunner, name_tool, read_outcome
 from rlworker.rewards.user_code import Interrupt, describe_error, locate
 
