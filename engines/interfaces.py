@@ -98,6 +98,10 @@ class RolloutEngine(Protocol):
         """Sample a completion of each request: one round, which ends with the last of them."""
         ...
 
+    def seed(self, seed: int) -> None:
+        """Draw from the random numbers of ``seed`` from now on."""
+        ...
+
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:
         """Take one bucket of new weights; ``last`` makes them count as ``version``. A first bucket begins anew."""
         ...

@@ -159,7 +159,7 @@ class VllmEngine:
             raise RuntimeError("rollout: a round needs the engine for itself; take or abort the loop's requests first")
         # What was asked before may not decide which tokens share a forward pass: a resumed run was not asked the same.
         self._empty_caches()
-        self.llm.collective_rpc("seed_sampler", args=(seed,))
+        self.seed(seed)
         completions = []
         costs = [self.count_image_bytes(prompt) for prompt, _ in asked]
         for wave in cut_waves(costs, self.config.image_memory_mb * 2**20):
@@ -170,6 +170,10 @@ class VllmEngine:
                 completions += self.read_output(prompt, output)
             del requests, outputs  # their images, before the next are decoded
         return Completions.join(completions)
+
+    def seed(self, seed: int) -> None:
+        """Draw from the random numbers of ``seed`` from now on."""
+        self.llm.collective_rpc("seed_sampler", args=(seed,))
 
     def count_image_bytes(self, prompt: Prompt) -> int:
         """Estimate the bytes of a prompt's images while they are decoded."""

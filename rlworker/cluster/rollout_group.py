@@ -156,17 +156,21 @@ class Rollouts:
         answers: dict[int, Any] = {}
         while missing := questions.keys() - answers.keys():
             calls = {index: getattr(self.workers[index], method).remote(*questions[index]) for index in missing}
-            lost = []
+            lost: dict[int, RayActorError] = {}
             for index, call in calls.items():
                 try:
                     (answers[index],) = wait_for([call])
-                except RayActorError:
-                    if not self._note:
-                        raise
-                    lost.append(index)
+                except RayActorError as error:
+                    lost[index] = error
             if lost:
-                self.replace(lost)
+                self.replace_or_raise(lost)
         return [answers[index] for index in sorted(questions)]
+
+    def replace_or_raise(self, lost: Mapping[int, RayActorError]) -> None:
+        """Replace engines of some indices; where none may be, raise what one of them was found lost by."""
+        if not self._note:
+            raise next(iter(lost.values()))
+        self.replace(list(lost))
 
     def replace(self, lost: Sequence[int]) -> None:
         """Start new engines in the place of those of some indices, with the weights that the others have."""

@@ -282,6 +282,10 @@ class RolloutWorker(_Worker):
         nothing."""
         return self.loop.take(timeout_s)
 
+    def seed(self, seed: int) -> None:
+        """Draw from the random numbers of ``seed`` from now on, until a round does from others."""
+        self.loop.call(self.engine.seed, seed)
+
     def abort(self, keys) -> None:
         """Give up requests that were handed in."""
         self.loop.abort(keys)

@@ -161,6 +161,7 @@ class RunConfig(TrainingConfig):
                 f"{self.rollout.devices} devices onto those of actor.ranks={self.actor.ranks}; lower "
                 "--rollout.engines or --rollout.tp, or leave --placement.colocate out"
             )
+        self._check_staleness()
         if self.critic.train and self.critic.warmup_steps >= self.steps:
             raise ValueError(
                 f"config: critic.warmup_steps={self.critic.warmup_steps} leaves the actor none of steps={self.steps}; "
@@ -187,6 +188,21 @@ class RunConfig(TrainingConfig):
             raise ValueError(
                 f"config: {name} = {self.longest} exceeds rollout.max_model_len={self.rollout.max_model_len}; raise it "
                 "or lower one of them"
+            )
+
+    def _check_staleness(self) -> None:
+        """Raise ValueError where rollouts cannot run ahead."""
+        stale = self.rollout.staleness
+        if stale and self.placement.colocate:
+            raise ValueError(
+                f"config: rollout.staleness={stale} samples while trainers compute, and placement.colocate has them "
+                "take turns on the same devices; leave one of --rollout.staleness and --placement.colocate out"
+            )
+        if stale and self.algorithm.greedy_baseline:
+            raise ValueError(
+                f"config: rollout.staleness={stale} learns from samples of older weights, and greedy_baseline compares "
+                "them with answers of the newest (ReMax); leave one of --rollout.staleness and "
+                "--algorithm.greedy-baseline out"
             )
 
     @property
@@ -258,7 +274,8 @@ class RunConfig(TrainingConfig):
     def truncates_importance(self) -> bool:
         """Each token's loss is multiplied by its truncated importance, where the loss is the configured one."""
         importance = self.algorithm.importance
-        return importance == "truncated" or (importance == "auto" and not self._is_fp32)
+        is_off_policy = self.rollout.staleness > 0 or not self._is_fp32
+        return importance == "truncated" or (importance == "auto" and is_off_policy)
 
     @property
     def _is_fp32(self) -> bool:

@@ -322,7 +322,7 @@ def render_messages(messages: Sequence[dict], tokenizer, tools: Sequence = ()) -
     return tokenizer.apply_chat_template(messages, tools=[*tools] or None, tokenize=False, add_generation_prompt=True)
 
 
-def pick_rows(rows: list[Item], count: int, step: int, seed: int) -> list[Item]:
+def pick_rows(rows: Sequence[Item], count: int, step: int, seed: int) -> list[Item]:
     """Pick the ``count`` rows that step ``step`` (from 0) takes.
 
     Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but

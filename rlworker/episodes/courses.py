@@ -16,7 +16,6 @@ from rlworker.data.rows import Row
 from rlworker.episodes.record import (
     CONTEXT,
     DIED,
-    IDLE,
     Answer,
     Ending,
     EpisodeRecord,
@@ -154,14 +153,18 @@ class Courses:
 
     def make_jobs(self, slot: int) -> Message:
         """Have a process begin all its episodes that have not ended, or begin them anew."""
-        return self.begin([one for one in self._courses.values() if one.slot == slot and one.ending is None])
+        return self.begin(self.list_living(slot))
 
-    def begin(self, courses: Sequence[Course]) -> Message:
-        """Have a process begin episodes."""
+    def list_living(self, slot: int) -> list[Course]:
+        """List the episodes of a process that have not ended."""
+        return [one for one in self._courses.values() if one.slot == slot and one.ending is None]
+
+    def begin(self, courses: Sequence[Course], longest_s: float | None = None) -> Message:
+        """Have a process begin episodes; ``longest_s`` is ``Message``'s."""
         rows = {id(course.row): course.row for course in courses}
         keys = {key: place for place, key in enumerate(rows)}
         jobs = [course.make_job(keys[id(course.row)]) for course in courses]
-        return Message(dict(enumerate(rows.values())), jobs)
+        return Message(dict(enumerate(rows.values())), jobs, longest_s=longest_s)
 
     def take(self, reply: Reply) -> Iterator[Asked]:
         """Record what a process tells; yields the samples that are to be drawn."""
@@ -190,23 +193,24 @@ class Courses:
         for number, completion in zip(numbers, completions, strict=True):
             self._courses[number].add_answer(completion, calls.get(number))
 
-    def address(self, numbers: Iterable[int]) -> dict[int, Message]:
-        """Address the answers of those episodes that wait for one to their processes."""
+    def address(self, numbers: Iterable[int], longest_s: float | None = None) -> dict[int, Message]:
+        """Address the answers of those episodes that wait for one to their processes; ``longest_s`` is
+        ``Message``'s."""
         slots: dict[int, list[Course]] = {}
         for number in numbers:
             course = self._courses[number]
             if course.waits and course.told < len(course.given) and course.ending is None:
                 slots.setdefault(course.slot, []).append(course)
-        return {slot: _tell_answers(courses) for slot, courses in slots.items()}
+        return {slot: _tell_answers(courses, longest_s) for slot, courses in slots.items()}
 
     def judge(self, lost: LostWorker) -> int | None:
         """Decide whether an episode is to blame for the end of its process; returns its number, as it has ended."""
         self._losses += 1
-        if lost.number == IDLE:
+        course = self._courses.get(lost.number)
+        if course is None or course.ending:  # it was at none, or at one that had ended
             if self._losses >= _LOSSES:
                 raise RunError(f"episodes: {lost.name} {lost.fate}, {_LOSSES} times in a row, while no play ran")
             return self._tell_lost(lost)
-        course = self._courses[lost.number]
         course.losses += 1
         if self._note_lost and not lost.where and course.losses < _BLAMES:
             self._suspected[lost.number] = lost
@@ -240,7 +244,7 @@ class Courses:
         return EpisodeRecord(course.row, sequences, rewards, ending.failure, *counts)
 
 
-def _tell_answers(courses: Sequence[Course]) -> Message:
+def _tell_answers(courses: Sequence[Course], longest_s: float | None) -> Message:
     """Tell a process the newest answers of its episodes."""
     answers = [course.given[-1][1] for course in courses]
     for course in courses:
@@ -252,4 +256,5 @@ def _tell_answers(courses: Sequence[Course]) -> Message:
         lengths=[len(answer.token_ids) for answer in answers],
         finished=[answer.finished for answer in answers],
         calls={number: answer.calls for number, answer in zip(numbers, answers, strict=True) if answer.calls},
+        longest_s=longest_s,
     )

@@ -155,6 +155,8 @@ class Message:
     """A round as a process is told of it: rows and jobs to begin, and answers to those that wait.
 
     Attributes:
+        longest_s: seconds after which the process replies although some plays neither wait nor have ended; None is
+            for ever, as a round takes.
         numbers: ``[n]``, the episodes that are answered. token_ids: ``[T]`` int32, of all answers end to end.
         lengths: ``[n]``. finished: ``[n]``. calls: by number, where a parser was asked.
     """
@@ -166,6 +168,7 @@ class Message:
     lengths: Sequence[int] = ()
     finished: Sequence[bool] = ()
     calls: dict[int, ToolCalls] = field(default_factory=dict)
+    longest_s: float | None = None
 
     def list_answers(self) -> list[tuple[int, Answer]]:
         """List the answers by number."""
@@ -215,12 +218,14 @@ class Reply:
     """A round as a process tells of it, when all its plays wait for a sample or have ended.
 
     Attributes:
+        runs_on: some neither wait nor have ended.
         tools: episode, number of the call and outcome of each tool that was called.
     """
 
     requests: Requests = field(default_factory=Requests)
     endings: list[Ending] = field(default_factory=list)
     tools: list[tuple[int, int, bytes]] = field(default_factory=list)
+    runs_on: bool = False
 
 
 @dataclass(frozen=True)

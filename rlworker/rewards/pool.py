@@ -91,6 +91,18 @@ class Scores:
         return text
 
 
+def join_scores(parts: Sequence[Scores]) -> Scores:
+    """Join the scores of one part or more, in this order."""
+    failures: Counter = Counter()
+    for part in parts:
+        failures.update(part.failures)
+    examples: dict[str, list[RewardFailure]] = {}
+    for example in (example for part in parts for example in part.examples):
+        examples.setdefault(example.kind, []).append(example)
+    kept = [example for of_kind in examples.values() for example in of_kind[:EXAMPLES]]
+    return Scores([value for part in parts for value in part.values], dict(failures), kept, parts[0].unit)
+
+
 def pickle_reward(reward: Callable, what: str = "reward") -> bytes:
     """Turn the reward function, or another such as a play, into bytes.
 

@@ -65,7 +65,7 @@ class Player:
 
     def __init__(self, codec: Codec, pool: PlayPool, rollouts: Rollouts, default: float = 0.0):
         self.codec, self.pool, self.rollouts, self.default = codec, pool, rollouts, default
-        self._note_lost: NoteFn | None = None
+        self.note_lost: NoteFn | None = None
 
     def repeat_lost(self, note: NoteFn, stall_timeout_s: float) -> None:
         """Let the episodes of a process that dies or stands still begin anew, from now on; one is to blame only where
@@ -75,7 +75,7 @@ class Player:
             note: hears which process was lost and what became of it. It raises where the run may not go on.
             stall_timeout_s: seconds after which a process that does not begin stands still.
         """
-        self._note_lost = note
+        self.note_lost = note
         self.pool.limit_stalls(stall_timeout_s)
 
     def play(self, rows: Sequence[Row], sampling: Sampling) -> list[EpisodeGroup]:
@@ -86,36 +86,45 @@ class Player:
 
         def ask(asked: Sequence[Asked], number: int) -> tuple[Completions, Mapping[int, ToolCalls]]:
             completions = self.rollouts.sample(
-                [_make_request(one, sampling) for one in asked], (*sampling.stream, number)
+                [make_request(one, sampling) for one in asked], (*sampling.stream, number)
             )
             return completions, self._parse_calls(asked, completions)
 
-        options: dict[str, Any] = dict(default=self.default, note_lost=self._note_lost, seed=sampling.stream)
+        options: dict[str, Any] = dict(default=self.default, note_lost=self.note_lost, seed=sampling.stream)
         records, count = Rounds(self.pool, rows, sampling.count, ask, **options).play(), sampling.count
         return [EpisodeGroup.collect(row, records[i * count : (i + 1) * count]) for i, row in enumerate(rows)]
 
     def _parse_calls(self, asked: Sequence[Asked], completions: Completions) -> dict[int, ToolCalls]:
         """Find the calls of tools in what was sampled, by episode, where a parser was named."""
-        places: dict[tuple[str, str], list[int]] = {}
-        for place, one in enumerate(asked):
-            if one.parser:
-                parser, tools = one.parser
-                places.setdefault((parser, json.dumps(tools)), []).append(place)
         calls = {}
-        for (parser, tools), here in places.items():
-            texts = self.codec.decode_all([self._cut_end(completions[place].token_ids) for place in here], False)
+        for (parser, tools), here in group_by_parser(asked).items():
+            if not parser:
+                continue
+            texts = self.decode_samples([completions[place].token_ids for place in here])
             found = self.rollouts.parse_tools(texts, parser, json.loads(tools))
             calls |= {asked[place].number: each for place, each in zip(here, found, strict=True)}
         return calls
 
-    def _cut_end(self, token_ids: np.ndarray) -> np.ndarray:
-        """Leave out the token that ended a sample."""
-        return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.codec.stop_token_ids else token_ids
+    def decode_samples(self, samples: Sequence[np.ndarray]) -> list[str]:
+        """Decode samples as a parser of tool calls reads them: whole, but for the token that ended each."""
+        stops = self.codec.stop_token_ids
+        return self.codec.decode_all([ids[:-1] if len(ids) and ids[-1] in stops else ids for ids in samples], False)
 
 
-def _make_request(asked: Asked, sampling: Sampling) -> Request:
+def group_by_parser(asked: Sequence[Asked]) -> dict[tuple[str, str], list[int]]:
+    """Group the places of samples by parser and tools, as JSON; those for which no parser was named have neither."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for place, one in enumerate(asked):
+        key = (one.parser[0], json.dumps(one.parser[1])) if one.parser else ("", "")
+        places.setdefault(key, []).append(place)
+    return places
+
+
+def make_request(asked: Asked, sampling: Sampling, goes_first: bool = False) -> Request:
+    """Make the request of a sample that an episode asks for."""
     stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *asked.stop_token_ids)))
-    return Request(asked.prompt, sampling.temperature, asked.max_tokens, stops, sampling.expected_tokens)
+    settings = sampling.temperature, asked.max_tokens, stops, sampling.expected_tokens, sampling.top_logprobs
+    return Request(asked.prompt, *settings, goes_first=goes_first)
 
 
 def batch_played(groups: Sequence[EpisodeGroup], vision: VisionSpec | None = None) -> TrainBatch:

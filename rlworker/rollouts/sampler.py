@@ -1,5 +1,6 @@
 """The sampler draws what a step learns from: prompts, completions of the current weights, their texts and rewards."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,10 +18,13 @@ from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool, Scores
 from rlworker.rollouts.metrics import SAMPLES_KEPT, pick_completions, summarise_groups
 from rlworker.rollouts.plays import Player, batch_played, describe_episode, score_episodes, summarise_episodes
-from rlworker.rollouts.to_batch import Group, PromptGroup, batch_groups
+from rlworker.rollouts.scoring import score_completions
+from rlworker.rollouts.stream.draw import Draw
+from rlworker.rollouts.stream.stream import Stream
+from rlworker.rollouts.to_batch import Group, batch_groups
 from rlworker.tracking.log import StepClock
 
-TRAINING, CANARY = range(2)
+TRAINING, CANARY, STREAM = range(3)
 """Uses that completions are drawn for; each has random numbers of its own."""
 _NEWEST_SHARE = 0.2
 """Share of a rollout in the running mean of the completions' lengths."""
@@ -34,6 +38,7 @@ class Sampler:
         scorer: rewards completions, or plays episodes.
         phase: ``phase(clock, name)``, the context in which a part of a step runs.
         warn: what to do with a line about rewards that failed.
+        stream: draws ahead of the trainer; None where sampling and learning take turns.
 
     Attributes:
         rollouts_done: of training. completion_tokens: running mean of the completions' lengths, which says how long the
@@ -50,9 +55,11 @@ class Sampler:
         scorer: RewardPool | Player,
         phase: Callable,
         warn: Callable[[str], None],
+        stream: Stream | None = None,
     ):
         self.config, self.tokenizer, self.stop_token_ids, self.rows = config, tokenizer, stop_token_ids, rows
         self.rollouts, self.scorer, self.phase, self.warn = rollouts, scorer, phase, warn
+        self.stream, self._begun, self._engines_idle_s = stream, deque[Draw](), 0.0
         self.rollouts_done = 0
         self.completion_tokens = float(config.rollout.max_new_tokens)
 
@@ -67,8 +74,7 @@ class Sampler:
         config, further = self.config, self.config.algorithm.dynamic_sampling
         kept_groups, zero_variance, failures = [], [], {}
         for _ in range(1 + further):
-            rows = pick_rows(self.rows, config.prompts_per_step, self.rollouts_done, config.seed)
-            groups, scores = self._draw(rows, self.make_sampling(config.samples_per_prompt), partial(self.phase, clock))
+            groups, scores = self._draw_next(partial(self.phase, clock))
             self.rollouts_done += 1
             self._note_samples(groups, version)
             for name, count in scores.count_failures("episode" if self.plays else "reward").items():
@@ -85,6 +91,46 @@ class Sampler:
         """Find the rewards of the most likely completion of each row, or of the episode of most likely samples."""
         return self._draw(rows, replace(self.make_sampling(1), temperature=0.0), lambda _: nullcontext())[1]
 
+    def complete(self, rows: list[Row], sampling: Sampling) -> Completions:
+        """Sample a completion of each row that nobody scores, as many by each engine."""
+        return self.stream.sample_each(rows, sampling) if self.stream else self.rollouts.generate(rows, sampling)
+
+    def run_ahead(self, most: int) -> None:
+        """Begin draws that the weights of now may sample: one, and as many as tokens may be updates older.
+
+        Args:
+            most: draws that the run can still take.
+        """
+        while self.stream and len(self._begun) < min(most, 1 + self.config.rollout.staleness):
+            self._begun.append(self.stream.begin(*self._plan(self.rollouts_done + len(self._begun))))
+
+    def go_on(self, rollouts_done: int, completion_tokens: float) -> None:
+        """Go on after so many rollouts; what was being drawn is forgotten, to be drawn again."""
+        self.rollouts_done, self.completion_tokens = rollouts_done, completion_tokens
+        self._begun.clear()
+        if self.stream:
+            self.stream.forget((self.config.seed, rollouts_done, STREAM))
+
+    def measure_ahead(self, batch: TrainBatch, version: int) -> dict[str, float]:
+        """Measure how far rollouts run ahead: ages of a step's tokens in updates, how long trainers and engines had
+        nothing to do, and what was being sampled at its update; nothing where they take turns."""
+        if not self.stream:
+            return {}
+        ages = version - batch.require_column("versions")[batch.mask]
+        idle, alive = zip(*self.rollouts.call("measure_load"), strict=True)
+        seconds, self._engines_idle_s = sum(idle) / len(idle) - self._engines_idle_s, sum(idle) / len(idle)
+        return {
+            "token_age_mean": float(ages.float().mean()),
+            "token_age_max": int(ages.max()),
+            "engine_idle_seconds": max(0.0, seconds),
+            "samples_at_update": sum(alive),
+        }
+
+    def list_row_numbers(self, first: int) -> list[int]:
+        """List the numbers of the rows that were drawn from rollout ``first`` on."""
+        draws = range(first, self.rollouts_done)
+        return [number for draw in draws for number in self._pick_numbers(draw)]
+
     @property
     def plays(self) -> bool:
         """Tell whether episodes are drawn."""
@@ -100,9 +146,11 @@ class Sampler:
             return [describe_episode(group.episodes[0], self.scorer.codec) for group in groups[:SAMPLES_KEPT]]
         return pick_completions(groups[:SAMPLES_KEPT])
 
-    def make_sampling(self, count: int, use: int = TRAINING) -> Sampling:
-        """Say how ``count`` completions per prompt are drawn for the next rollout, or beside it for another ``use``."""
-        rollout, stream = self.config.rollout, (self.config.seed, self.rollouts_done, use)
+    def make_sampling(self, count: int, use: int = TRAINING, draw: int | None = None) -> Sampling:
+        """Say how ``count`` completions per prompt are drawn for the next rollout or for that of number ``draw``, or
+        beside it for another ``use``."""
+        number = self.rollouts_done if draw is None else draw
+        rollout, stream = self.config.rollout, (self.config.seed, number, use)
         return Sampling(
             count,
             rollout.temperature,
@@ -113,8 +161,29 @@ class Sampler:
             top_logprobs=self.config.algorithm.score_centering if use == TRAINING else 0,
         )
 
+    def _pick_numbers(self, draw: int) -> list[int]:
+        config = self.config
+        return pick_rows(range(len(self.rows)), config.prompts_per_step, draw, config.seed)
+
+    def _plan(self, draw: int) -> tuple[list[Row], Sampling]:
+        """Plan a rollout: its rows, and how completions of them are drawn."""
+        rows = [self.rows[number] for number in self._pick_numbers(draw)]
+        return rows, self.make_sampling(self.config.samples_per_prompt, draw=draw)
+
+    def _draw_next(self, phase: Callable) -> tuple[list, Scores]:
+        """Draw the groups of the next rollout, or wait for them where they were begun before."""
+        if not self.stream:
+            return self._draw(*self._plan(self.rollouts_done), phase)
+        if not self._begun:
+            self.run_ahead(1)
+        with phase("rollout"):
+            return self._tell_failures(*self.stream.wait(self._begun.popleft()))
+
     def _draw(self, rows: list[Row], sampling: Sampling, phase: Callable) -> tuple[list, Scores]:
         """Draw the groups of some rows ``[P]``, with their rewards ``[P * G]``; ``phase(name)`` is a part's context."""
+        if self.stream:
+            with phase("rollout"):
+                return self._tell_failures(*self.stream.wait(self.stream.begin(rows, sampling, goes_first=True)))
         if isinstance(self.scorer, Player):
             with phase("rollout"):
                 groups = self.scorer.play(rows, sampling)
@@ -123,27 +192,21 @@ class Sampler:
             with phase("rollout"):
                 completions = self.rollouts.generate(rows, sampling)
             with phase("reward"):
-                groups, scores = self._score(self.scorer, rows, completions)
+                groups, scores = score_completions(self.tokenizer, self.scorer, rows, completions)
+        return self._tell_failures(groups, scores)
+
+    def _tell_failures(self, groups: list, scores: Scores) -> tuple[list, Scores]:
         if scores.failures:
             self.warn(scores.summarise())
         return groups, scores
 
-    def _score(
-        self, rewards: RewardPool, rows: list[Row], completions: Completions
-    ) -> tuple[list[PromptGroup], Scores]:
-        """Find the texts and rewards of the completions ``[P * G]``."""
-        size, ids = len(completions) // len(rows), [sample.token_ids.tolist() for sample in completions]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        scores = rewards.score(texts, [row for row in rows for _ in range(size)])
-        cuts = [slice(i * size, (i + 1) * size) for i in range(len(rows))]
-        parts = zip(rows, cuts, strict=True)
-        return [PromptGroup(row, completions[cut], texts[cut], scores.values[cut]) for row, cut in parts], scores
-
     def _note_samples(self, groups: Sequence[Group], version: int) -> None:
-        """Take note of the lengths of samples, which are all of weights of ``version``."""
+        """Take note of the lengths of samples, which are all of weights of ``version``, or as stale as they may be."""
         versions = {int(each) for group in groups for each in np.unique(group.completions.span_versions)}
-        if versions - {version}:
-            raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {version} alone")
+        stale = self.config.rollout.staleness
+        if versions - set(range(version - stale, version + 1)):
+            expected = f"{version - stale} to {version}" if stale else f"{version} alone"
+            raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {expected}")
         lengths = [group.completions.lengths for group in groups]
         if count := sum(map(len, lengths)):
             mean = int(sum(each.sum() for each in lengths)) / count

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from rlworker.tracking.step_lines import METRICS, PROMPTS
 from rlworker.tracking.terminal import LOGGER, read_process_age
 from rlworker.tracking.trackers import Trackers
 
@@ -68,7 +69,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
-        self._path = folder / "metrics.jsonl"
+        self._path, self._prompts = folder / METRICS, folder / PROMPTS
         self._metrics = open(self._path, "a", encoding="utf-8")
         self._rollouts = folder / "rollouts"
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
@@ -98,6 +99,11 @@ class RunLog:
         LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {time_left}")
         self._bar.n = step
         self._bar.refresh()
+
+    def prompts(self, step: int, first: int, rows: list[int]) -> None:
+        """Record which rows a step was asked for, in order, and the number of the first rollout that drew them."""
+        with open(self._prompts, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "first_rollout": first, "rows": rows}) + "\n")
 
     def rollouts(self, step: int, rows: list[dict]) -> None:
         """Keep some samples of a step."""
@@ -134,5 +140,5 @@ def tell_skipped(skipped: dict[str, int]) -> None:
 
 def read_metrics(folder: Path) -> list[dict]:
     """Read the lines of a run's metrics.jsonl; the last one of a killed run may be cut short and is left out."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    lines = (folder / METRICS).read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]

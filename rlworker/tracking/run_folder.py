@@ -27,6 +27,7 @@ from rlworker.tracking.digests import (
 )
 from rlworker.tracking.lock import lock
 from rlworker.tracking.provenance import collect_provenance
+from rlworker.tracking.step_lines import METRICS, PROMPTS, count_later, keep_steps, write_whole
 
 _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
@@ -54,8 +55,8 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, outages.jsonl, rewards.log, rollouts/,
-    profile/, checkpoints/, report.html."""
+    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, prompts.jsonl, outages.jsonl, rewards.log,
+    rollouts/, profile/, checkpoints/, report.html."""
 
     def __init__(self, path: str):
         self.given = path
@@ -161,29 +162,28 @@ class RunFolder:
             RunError: the newest checkpoint is damaged.
         """
         if not (self.path / "config.json").exists():
-            _write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
+            write_whole(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
             return None, f"run: begins in {self.path}" + (", which holds none to resume" if config.resume else "")
         newest = self.find_newest()
         if newest and (damage := _find_damage(newest, digest)):
             raise RunError(self._explain_damage(newest, damage))
         self._clear_leftovers()
         state: dict[str, Any] | None = _read_state(newest) | {"folder": str(newest)} if newest else None
-        metrics = self.path / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        kept_lines = [line for line in lines if state and _read_step(line) <= state["step"]]
-        cut = len(lines) - len(kept_lines)
+        last, files = state["step"] if state else -1, [self.path / name for name in (METRICS, PROMPTS)]
+        cut = count_later(files[0], last)
         if state:
-            text = f"run: goes on from step {state['step']} ({Path(state['folder']).relative_to(self.path)})"
-            text += f"; {cut} lines of metrics.jsonl are of later steps, which come again" if cut else ""
+            text = f"run: goes on from step {last} ({Path(state['folder']).relative_to(self.path)})"
+            text += f"; {cut} lines of {METRICS} are of later steps, which come again" if cut else ""
             if not (Path(state["folder"]) / DIGESTS).exists():
                 text += f"; NOTE it has no {DIGESTS}, so that damage to it would not be noticed"
         else:
             text = f"run: begins again at step 0, since {self.path} has no checkpoint"
             if cut:  # hours of them, perhaps
-                aside = _find_free(self.path / "metrics.before.jsonl")
-                os.replace(metrics, aside)
-                text += f"; the metrics so far are kept as {aside.name}"
-        _write(metrics, "".join(line + "\n" for line in kept_lines))
+                for path in (path for path in files if path.exists()):
+                    os.replace(path, aside := _find_free(path.with_suffix(".before.jsonl")))
+                    text += f"; what {path.name} had so far is kept as {aside.name}"
+        for path in files:
+            keep_steps(path, last)
         return state, text
 
     def record_start(self, step: int, platform: str) -> None:
@@ -191,7 +191,7 @@ class RunFolder:
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
         start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
-        _write(path, before + json.dumps(start) + "\n")
+        write_whole(path, before + json.dumps(start) + "\n")
 
     def _clear_leftovers(self) -> None:
         """Remove what a killed run was in the middle of writing."""
@@ -282,8 +282,8 @@ class RunFolder:
         """
         text, known = json.dumps(state | {_HAS_DIGESTS: True}), dict(digests or {})
         known |= digest_files(partial, list_files(partial) - known.keys()) | {_COMPLETE: digest_text(text)}
-        _write(partial / DIGESTS, format_digests(known))
-        _write(partial / _COMPLETE, text)
+        write_whole(partial / DIGESTS, format_digests(known))
+        write_whole(partial / _COMPLETE, text)
         final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
         older = partial.with_name(f".{final.name}.older")
         shutil.rmtree(older, ignore_errors=True)
@@ -319,14 +319,6 @@ def _find_free(path: Path) -> Path:
     return next(name for name in chain([path], others) if not name.exists())
 
 
-def _read_step(line: str) -> float:
-    """Read the step of a metrics line; a line cut short by a kill counts as later than any checkpoint."""
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return float("inf")
-
-
 def _probe(path: Path) -> None:
     """Write a file and remove it, to see that there is room. Raises OSError where there is none."""
     try:
@@ -336,13 +328,3 @@ def _probe(path: Path) -> None:
             os.fsync(file.fileno())
     finally:
         path.unlink(missing_ok=True)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file as a whole, and only once its contents are on disk."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

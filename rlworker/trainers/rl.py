@@ -33,8 +33,9 @@ from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
+from rlworker.trainers.agreement import check_agreement
 from rlworker.trainers.run import Run
-from rlworker.trainers.run_processes import list_groups, start_scorer
+from rlworker.trainers.run_processes import list_groups, running_stream, start_scorer
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
 
@@ -135,7 +136,8 @@ class Trainer(Run[RunConfig]):
             scorer.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, scorer, self._phase, self._warn)
-        self.sampler = Sampler(config, *parts)
+        stream = self.running.enter_context(running_stream(config, self.rollouts, scorer, self.tokenizer))
+        self.sampler = Sampler(config, *parts, stream)
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor = groups["actor"]
@@ -146,13 +148,19 @@ class Trainer(Run[RunConfig]):
         super().begin()
         for warning in list_rollout_warnings(self.config.rollout.attention_override):
             LOGGER.warning(warning)
+        if self.config.rollout.staleness and not self.config.truncates_importance:
+            LOGGER.warning(
+                "algorithm.importance=none with rollouts that run ahead: nothing corrects for tokens of older weights, "
+                "which can undo what was learned; leave it out, or set --rollout.staleness 0"
+            )
 
     # -- the run
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one rollout and its update: its metrics, and some of its samples."""
-        clock, version = StepClock(), self.version
+        clock, version, first = StepClock(), self.version, self.sampler.rollouts_done
         groups, metrics = self.sampler.sample(clock, self.version)
+        self.log.prompts(self.steps_done + 1, first, self.sampler.list_row_numbers(first))
         if not groups:
             return self._count_empty_step(metrics, clock), []
         self.empty_steps = 0
@@ -170,10 +178,11 @@ class Trainer(Run[RunConfig]):
             metrics |= self._update(batch)
         with self._phase(clock, "sync"):
             self.sync_weights()
+        self.steps_done += 1
+        self.sampler.run_ahead(self.config.steps - self.steps_done)
         with self._phase(clock, "canary"):
             self.check_canary()
-        self.steps_done += 1
-        metrics |= step_metrics.measure_batch(batch)
+        metrics |= step_metrics.measure_batch(batch) | self.sampler.measure_ahead(batch, version)
         if approximate := self.config.rollout.attention_override:
             metrics["approximate_rules"] = len(approximate)
         return step_metrics.complete_step(metrics, version, clock.total()), self.sampler.pick(groups)
@@ -255,7 +264,7 @@ class Trainer(Run[RunConfig]):
         """Take the optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
         parts, logprobs, where = [], batch.old_logprobs, f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
-            self._check_difference(where, compare_logprobs(batch, logprobs))
+            check_agreement(self.config, where, compare_logprobs(batch, logprobs, self.version))
         for mini in batch.split(min(self.config.algorithm.mini_batches, batch.num_episodes)):
             if not mini.mask.any():  # of none of its episodes anything was sampled
                 continue
@@ -268,9 +277,9 @@ class Trainer(Run[RunConfig]):
             parts[-1] |= metrics
             if logprobs is None:
                 logprobs = get_logprobs(outputs)
-                self._check_difference(where, compare_logprobs(batch, logprobs))
+                check_agreement(self.config, where, compare_logprobs(batch, logprobs, self.version))
         means = step_metrics.average_mini_batches(parts)
-        return means if logprobs is None else means | compare_logprobs(batch, logprobs)
+        return means if logprobs is None else means | compare_logprobs(batch, logprobs, self.version)
 
     def _update_group(
         self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, aggregation: Aggregation, prefix: str = ""
@@ -278,22 +287,6 @@ class Trainer(Run[RunConfig]):
         """Take one optimizer step with each token weighed by ``aggregation``."""
         weights, denominator = aggregation(batch)
         return self.take_step(group, replace(batch, weights=weights), loss, denominator, prefix)
-
-    def _check_difference(self, where: str, difference: dict[str, float]) -> None:
-        limits = self.config.logprob_limits
-        measured = difference["logprob_diff_mean"], difference["logprob_diff_max"]
-        if all(f <= limit for f, limit in zip(measured, limits)):
-            return
-        text = (
-            f"{where}: rollout and trainer disagree on the logprobs of the same tokens: mean "
-            f"{measured[0]:.1e}, max {measured[1]:.1e}, limits {limits[0]:.1e} and {limits[1]:.1e}. Weights did not "
-            "arrive whole, or the engines compute different models"
-        )
-        if not self.config.limits.ignore_logprob_diff:
-            raise RunError(
-                f"{text}; to go on all the same raise --limits.logprob-diff-mean or set --limits.ignore-logprob-diff"
-            )
-        LOGGER.warning(text)
 
     def sync_weights(self) -> None:
         """Send the actor's weights to every rollout engine, as the next version."""
@@ -324,9 +317,10 @@ class Trainer(Run[RunConfig]):
         rows = [row] * (len(self.rollouts.workers) * self.actor.dp_size)
         most = min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
         sampling = replace(self.sampler.make_sampling(1, CANARY), max_tokens=most)
-        batch = to_batch(rows, self.rollouts.generate(rows, sampling), [0.0] * len(rows), self.models["actor"].vision)
+        completions = self.sampler.complete(rows, sampling)
+        batch = to_batch(rows, completions, [0.0] * len(rows), self.models["actor"].vision)
         logprobs = get_logprobs(self.actor.forward(batch))
-        self._check_difference(f"after sync {self.version}", compare_logprobs(batch, logprobs))
+        check_agreement(self.config, f"after sync {self.version}", compare_logprobs(batch, logprobs))
 
     # -- checkpoints
 
@@ -335,8 +329,8 @@ class Trainer(Run[RunConfig]):
         return {"version": self.version, "empty_steps": self.empty_steps} | state
 
     def restore(self, state: dict) -> None:
-        self.sampler.rollouts_done = state.get("rollouts", state["step"])  # older runs had one of each
-        self.sampler.completion_tokens = state.get("completion_tokens", self.sampler.completion_tokens)
+        rollouts = state.get("rollouts", state["step"])  # older runs had one of each
+        self.sampler.go_on(rollouts, state.get("completion_tokens", self.sampler.completion_tokens))
         self.empty_steps = state.get("empty_steps", 0)
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)

@@ -1,6 +1,7 @@
 """The processes of an RL run: training engines, which of them share some, and what scores or plays."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from rlworker.episodes.processes.pool import EPISODE_LOG, PlayPool
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.pool import REWARD_LOG, RewardPool
 from rlworker.rollouts.plays import Player, set_limits
+from rlworker.rollouts.sampler import STREAM
+from rlworker.rollouts.stream.stream import Stream
 
 
 def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[tuple[str, str, tuple[Role, ...], int]]:
@@ -53,3 +56,15 @@ def start_scorer(
         return start(RewardPool(cast(Any, reward), config.reward, folder / REWARD_LOG))
     pool = PlayPool(cast(Any, reward), codec, set_limits(config), config.episodes.workers, folder / EPISODE_LOG)
     return Player(codec, start(pool), rollouts, config.reward.default)
+
+
+@contextmanager
+def running_stream(
+    config: RunConfig, rollouts: Rollouts, scorer: RewardPool | Player, tokenizer: Any
+) -> Iterator[Stream | None]:
+    """Draw ahead of the trainer in this context, where rollouts may; it ends before the processes that it uses."""
+    if not config.rollout.staleness:
+        yield None
+        return
+    with Stream(rollouts, scorer, tokenizer, (config.seed, 0, STREAM)) as stream:
+        yield stream

@@ -75,6 +75,7 @@ class PlayPool:
         self.nodes = find_nodes(workers)
         self._places = [self.nodes[slot % len(self.nodes)] for slot in range(workers)]
         self._names = [""] * workers
+        self._calls: dict[Any, _Call] = {}
         self.workers = [self._start_worker(slot) for slot in range(workers)]
 
     def __len__(self) -> int:
@@ -109,29 +110,49 @@ class PlayPool:
         for node in self.nodes:
             node.close()
 
+    def restart(self) -> None:
+        """Start every process anew; what was being played is forgotten."""
+        self._calls.clear()
+        for slot, worker in enumerate(self.workers):
+            ray.kill(worker)
+            self.workers[slot] = self._start_worker(slot)
+
     def advance(self, messages: Mapping[int, Message]) -> dict[int, Reply | LostWorker]:
         """Let processes play a round, each by its number; one that is lost meanwhile is replaced and told.
 
         Raises:
             RunError: processes do not start.
         """
-        calls: dict[Any, _Call] = {
-            self.workers[slot].advance.remote(pickle.dumps(message, protocol=5)): _Call(slot)
-            for slot, message in messages.items()
-        }
+        for slot, message in messages.items():
+            self.begin(slot, message)
         replies: dict[int, Reply | LostWorker] = {}
-        while calls:
-            ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_POLL_S)
-            for reference in ready:
+        while self._calls:
+            replies |= self.poll(_POLL_S)
+        return replies
+
+    def begin(self, slot: int, message: Message) -> None:
+        """Let a process that has replied begin to play what a message says."""
+        self._calls[self.workers[slot].advance.remote(pickle.dumps(message, protocol=5))] = _Call(slot)
+
+    @property
+    def references(self) -> list[Any]:
+        """Ray's references of what processes are at."""
+        return list(self._calls)
+
+    def poll(self, timeout_s: float) -> dict[int, Reply | LostWorker]:
+        """Wait for processes that have begun, for no longer than ``timeout_s``; returns and raises as ``advance``."""
+        calls, replies = self._calls, {}
+        ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
+        for reference in ready:
+            slot = calls.pop(reference).slot
+            reason = explain_death(reference)
+            replies[slot] = self._replace(slot, DIED, reason) if reason else self._read(reference)
+        for reference in late:
+            if self._is_stalled(calls[reference]):
                 slot = calls.pop(reference).slot
-                reason = explain_death(reference)
-                replies[slot] = self._replace(slot, DIED, reason) if reason else self._read(reference)
-            for reference, call in list(calls.items()):
-                if self._is_stalled(call):
-                    del calls[reference]
-                    ray.kill(self.workers[call.slot])
-                    ray.wait([reference], timeout=_END_S)
-                    replies[call.slot] = self._replace(call.slot, HELD, "It got no further.")
+                ray.kill(self.workers[slot])
+                ray.wait([reference], timeout=_END_S)
+                replies[slot] = self._replace(slot, HELD, "It got no further.")
         return replies
 
     def _read(self, reference: ray.ObjectRef) -> Reply:

@@ -1,4 +1,4 @@
-"""The plays of one process. They run side by side on one event loop, until all of them wait for a sample."""
+"""The plays of one process. They run side by side on one event loop, until each waits for a sample or has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _playing: ContextVar[RunningPlay | None] = ContextVar("playing", default=None)
 
 
 class Stage:
-    """Runs the plays of one process in lock step.
+    """Runs the plays of one process.
 
     Args:
         report: hears how far it is.
@@ -46,7 +46,10 @@ class Stage:
         self._reply, self._contexts = Reply(), []
 
     def advance(self, message: Message) -> Reply:
-        """Begin jobs, give answers, and let all plays run until each waits for a sample or has ended."""
+        """Begin jobs, give answers, and let all plays run until each waits for a sample or has ended.
+
+        An answer to a play that has ended meanwhile is dropped.
+        """
         if message.rows:
             self._rows = message.rows
         with using_codec(self.codec):
@@ -55,9 +58,11 @@ class Stage:
             answers = message.list_answers()
             texts = self.codec.decode_all([answer.token_ids for _, answer in answers])
             for (number, answer), text in zip(answers, texts, strict=True):
-                self._answer(self._live[number], answer, text)
-            self._loop.run_until_complete(self._settle())
+                if number in self._live:
+                    self._answer(self._live[number], answer, text)
+            self._loop.run_until_complete(self._settle(message.longest_s))
         reply, contexts = self._reply, self._contexts
+        reply.runs_on = self._active > 0
         self._reply, self._contexts = Reply(), []
         if contexts:
             reply.requests.token_ids = np.concatenate([np.asarray(ids, np.int32) for ids in contexts])
@@ -220,12 +225,12 @@ class Stage:
             coroutine = TimedCoroutine(coroutine, running, self.timer)
         return asyncio.Task(coroutine, loop=loop, **options)
 
-    async def _settle(self) -> None:
+    async def _settle(self, longest_s: float | None) -> None:
         self._settled = self._loop.create_future()
         self._tick()
         try:
             if self._active:
-                await self._settled
+                await asyncio.wait([self._settled], timeout=longest_s)
         finally:
             self._ticking.cancel()
             self._settled = None

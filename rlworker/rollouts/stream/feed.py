@@ -1,0 +1,198 @@
+"""The requests that are open at the engines: dealt out as they come, and asked again where an engine was lost."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from engines.batch.samples import Completions, Request, make_seed
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.cluster.worker_pool import POLL
+
+_TAKE_S = 5.0
+"""Seconds that a question for what has finished waits at an engine."""
+
+
+@dataclass(eq=False)
+class _Engine:
+    """An engine with its open requests.
+
+    Attributes:
+        load: tokens that these are expected to take. loss: how it was found to be lost. is_polled: it is being asked
+            for what has finished.
+    """
+
+    worker: ActorHandle
+    open: dict[tuple, Request] = field(default_factory=dict)
+    load: float = 0.0
+    loss: RayActorError | None = None
+    is_polled: bool = False
+
+    def add(self, key: tuple, request: Request) -> None:
+        self.open[key] = request
+        self.load += _estimate_tokens(request)
+
+    def drop(self, key: tuple) -> bool:
+        """Drop a request, where it has it."""
+        request = self.open.pop(key, None)
+        self.load -= _estimate_tokens(request) if request else 0.0
+        return request is not None
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of an engine, what to do with its result, and what to do where the engine is lost before."""
+
+    engine: _Engine
+    then: Callable[[Any], None]
+    otherwise: Callable[[], None]
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+class Feed:
+    """Feeds requests to the engines and collects what they answer. One thread uses it, but for ``list_lost``.
+
+    An engine that is lost keeps its requests until another has taken its place, which is asked them from the beginning.
+
+    Args:
+        stream: names the random numbers, of which each engine has its own.
+    """
+
+    def __init__(self, rollouts: Rollouts, stream: tuple[int, ...]):
+        self._rollouts, self._stream, self._seeds = rollouts, stream, 0
+        self._calls: dict[Any, _Call] = {}
+        self._finished: list[tuple[tuple, Completions]] = []
+        self._engines = [_Engine(worker) for worker in rollouts.serving]
+        self.begin(stream)
+
+    def begin(self, stream: tuple[int, ...]) -> None:
+        """Give all requests up, and draw from the random numbers of ``stream`` from now on."""
+        self.abort([key for engine in self._engines for key in engine.open])
+        self._stream, self._seeds = stream, 0
+        for engine in self._engines:
+            self._seed(engine)
+
+    def submit(self, requests: Iterable[tuple[tuple, Request]]) -> None:
+        """Hand requests in, each by a key, to the engines with the least to do."""
+        parts: dict[int, list[tuple[tuple, Request]]] = {}
+        for key, request in requests:
+            place = min(range(len(self._engines)), key=lambda number: self._engines[number].load)
+            self._engines[place].add(key, request)
+            parts.setdefault(place, []).append((key, request))
+        for place, part in parts.items():
+            self._ask(self._engines[place], part)
+
+    def submit_to(self, place: int, requests: Sequence[tuple[tuple, Request]]) -> None:
+        """Hand requests in to one engine."""
+        for key, request in requests:
+            self._engines[place].add(key, request)
+        self._ask(self._engines[place], requests)
+
+    def collect(self) -> list[tuple[tuple, Completions]]:
+        """Collect what has been answered, without waiting for more.
+
+        Raises:
+            Exception: an engine says that a request cannot be sampled, or that its loop has ended.
+        """
+        self._take_up_new_engines()
+        references = self.references
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
+        for reference in ready:
+            call = self._calls.pop(reference)
+            try:
+                result = ray.get(reference)
+            except RayActorError as error:
+                call.engine.loss, call.engine.is_polled = error, False
+                call.otherwise()
+                continue
+            call.then(result)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, keys: Iterable[tuple]) -> None:
+        """Give requests up; what has been answered of them comes no more."""
+        gone = set(keys)
+        self._finished = [one for one in self._finished if one[0] not in gone]
+        for engine in self._engines:
+            if found := [key for key in gone if engine.drop(key)]:
+                self.call(engine, "abort", found)
+
+    def call_any(self, method: str, *args: Any, then: Callable[[Any], None], otherwise: Callable[[], None]) -> None:
+        """Call a method of any engine, as ``_Call`` says."""
+        engine = next((engine for engine in self._engines if not engine.loss), self._engines[0])
+        self.call(engine, method, *args, then=then, otherwise=otherwise)
+
+    def call(
+        self,
+        engine: _Engine,
+        method: str,
+        *args: Any,
+        then: Callable[[Any], None] = _ignore,
+        otherwise: Callable[[], None] = _ignore,
+    ) -> None:
+        """Call a method of an engine, as ``_Call`` says."""
+        reference = getattr(engine.worker, method).remote(*args)
+        self._calls[reference] = _Call(engine, then, otherwise)
+
+    @property
+    def references(self) -> list[Any]:
+        """Ray's references of what engines are asked."""
+        return list(self._calls)
+
+    def list_lost(self) -> dict[int, RayActorError]:
+        """List the engines that are lost and have not been replaced: their numbers, and how they were found to be."""
+        serving = self._rollouts.serving
+        numbered = enumerate(self._engines)
+        return {place: one.loss for place, one in numbered if one.loss and serving[place] is one.worker}
+
+    def _ask(self, engine: _Engine, requests: Sequence[tuple[tuple, Request]]) -> None:
+        """Ask an engine for requests that are noted as its own."""
+        if engine.loss:
+            return  # whoever takes its place is asked
+        self.call(engine, "submit", requests)
+        self._poll(engine)
+
+    def _poll(self, engine: _Engine) -> None:
+        if engine.open and not engine.is_polled:
+            engine.is_polled = True
+            reference = engine.worker.take.options(concurrency_group=POLL).remote(_TAKE_S)
+            self._calls[reference] = _Call(engine, partial(self._note_taken, engine), _ignore)
+
+    def _note_taken(self, engine: _Engine, taken: list[tuple[tuple, Completions | Exception]]) -> None:
+        engine.is_polled = False
+        for key, answer in taken:
+            if not engine.drop(key):
+                continue  # given up
+            if isinstance(answer, Exception):
+                raise answer
+            self._finished.append((key, answer))
+        self._poll(engine)
+
+    def _take_up_new_engines(self) -> None:
+        """Ask engines that have taken the place of others what these had not answered."""
+        for engine, worker in zip(self._engines, self._rollouts.serving, strict=True):
+            if engine.worker is worker:
+                continue
+            for reference, call in list(self._calls.items()):
+                if call.engine is engine:
+                    del self._calls[reference]
+                    call.otherwise()
+            engine.worker, engine.loss, engine.is_polled = worker, None, False
+            self._seed(engine)
+            if engine.open:
+                self._ask(engine, list(engine.open.items()))
+
+    def _seed(self, engine: _Engine) -> None:
+        self.call(engine, "seed", make_seed((*self._stream, self._seeds)))
+        self._seeds += 1
+
+
+def _estimate_tokens(request: Request) -> float:
+    return len(request.prompt.token_ids) + request.count * max(request.expected_tokens, 1.0)

@@ -1,0 +1,47 @@
+"""Files of a run with a line of JSON for each step, which are cut back where the run goes back."""
+
+import json
+import os
+from pathlib import Path
+
+METRICS = "metrics.jsonl"
+"""What each step measured."""
+PROMPTS = "prompts.jsonl"
+"""What each step was asked: the number of its first rollout, and those of its rows in the order drawn."""
+
+
+def keep_steps(path: Path, last: int) -> int:
+    """Keep the lines of a file up to step ``last``, where it exists; returns how many others there were."""
+    if not path.exists():
+        return 0
+    lines = _read_lines(path)
+    kept_lines = [line for line in lines if _read_step(line) <= last]
+    write_whole(path, "".join(line + "\n" for line in kept_lines))
+    return len(lines) - len(kept_lines)
+
+
+def count_later(path: Path, last: int) -> int:
+    """Count the lines of a file that ``keep_steps`` would not keep."""
+    return sum(_read_step(line) > last for line in _read_lines(path))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file as a whole, and only once its contents are on disk."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _read_step(line: str) -> float:
+    """Read the step of a line; a line cut short by a kill counts as later than any checkpoint."""
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return float("inf")
