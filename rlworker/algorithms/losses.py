@@ -184,18 +184,10 @@ def center_scores(
     return -(q * factors * slope * top).sum(-1)
 
 
-def check_centering(loss: LossFn, algorithm: AlgorithmConfig, plays: bool = False) -> None:
+def check_centering(loss: LossFn, algorithm: AlgorithmConfig) -> None:
     """Raise ValueError where ``policy_loss`` centers scores and nothing is recorded for it, or the other way round, or
     its surrogate cannot be centered. A loss of another kind says nothing of itself.
-
-    Args:
-        plays: what is drawn are episodes, whose records hold no likeliest tokens.
     """
-    if plays and algorithm.score_centering:
-        raise ValueError(
-            f"config: algorithm.score_centering={algorithm.score_centering} needs the likeliest tokens of each sample, "
-            "which episodes do not record; leave --algorithm.score-centering out, or give a reward function"
-        )
     settings = {}
     while isinstance(loss, partial):
         loss, settings = loss.func, loss.keywords | settings

@@ -111,14 +111,16 @@ def _lay_out(pieces: Sequence[Piece], rewards: tuple[tuple[int, float], ...]) ->
     turns = np.repeat(np.asarray([piece.turn for piece in pieces], np.int32), lengths)
     sampled = turns != CONTEXT
     logprobs, versions = np.zeros(len(turns), np.float32), np.full(len(turns), -1, np.int32)
+    top_ids, top_logprobs = None, None
     if completions := [piece.completion for piece in pieces if piece.completion]:
         joined = Completions.join(completions)
+        top_ids, top_logprobs = joined.top_ids, joined.top_logprobs
         if len(joined.logprobs):  # none where they were drawn greedily
             logprobs[sampled] = joined.logprobs
         versions[sampled] = np.repeat(joined.span_versions, joined.span_lengths)
     token_ids = np.concatenate([np.asarray(piece.token_ids, np.int32) for piece in pieces])
     images = tuple(image for piece in pieces for image in piece.images)
-    return PlayedSequence(token_ids, sampled, logprobs, versions, turns, rewards, images)
+    return PlayedSequence(token_ids, sampled, logprobs, versions, turns, rewards, images, top_ids, top_logprobs)
 
 
 class Answer(NamedTuple):

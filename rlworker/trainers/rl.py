@@ -98,7 +98,7 @@ class Trainer(Run[RunConfig]):
         self.advantage = advantage or configure_advantage(critic)
         check_group_size(self.advantage, config.samples_per_prompt)
         self.loss = loss or configure_loss(algorithm, config.truncates_importance)
-        check_centering(self.loss, algorithm, is_play(reward))
+        check_centering(self.loss, algorithm)
         self.value_loss = partial(value_loss, clip=critic.clip)
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.version = self.empty_steps = 0
