@@ -2,10 +2,12 @@
 
     python tests/kill_chain.py --kills 24 --seed 1
     python tests/kill_chain.py --kills 10 --calculator runs/calculator    # of a run of that demo, for its warm model
+    python tests/kill_chain.py --kills 24 --calculator runs/calculator --staleness 1
 
 Each link of the chain is a program of its own with a real Ray, trainers and vLLM. It is told whom to kill (the driver,
 a trainer rank, the rollout engine or a process of plays), in which step and phase, and how many milliseconds into it.
-The calculator's tools take a random time. There only the driver's end ends a program: all others are replaced.
+The calculator's tools take a random time. There only the driver's end ends a program: all others are replaced. Where
+rollouts run ahead no two runs are equal: then every step must have learned from the same prompts, each of them once.
 """
 
 import json
@@ -34,6 +36,10 @@ PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
 """Phase -> its length in milliseconds, roughly."""
 PLAY_VICTIMS = ("driver", "play worker 0", "play worker 1", "rollout engine 0")
 PLAY_PHASES = {"rollout": 600, "update": 60, "sync": 30}
+AHEAD_VICTIMS = (*PLAY_VICTIMS, "actor rank 0", "actor rank 1")
+AHEAD_PROMPTS = 64
+HELDOUT_LIMIT = 0.05
+"""Between the run that nobody killed and the killed one, where rollouts run ahead."""
 SURVIVORS_END_S = 60
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """They hold no part of a run. Where Ray was killed with its driver they try for a minute to report it, then end."""
@@ -66,8 +72,9 @@ def reward(text, row) -> float:
     return sum(c.isdigit() for c in text) / 4
 
 
-def make_play_config(folder: Path, run: str, steps: int, toy: str) -> RunConfig:
-    """Make the settings of a run of the calculator that goes on without whoever is killed, but for the driver."""
+def make_play_config(folder: Path, run: str, steps: int, toy: str, staleness: int = 0) -> RunConfig:
+    """Make the settings of a run of the calculator that goes on without whoever is killed, but for the driver. Where
+    rollouts run ahead it is evaluated."""
     from recipes.demos import calculator
 
     config = calculator.DEFAULT
@@ -75,10 +82,13 @@ def make_play_config(folder: Path, run: str, steps: int, toy: str) -> RunConfig:
         config,
         model=f"{toy}/model_warm_seed0",
         run_dir=str(folder / run),
-        data=replace(config.data, train=f"{toy}/data/train.jsonl"),
+        data=replace(
+            config.data, train=f"{toy}/data/train.jsonl", heldout=f"{toy}/data/heldout.jsonl" * bool(staleness)
+        ),
+        rollout=replace(config.rollout, staleness=staleness),
         episodes=replace(config.episodes, workers=2),
         steps=steps,
-        prompts_per_step=16,
+        prompts_per_step=AHEAD_PROMPTS if staleness else 16,
         eval_every=0,
         checkpoint=CheckpointConfig(save_every=2),
         recovery=RecoveryConfig(restarts=100),
@@ -158,6 +168,7 @@ def start_link(config: RunConfig, kills: list[Kill], pids: Path, toy: str = "") 
             "kills": [asdict(kill) for kill in kills],
             "pids": str(pids),
             "toy": toy,
+            "staleness": config.rollout.staleness,
         }
     )
     command = [sys.executable, "-W", "ignore", __file__, "--link", settings]
@@ -251,17 +262,33 @@ def compare_ends(folder: Path, steps: int) -> None:
     assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
 
 
-def run_play_chain(folder: Path, kills: list[Kill], steps: int, toy: str) -> None:
+def compare_prompts(folder: Path, steps: int) -> None:
+    """Check that both runs learned from the same prompts in each step, each once, and how much they learned."""
+    whole, killed = (
+        [json.loads(line) for line in (folder / run / "prompts.jsonl").read_text().splitlines()]
+        for run in ("whole", "killed")
+    )
+    assert whole == killed and [line["step"] for line in whole] == list(range(1, steps + 1))
+    assert [line["first_rollout"] for line in whole] == list(range(steps))
+    rows = [row for line in whole for row in line["rows"]]
+    assert len(rows) == len(set(rows)) == steps * AHEAD_PROMPTS, "of less than an epoch no row comes twice"
+    ends = [read_metrics_without_times(folder / run)[-1]["heldout"] for run in ("whole", "killed")]
+    print("held-out", ends, flush=True)
+    assert abs(ends[0] - ends[1]) <= HELDOUT_LIMIT
+
+
+def run_play_chain(folder: Path, kills: list[Kill], steps: int, toy: str, staleness: int = 0) -> None:
     """Play to the end twice unkilled and once through every kill.
 
     Raises:
         AssertionError: somebody was not killed, or the ends differ.
     """
-    for run in ("again", "whole"):
-        code, output = start_link(make_play_config(folder, run, steps, toy), [], folder / "pids", toy)
+    for run in ("whole",) if staleness else ("again", "whole"):
+        code, output = start_link(make_play_config(folder, run, steps, toy, staleness), [], folder / "pids", toy)
         assert code == 0, output
-    assert read_metrics_without_times(folder / "again") == read_metrics_without_times(folder / "whole")
-    config, left = make_play_config(folder, "killed", steps, toy), list(kills)
+    if not staleness:
+        assert read_metrics_without_times(folder / "again") == read_metrics_without_times(folder / "whole")
+    config, left = make_play_config(folder, "killed", steps, toy, staleness), list(kills)
     while True:
         resume = (folder / "killed" / "config.json").exists()
         code, output = start_link(replace(config, resume=resume), left, folder / "pids", toy)
@@ -271,7 +298,7 @@ def run_play_chain(folder: Path, kills: list[Kill], steps: int, toy: str) -> Non
         if not drivers:
             break
         left = left[drivers[0] + 1 :]
-    compare_ends(folder, steps)
+    compare_prompts(folder, steps) if staleness else compare_ends(folder, steps)
     outages = (folder / "killed" / "outages.jsonl").read_text().splitlines()
     assert len(outages) == sum(kill.victim != "driver" for kill in kills), outages
     print(read_metrics_without_times(folder / "killed")[-1])
@@ -294,7 +321,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "--link":
         settings = json.loads(sys.argv[2])
         place, toy = (Path(settings["folder"]), settings["run"], settings["steps"]), settings["toy"]
-        config = replace(make_play_config(*place, toy) if toy else make_config(*place), resume=settings["resume"])
+        made = make_play_config(*place, toy, settings["staleness"]) if toy else make_config(*place)
+        config = replace(made, resume=settings["resume"])
         kills = [Kill(**kill) for kill in settings["kills"]]
         run_link(config, kills, Path(settings["pids"]), make_play() if toy else reward)
     else:
@@ -307,8 +335,10 @@ if __name__ == "__main__":
         steps = count + 2
         with tempfile.TemporaryDirectory() as folder:
             if toy := options.get("--calculator"):
-                kills = draw_kills(count, seed, steps, PLAY_VICTIMS, PLAY_PHASES)
-                run_play_chain(Path(folder), kills, steps, str(Path(toy).resolve()))
+                staleness = int(options.get("--staleness", 0))
+                victims = AHEAD_VICTIMS if staleness else PLAY_VICTIMS
+                kills = draw_kills(count, seed, steps, victims, PLAY_PHASES)
+                run_play_chain(Path(folder), kills, steps, str(Path(toy).resolve()), staleness)
                 sys.exit()
             make_data(Path(folder) / "data")
             make_model(Path(folder) / "model", seed=0)
