@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -24,9 +23,9 @@ from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.part import Part, end_worker, explain_death
-from rlworker.rewards.progress import NodeLost, WorkerNode, find_nodes
+from rlworker.rewards.processes import GRACE_S, POLL_S, START_S, STARTS, WorkerProcesses
+from rlworker.rewards.progress import NodeLost
 from rlworker.rewards.worker import Outcome, RewardWorker, find_call_bounds
-from rlworker.tracking.terminal import LOGGER
 
 REWARD_LOG = "rewards.log"
 """File of a run folder that has what the reward function prints and logs. Every node but the driver's has one of its
@@ -35,13 +34,6 @@ own, such as ``rewards.10.0.0.2.log``: a network's file system loses lines that 
 EXAMPLES = 3
 """Failures of each kind that are kept word for word."""
 
-_GRACE_S = 2.0
-"""After its time limit, how long a call may take to heed the interrupt before its process is ended."""
-_START_S = 120.0
-"""Seconds that a worker may take to start; it may import much."""
-_STARTS = 3
-"""Workers in a row that may end before they begin, such as one that died between two calls."""
-_POLL_S = 0.1
 _OVERDUE = "no end after {:g} s and no heed of the interrupt, so that its process was ended"
 _DIED = "its process died (it exited, crashed or had no memory left)"
 
@@ -118,14 +110,12 @@ def pickle_reward(reward: Callable, what: str = "reward") -> bytes:
         ) from error
 
 
-class RewardPool:
-    """Processes that score texts. They start when this is built, without being waited for.
-
-    As a context manager it ends them.
+class RewardPool(WorkerProcesses):
+    """Processes that score texts.
 
     Args:
         reward: ``reward(text, row) -> float``, or marked with ``batch_reward``.
-        output: the file at whose end what the function prints and logs goes, however much that is; None keeps none.
+        output: as ``WorkerProcesses``.
 
     Raises:
         ValueError: the reward function cannot be sent to another process.
@@ -133,24 +123,12 @@ class RewardPool:
 
     def __init__(self, reward: RewardFn | BatchRewardFn, config: RewardConfig, output: Path | None = None):
         self.config, self.batch = config, getattr(reward, "batch", False)
-        self._arguments, self._output = (pickle_reward(reward), self.batch, config.time_limit_s), output
-        if output:
-            output.parent.mkdir(parents=True, exist_ok=True)
-        self._remote_class: Any = ray.remote(RewardWorker)
         self._sent = self._failed_starts = 0
         self._note: Callable[[Mapping[str, str]], None] | None = None
-        self._idle_s = _START_S
+        self._idle_s = START_S
         self._proven: set[ActorHandle] = set()
-        self.nodes = find_nodes(config.workers)
-        self.places = [self.nodes[slot % len(self.nodes)] for slot in range(config.workers)]
-        self.workers = [self._start_worker(node) for node in self.places]
-
-    def _start_worker(self, node: WorkerNode) -> ActorHandle:
-        output = self._output
-        if output and not node.is_here:
-            output = output.with_name(f"{output.stem}.{node.address}{output.suffix}")
-        options = self._remote_class.options(num_cpus=0, scheduling_strategy=node.strategy)
-        return options.remote(*self._arguments, output, node.folder)
+        arguments = pickle_reward(reward), self.batch, config.time_limit_s
+        super().__init__("reward", RewardWorker, arguments, config.workers, output)
 
     def repeat_lost(self, note: Callable[[Mapping[str, str]], None], stall_timeout_s: float) -> None:
         """Make a call once more that a worker died in or did not come back from, from now on.
@@ -161,24 +139,7 @@ class RewardPool:
             note: hears which worker was lost and what became of it. It raises where the run may not go on.
             stall_timeout_s: seconds after which a worker that has scored before and does not begin stands still.
         """
-        self._note, self._idle_s = note, min(_START_S, stall_timeout_s)
-
-    def name_workers(self) -> dict[str, ActorHandle]:
-        """List every worker by the name that a message gives it."""
-        return {f"reward worker {slot}": worker for slot, worker in enumerate(self.workers)}
-
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """End the processes."""
-        for worker in self.workers:
-            ray.kill(worker)
-        for node in self.nodes:
-            node.close()
+        self._note, self._idle_s = note, min(START_S, stall_timeout_s)
 
     def score(self, texts: Sequence[str], rows: Sequence[Row]) -> Scores:
         """Find the rewards of ``texts [N]``, each an answer to its row of ``rows [N]``.
@@ -200,10 +161,10 @@ class RewardPool:
                 if waiting:
                     part = self._send(slot, *waiting.popleft(), texts, index, rows)
                     running[part.reference] = part
-            ready, _ = ray.wait(list(running), timeout=_POLL_S)
+            ready, _ = ray.wait(list(running), timeout=POLL_S)
             self._watch([part for part in running.values() if part.reference not in ready])
             for reference, part in list(running.items()):
-                stalled = reference not in ready and part.is_stalled(self.config.time_limit_s + _GRACE_S)
+                stalled = reference not in ready and part.is_stalled(self.config.time_limit_s + GRACE_S)
                 if reference in ready or stalled:
                     del running[reference]
                     waiting.extendleft(self._finish(part, stalled, bounds, outcomes))
@@ -222,12 +183,12 @@ class RewardPool:
         # Pickled here, because Ray's own way with a list of small objects takes three times as long.
         job = dumps((texts[start:end], index[start:end], part_rows))
         worker, node = self.workers[slot], self.places[slot]
-        begin_s = self._idle_s if worker in self._proven else _START_S
+        begin_s = self._idle_s if worker in self._proven else START_S
         return Part(self._sent, slot, node, worker, start, end, worker.score.remote(job, self._sent), begin_s)
 
     def _watch(self, parts: list[Part]) -> None:
         """Note how far workers are, each node being asked once, unless all of them were asked a moment ago."""
-        due = [part for part in parts if time.monotonic() - part.asked >= _POLL_S]
+        due = [part for part in parts if time.monotonic() - part.asked >= POLL_S]
         for node in {part.node: None for part in due}:
             here = [part for part in due if part.node is node]
             try:
@@ -249,7 +210,9 @@ class RewardPool:
         try:
             scored = self._collect(part, outcomes)
         except NodeLost as error:
-            self._leave_node(part.node, error)
+            for slot in self._leave_node(part.node, error):
+                ray.kill(self.workers[slot])  # where no more than the way to the node is lost
+                self.workers[slot] = self._start_worker(slot)
             return [(part.start, part.end)]
         at = part.start + (scored or 0)
         self._failed_starts = self._failed_starts + 1 if scored is None else 0
@@ -260,9 +223,9 @@ class RewardPool:
         fate = "got no further and was ended" if stalled else "died"
         if scored is None and part.worker in self._proven:
             self._note_lost(part.slot, fate)
-        if self._failed_starts == _STARTS:
-            raise RunError(f"reward: its process does not start, {_STARTS} times in a row. {reason}")
-        self.workers[part.slot] = self._start_worker(self.places[part.slot])
+        if self._failed_starts == STARTS:
+            raise RunError(f"reward: its process does not start, {STARTS} times in a row. {reason}")
+        self.workers[part.slot] = self._start_worker(part.slot)
         next_call = at
         # The call it was at is to blame, unless it never came to one, or came to another after it had seemed to hang.
         if scored is not None and at < part.end and not (stalled and scored > part.progress):
@@ -283,7 +246,7 @@ class RewardPool:
 
     def _note_lost(self, slot: int, fate: str) -> None:
         if self._note:
-            self._note({f"reward worker {slot}": fate})
+            self._note({self.name_worker(slot): fate})
 
     def _collect(self, part: Part, outcomes: list[Outcome]) -> int | None:
         """Copy what was scored of a part to its place among all ``outcomes``: how much; None where it had not begun."""
@@ -294,19 +257,6 @@ class RewardPool:
         for place, kind, message in failures:
             outcomes[part.start + place] = (kind, message)
         return len(rewards)
-
-    def _leave_node(self, lost: WorkerNode, error: NodeLost) -> None:
-        """Start the workers of a lost node on those that are left."""
-        if lost not in self.nodes:
-            return
-        self.nodes.remove(lost)
-        lost.abandon()
-        LOGGER.warning(f"reward: its workers on a lost node start anew on others, with what they were at: {error}")
-        for slot, node in enumerate(self.places):
-            if node is lost:
-                ray.kill(self.workers[slot])  # where no more than the way to the node is lost
-                self.places[slot] = self.nodes[slot % len(self.nodes)]
-                self.workers[slot] = self._start_worker(self.places[slot])
 
     def _collect_scores(self, outcomes: list[Outcome], texts: Sequence[str], rows: Sequence[Row]) -> Scores:
         failures, examples = Counter(), []

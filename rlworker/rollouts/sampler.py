@@ -69,7 +69,8 @@ class Sampler:
         Groups are ``PromptGroup``, or ``EpisodeGroup`` where plays are drawn.
 
         With dynamic sampling, zero-variance groups are dropped, and those of further prompts take their
-        place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left.
+        place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left. None are
+        left either where nothing was sampled, as every play failed before: there is no token to learn from.
         """
         config, further = self.config, self.config.algorithm.dynamic_sampling
         kept_groups, zero_variance, failures = [], [], {}
@@ -85,7 +86,8 @@ class Sampler:
                 break
         drawn_groups = kept_groups + zero_variance
         metrics = summarise_groups(drawn_groups) | (summarise_episodes(drawn_groups) if self.plays else {})
-        return kept_groups[: config.prompts_per_step], metrics | failures
+        groups = kept_groups[: config.prompts_per_step]
+        return groups if any(group.completions.lengths.any() for group in groups) else [], metrics | failures
 
     def score_greedy(self, rows: list[Row]) -> Scores:
         """Find the rewards of the most likely completion of each row, or of the episode of most likely samples."""

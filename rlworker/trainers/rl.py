@@ -188,16 +188,16 @@ class Trainer(Run[RunConfig]):
         return step_metrics.complete_step(metrics, version, clock.total()), self.sampler.pick(groups)
 
     def _count_empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
-        """Count a step whose groups were all dropped, so that there is nothing to learn from: its metrics."""
+        """Count a step that is left without a group, so that there is nothing to learn from: its metrics."""
         self.empty_steps += 1
         if self.empty_steps == MOST_EMPTY_STEPS:
             raise RunError(
                 f"step {self.steps_done + 1}: in {MOST_EMPTY_STEPS} steps in a row no group had two different rewards "
-                f"(their mean is {metrics['reward']:.3g}), so that nothing was learned. Where all are wrong, take "
-                "easier prompts or a reward that tells wrong from worse; where all are right, harder ones; or raise "
-                "--samples-per-prompt or --algorithm.dynamic-sampling"
+                f"(their mean is {metrics['reward']:.3g}) and a sample, so that nothing was learned. Where all are "
+                "wrong, take easier prompts or a reward that tells wrong from worse; where all are right, harder ones; "
+                "or raise --samples-per-prompt or --algorithm.dynamic-sampling. Plays that fail are told above"
             )
-        self._warn("no group has two different rewards: the next step learns nothing")
+        self._warn("no group has two different rewards and a sample: the next step learns nothing")
         self.steps_done += 1
         return step_metrics.complete_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
 

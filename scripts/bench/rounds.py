@@ -1,4 +1,4 @@
-"""Measure what a round of requests costs beside the same completions by ``generate``.
+"""Measure what a round of requests costs beside the same completions by ``generate``, and plays beside a reward.
 
     python scripts/bench/rounds.py [--rounds 9] [--tiny] [--json FILE]
 
@@ -6,18 +6,27 @@ One vLLM engine in its Ray process and a model of half a million parameters. Com
 three ways, in turn: *generate*, by prompts; *sample*, a round of requests; *loop*, requests that are handed in, and
 polled for as they finish. Medians; CPU-seconds are those of the driver and the engine. All three must sample as many
 tokens, the first two the same ones.
+
+Then what a step draws before its update, with the same engine: *reward*, completions and the rewards of a function;
+*plays*, an episode of one turn for each, by ``one_turn`` of that function. Here CPU-seconds are also those of the
+processes that score and play.
 """
 
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import ray
 from timing import make_parser, write_figures
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from engines.batch.samples import Completions, Prompt, Request, Sampling
 from engines.config import VllmConfig
@@ -27,13 +36,24 @@ from rlworker.checks.tiny_models import make_tiny_text
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.worker_pool import POLL
+from rlworker.config.run import RunConfig
+from rlworker.config.sections import DataConfig
 from rlworker.data.rows import Row
+from rlworker.episodes import one_turn
+from rlworker.episodes.codec import Codec
+from rlworker.episodes.processes.pool import PlayPool
+from rlworker.rewards.pool import RewardPool
+from rlworker.rollouts.plays import Player, set_limits
+from rlworker.rollouts.sampler import Sampler
+from rlworker.tracking.log import StepClock
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--rounds", type=int, default=9, help="of which medians are taken")
 OPTIONS = PARSER.parse_args()
 SIZES = ((4, 2, 4),) if OPTIONS.tiny else ((256, 8, 4), (2048, 1, 4), (256, 1, 16), (32, 8, 16))
 """Prompts, completions of each, tokens of each."""
+STEPS = ((4, 2, 4),) if OPTIONS.tiny else ((256, 8, 4), (256, 8, 16))
+"""As ``SIZES``, of steps that are rewarded and played."""
 PROMPT_TOKENS, VOCAB, STREAM = 20, 1024, (7,)
 
 
@@ -44,12 +64,16 @@ def poll(rollouts: Rollouts, requests: list[Request]) -> Completions:
     taken = {}
     while len(taken) < len(requests):
         taken |= dict(ray.get(worker.take.options(concurrency_group=POLL).remote(60.0)))
-    return Completions.join([taken[key] for key in range(len(requests))])
+    return Completions.concatenate([taken[key] for key in range(len(requests))])
 
 
-def measure(calls: dict[str, Callable[[], Completions]], processes: list[psutil.Process]) -> dict[str, list]:
-    """Call each in turn; seconds and CPU-seconds of each round by the call's name, without the first round."""
-    found: dict[str, list] = {name: [] for name in calls}
+def measure(calls: Mapping[str, Callable[[], Any]], workers: list, check: Callable[[dict[str, Any]], bool]) -> dict:
+    """Call each in turn; median seconds and CPU-seconds, of this process and those of ``workers``, by the call's name.
+
+    A first round does not count. ``check`` is given the results of each, and says whether they are right.
+    """
+    pids = ray.get([worker.__ray_call__.remote(lambda _: psutil.Process().pid) for worker in workers])
+    processes, found = [psutil.Process(), *map(psutil.Process, pids)], {name: [] for name in calls}
     for _ in range(OPTIONS.rounds + 1):
         results = {}
         for name, call in calls.items():
@@ -57,38 +81,85 @@ def measure(calls: dict[str, Callable[[], Completions]], processes: list[psutil.
             results[name] = call()
             seconds = time.perf_counter() - start
             found[name].append((seconds, sum(sum(process.cpu_times()[:2]) for process in processes) - before))
-        assert results["generate"] == results["sample"]
-        assert len(results["loop"].token_ids) == len(results["sample"].token_ids)
-    return {name: times[1:] for name, times in found.items()}
+        assert check(results)
+    return {name: [statistics.median(each) for each in zip(*times[1:])] for name, times in found.items()}
+
+
+def list_rows(size: tuple[int, int, int], medians: dict[str, list[float]]) -> list[dict]:
+    """List rows of the table, one for each way, compared with the first; and print them."""
+    first, table = next(iter(medians.values())), []
+    for name, (seconds, cpu) in medians.items():
+        row = dict(zip(("prompts", "completions", "tokens"), size)) | {"way": name, "s": seconds, "CPU s": cpu}
+        table.append(row | {"CPU s to the first's": cpu / first[1], "s to the first's": seconds / first[0]})
+        print("  ".join(f"{x:.3f}" if isinstance(x, float) else str(x) for x in table[-1].values()))
+    return table
+
+
+def draw_prompts(count: int) -> list[Row]:
+    """Draw rows of random prompts."""
+    ids = np.random.default_rng(0).integers(4, VOCAB, (count, PROMPT_TOKENS))
+    return [Row("", tuple(row), "", {}) for row in ids.tolist()]
+
+
+def measure_rounds(rollouts: Rollouts, size: tuple[int, int, int]) -> list[dict]:
+    """Measure completions in three ways."""
+    prompts, count, tokens = size
+    data = draw_prompts(prompts)
+    requests = [Request(Prompt(row.prompt_ids), 1.0, tokens, ()) for row in data for _ in range(count)]
+    sampling = Sampling(count, 1.0, tokens, STREAM, ())
+    calls = {
+        "generate": lambda: rollouts.generate(data, sampling),
+        "sample": lambda: rollouts.sample(requests, STREAM),
+        "loop": lambda: poll(rollouts, requests),
+    }
+
+    def are_alike(results: dict[str, Completions]) -> bool:
+        same = results["generate"] == results["sample"]
+        return same and len(results["loop"].token_ids) == len(results["sample"].token_ids)
+
+    return list_rows(size, measure(calls, rollouts.workers, are_alike))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer that knows each id of the model as a word of its own."""
+    words = {"<eos>": 0} | {f"word {i}, ": i for i in range(1, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def reward(text: str, row: Row) -> float:
+    return float(len(set(text)))
+
+
+def measure_plays(rollouts: Rollouts, config: VllmConfig, size: tuple[int, int, int]) -> list[dict]:
+    """Measure what a step draws, by a reward and by plays of one turn."""
+    prompts, count, tokens = size
+    rows, tokenizer = draw_prompts(prompts), make_tokenizer()
+    data, rollout = DataConfig(max_prompt_tokens=PROMPT_TOKENS), replace(config, max_new_tokens=tokens)
+    run = RunConfig(data=data, rollout=rollout, prompts_per_step=prompts, samples_per_prompt=count)
+    codec = Codec(tokenizer)
+    with RewardPool(reward, run.reward) as rewards, PlayPool(one_turn(reward), codec, set_limits(run)) as plays:
+
+        def make_call(scorer: RewardPool | Player) -> Callable[[], int]:
+            sampler = Sampler(run, tokenizer, (), rows, rollouts, scorer, lambda *_: nullcontext(), print)
+            return lambda: sampler.batch(sampler.sample(StepClock(), 0)[0], None).num_tokens
+
+        calls = {"reward": make_call(rewards), "plays": make_call(Player(codec, plays, rollouts))}
+        workers = [*rollouts.workers, *rewards.workers, *plays.workers]
+        want = prompts * count * (PROMPT_TOKENS + tokens - 1)
+        return list_rows(size, measure(calls, workers, lambda sizes: {*sizes.values()} == {want}))
 
 
 def main() -> None:
-    rows_of_table = []
     with running_ray(1, DEFAULT_PLATFORM), tempfile.TemporaryDirectory() as folder:
         model = ModelSpec.from_folder(make_tiny_text(Path(folder), "qwen2", VOCAB))
         config = VllmConfig(max_new_tokens=16, max_model_len=64, kv_cache_mb=256)
         with Rollouts(DEFAULT_PLATFORM, 1) as rollouts:
             rollouts.start(model, config).wait()
-            (worker,) = rollouts.workers
-            engine = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: psutil.Process().pid)))
-            for prompts, count, tokens in SIZES:
-                ids = np.random.default_rng(0).integers(4, VOCAB, (prompts, PROMPT_TOKENS))
-                data = [Row("", tuple(row), "", {}) for row in ids.tolist()]
-                requests = [Request(Prompt(row.prompt_ids), 1.0, tokens, ()) for row in data for _ in range(count)]
-                sampling = Sampling(count, 1.0, tokens, STREAM, ())
-                calls = {
-                    "generate": lambda data=data, sampling=sampling: rollouts.generate(data, sampling),
-                    "sample": lambda requests=requests: rollouts.sample(requests, STREAM),
-                    "loop": lambda requests=requests: poll(rollouts, requests),
-                }
-                found = measure(calls, [psutil.Process(), engine])
-                medians = {name: [statistics.median(each) for each in zip(*found[name])] for name in calls}
-                for name, (seconds, cpu) in medians.items():
-                    row = {"prompts": prompts, "completions": count, "tokens": tokens, "way": name}
-                    row |= {"s": seconds, "CPU s": cpu, "CPU s to generate's": cpu / medians["generate"][1]}
-                    rows_of_table.append(row | {"s to generate's": seconds / medians["generate"][0]})
-                    print("  ".join(f"{x:.3f}" if isinstance(x, float) else str(x) for x in rows_of_table[-1].values()))
-    write_figures(OPTIONS.json, rows_of_table)
+            table = [row for size in SIZES for row in measure_rounds(rollouts, size)]
+            table += [row for size in STEPS for row in measure_plays(rollouts, config, size)]
+    write_figures(OPTIONS.json, table)
 
 
 if __name__ == "__main__":

@@ -37,15 +37,15 @@ def make_pool(cluster, by_value, monkeypatch):
     """``make(*is_other)`` -> a pool with a worker on each of so many nodes: the driver's, or another."""
     import ray
 
-    from rlworker.rewards import pool, progress
+    from rlworker.rewards import pool, processes, progress
 
     pools, here = [], ray.get_runtime_context().get_node_id()
-    monkeypatch.setattr(pool, "_GRACE_S", 1.0)
+    monkeypatch.setattr(pool, "GRACE_S", 1.0)
     monkeypatch.setattr(progress, "_CLOSE_S", 1.0)
 
     def make(*is_other: bool, output=None):
         nodes = [progress._open_node(f"10.0.0.{place}", here, other) for place, other in enumerate(is_other)]
-        monkeypatch.setattr(pool, "find_nodes", lambda count: nodes[:count])
+        monkeypatch.setattr(processes, "find_nodes", lambda count: nodes[:count])
         pools.append(pool.RewardPool(misbehave, RewardConfig(len(nodes), LIMIT_S, -1.0), output))
         return pools[-1]
 
@@ -91,5 +91,5 @@ def test_what_a_lost_node_was_at_is_done_on_the_others(make_pool, capsys):
     lost.ask = lose
     assert pool.score(texts, rows).values == [float(text) for text in texts]
     assert counts_seen and pool.nodes == [here] and pool.places == [here, here]
-    assert "WARNING reward: its workers on a lost node start anew on others" in capsys.readouterr().out
+    assert "WARNING reward workers of a lost node begin anew on others" in capsys.readouterr().out
     assert pool.score(texts[:5], rows[:5]).values == [0.0, 1.0, 2.0, 3.0, 4.0]

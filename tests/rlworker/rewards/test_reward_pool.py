@@ -165,8 +165,8 @@ def make_pool(cluster, by_value, monkeypatch):
     from rlworker.rewards import pool as reward_pool
 
     pools = []
-    monkeypatch.setattr(reward_pool, "_GRACE_S", 1.0)
-    monkeypatch.setattr(reward_pool, "_STARTS", 2)
+    monkeypatch.setattr(reward_pool, "GRACE_S", 1.0)
+    monkeypatch.setattr(reward_pool, "STARTS", 2)
 
     def make(reward, workers=1, output=None) -> reward_pool.RewardPool:
         pools.append(reward_pool.RewardPool(reward, RewardConfig(workers, LIMIT_S, DEFAULT), output))

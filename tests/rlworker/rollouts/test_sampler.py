@@ -16,6 +16,7 @@ from recipes.common.addition import make_tokenizer
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import AlgorithmConfig
 from rlworker.data.rows import Row
+from rlworker.errors import RunError
 from rlworker.tracking.log import StepClock
 
 ROWS = [Row(str(i), (i + 4,), "", {}) for i in range(12)]
@@ -157,6 +158,31 @@ def test_groups_of_episodes_are_drawn_and_dropped_as_groups_of_completions():
     sample = drawn.pick(groups)[0]
     assert [turn["by"] for turn in sample["turns"]] == ["prompt", "model", "environment", "model"]
     assert sample["outcome"] == "ok" and sample["turns"][3]["reward"] == sample["reward"]
+
+
+async def play_nothing(model, row):
+    raise KeyError(row.prompt)
+
+
+def test_a_step_in_which_every_play_fails_before_it_samples_is_empty():
+    """Without dynamic sampling, which would drop groups of equal rewards. Beside one that samples, others count."""
+    from rlworker.trainers.rl import MOST_EMPTY_STEPS, Trainer
+
+    async def play_one(model, row):
+        return await (play_even if row.prompt == "2" else play_nothing)(model, row)
+
+    groups, metrics = play_sampler(play_one, further=0)[0].sample(StepClock(), 0)
+    assert len(groups) == 4 and metrics["episode_failures"] == 9
+    trainer, recorded = Trainer.__new__(Trainer), []
+    trainer.log = SimpleNamespace(prompts=lambda *line: recorded.append(line))
+    trainer.sampler, trainer.version, trainer.empty_steps = play_sampler(play_nothing, further=0)[0], 0, 0
+    for trainer.steps_done in range(MOST_EMPTY_STEPS - 1):
+        metrics, samples = trainer.step()
+        assert metrics["empty_steps"] == trainer.steps_done == trainer.empty_steps and samples == []
+        assert metrics["episode_raised"] == 12 and metrics["reward"] == -1.0 and metrics["completion_tokens"] == 0
+    with pytest.raises(RunError, match=r"step 10: in 10 steps .*different rewards \(their mean is -1\) and a sample"):
+        trainer.step()
+    assert [(step, first, len(rows)) for step, first, rows in recorded] == [(n + 1, n, 4) for n in range(10)]
 
 
 def test_a_play_that_cannot_be_sent_is_refused_and_told_from_a_reward():
