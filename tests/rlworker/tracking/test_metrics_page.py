@@ -87,8 +87,26 @@ class Rollouts:
         ids = np.tile(np.arange(TOP, dtype=np.int32), (len(completions.token_ids), 1))
         return replace(completions, top_ids=ids, top_logprobs=np.full(ids.shape, 2 * LOGPROB, np.float32))
 
-    def call(self, _method):
-        return [self.trainer.version]
+    def call(self, method):
+        return [(1.0, 2)] if method == "measure_load" else [self.trainer.version]
+
+
+class Ahead:
+    """A stream that draws when it is waited for."""
+
+    def __init__(self, rollouts, rewards):
+        self.rollouts, self.rewards = rollouts, rewards
+
+    def begin(self, rows, sampling, goes_first=False):
+        return rows, sampling
+
+    def wait(self, draw):
+        from rlworker.rollouts.scoring import score_completions
+
+        return score_completions(TOKENIZER, self.rewards, draw[0], self.rollouts.generate(*draw))
+
+    def sample_each(self, rows, sampling):
+        return self.rollouts.generate(rows, sampling)
 
 
 class Rewards:
@@ -183,7 +201,8 @@ def rl_fields(
         trainer._phase,
         lambda text: None,
     )
-    trainer.sampler = Sampler(config, *parts)
+    ahead = Ahead(trainer.rollouts, parts[4]) if config.rollout.staleness else None
+    trainer.sampler = Sampler(config, *parts, ahead)
     return written(trainer, config, folder)
 
 
@@ -212,6 +231,7 @@ def fields(tmp_path) -> set[str]:
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic, advantage=gae)
         | rl_fields(tmp_path / "plays", plays=True)
         | rl_fields(tmp_path / "centered", algorithm=centering)
+        | rl_fields(tmp_path / "ahead", rollout=VllmConfig(staleness=1))
         | rl_fields(tmp_path / "empty", algorithm=AlgorithmConfig(dynamic_sampling=1), alike=True)
         | supervised_fields(tmp_path / "sft")
     )
@@ -244,7 +264,7 @@ MADE_IN = (
 )
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
-OTHER_KEYS |= {"by", "text", "learns", "outcome", "fork", "default", "note_lost", "seed"}
+OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "default", "note_lost", "seed"}
 OTHER_KEYS |= {"aggregation", "advantage", "time_save", "time_restart", "time_restore"}
 """Keys there that are none: samples, turns, arguments, roles and states; and phases whose time nothing keeps."""
 
