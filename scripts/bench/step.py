@@ -1,30 +1,40 @@
 """Measure what a GRPO step costs on the real engines, against a single process that does the same work.
 
-    python scripts/bench/step.py [--ranks 1] [--rollouts 1] [--steps 12] [--tiny] [--json FILE]
+    python scripts/bench/step.py [--ranks 1] [--rollouts 1] [--staleness 0] [--steps 12] [--tiny] [--json FILE]
+    python scripts/bench/step.py --stub-trainer [--steps 12] [--tiny] [--json FILE]
 
 Work: a Qwen2 of 1.4 million parameters, 32 prompts x 8 samples, 16 new tokens, one update. Measured from the second
 step on, medians: wall seconds by phase, and CPU seconds of the driver, the trainers and the rollout engine (Ray's own
 daemons apart). The comparison generates with transformers and updates with plain torch, in one process and in this
-run, so that the ratio means something on a machine of any speed.
+run, so that the ratio means something on a machine of any speed. With a staleness, steps whose rollouts run ahead are
+measured beside those that take turns: means there, since one step waits and the next does not.
+
+With a stub trainer an update is a sleep as long as a rollout takes, and samples have log-normal lengths of 16 to 512
+tokens. Weights are synced as ever. Steps a second at staleness 0, 1 and 2, in one run.
 """
 
 import json
+import math
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 from timing import make_parser, write_figures
 
 PARSER = make_parser(__doc__)
-for _name, _default in (("ranks", 1), ("rollouts", 1), ("steps", 12)):
+for _name, _default in (("ranks", 1), ("rollouts", 1), ("steps", 12), ("staleness", 0)):
     PARSER.add_argument(f"--{_name}", type=int, default=_default)
+PARSER.add_argument("--stub-trainer", action="store_true", help="measure rollouts that run ahead of a sleep")
 OPTIONS = PARSER.parse_args()
 SIZES = dict(hidden_size=160, intermediate_size=480, num_hidden_layers=4, num_attention_heads=5)
 PROMPTS, SAMPLES = (2, 2) if OPTIONS.tiny else (32, 8)
 NEW_TOKENS, PROMPT_TOKENS = 16, 6
+SHORTEST, LONGEST, MEDIAN, SIGMA = (2, 8, 4, 0.8) if OPTIONS.tiny else (16, 512, 80, 0.9)
+"""Tokens of a sample beside a stub trainer."""
 
 
 def make_inputs(folder: Path) -> None:
@@ -61,29 +71,35 @@ def sum_cpu_seconds(pids: list[int]) -> float:
     return sum(t.user + t.system for t in times)
 
 
-def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[str, float]:
-    """Return the medians of a step of the real engines, in seconds, by phase and by process."""
-    import ray
-
+def make_config(folder: Path, run: str, new_tokens: int, steps: int, staleness: int):
+    """Make the settings of a run on the model and data in ``folder``."""
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
     from rlworker.config.run import RunConfig
-    from rlworker.config.sections import DataConfig
-    from rlworker.trainers.rl import Trainer
+    from rlworker.config.sections import DataConfig, EpisodesConfig
 
-    config = RunConfig(
+    length, engines = max(64, PROMPT_TOKENS + new_tokens), OPTIONS.rollouts
+    sizes = dict(max_new_tokens=new_tokens, max_model_len=length, max_num_seqs=256, kv_cache_mb=512)
+    return RunConfig(
         model=str(folder / "model"),
-        run_dir=str(folder / "run"),
+        run_dir=str(folder / run),
         data=DataConfig(str(folder / "train.jsonl"), max_prompt_tokens=PROMPT_TOKENS),
-        actor=MegatronConfig(ranks=ranks, optimizer=OptimizerConfig(lr=1e-4)),
-        rollout=VllmConfig(
-            engines=rollouts, max_new_tokens=NEW_TOKENS, max_model_len=64, max_num_seqs=256, kv_cache_mb=512
-        ),
+        actor=MegatronConfig(ranks=OPTIONS.ranks, optimizer=OptimizerConfig(lr=1e-4)),
+        rollout=VllmConfig(engines=engines, staleness=staleness, **sizes),
+        episodes=EpisodesConfig(turns=1, tokens=length),
         steps=steps,
         prompts_per_step=PROMPTS,
         samples_per_prompt=SAMPLES,
     )
+
+
+def bench_worker(folder: Path, steps: int, staleness: int = 0) -> list[dict[str, float]]:
+    """Return what each step of the real engines took but the first, in seconds, by phase and by process."""
+    import ray
+
+    from rlworker.trainers.rl import Trainer
+
     steps_seconds = []
-    with Trainer(config, reward) as trainer:
+    with Trainer(make_config(folder, f"run{staleness}", NEW_TOKENS, steps, staleness), reward) as trainer:
         workers = trainer.name_workers()
         pids = {name: ray.get(worker.__ray_call__.remote(lambda _: os.getpid())) for name, worker in workers.items()}
         roles = {"driver": [os.getpid()]}
@@ -95,7 +111,67 @@ def bench_worker(folder: Path, ranks: int, rollouts: int, steps: int) -> dict[st
             cpu = {f"cpu {role}": sum_cpu_seconds(members) - start_cpu[role] for role, members in roles.items()}
             wall = {k.replace("time_", "wall "): v for k, v in metrics.items() if k.startswith("time_")}
             steps_seconds.append(wall | cpu | {"cpu step": sum(cpu.values())})
-    return {name: statistics.median(m[name] for m in steps_seconds[1:]) for name in steps_seconds[0]}
+    return steps_seconds[1:]
+
+
+def average(steps_seconds: list[dict[str, float]], take: Callable) -> dict[str, float]:
+    """Return the mean or the median of each number, of those that all steps have."""
+    names = [name for name in steps_seconds[0] if all(name in step for step in steps_seconds)]
+    return {name: take([step[name] for step in steps_seconds]) for name in names}
+
+
+async def play(model, row):
+    """Sample once, as many tokens as a long-tailed distribution says."""
+    from rlworker.episodes import Episode
+
+    episode = Episode(row)
+    tokens = int(min(LONGEST, max(SHORTEST, model.random.lognormvariate(math.log(MEDIAN), SIGMA))))
+    await model.sample(episode, max_tokens=tokens)
+    return episode
+
+
+def bench_stub(folder: Path, steps: int, staleness: int, update_s: float) -> tuple[float, dict[str, float]]:
+    """Take steps whose update sleeps for ``update_s``: seconds of a step, and the medians of the last metrics."""
+    from rlworker.trainers.rl import Trainer
+
+    class StubTrainer(Trainer):
+        def _add_logprobs(self, batch):
+            return batch
+
+        def _update(self, batch):
+            time.sleep(update_s)
+            return {}
+
+    run = f"stub{staleness}_{update_s:.3f}"
+    with StubTrainer(make_config(folder, run, LONGEST, steps + 1 + staleness, staleness), play) as trainer:
+        for _ in range(1 + staleness):  # until as much is ahead as will be
+            trainer.step()
+        start = time.perf_counter()
+        taken = [trainer.step()[0] for _ in range(steps)]
+        return (time.perf_counter() - start) / steps, average(taken, statistics.mean)
+
+
+def bench_stubs(folder: Path, steps: int) -> list[dict[str, str | float]]:
+    """Measure steps beside a stub trainer at each staleness."""
+    _, alone = bench_stub(folder, steps, 0, 0.0)
+    rows, update_s = [], alone["time_rollout"]
+    for staleness in (0, 1, 2):
+        seconds, metrics = bench_stub(folder, steps, staleness, update_s)
+        numbers = {"staleness": staleness, "rollout alone s": update_s, "s a step": seconds}
+        numbers |= {"steps a second": 1 / seconds, "tokens": metrics["completion_tokens"]}
+        numbers |= {name: metrics.get(key, 0.0) for name, key in _AHEAD.items()}
+        rows.append(numbers | {"to staleness 0": rows[0]["s a step"] / seconds if rows else 1.0})
+        print("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()), flush=True)
+    return rows
+
+
+_AHEAD = {
+    "age": "token_age_mean",
+    "engine idle s": "engine_idle_seconds",
+    "trainer waits s": "time_rollout",
+    "alive at update": "samples_at_update",
+}
+"""Columns of the table, and the metrics that they show."""
 
 
 def bench_single_process(folder: Path, steps: int, threads: int) -> dict[str, float]:
@@ -147,6 +223,17 @@ def make_row(title: str, numbers: dict[str, float]) -> dict[str, str | float]:
     return {"process": title} | {f"{name} ms": 1000 * value for name, value in numbers.items()}
 
 
+def compare_ahead(turns: list[dict[str, float]], ahead: list[dict[str, float]]) -> list[dict[str, str | float]]:
+    """Compare the means of steps that take turns with those of steps whose rollouts run ahead."""
+    titles = "in turns, means", f"staleness {OPTIONS.staleness}, means"
+    means = [average(steps, statistics.mean) for steps in (turns, ahead)]
+    for title, numbers in zip(titles, means, strict=True):
+        print_row(title, numbers)
+    ratios = (f"{kind} {means[1][f'{kind} step'] / means[0][f'{kind} step']:.2f}" for kind in ("wall", "cpu"))
+    print(f"{'':28s}ahead over in turns: {', '.join(ratios)}")
+    return [make_row(title, numbers) for title, numbers in zip(titles, means, strict=True)]
+
+
 def main() -> None:
     steps = 2 if OPTIONS.tiny else OPTIONS.steps
     if steps < 2:
@@ -155,10 +242,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder)
+        if OPTIONS.stub_trainer:
+            write_figures(OPTIONS.json, bench_stubs(folder, steps))
+            return
         print("milliseconds of a step, medians:")
-        worker = bench_worker(folder, OPTIONS.ranks, OPTIONS.rollouts, steps)
+        found = bench_worker(folder, steps)
+        worker = average(found, statistics.median)
         print_row("rlworker", worker)
         rows = [make_row(f"rlworker, {OPTIONS.ranks} rank(s)", worker)]
+        if OPTIONS.staleness:
+            rows += compare_ahead(found, bench_worker(folder, steps, OPTIONS.staleness))
         for threads in (1, 2):
             single = bench_single_process(folder, steps, threads)
             print_row(f"one process, {threads} thread(s)", single)
