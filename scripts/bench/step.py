@@ -49,7 +49,7 @@ def make_inputs(folder: Path) -> None:
         **SIZES,
         vocab_size=128,
         num_key_value_heads=5,
-        max_position_embeddings=128,
+        max_position_embeddings=1024,
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=True,
