@@ -17,9 +17,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
 from engines.config import VllmConfig
+from engines.images.decoding import decode
 from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
-from engines.images.processor import decode
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.processes import unlink_shared_memory

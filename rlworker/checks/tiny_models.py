@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,6 +52,7 @@ _GEMMA_VISION: dict[str, Any] = {
 }
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 _PATCH, _MERGE = 14, 2
+_TIME_CHARACTERS = "<.0123456789> second"
 LARGE_WEIGHTS = {"initializer_range": 0.08}
 """A setting of either tower that makes attention sharp, four times what transformers takes by itself."""
 
@@ -77,12 +79,16 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
 
 
 def make_bare_tokenizer(first: int = 0) -> Any:
-    """Make a tokenizer of an end token, 0, and the tokens of images, from ``first + 1`` on; it has no words."""
-    from tokenizers import Tokenizer, models
+    """Make a tokenizer of an end token, 0, the tokens of images, from ``first + 1`` on, and the characters that the
+    times of videos are written in; it has no others."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {"<eos>": 0} | {token: first + i for i, token in enumerate(IMAGE_TOKENS, start=1)}
+    free = (number for number in count(1) if number not in words.values())
+    words |= dict(zip(_TIME_CHARACTERS, free))
     tokens = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = dict(eos_token="<eos>", unk_token="<eos>", additional_special_tokens=list(IMAGE_TOKENS))
     return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
 
@@ -132,8 +138,13 @@ def make_tiny_vlm(
     )
     saved = save_apart(AutoModelForImageTextToText.from_config(config), folder, apart)
     tokenizer.save_pretrained(folder)
+    _save_processors(folder, family, pixels)
+    return saved
+
+
+def _save_processors(folder: str | Path, family: str, pixels: tuple[int, int]) -> None:
+    """Save the settings of a Qwen's processors of images, and of videos where it is shown any."""
     settings = {
-        "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": _PROCESSORS[family],
         "size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]},
         "patch_size": _PATCH,
@@ -142,8 +153,11 @@ def make_tiny_vlm(
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
-    return saved
+    kinds = {"preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor"}}
+    if family == "qwen3_vl":
+        kinds["video_preprocessor_config.json"] = {"video_processor_type": "Qwen3VLVideoProcessor"}
+    for name, kind in kinds.items():
+        (Path(folder) / name).write_text(json.dumps(kind | settings, indent=2))
 
 
 def _make_tiny_gemma(
