@@ -52,6 +52,8 @@ _GEMMA_VISION: dict[str, Any] = {
 }
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 _PATCH, _MERGE = 14, 2
+_FULL_FRAMES = 4
+"""Frames of a video that may each have as many pixels as an image."""
 _TIME_CHARACTERS = "<.0123456789> second"
 LARGE_WEIGHTS = {"initializer_range": 0.08}
 """A setting of either tower that makes attention sharp, four times what transformers takes by itself."""
@@ -146,18 +148,18 @@ def _save_processors(folder: str | Path, family: str, pixels: tuple[int, int]) -
     """Save the settings of a Qwen's processors of images, and of videos where it is shown any."""
     settings = {
         "processor_class": _PROCESSORS[family],
-        "size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]},
         "patch_size": _PATCH,
         "temporal_patch_size": 2,
         "merge_size": _MERGE,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    kinds = {"preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor"}}
-    if family == "qwen3_vl":
-        kinds["video_preprocessor_config.json"] = {"video_processor_type": "Qwen3VLVideoProcessor"}
-    for name, kind in kinds.items():
-        (Path(folder) / name).write_text(json.dumps(kind | settings, indent=2))
+    kinds = {"preprocessor_config.json": ({"image_processor_type": "Qwen2VLImageProcessor"}, 1)}
+    if family == "qwen3_vl":  # its limits are those of all frames together
+        kinds["video_preprocessor_config.json"] = ({"video_processor_type": "Qwen3VLVideoProcessor"}, _FULL_FRAMES)
+    for name, (kind, frames) in kinds.items():
+        size = {"size": {"shortest_edge": pixels[0], "longest_edge": frames * pixels[1]}}
+        (Path(folder) / name).write_text(json.dumps(kind | settings | size, indent=2))
 
 
 def _make_tiny_gemma(
