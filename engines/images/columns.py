@@ -29,10 +29,9 @@ def find_image_blocks(ids: Sequence[int] | np.ndarray, images: Sequence[Image], 
             f"{where}: a sequence has runs of {sizes} image tokens, expected {[size for _, size in expected]} from its "
             f"images' grids {[image.grid for image in images]}; ids of image tokens come from the images alone"
         )
-    if (kinds := tokens[is_image].tolist()) != [token for token, size in expected for _ in range(size)]:
+    if not np.array_equal(tokens[is_image], np.repeat([token for token, _ in expected], sizes)):
         raise ValueError(
-            f"{images[0].place}: a sequence has the image tokens {sorted(set(kinds))} in another order than its images "
-            "and videos; each has its own"
+            f"{images[0].place}: a sequence has tokens of images and of videos in another order than it has those"
         )
     blocks = np.full(len(is_image), -1)
     blocks[is_image] = np.repeat(np.arange(len(images)), [image.tokens(vision.merge) for image in images])

@@ -36,4 +36,6 @@ class Video(Image):
         """Compute the time of each frame of its grid in seconds: the middle of the first and the last of its ``depth``
         frames, of which the last is repeated where they do not suffice."""
         frames = [*self.frames, *[self.frames[-1]] * (-len(self.frames) % depth)]
-        return [(first + last) / self.fps / 2 for first, last in zip(frames[::depth], frames[depth - 1 :: depth])]
+        ends = zip(frames[::depth], frames[depth - 1 :: depth])
+        # In transformers' own order of operations: a last bit decides how a time is rounded as it is written.
+        return [(first / self.fps + last / self.fps) / 2 for first, last in ends]

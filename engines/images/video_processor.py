@@ -105,19 +105,19 @@ class VideoProcessor:
         """Choose the frames that are shown, as transformers does where a rate is given."""
         from transformers.video_utils import VideoMetadata
 
-        if frames is not None:
-            if any(after <= before for before, after in zip([-1, *frames], [*frames, total])):
-                raise ValueError(
-                    f"{what} has {total} frames, of which {list(frames)} cannot be shown; number them from 0 on, in "
-                    "ascending order"
-                )
-        elif rate is not None and not 0 < rate <= fps:
+        if rate is not None and not 0 < rate <= fps:
             raise ValueError(f"{what} has {fps:g} frames a second, expected to show at most those, not {rate:g}")
-        else:
+        if frames is None:
             frames = self._process.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=rate).tolist()
-        if len(frames) < 2:
-            raise ValueError(f"{what} has {len(frames)} frames to show, expected at least 2; show one as an image")
-        return tuple(frames)
+        chosen = tuple(frames or ())
+        if any(after <= before for before, after in zip([-1, *chosen], [*chosen, total])):
+            raise ValueError(
+                f"{what} has {total} frames, of which {list(chosen)} cannot be shown; number them from 0 on, in "
+                "ascending order"
+            )
+        if len(chosen) < 2:
+            raise ValueError(f"{what} has {len(chosen)} frames to show, expected at least 2; show one as an image")
+        return chosen
 
     def _find_grid(self, frames: int, size: tuple[int, int], what: str) -> tuple[int, int, int]:
         """Find how so many frames of this size are cut: frames, rows and columns of patches."""

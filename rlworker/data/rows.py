@@ -284,7 +284,7 @@ def _flatten_content(content: Any) -> str | None:
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return None
-    texts = [_MARKERS.get(str(part.get("type")), part.get("text")) for part in content]
+    texts: list[Any] = [_MARKERS.get(str(part.get("type")), part.get("text")) for part in content]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 

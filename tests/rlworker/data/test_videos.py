@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from engines.images.columns import find_image_blocks
 from engines.images.placeholders import collapse_images, make_placeholders
 from engines.images.video_processor import decode_video
 from engines.models.spec import ModelSpec
@@ -101,8 +103,19 @@ def test_a_video_is_the_same_however_it_is_kept(read, model):
         assert (video.size, video.grid, video.total, video.fps) == ((84, 56), (3, 4, 6), 12, 4.0)
         assert np.array_equal(decode_video(video), FRAMES[[0, 2, 9, 10, 11]])
         assert video.times(2) == [0.25, 2.375, 2.75], "the middle of two frames, the last of them twice"
-        assert "<0.2 seconds>" in load_tokenizer(model.folder).decode(row.prompt_ids).replace(" ", "", 0)
+        assert "<0.2 seconds>" in load_tokenizer(model.folder).decode(row.prompt_ids)
     assert len({row.prompt_ids for row in rows}) == 1 and len({row.images[0].digest for row in rows}) == 3
+
+
+@pytest.mark.parametrize("fps", [3.0, 12.5, 23.976, 29.97, 30.0, 60.0])
+def test_times_are_those_of_transformers(read, fps):
+    """As they are written: a last bit decides how some are rounded."""
+    from transformers import Qwen3VLProcessor
+
+    (row,) = read(ROW | {"videos": ["a.webp"]})
+    for frames in (tuple(range(400)), tuple(range(0, 900, 7)), (0, 5, 6)):
+        expected = Qwen3VLProcessor._calculate_timestamps(None, list(frames), fps, 2)
+        assert replace(row.images[0], frames=frames, fps=fps).times(2) == expected
 
 
 def test_images_and_videos_come_in_the_order_of_their_places(read, model):
@@ -122,6 +135,9 @@ def test_images_and_videos_come_in_the_order_of_their_places(read, model):
     vision = model.vision
     start, image, end, video = vision.start_token, vision.image_token, vision.end_token, vision.video_token
     assert collapse_images(plain.prompt_ids, plain.images, model) == [video, start, image, end, video]
+    swapped = [{image: video, video: image}.get(token, token) for token in plain.prompt_ids]
+    with pytest.raises(ValueError, match=r"video 0: a sequence has tokens of images and of videos in another order"):
+        find_image_blocks(swapped, plain.images, vision)
     assert collapse_images((5, *plain.prompt_ids, 6), plain.images, model) == [5, video, start, image, end, video, 6]
 
 
