@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
-TinyVlm = Literal["qwen2_5_vl", "qwen3_vl", "gemma3"]
+TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "gemma3"]
 Tiny = Literal["qwen2", TinyVlm]
 """HF model_type of a tiny model."""
 
@@ -28,6 +28,7 @@ _LANGUAGE: dict[str, Any] = dict(
 )
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
+    "qwen2_vl": {"depth": 2},
     "qwen3_vl": {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }
 _GEMMA_LANGUAGE: dict[str, Any] = {
@@ -50,7 +51,7 @@ _GEMMA_VISION: dict[str, Any] = {
     "patch_size": 14,
     "vision_use_head": False,
 }
-_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 _PATCH, _MERGE = 14, 2
 _FULL_FRAMES = 4
 """Frames of a video that may each have as many pixels as an image."""
@@ -127,6 +128,9 @@ def make_tiny_vlm(
     tower = dict(hidden_size=64, intermediate_size=48, num_heads=2, patch_size=_PATCH, spatial_merge_size=_MERGE)
     text |= language or {}
     tower |= _VISION[family] | {"out_hidden_size": text["hidden_size"]} | (vision or {})
+    if family == "qwen2_vl":  # other names, and an MLP by its ratio
+        tower |= {"embed_dim": tower["hidden_size"], "hidden_size": tower.pop("out_hidden_size"), "mlp_ratio": 2}
+        del tower["intermediate_size"]
     _seed(seed)
     config = AutoConfig.for_model(
         family,
