@@ -1,6 +1,7 @@
 """Videos in vLLM: positions, logprobs against HuggingFace before and after new weights, and against the trainer."""
 
 import dataclasses
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import numpy as np
@@ -77,26 +78,29 @@ def test_times_are_written_as_vllm_writes_them(model):
 
 
 @pytest.mark.parametrize(("grid", "seconds"), [((2, 8, 12), 1.0), ((6, 4, 6), 1.0), ((6, 4, 6), 0.4)])
-def test_transformers_and_vllm_disagree_about_text_after_a_long_video_of_qwen2_5_vl(grid, seconds):
-    """Upstream's own fault, for which such videos are refused: were it mended, this would fail."""
-    from transformers import Qwen2_5_VLConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
-    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
-
-    config = Qwen2_5_VLConfig()
-    config.vision_config.tokens_per_second = 2
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL"])
+def test_transformers_and_vllm_disagree_about_text_after_a_long_video(family, grid, seconds):
+    """Upstream's own fault, for which videos of both families are refused: were it mended, this would fail."""
+    name = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}[family]
+    config = resolve_name(f"transformers:{family}Config")()
+    config.vision_config.tokens_per_second = 2 if family == "Qwen2_5_VL" else 1
+    model = resolve_name(f"transformers.models.{name}.modeling_{name}:{family}Model")
+    served = resolve_name(f"vllm.model_executor.models.{name}:{family}ForConditionalGeneration")
     hf, vllm = SimpleNamespace(config=config), SimpleNamespace(config=config)
-    hf.get_vision_position_ids = Qwen2_5_VLModel.get_vision_position_ids.__get__(hf)
-    vllm.iter_mm_grid_thw = Qwen2_5_VLForConditionalGeneration.iter_mm_grid_thw.__get__(vllm)
+    hf.get_vision_position_ids = model.get_vision_position_ids.__get__(hf)
+    vllm.iter_mm_grid_thw = served.iter_mm_grid_thw.__get__(vllm)
     kinds = [0] * 3 + [2] * (grid[0] * grid[1] * grid[2] // 4) + [0] * 4
-    timing = {"video_grid_thw": torch.tensor([grid]), "second_per_grid_ts": torch.tensor([seconds])}
+    timing = {"video_grid_thw": torch.tensor([grid])}
+    if family == "Qwen2_5_VL":  # the other counts frames
+        timing["second_per_grid_ts"] = torch.tensor([seconds])
     ids = torch.zeros(1, len(kinds), dtype=torch.long)
-    theirs, _ = Qwen2_5_VLModel.get_rope_index(hf, ids, torch.tensor([kinds]), **timing)
-    data = {name: SimpleNamespace(data=tensor[0]) for name, tensor in timing.items()}
+    theirs, _ = model.get_rope_index(hf, ids, torch.tensor([kinds]), **timing)
+    data = {key: SimpleNamespace(data=tensor[0]) for key, tensor in timing.items()}
     feature = SimpleNamespace(modality="video", mm_position=SimpleNamespace(offset=3), data=data)
-    others, _ = Qwen2_5_VLForConditionalGeneration.get_mrope_input_positions(vllm, ids[0].tolist(), [feature])
+    others, _ = served.get_mrope_input_positions(vllm, ids[0].tolist(), [feature])
     assert torch.equal(theirs[:, 0, :-4], others[:, :-4]), "up to its end they agree"
-    lasts_longer = grid[0] * 2 * seconds > max(grid[1:]) / 2
+    step = 2 * seconds if family == "Qwen2_5_VL" else 1
+    lasts_longer = grid[0] * step > max(grid[1:]) / 2
     assert torch.equal(theirs[:, 0], others) != lasts_longer
 
 
