@@ -1,4 +1,4 @@
-"""Plain data that a model is given and answers with: images, prompts and completions."""
+"""Plain data that a model is given and answers with: images and videos, prompts and completions."""
 
 from __future__ import annotations
 
@@ -39,19 +39,29 @@ class Image:
         frames, rows, columns = self.grid
         return frames * rows * columns
 
+    @property
+    def shown(self) -> int:
+        """Pictures that are decoded of it."""
+        return 1
+
     def tokens(self, merge: int) -> int:
         """Count the image tokens that stand for it: ``merge`` x ``merge`` patches become one."""
         return self.patches // merge**2
 
+    def runs(self, vision: VisionSpec) -> list[tuple[int, int]]:
+        """List its runs of tokens in a prompt, one for each frame of its grid: the token, and how many there are."""
+        return [(vision.image_token, self.tokens(vision.merge))]
+
     def nbytes(self, vision: VisionSpec) -> int:
         """Estimate its bytes while it is decoded: its pixels, and its patches in fp32 with what the processor makes on
         the way to them."""
-        return 3 * self.size[0] * self.size[1] + _COPIES * 4 * self.patches * vision.patch_size
+        return 3 * self.shown * self.size[0] * self.size[1] + _COPIES * 4 * self.patches * vision.patch_size
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A completion goes on from this: ids, with as many image tokens as the model sees, and its images in order."""
+    """A completion goes on from this: ids, with as many image tokens as the model sees, and its images and videos in
+    order."""
 
     token_ids: tuple[int, ...]
     images: tuple[Image, ...] = ()

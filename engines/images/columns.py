@@ -14,22 +14,27 @@ def find_image_blocks(ids: Sequence[int] | np.ndarray, images: Sequence[Image], 
     """Find the image that each of n ids of a sequence belongs to: ``[n]``, its number in the sequence, -1 for text.
 
     Raises:
-        ValueError: the image tokens are not those of the images, each in one run.
+        ValueError: the image tokens are not those of the images, each in one run, and of the videos' frames.
     """
-    is_image = np.asarray(ids) == vision.image_token
-    sizes = [image.tokens(vision.merge) for image in images]
+    tokens = np.asarray(ids)
+    is_image = np.isin(tokens, vision.feature_tokens)
+    expected = [run for image in images for run in image.runs(vision)]
     # A run starts where the token before is none and ends past the last whose successor is none: [runs] each. Images
-    # are kept apart by the ids between them (a start and an end token), so runs and images are one to one.
+    # are kept apart by the ids between them (a start and an end token), so runs and frames are one to one.
     starts = np.flatnonzero(is_image & ~np.concatenate([[False], is_image[:-1]]))
     ends = np.flatnonzero(is_image & ~np.concatenate([is_image[1:], [False]])) + 1
-    if (runs := (ends - starts).tolist()) != sizes:
+    if (sizes := (ends - starts).tolist()) != [size for _, size in expected]:
         where = images[0].place if images else "a prompt without images"
         raise ValueError(
-            f"{where}: a sequence has runs of {runs} image tokens, expected {sizes} from its images' grids "
-            f"{[image.grid for image in images]}; ids of image tokens come from the images alone"
+            f"{where}: a sequence has runs of {sizes} image tokens, expected {[size for _, size in expected]} from its "
+            f"images' grids {[image.grid for image in images]}; ids of image tokens come from the images alone"
+        )
+    if not np.array_equal(tokens[is_image], np.repeat([token for token, _ in expected], sizes)):
+        raise ValueError(
+            f"{images[0].place}: a sequence has tokens of images and of videos in another order than it has those"
         )
     blocks = np.full(len(is_image), -1)
-    blocks[is_image] = np.repeat(np.arange(len(images)), sizes)  # runs come in the order of the images
+    blocks[is_image] = np.repeat(np.arange(len(images)), [image.tokens(vision.merge) for image in images])
     return blocks
 
 
@@ -37,28 +42,29 @@ def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge
     """Make the positions ``[n, 3]`` of a sequence: time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     Text counts on alike in all three. An image starts where the text before it ended; its tokens differ by their place
-    in it, and what follows starts past the longest of its sides. For an image of 2 x 3 tokens after one of text::
+    in it, and what follows starts past the longest of its sides. So does each frame of a video, between which the text
+    says when it was (Qwen3-VL). For an image of 2 x 3 tokens after one of text::
 
         time    0  1 1 1 1 1 1  4
         height  0  1 1 1 2 2 2  4
         width   0  1 2 3 1 2 3  4
 
     Args:
-        blocks: ``[n]`` as ``find_image_blocks`` gives them, image tokens of one image in a run.
+        blocks: ``[n]`` as ``find_image_blocks`` gives them, tokens of an image, or of a video's frame, in a run.
     """
     # `filled` ids have their positions; `position` is what text after them would have.
     positions, filled, position = np.empty((len(blocks), 3), dtype=np.int64), 0, 0
     for number, image in enumerate(images):
-        frames, rows, columns = image.grid[0], image.grid[1] // merge, image.grid[2] // merge  # in tokens
-        first = int(np.argmax(blocks == number))
-        # The text before the image, alike in all three: [first - filled, 1].
-        positions[filled:first] = np.arange(position, position + first - filled)[:, None]
-        position += first - filled
-        filled = first + frames * rows * columns
-        # [3, frames, rows, columns] -> [tokens, 3], row by row, which is the order of the tower's features.
-        places = np.indices((frames, rows, columns)).reshape(3, -1).T
-        positions[first:filled] = position + places
-        position += max(rows, columns)  # an image has one frame, so the longest side is one of these
+        rows, columns = image.grid[1] // merge, image.grid[2] // merge  # in tokens
+        # [3, 1, rows, columns] -> [tokens, 3], row by row, which is the order of the tower's features.
+        places = np.indices((1, rows, columns)).reshape(3, -1).T
+        for first in np.flatnonzero(blocks == number)[:: rows * columns].tolist():
+            # The text before the frame, alike in all three: [first - filled, 1].
+            positions[filled:first] = np.arange(position, position + first - filled)[:, None]
+            position += first - filled
+            filled = first + rows * columns
+            positions[first:filled] = position + places
+            position += max(rows, columns)
     positions[filled:] = np.arange(position, position + len(blocks) - filled)[:, None]
     return positions
 

@@ -1,4 +1,6 @@
-"""The tokens that stand for images in a prompt, as the trainer and as vLLM's requests have them.
+"""The tokens that stand for images and videos in a prompt, as the trainer and as vLLM's requests have them.
+
+Each frame of a video's grid stands there as an image does, after the text that says when it was: ``<1.5 seconds>``.
 
 In some families newlines surround an image (``Tower.margin``). A tokenizer merges neighbouring newlines to one token,
 so that those of an image and those of the text beside it may be one.
@@ -7,8 +9,10 @@ so that those of an image and those of the text beside it may be one.
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from engines.batch.samples import Image
+from engines.images.video import Video
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 
@@ -17,26 +21,51 @@ _MOST = 4
 
 
 @cache
-def read_newlines(folder: str) -> dict[int, int]:
-    """Read the tokens that are newlines alone from a folder's tokenizer: count -> id; ValueError where one lacks."""
+def _read_tokenizer(folder: str) -> Any:
     from tokenizers import Tokenizer
 
     path = Path(folder, "tokenizer.json")
     if not path.is_file():
         raise ValueError(f"model: {folder!r} has no tokenizer.json, which says what surrounds images; save it there")
-    tokenizer = Tokenizer.from_file(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+@cache
+def read_newlines(folder: str) -> dict[int, int]:
+    """Read the tokens that are newlines alone from a folder's tokenizer: count -> id; ValueError where one lacks."""
+    tokenizer = _read_tokenizer(folder)
     ids = {count: tokenizer.token_to_id("\n" * count) for count in range(1, _MOST + 1)}
     if lacking := [count for count, token in ids.items() if token is None]:
-        raise ValueError(f"model: {path} has no token of {lacking[0]} newlines, which vLLM merges those of images to")
+        raise ValueError(
+            f"model: the tokenizer.json in {folder!r} has no token of {lacking[0]} newlines, which vLLM merges those "
+            "of images to"
+        )
     return {count: token for count, token in ids.items() if token is not None}
 
 
+def write_times(video: Video, vision: VisionSpec, folder: str) -> list[list[int]]:
+    """Write the time of each frame of a video's grid in tokens, as the tokenizer in a model's folder has them."""
+    tokenizer, times = _read_tokenizer(folder), video.times(vision.temporal_patch)
+    return [tokenizer.encode(f"<{time:.1f} seconds>", add_special_tokens=False).ids for time in times]
+
+
+def place_frames(video: Video, vision: VisionSpec, folder: str) -> list[int]:
+    """Make the tokens of a video in a prompt: of each frame of its grid the time, start, its own, and end."""
+    ids: list[int] = []
+    for time, (token, count) in zip(write_times(video, vision, folder), video.runs(vision), strict=True):
+        ids += [*time, vision.start_token, *[token] * count, vision.end_token]
+    return ids
+
+
 def make_placeholders(images: Sequence[Image], model: ModelSpec) -> list[int]:
-    """Make the tokens of images that follow one another in a prompt."""
+    """Make the tokens of images and videos that follow one another in a prompt."""
     vision, ids = model.require_vision(), []
     margin = len(vision.tower.margin)
     newlines = read_newlines(model.folder) if margin else {}
     for number, image in enumerate(images):
+        if isinstance(image, Video):
+            ids += place_frames(image, vision, model.folder)
+            continue
         if margin:
             ids.append(newlines[2 * margin if number else margin])
         ids += [vision.start_token, *[vision.image_token] * image.tokens(vision.merge), vision.end_token]
@@ -51,13 +80,21 @@ def list_margin_tokens(model: ModelSpec) -> tuple[int, ...]:
 def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpec) -> list[int]:
     """Collapse each image of a prompt to the one token that vLLM puts its tokens in the place of: ``[n] -> [m]`` ids.
 
-    That is the image token; or, of a family with a margin, the start token, which vLLM surrounds by the rest.
+    That is the image token; or, of a family with a margin, the start token, which vLLM surrounds by the rest. Of a
+    video it is the video token, which stands for the times and what is around the frames as well.
     """
     vision, remaining = model.require_vision(), list(images)
     collapsed, place = [], 0
     while place < len(ids):
-        collapsed.append(ids[place])
-        place += remaining.pop(0).tokens(vision.merge) if ids[place] == vision.image_token else 1
+        token = ids[place]
+        image = remaining.pop(0) if token in vision.feature_tokens else None
+        if isinstance(image, Video):
+            begun = len(write_times(image, vision, model.folder)[0]) + 1  # first time and start, taken for text so far
+            del collapsed[-begun:]
+            place += len(place_frames(image, vision, model.folder)) - begun
+        else:
+            place += image.tokens(vision.merge) if image else 1
+        collapsed.append(token)
     return _strip_margins(collapsed, model) if vision.tower.margin else collapsed
 
 

@@ -1,26 +1,20 @@
 """Images to patches, by the processor that the model was saved with: the same for the trainer and for vLLM."""
 
 import hashlib
-import io
-import struct
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engines.batch.samples import Image
+from engines.images.decoding import check_image, decode, read_bytes
+from engines.images.video import Video
+from engines.images.video_processor import VideoProcessor
 from engines.models.vision_spec import VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-DECODING_ERRORS = (OSError, SyntaxError, ValueError)
-"""Exceptions that Pillow's decoders raise."""
-_WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-"""Pillow's modes that it cuts off at 255 instead of scaling them."""
-_ORIENTATION, _FIRST_ON_ITS_SIDE = 0x0112, 5
-"""The EXIF tag that says how the camera was held, and the first of its values that swap width and height."""
-_LAST_BYTES, _TAIL = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}, 1024
-"""What whole files of a kind end with, but for a little; others are decoded to find out."""
 
 
 class ImageProcessor:
@@ -42,7 +36,7 @@ class ImageProcessor:
             raise ValueError(
                 f"model: the image processor in {folder!r} cannot be read ({error}); save it there"
             ) from None
-        self.vision = vision
+        self.folder, self.vision = folder, vision
         self.settings = {key: value for key, value in self._process.to_dict().items() if not key.endswith("_type")}
         side = vision.patch * (vision.side or 0)
         cut = {"patch_size": vision.patch, "temporal_patch_size": vision.temporal_patch, "merge_size": vision.merge}
@@ -65,8 +59,8 @@ class ImageProcessor:
         Raises:
             ValueError: there is no such file, it is no image or cut short, or it is too narrow to be resized.
         """
-        data = _read_bytes(path, place)
-        width, height = self.check(data, repr(str(path)), place)
+        data = read_bytes(path, place)
+        width, height = check_image(data, repr(str(path)), place)
         grid = self._find_grid(width, height, f"{place}: {str(path)!r}")
         digest = hashlib.sha256(data).hexdigest()
         return Image(str(Path(path).absolute()), digest, (width, height), grid, place)
@@ -84,33 +78,28 @@ class ImageProcessor:
             raise ValueError(f"{what} is {width} x {height} pixels: {error}; crop it") from None
         return 1, rows // self.vision.patch, columns // self.vision.patch
 
-    @staticmethod
-    def check(data: bytes, name: str, place: str) -> tuple[int, int]:
-        """Check an image and return its width and height in pixels, as it is shown.
-
-        Raises:
-            ValueError: it is none, of a kind that has no colours as they are, or cut short.
-        """
-        with _open_bytes(data, name, place) as image:
-            if image.mode in _WIDE_MODES:
-                raise ValueError(
-                    f"{place}: {name} has more than 8 bits of grey ({image.mode}), which no model was shown; save it "
-                    "with 8 bits"
-                )
-            width, height = image.size
-            turned = _read_orientation(image) >= _FIRST_ON_ITS_SIDE
-            end = _LAST_BYTES.get(image.format or "")
-            if end is None or end not in data[-_TAIL:]:  # the rest would be found in the middle of the run
-                _decode_rgb(image, name, place)
-        return (height, width) if turned else (width, height)
+    @cached_property
+    def videos(self) -> VideoProcessor:
+        """The folder's processor of videos, read when the first one is met; ValueError as for images."""
+        return VideoProcessor(self.folder, self.vision)
 
     def patches(self, images: Sequence[Image]) -> "Tensor":
-        """Make the pixels of images as their tower takes them, float32: patches ``[patches, patch_size]``, one image
-        after another; or whole images ``[images, channels, height, width]``, where all are of one size.
+        """Make the pixels of images and videos as their tower takes them, float32: patches ``[patches, patch_size]``,
+        one image after another; or whole images ``[images, channels, height, width]``, where all are of one size.
 
         Raises:
-            ValueError: an image is gone, was changed, or cannot be decoded.
+            ValueError: one is gone, was changed, or cannot be decoded.
         """
+        import torch
+
+        runs = [[*run] for _, run in groupby(images, lambda image: isinstance(image, Video))]
+        parts = [
+            self.videos.patches(cast(list[Video], run)) if isinstance(run[0], Video) else self._patches(run)
+            for run in runs
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _patches(self, images: Sequence[Image]) -> "Tensor":
         processed = self._process(images=[decode(image) for image in images], return_tensors="pt")
         if self.vision.side:
             return processed["pixel_values"]
@@ -120,65 +109,3 @@ class ImageProcessor:
                     f"{image.place}: the processor cut {image.path!r} into {grid} patches, expected {list(image.grid)}"
                 )
         return processed["pixel_values"]
-
-
-def decode(image: Image) -> Any:
-    """Decode an image into Pillow's, as ``convert_to_rgb`` makes it.
-
-    Raises:
-        ValueError: the image is gone, was changed since it was first opened, or cannot be decoded.
-    """
-    data = _read_bytes(image.path, image.place)
-    if hashlib.sha256(data).hexdigest() != image.digest:
-        raise ValueError(f"{image.place}: {image.path!r} was changed since the run started; put it back")
-    with _open_bytes(data, repr(image.path), image.place) as opened:
-        return _decode_rgb(opened, repr(image.path), image.place)
-
-
-def _decode_rgb(image: Any, name: str, place: str) -> Any:
-    try:
-        return convert_to_rgb(image)
-    except DECODING_ERRORS as error:
-        raise ValueError(f"{place}: {name} cannot be decoded: {error}; replace it") from None
-
-
-def convert_to_rgb(image: Any) -> Any:
-    """Convert an image to RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
-    DECODING_ERRORS."""
-    from PIL import Image as PILImage
-    from PIL import ImageOps
-
-    if _read_orientation(image) != 1:
-        image = ImageOps.exif_transpose(image)
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    layer = image.convert("RGBA")
-    ground = PILImage.new("RGBA", layer.size, "white")
-    return PILImage.alpha_composite(ground, layer).convert("RGB")
-
-
-def _read_orientation(image: Any) -> int:
-    """Read how the camera was held; upright where the file's metadata is broken, as viewers take it."""
-    try:
-        return image.getexif().get(_ORIENTATION, 1)
-    except (OSError, SyntaxError, ValueError, struct.error):
-        return 1
-
-
-def _read_bytes(path: str | Path, place: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"{place}: {str(path)!r} cannot be read: {error.strerror}; mend the path or the file"
-        ) from None
-
-
-def _open_bytes(data: bytes, name: str, place: str) -> Any:
-    from PIL import Image as PILImage
-    from PIL import UnidentifiedImageError
-
-    try:
-        return PILImage.open(io.BytesIO(data))
-    except (UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
-        raise ValueError(f"{place}: {name} cannot be read as an image: {error}; replace it") from None

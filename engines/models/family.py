@@ -78,6 +78,8 @@ class Tower:
         weights: gives each weight's name in the module and its shape, in the order of the modules.
         read: reads the tower from a whole config; None reads Qwen's keys.
         margin: newlines before the start token of an image and after its end token.
+        video_processor: transformers' class that makes patches of videos.
+        no_videos: why the model is shown no videos; empty where it is.
     """
 
     prefixes: dict[str, str]
@@ -91,6 +93,8 @@ class Tower:
     runner: str = "engines.megatron.vision.towers:QwenTower"
     read: Callable[[dict, Tower, Path], VisionSpec] | None = None
     margin: str = ""
+    video_processor: str = ""
+    no_videos: str = "they are not built for this family"
 
     def find_folder_name(self, name: str) -> str:
         """Find the name in a saved folder of a weight of the tower's module."""

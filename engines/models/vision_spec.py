@@ -147,6 +147,11 @@ class VisionSpec:
         return self.channels, self.temporal_patch, self.patch, self.patch
 
     @property
+    def feature_tokens(self) -> list[int]:
+        """Ids in the place of which features stand: of images, and of videos where the model sees them."""
+        return [self.image_token, *([] if self.video_token is None else [self.video_token])]
+
+    @property
     def banned_tokens(self) -> tuple[int, ...]:
         """Ids that stand for images and mark where they are: never sampled, and never learned."""
         ids = {self.image_token, self.video_token, self.start_token, self.end_token, self.pad_token}

@@ -17,9 +17,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
 from engines.config import VllmConfig
+from engines.images.decoding import decode
 from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
-from engines.images.processor import decode
+from engines.images.video import Video
+from engines.images.video_processor import decode_video
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.processes import unlink_shared_memory
@@ -38,6 +40,19 @@ def _tie_alike(config):
     if hasattr(config, "tie_word_embeddings"):  # vLLM also asks with an empty one
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
     return config
+
+
+def _decode_video(video: Video) -> tuple[np.ndarray, dict[str, Any]]:
+    """Decode a video as vLLM takes it: its frames, and which of the whole video's they are."""
+    metadata = {
+        "fps": video.fps,
+        "duration": video.total / video.fps,
+        "total_num_frames": video.total,
+        "frames_indices": list(video.frames),
+        "video_backend": "pillow",
+        "do_sample_frames": False,
+    }
+    return decode_video(video), metadata
 
 
 def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bool) -> dict[str, Any]:
@@ -64,7 +79,8 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
     )
     if model.vision:
         # Images are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
-        others = {} if model.vision.video_token is None else {"video": 0}
+        knows_videos = model.vision.video_token is not None
+        others = {"video": 0} if knows_videos and model.vision.tower.no_videos else {}
         settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": _tie_alike}
         # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
         settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
@@ -257,8 +273,12 @@ class VllmEngine:
         if not prompt.images:
             return TokensPrompt(prompt_token_ids=list(prompt.token_ids))
         ids = collapse_images(prompt.token_ids, prompt.images, self.model)
-        decoded = {"image": [decode(image) for image in prompt.images]}
-        digests = {"image": [image.digest for image in prompt.images]}
+        decoded: dict[str, list] = {}
+        digests: dict[str, list] = {}
+        for image in prompt.images:
+            kind, pixels = ("video", _decode_video(image)) if isinstance(image, Video) else ("image", decode(image))
+            decoded.setdefault(kind, []).append(pixels)
+            digests.setdefault(kind, []).append(image.digest)
         return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)
 
     def _empty_caches(self) -> None:

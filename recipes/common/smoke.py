@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Self, TypeVar, cast
 
 from hardware.platforms import PlatformName, get_platform
-from recipes.common.addition import make_model, make_tokenizer
+from recipes.common import motion, squares
+from recipes.common.addition import make_model, make_tokenizer, write_rows
 from recipes.common.sizes import fit_to_node
-from recipes.common.squares import make_data
 from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
 from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, make_tiny_vlm
 
 _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
+_ROWS = {"train": 16, "heldout": 8}
 _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
@@ -99,9 +100,9 @@ def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
     fields = dict(prompt_field="question", answer_field="answer", max_prompt_tokens=192)
     train = heldout = _QUESTIONS
     if isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
-        rows = make_data(_find_folder(config) / "data", {"train": 16, "heldout": 8})
+        rows = _make_rows(_find_folder(config) / "data", config.smoke_model)
         train, heldout = str(rows / "train.jsonl"), str(rows / "heldout.jsonl")
-        fields |= dict(prompt_field="prompt", image_field="images")
+        fields |= dict(prompt_field="prompt", image_field="images", video_field="videos")
     sizes = dict(ranks=2, tp=1, pp=1, cp=1, dtype="float32", recompute="none", micro_batch_tokens=4096)
     return dict(
         model=_make_tiny_model(config, "model", config.seed),
@@ -113,6 +114,18 @@ def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
         eval_every=0,
         checkpoint=replace(config.checkpoint, save_every=0),
     )
+
+
+def _make_rows(folder: Path, kind: TinyVlm) -> Path:
+    """Write rows with images; every second one has a video instead, where the model is shown any."""
+    if kind != "qwen3_vl":
+        return squares.make_data(folder, _ROWS)
+    parts = {}
+    for seed, (name, count) in enumerate(_ROWS.items()):
+        images = squares.make_rows(folder, name, seed, count // 2)
+        videos = motion.make_rows(folder, name, seed, count // 2)
+        parts[name] = [row for pair in zip(images, videos, strict=True) for row in pair]
+    return write_rows(folder, parts)
 
 
 def _make_tiny_model(config: RecipeConfig | SftRecipeConfig, name: str, seed: int) -> str:

@@ -58,13 +58,17 @@ def draw_image(generator: np.random.Generator) -> tuple[Image.Image, str]:
 
 def make_data(folder: Path, counts: dict[str, int] = IMAGE_COUNTS, draw: Draw = draw_image) -> Path:
     """Write images, and train.jsonl and heldout.jsonl that name them: ``counts`` has the rows of each file."""
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    parts: dict[str, list[dict]] = {name: [] for name in counts}
-    for seed, (name, count) in enumerate(counts.items()):
-        generator = np.random.default_rng(seed)
-        for number in range(count):
-            image, answer = draw(generator)
-            path = f"images/{name}_{number:04d}.png"
-            image.save(folder / path)
-            parts[name].append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})
+    parts = {name: make_rows(folder, name, seed, count, draw) for seed, (name, count) in enumerate(counts.items())}
     return write_rows(folder, parts)
+
+
+def make_rows(folder: Path, name: str, seed: int, count: int, draw: Draw = draw_image) -> list[dict]:
+    """Write ``count`` images, and return the rows that name them."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    generator, rows = np.random.default_rng(seed), []
+    for number in range(count):
+        image, answer = draw(generator)
+        path = f"images/{name}_{number:04d}.png"
+        image.save(folder / path)
+        rows.append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})
+    return rows

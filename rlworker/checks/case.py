@@ -21,6 +21,7 @@ _IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 6: ((0, 2),)}
 """Sequence -> where its images are; two lie side by side."""
 _IMAGE_COUNTS = (0, 1, 2, 0, 1)
 """Counts of images that rows have, by turns."""
+_VIDEO_FRAMES = 3
 _PREFIXES = (3, 1, 5, 0, 2, 0, 4)
 _ALL_COLUMNS, _FEW_COLUMNS = 200, 12
 """Tokens of a stream whose influence is looked for: all of a stream that is no longer, else so many of it."""
@@ -89,20 +90,33 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
 
 
 def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:
-    """Make no image, one, two or none again for a row, each of another size, and for each another of its size."""
-    from PIL import Image as PILImage
-
+    """Make no image, one, two or none again for a row, each of another size, and for each another of its size. Of two
+    the second is a video, where the model is shown any."""
     cell, pairs = processor.vision.patch * processor.vision.merge, []
     for number in range(_IMAGE_COUNTS[row % len(_IMAGE_COUNTS)]):
+        frames = _VIDEO_FRAMES if number and not processor.vision.tower.no_videos else 1
         pair = []
         for which in range(2):
             generator = np.random.default_rng([row, number, which])
-            sides = ((1 + row % 3) * cell, (2 + number) * cell, 3)
-            path = folder / f"{row}-{number}-{which}.png"
-            PILImage.fromarray(generator.integers(0, 256, sides, dtype=np.uint8)).save(path)
-            pair.append(processor.open(path, f"check: image {number} of sequence {row}"))
+            sides = (frames, (1 + row % 3) * cell, (2 + number) * cell, 3)
+            path, pixels = folder / f"{row}-{number}-{which}", generator.integers(0, 256, sides, dtype=np.uint8)
+            pair.append(_save_image(processor, path, pixels, f"check: image {number} of sequence {row}"))
         pairs.append(tuple(pair))
     return pairs
+
+
+def _save_image(processor: ImageProcessor, path: Path, pixels: np.ndarray, place: str) -> Image:
+    """Save pixels ``[frames, height, width, 3]`` as an image, or where there are several frames as a video."""
+    from PIL import Image as PILImage
+
+    frames = [PILImage.fromarray(frame) for frame in pixels]
+    if len(frames) == 1:
+        frames[0].save(path, "PNG")
+        return processor.open(path, place)
+    path.mkdir()
+    for number, frame in enumerate(frames):
+        frame.save(path / f"{number}.png")
+    return processor.videos.open(path, place, fps=2.0, frames=range(len(frames)))
 
 
 def _insert_images(ids: list[int], prompt: int, images: tuple[Image, ...], model: ModelSpec) -> list[int]:

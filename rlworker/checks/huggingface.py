@@ -6,7 +6,7 @@ own loss of one label at a time, in ``tests/rlworker/checks/test_reference.py``.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, join_outputs
 from engines.images.processor import ImageProcessor
+from engines.images.video import Video
 from engines.interfaces import LossFn
 from engines.models.spec import ModelSpec
 
@@ -149,12 +150,19 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
 
     def arguments(one: TrainBatch) -> dict[str, Tensor]:
         ids, images = one.inputs[None], one.images[0] if one.images else ()
-        kinds = "token_type_ids" if vision.side else "mm_token_type_ids"
-        inputs = {kinds: (ids == vision.image_token).int(), "attention_mask": torch.ones_like(ids)}
-        if images:
-            inputs["pixel_values"] = torch.cat([processor.patches([image]) for image in images])
-        if images and not vision.side:
-            inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
+        name = "token_type_ids" if vision.side else "mm_token_type_ids"
+        kinds = sum((ids == token).int() * kind for kind, token in enumerate(vision.feature_tokens, start=1))
+        inputs = {name: cast(Tensor, kinds), "attention_mask": torch.ones_like(ids)}
+        videos = [image for image in images if isinstance(image, Video)]
+        stills = [image for image in images if not isinstance(image, Video)]
+        for shown, pixels, grid in (
+            (stills, "pixel_values", "image_grid_thw"),
+            (videos, "pixel_values_videos", "video_grid_thw"),
+        ):
+            if shown:
+                inputs[pixels] = torch.cat([processor.patches([image]) for image in shown])
+            if shown and not vision.side:
+                inputs[grid] = torch.tensor([image.grid for image in shown])
         return inputs
 
     return arguments

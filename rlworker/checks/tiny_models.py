@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
-TinyVlm = Literal["qwen2_5_vl", "qwen3_vl", "gemma3"]
+TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "gemma3"]
 Tiny = Literal["qwen2", TinyVlm]
 """HF model_type of a tiny model."""
 
@@ -27,6 +28,7 @@ _LANGUAGE: dict[str, Any] = dict(
 )
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
+    "qwen2_vl": {"depth": 2},
     "qwen3_vl": {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }
 _GEMMA_LANGUAGE: dict[str, Any] = {
@@ -49,8 +51,11 @@ _GEMMA_VISION: dict[str, Any] = {
     "patch_size": 14,
     "vision_use_head": False,
 }
-_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 _PATCH, _MERGE = 14, 2
+_FULL_FRAMES = 4
+"""Frames of a video that may each have as many pixels as an image."""
+_TIME_CHARACTERS = "<.0123456789> second"
 LARGE_WEIGHTS = {"initializer_range": 0.08}
 """A setting of either tower that makes attention sharp, four times what transformers takes by itself."""
 
@@ -77,12 +82,16 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
 
 
 def make_bare_tokenizer(first: int = 0) -> Any:
-    """Make a tokenizer of an end token, 0, and the tokens of images, from ``first + 1`` on; it has no words."""
-    from tokenizers import Tokenizer, models
+    """Make a tokenizer of an end token, 0, the tokens of images, from ``first + 1`` on, and the characters that the
+    times of videos are written in; it has no others."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {"<eos>": 0} | {token: first + i for i, token in enumerate(IMAGE_TOKENS, start=1)}
+    free = (number for number in count(1) if number not in words.values())
+    words |= dict(zip(_TIME_CHARACTERS, free))
     tokens = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = dict(eos_token="<eos>", unk_token="<eos>", additional_special_tokens=list(IMAGE_TOKENS))
     return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
 
@@ -119,6 +128,9 @@ def make_tiny_vlm(
     tower = dict(hidden_size=64, intermediate_size=48, num_heads=2, patch_size=_PATCH, spatial_merge_size=_MERGE)
     text |= language or {}
     tower |= _VISION[family] | {"out_hidden_size": text["hidden_size"]} | (vision or {})
+    if family == "qwen2_vl":  # other names, and an MLP by its ratio
+        tower |= {"embed_dim": tower["hidden_size"], "hidden_size": tower.pop("out_hidden_size"), "mlp_ratio": 2}
+        del tower["intermediate_size"]
     _seed(seed)
     config = AutoConfig.for_model(
         family,
@@ -132,18 +144,26 @@ def make_tiny_vlm(
     )
     saved = save_apart(AutoModelForImageTextToText.from_config(config), folder, apart)
     tokenizer.save_pretrained(folder)
+    _save_processors(folder, family, pixels)
+    return saved
+
+
+def _save_processors(folder: str | Path, family: str, pixels: tuple[int, int]) -> None:
+    """Save the settings of a Qwen's processors of images, and of videos where it is shown any."""
     settings = {
-        "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": _PROCESSORS[family],
-        "size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]},
         "patch_size": _PATCH,
         "temporal_patch_size": 2,
         "merge_size": _MERGE,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
-    return saved
+    kinds = {"preprocessor_config.json": ({"image_processor_type": "Qwen2VLImageProcessor"}, 1)}
+    if family == "qwen3_vl":  # its limits are those of all frames together
+        kinds["video_preprocessor_config.json"] = ({"video_processor_type": "Qwen3VLVideoProcessor"}, _FULL_FRAMES)
+    for name, (kind, frames) in kinds.items():
+        size = {"size": {"shortest_edge": pixels[0], "longest_edge": frames * pixels[1]}}
+        (Path(folder) / name).write_text(json.dumps(kind | settings | size, indent=2))
 
 
 def _make_tiny_gemma(

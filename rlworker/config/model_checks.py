@@ -60,12 +60,23 @@ def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:
             f"model: {model.folder!r} has image tokens {tokens[0]} and patches {cut[0]}, the actor {tokens[1]} and "
             f"{cut[1]}; take two that agree"
         )
-    settings, actor_settings = (ImageProcessor(folder, vision).settings for folder, vision in seeing)
+    settings, actor_settings = (_read_pixel_settings(ImageProcessor(*one)) for one in seeing)
     if differing := sorted(key for key in settings | actor_settings if settings.get(key) != actor_settings.get(key)):
         raise ValueError(
             f"model: the image processors in {model.folder!r} and {actor.folder!r} differ in {', '.join(differing)}, "
             "so that both would see other pixels; make them alike"
         )
+
+
+def _read_pixel_settings(processor: ImageProcessor) -> dict:
+    """Read all settings that decide about pixels of images, and of videos where the folder has a processor of them."""
+    if not processor.vision.tower.video_processor:
+        return processor.settings
+    try:
+        videos = processor.videos.settings
+    except ValueError:  # which says so by itself once a row has a video
+        return processor.settings
+    return processor.settings | {f"{key} of videos": value for key, value in videos.items()}
 
 
 def _check_processor(folder: str) -> None:

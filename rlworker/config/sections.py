@@ -25,6 +25,9 @@ class DataConfig:
     image_field: str = "images"
     """Field of a row that holds its images, for a vision-language model: a list of paths (from the rows' folder) or
     of {"bytes": ...}; the prompt has <image> where each belongs."""
+    video_field: str = "videos"
+    """Field of a row that holds its videos: a list of {"path": ..., "fps": ..., "rate" or "frames": ...}, or of paths;
+    the prompt has <video> where each belongs. docs/vlm.md says what the keys mean."""
     instruction: str = ""
     """A text prompt becomes a user's message that ends with this, by the chat template; empty leaves it as it is. Rows
     of messages have their own."""

@@ -1,4 +1,4 @@
-"""Images of rows: what a row names becomes a reference, which the engines decode when they need it."""
+"""Images and videos of rows: what a row names becomes a reference, which the engines decode when they need it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,24 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 from engines.batch.samples import Image
 from engines.images.columns import find_image_blocks
-from engines.images.placeholders import check_margins, read_newlines
+from engines.images.decoding import check_image
+from engines.images.placeholders import check_margins, place_frames, read_newlines
 from engines.images.processor import ImageProcessor
+from engines.images.video import Video
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
+from engines.validation import fits, spell
 
 if TYPE_CHECKING:
     from rlworker.config.sections import DataConfig
 
-MARKER = "<image>"
-"""The marker that stands for an image in the text of a prompt."""
+MARKER, VIDEO_MARKER = "<image>", "<video>"
+"""The markers that stand for an image and a video in the text of a prompt."""
 
+_VIDEO_KEYS = {"path": str, "fps": float, "rate": float, "frames": list[int]}
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 def refuse_other_fields(source: dict, where: str, data: "DataConfig") -> None:
     """Raise ValueError where a row seems to have images, in another field than the one that is asked for."""
     for name, value in source.items():
-        if name in (data.image_field, data.prompt_field, data.answer_field):
+        if name in (data.image_field, data.video_field, data.prompt_field, data.answer_field):
             continue
         first = value[0] if isinstance(value, list) and value else value
         is_image = isinstance(first, dict) and isinstance(first.get("bytes"), bytes)
@@ -44,37 +48,42 @@ class ImageReader:
         folder: keeps the images that rows hold as bytes.
         limit: bytes that the images of a row may take while they are decoded.
         newlines: tokens that are newlines alone, count -> id, of a family that surrounds images by them.
-        opened: those that were read before, by their paths.
+        opened: those that were read before, by their paths; videos by what rows say of them as well.
     """
 
     processor: ImageProcessor
     folder: Path
     limit: int
     newlines: dict[int, int] = field(default_factory=dict)
-    opened: dict[Path, Image] = field(default_factory=dict)
+    opened: dict[Any, Image] = field(default_factory=dict)
 
     @property
     def vision(self) -> VisionSpec:
         return self.processor.vision
 
     def read_row(self, source: dict, where: str, data: "DataConfig", base: Path) -> tuple[Image, ...]:
-        """Return the images of a row in order.
+        """Return the images of a row in order, then its videos.
 
         Args:
             base: the folder that relative paths start from.
 
         Raises:
-            ValueError: one is missing, no image, or too large; the message says which of which row.
+            ValueError: one is missing, none, or too large; the message says which of which row.
         """
-        sources = source.get(data.image_field) or ()
-        for name in ("video", "videos"):
+        for name in {"video", "videos"} - {data.video_field}:
             if source.get(name):
                 raise ValueError(
-                    f'{where}: field "{name}" has videos, which the engine does not show a model; give images'
+                    f'{where}: field "{name}" has videos, which are looked for in "{data.video_field}"; name the field '
+                    f"with --data.video-field {name}, or leave it out"
                 )
-        if not isinstance(sources, list | tuple):
-            sources = [sources]
-        return self.read_images(sources, f'{where}: field "{data.image_field}"', base)
+        images = self.read_images(_list(source.get(data.image_field)), f'{where}: field "{data.image_field}"', base)
+        if not (videos := _list(source.get(data.video_field))):
+            return images
+        if reason := self.vision.tower.no_videos:
+            raise ValueError(
+                f'{where}: field "{data.video_field}" has videos, which this model is not shown: {reason}; give images'
+            )
+        return self._read_videos(videos, f'{where}: field "{data.video_field}"', base, images)
 
     def read_images(self, sources: Sequence[Any], where: str, base: Path) -> tuple[Image, ...]:
         """Return images that belong together, each a path or ``{"bytes": ...}``, as ``read_row`` does."""
@@ -84,15 +93,36 @@ class ImageReader:
             path = self._find_file(value, place, base)
             if path not in self.opened:  # rows of one image have it read once
                 self.opened[path] = self.processor.open(path, place)
-            image = replace(self.opened[path], place=place)
-            images.append(image)
-            if (need := sum(each.nbytes(self.vision) for each in images)) > self.limit:
-                raise ValueError(
-                    f"{place}: {image.path!r}, {image.size[0]} x {image.size[1]} pixels, and the images before "
-                    f"it take {need / 2**20:.1f} MB decoded, expected at most {self.limit / 2**20:.1f}; make them "
-                    "smaller or raise image_memory_mb of --actor, and of --rollout where there is one"
-                )
+            images.append(replace(self.opened[path], place=place))
+            self._check_memory(images)
         return tuple(images)
+
+    def _read_videos(
+        self, sources: Sequence[Any], where: str, base: Path, images: tuple[Image, ...]
+    ) -> tuple[Image, ...]:
+        """Return the images of a row, and behind them its videos."""
+        shown = list(images)
+        for number, value in enumerate(sources):
+            place = f"{where}, video {number}"
+            settings = _read_video(value, place)
+            path = base / settings.pop("path")
+            key = (path, repr(settings))
+            if key not in self.opened:
+                self.opened[key] = self.processor.videos.open(path, place, **settings)
+            shown.append(replace(self.opened[key], place=place))
+            self._check_memory(shown)
+        return tuple(shown)
+
+    def _check_memory(self, images: Sequence[Image]) -> None:
+        """Raise ValueError where images that belong together, of which the last is new, do not fit together."""
+        last, need = images[-1], sum(each.nbytes(self.vision) for each in images)
+        if need > self.limit:
+            frames = f", {last.shown} frames" if isinstance(last, Video) else ""
+            raise ValueError(
+                f"{last.place}: {last.path!r}{frames}, {last.size[0]} x {last.size[1]} pixels, and the images before "
+                f"it take {need / 2**20:.1f} MB decoded, expected at most {self.limit / 2**20:.1f}; make them "
+                "smaller or raise image_memory_mb of --actor, and of --rollout where there is one"
+            )
 
     def _find_file(self, value: Any, place: str, base: Path) -> Path:
         if isinstance(value, str):
@@ -107,7 +137,7 @@ class ImageReader:
         """Write these bytes to a file named by what they are, so that it is written once, and return its path."""
         path = self.folder / hashlib.sha256(data).hexdigest()
         if not path.is_file():
-            self.processor.check(data, "its bytes", place)
+            check_image(data, "its bytes", place)
             self.folder.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
             partial.write_bytes(data)
@@ -115,39 +145,85 @@ class ImageReader:
         return path
 
     def replace_markers(self, text: str, tokenizer: Any) -> str:
-        """Put the model's image tokens in the place of a prompt's markers."""
+        """Put the model's image tokens in the place of a prompt's markers; those of a video are put around it later."""
         vision = self.vision
         ids = [vision.start_token, vision.image_token, vision.end_token]
+        ids += [] if vision.tower.no_videos or vision.video_token is None else [vision.video_token]
         tokens = tokenizer.convert_ids_to_tokens(ids)
         if None in tokens or tokenizer.convert_tokens_to_ids(tokens) != ids:
             raise ValueError(
                 f"model: the tokenizer calls tokens {ids}, which config.json gives to images, {tokens}; take the "
                 "tokenizer that belongs to the model"
             )
-        margin = vision.tower.margin
-        return text.replace(MARKER, f"{margin}{''.join(tokens)}{margin}")
+        margin, (start, image, end, *video) = vision.tower.margin, tokens
+        text = text.replace(MARKER, f"{margin}{start}{image}{end}{margin}")
+        return text.replace(VIDEO_MARKER, *video) if video else text
 
-    def expand_ids(self, ids: Sequence[int], images: tuple[Image, ...], where: str, data: "DataConfig") -> list[int]:
-        """Repeat the token of each image as often as the tower makes tokens of it: ``[n] -> [m]`` ids.
+    def expand_ids(
+        self, ids: Sequence[int], images: tuple[Image, ...], where: str, data: "DataConfig"
+    ) -> tuple[list[int], tuple[Image, ...]]:
+        """Repeat the token of each image as often as the tower makes tokens of it, and put a video's frames in the
+        place of its own: ``[n] -> [m]`` ids.
+
+        Args:
+            images: of the prompt, those of each kind in order.
+
+        Returns:
+            the ids, and the images and videos in the order of their places.
 
         Raises:
             ValueError: the prompt has places for another number of images, or newlines that would be lost beside one.
         """
-        vision, remaining = self.vision, list(images)
-        if (places := list(ids).count(vision.image_token)) != len(images):
-            raise ValueError(
-                f"{where}: the prompt has places for {places} images, the row has {len(images)} in its field "
-                f'"{data.image_field}"; write {MARKER} once for each, or name another field with --data.image-field'
-            )
-        if vision.video_token in ids:
+        vision, ids = self.vision, list(ids)
+        stills = [image for image in images if not isinstance(image, Video)]
+        videos = [image for image in images if isinstance(image, Video)]
+        if vision.tower.no_videos and vision.video_token in ids:
             raise ValueError(f"{where}: the prompt has the token of a video; give images")
+        for token, kind, marker, row, option in (
+            (vision.image_token, "images", MARKER, stills, "image_field"),
+            (vision.video_token, "videos", VIDEO_MARKER, videos, "video_field"),
+        ):
+            if (places := ids.count(token) if token is not None else 0) != len(row):
+                raise ValueError(
+                    f"{where}: the prompt has places for {places} {kind}, the row has {len(row)} in its field "
+                    f'"{getattr(data, option)}"; write {marker} once for each, or name another field with '
+                    f"--data.{option.replace('_', '-')}"
+                )
         check_margins(ids, vision, self.newlines, where)
         expanded: list[int] = []
+        ordered: list[Image] = []
         for token in ids:
-            is_image = token == vision.image_token
-            expanded += [token] * (remaining.pop(0).tokens(vision.merge) if is_image else 1)
-        find_image_blocks(expanded, images, vision)
-        return expanded
+            if token == vision.image_token:
+                ordered.append(stills.pop(0))
+                expanded += [token] * ordered[-1].tokens(vision.merge)
+            elif token == vision.video_token:
+                ordered.append(video := videos.pop(0))
+                expanded += place_frames(video, vision, self.processor.folder)
+            else:
+                expanded.append(token)
+        find_image_blocks(expanded, ordered, vision)
+        return expanded, tuple(ordered)
+
+
+def _list(value: Any) -> Sequence[Any]:
+    """List what a row's field holds: several, one, or none."""
+    return value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
+
+
+def _read_video(value: Any, place: str) -> dict[str, Any]:
+    """Read what a row says of a video: its path, and what ``VideoProcessor.open`` is told of it."""
+    settings = {"path": value} if isinstance(value, str) else value
+    if not isinstance(settings, dict) or not isinstance(settings.get("path"), str):
+        raise ValueError(f'{place} must be a path or {{"path": ..., "fps": ...}}, got {type(value).__name__}')
+    settings = {key: setting for key, setting in settings.items() if setting is not None}  # tables fill rows up
+    for key, setting in settings.items():
+        if key not in _VIDEO_KEYS:
+            raise ValueError(f"{place} has {key!r}, expected some of {', '.join(_VIDEO_KEYS)}; leave it out")
+        if not fits(_VIDEO_KEYS[key], setting):
+            raise ValueError(f"{place} has {key} {setting!r}, expected {spell(_VIDEO_KEYS[key])}")
+    if "rate" in settings and "frames" in settings:
+        raise ValueError(f"{place} has both rate and frames; say by one of them what is shown")
+    return settings
 
 
 def build_image_reader(model: ModelSpec, run_dir: str, limit_mb: int) -> ImageReader | None:

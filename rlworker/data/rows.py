@@ -11,13 +11,16 @@ import numpy as np
 from jinja2 import TemplateError
 
 from engines.batch.samples import Image
+from engines.images.video import Video
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
-from rlworker.data.images import MARKER, ImageReader, refuse_other_fields
+from rlworker.data.images import MARKER, VIDEO_MARKER, ImageReader, refuse_other_fields
 from rlworker.data.sources import find_base_folder, iterate_rows
 
 Item = TypeVar("Item")
 
+_MARKERS = {"image": MARKER, "video": VIDEO_MARKER}
+"""Type of a message's part -> what stands for it in the text."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -30,7 +33,7 @@ class Row:
         prompt_ids: its token ids, those of its images and those that the tokenizer opens a text with included.
         answer: what a reward function compares with.
         source: the whole row in plain Python values, for reward functions that need more.
-        images: its images in order.
+        images: its images and videos in order.
         messages: what the chat template has made the prompt of; none where it is plain text.
     """
 
@@ -146,13 +149,15 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
         row_images: tuple[Image, ...] = ()
         if image_reader:
             row_images = image_reader.read_row(source, where, data, find_base_folder(path))
-            if row_images:  # what a row holds as bytes is on disk now: not every process that sees the row need hold it
-                paths: dict[str, Any] = {data.image_field: [image.path for image in row_images]}
-                source = source | paths
-        elif source.get(data.image_field) or _has_images(source[data.prompt_field]):
+            # What a row holds as bytes is on disk now: not every process that sees the row need hold it.
+            if paths := [image.path for image in row_images if not isinstance(image, Video)]:
+                named: dict[str, Any] = {data.image_field: paths}
+                source = source | named
+        elif source.get(data.image_field) or source.get(data.video_field) or _has_images(source[data.prompt_field]):
             raise ValueError(
-                f'{where}: field "{data.image_field}" or the prompt has images, which this model cannot see; take a '
-                "vision-language model, or name another field with --data.image-field"
+                f'{where}: field "{data.image_field}", "{data.video_field}" or the prompt has images or videos, which '
+                "this model cannot see; take a vision-language model, or name other fields with --data.image-field "
+                "and --data.video-field"
             )
         messages = _make_messages(source[data.prompt_field], data)
         text = _apply_template(messages, tokenizer, where, data) if messages else source[data.prompt_field]
@@ -167,7 +172,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
     rows, limit = [], data.max_prompt_tokens
     for where, source, text, ids, own, chat in zip(places, sources, texts, encoded, images, chats, strict=True):
         if image_reader:
-            ids = image_reader.expand_ids(ids, own, where, data)
+            ids, own = image_reader.expand_ids(ids, own, where, data)
         if len(ids) > limit and data.skip_long_prompts:
             continue
         if not 0 < len(ids) <= limit:
@@ -240,12 +245,13 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
     if not isinstance(prompt, str) and not is_chat:
         raise ValueError(
             f'{prompt_place} must be text or a list of {{"role": text, "content": text or parts}}, parts being '
-            f'{{"type": "text", "text": text}} or {{"type": "image"}}, got {reprlib.repr(prompt)}'
+            f'{{"type": "text", "text": text}}, {{"type": "image"}} or {{"type": "video"}}, got {reprlib.repr(prompt)}'
         )
     if is_chat and any(set(part) - {"type", "text"} for m in messages for part in _list_parts(m["content"])):
         raise ValueError(
             f"{prompt_place} has a part with more than its type and text; an image is named in the field "
-            f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone'
+            f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone; so is a video in '
+            f'"{data.video_field}"'
         )
     if is_chat and data.instruction:
         raise ValueError(
@@ -268,17 +274,17 @@ def _list_parts(content: Any) -> list[dict]:
 
 
 def _has_images(prompt: Any) -> bool:
-    """Tell whether some part of a message is an image."""
-    return any(part.get("type") == "image" for m in _list_parts(prompt) for part in _list_parts(m["content"]))
+    """Tell whether some part of a message is an image or a video."""
+    return any(part.get("type") in _MARKERS for m in _list_parts(prompt) for part in _list_parts(m["content"]))
 
 
 def _flatten_content(content: Any) -> str | None:
-    """Return a message's content as text, parts that are images as markers; None where it is neither text nor parts."""
+    """Return a message's content as text, images and videos as markers; None where it is neither text nor parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return None
-    texts = [MARKER if part.get("type") == "image" else part.get("text") for part in content]
+    texts: list[Any] = [_MARKERS.get(str(part.get("type")), part.get("text")) for part in content]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from engines.batch.samples import Image
+from engines.images.video import Video
 from rlworker.config.sections import DataConfig
 from rlworker.data.images import ImageReader
 from rlworker.episodes.record import Piece
@@ -98,7 +99,7 @@ class Codec:
         for part in parts:
             ids += self._encode_text(part) if isinstance(part, str) else _read_ids(part)
         if self.image_reader:
-            ids = self.image_reader.expand_ids(ids, read, "observe", self.data)
+            ids, read = self.image_reader.expand_ids(ids, read, "observe", self.data)
         return Piece(np.array(ids, dtype=np.int32), images=read)
 
     def _encode_text(self, text: str) -> list[int]:
@@ -112,7 +113,9 @@ class Codec:
             return ()
         if not self.image_reader:
             raise ValueError("observe: it has images, which this model cannot see; take a vision-language model")
-        return self.image_reader.read_images([_name_image(image) for image in images], "observe", Path.cwd())
+        named = [_name_image(image) for image in images if not isinstance(image, Video)]
+        videos = [image for image in images if isinstance(image, Video)]  # those of a row, which were read with it
+        return (*self.image_reader.read_images(named, "observe", Path.cwd()), *videos)
 
 
 def list_messages(content: Content) -> list[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader
 
-from engines.images.processor import DECODING_ERRORS, convert_to_rgb
+from engines.images.decoding import DECODING_ERRORS, convert_to_rgb
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker.tracking.log import read_metrics

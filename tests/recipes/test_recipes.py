@@ -12,7 +12,7 @@ from support.ranks.vlm_cases import QWEN2_5_VL_7B
 
 from engines.batch.batch import TrainBatch
 from hardware.platforms import get_platform
-from recipes.common import squares
+from recipes.common import motion, squares
 from recipes.common.addition import make_model
 from rlworker.algorithms.advantages import distill
 from rlworker.checks.plan import plan_recipe
@@ -61,7 +61,6 @@ SMOKES = [
 BY_HAND = {
     ("grpo_gsm8k", NPU),
     ("grpo_geo3k", NPU),
-    ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("ppo_geo3k", ()),
     ("ppo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
@@ -179,9 +178,10 @@ def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
     assert float(cache) == kv_cache_gb, text
 
 
-@pytest.mark.parametrize("recipe", ["demos.cpu", "demos.ppo", "grpo", "demos.vlm"])
+@pytest.mark.parametrize("recipe", ["demos.cpu", "demos.ppo", "grpo", "demos.vlm", "demos.video"])
 def test_small_ones_fit_this_machine(tmp_path, recipe):
-    make = squares.make_model if recipe == "demos.vlm" else make_model
+    makers = {"demos.vlm": squares.make_model, "demos.video": motion.make_model}
+    make = makers.get(recipe, make_model)
     text, fits = plan_recipe(f"recipes.{recipe}", ["--model", str(make(tmp_path, 0))], memory_gb=0)
     assert fits, text
 

@@ -148,6 +148,11 @@ def estimate_activations(
     return int(kept.layers + sent + tower + max(kept.again + kernel, kept.loss + head))
 
 
+_MLP_TENSORS = {"silu": 4, "gelu_pytorch_tanh": 2, "quick_gelu": 3}
+"""Activation of a tower -> tensors that its MLP keeps: input and output of it, the sigmoid of quick-gelu, which torch
+computes by itself, and with a gate what is gated and the product."""
+
+
 def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
     """Estimate what a vision tower keeps of so many image tokens of each context-parallel rank.
 
@@ -156,8 +161,8 @@ def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, tra
     held for all of a replica's tokens by each rank: as they are made, gathered, and as they are merged.
     """
     vision, size = model.require_vision(), get_itemsize(config.dtype)
-    gated = vision.tower.gated
-    whole = 11 * vision.width * size + (4 if gated else 2) * vision.ffn * size + 2 * FP32 * vision.width * gated
+    mlp, norms = _MLP_TENSORS[vision.tower.activation] * vision.ffn, 2 * vision.width * vision.tower.gated
+    whole = (11 * vision.width + mlp) * size + norms * FP32
     if not trainable or "vision" in config.freeze:
         kept = whole
     elif config.recompute == "full":

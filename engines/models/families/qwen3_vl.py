@@ -41,5 +41,7 @@ FAMILY = replace(
         activation="gelu_pytorch_tanh",
         gated=False,
         weights=list_tower_weights,
+        video_processor="Qwen3VLVideoProcessor",
+        no_videos="",
     ),
 )

@@ -90,7 +90,7 @@ def test_interleaved_and_sectioned_axes_are_those_of_transformers(tmp_path, fami
         ({"rope_scaling": {"type": "mrope"}}, "has mrope_section None, expected three whole numbers"),
         ({"image_token_id": 152064}, "has an image token 152064, expected one below vocab_size 152064"),
         ({"architectures": ["Qwen2VLForConditionalGeneration"]}, "expected ['Qwen2_5_VLForConditionalGeneration']"),
-        ({"model_type": "qwen2_vl"}, "has model_type 'qwen2_vl', expected one of ['gemma3', "),
+        ({"model_type": "glm4v"}, "has model_type 'glm4v', expected one of ['gemma3', "),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_name(tmp_path, change, message):

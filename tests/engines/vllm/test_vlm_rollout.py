@@ -26,7 +26,13 @@ LAST = 4
 """The prompt that ends in an image."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.large), *IMAGE_FAMILIES[1:]])
+DEFAULT = ("qwen3_vl", "gemma3")  # of each kind of tower
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in DEFAULT else pytest.mark.large) for name in IMAGE_FAMILIES],
+)
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
     from rlworker.cluster.rollout_group import Rollouts

@@ -117,7 +117,7 @@ def test_a_data_set_gives_plain_values(tmp_path, tokenizer):
         ({"prompt": "1+1="}, 'line 2: field "answer" must be text, got NoneType, the row has prompt; make it text or'),
         ({"prompt": "1+1=", "answer": 2}, 'line 2: field "answer" must be text, got int'),
         ({"prompt": 7, "answer": "2"}, 'line 2: field "prompt" must be text or a list of {"role": text'),
-        ({"prompt": [{"role": "u"}], "answer": "2"}, "\"type\": \"image\"}, got [{'role': 'u'}]"),
+        ({"prompt": [{"role": "u"}], "answer": "2"}, "\"type\": \"video\"}, got [{'role': 'u'}]"),
         ({"prompt": [{"role": "u", "content": ["x"]}], "answer": "2"}, 'line 2: field "prompt" must be text or a list'),
         ({"prompt": ["1+1="], "answer": "2"}, "got ['1+1=']"),
         ({"prompt": "1\ud800", "answer": "2"}, 'line 2: field "prompt" is no valid Unicode text'),

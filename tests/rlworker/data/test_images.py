@@ -16,7 +16,7 @@ from PIL import Image
 from support.rollout_workers import make_completions
 
 from engines.config import MegatronConfig
-from engines.images.processor import decode
+from engines.images.decoding import decode
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
@@ -155,7 +155,7 @@ def test_a_model_without_vision_refuses_images(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "<image>", "images": ["a.png"], "answer": "y"}))
     with pytest.raises(
-        ValueError, match='line 1: field "images" or the prompt has images, which this model cannot see'
+        ValueError, match='line 1: field "images", "videos" or the prompt has images or videos, which this'
     ):
         read_rows(str(path), make_tokenizer(), DATA)
 
@@ -274,8 +274,11 @@ def test_a_tokenizer_of_another_model_is_refused(model, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"video": "a.mp4"}, r'line 1: field "video" has videos, which the engine does not show'),
-        ({"videos": ["a.mp4"]}, r'line 1: field "videos" has videos, which the engine does not show'),
+        ({"video": "a.mp4"}, r'line 1: field "video" has videos, which are looked for in "videos"; name'),
+        (
+            {"videos": ["a.mp4"]},
+            r'line 1: field "videos" has videos, which this model is not shown: transformers and vLLM disagree where',
+        ),
         ({"prompt": [{"role": "u", "content": [{"type": "image", "image": "a.png"}]}]}, r"line 1: .* its part says \{"),
     ],
 )

@@ -49,6 +49,8 @@ QWEN2_5_VL_7B = {
 IMAGE_SIZES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
 """Width and height of each image: one of a single token, one of several attention windows, one that is resized to
 whole patches, and one that is made smaller because it is over the limit."""
+VIDEO_SHAPES = ((4, (84, 56)), (13, (28, 56)), (7, (28, 28)))
+"""Frames of each video, and their width and height: one longer than it is wide or high, of an odd number of frames."""
 ROWS = ((), (0,), (1, 2, 3), (), (0,), (4, 5))
 """Images of each sequence: none, one and three; one image is in two sequences."""
 
@@ -66,6 +68,32 @@ def make_images(folder) -> list[str]:
     return paths
 
 
+def make_videos(folder) -> list[dict]:
+    """Save videos, and return how each is opened: a file and a folder of frames."""
+    import numpy as np
+    from PIL import Image
+
+    generator, opened = np.random.default_rng(3), []
+    for number, (frames, (width, height)) in enumerate(VIDEO_SHAPES):
+        pixels = generator.integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+        first, *others = [Image.fromarray(frame) for frame in pixels]
+        path = Path(folder, f"video {number}")
+        if number % 2:
+            path.mkdir()
+            for place, frame in enumerate([first, *others]):
+                frame.save(path / f"{place}.png")
+            opened.append({"path": str(path), "fps": 3.0, "frames": tuple(range(0, frames, 2))})
+        else:
+            first.save(path, "WEBP", save_all=True, append_images=others, duration=150, lossless=True)
+            opened.append({"path": str(path), "frames": tuple(range(frames))})
+    return opened
+
+
+def open_shown(processor, path, place: str):
+    """Open an image by its path, or a video by how ``make_videos`` says."""
+    return processor.videos.open(place=place, **path) if isinstance(path, dict) else processor.open(path, place)
+
+
 def make_prompts(model, paths, rows=ROWS, seed: int = 1):
     """Make prompts of random text around the images of each row."""
     import torch
@@ -78,7 +106,7 @@ def make_prompts(model, paths, rows=ROWS, seed: int = 1):
     text = lambda count: torch.randint(10, 85, (count,), generator=generator).tolist()  # noqa: E731
     prompts = []
     for row, numbers in enumerate(rows):
-        images = tuple(processor.open(paths[n], f"row {row}, image {i}") for i, n in enumerate(numbers))
+        images = tuple(open_shown(processor, paths[n], f"row {row}, image {i}") for i, n in enumerate(numbers))
         ids = text(2 + row)
         for image in images:
             ids += [*make_placeholders([image], model), *text(row % 4)]  # the fifth row ends in an image

@@ -68,7 +68,7 @@ def step_once(rank: int, world: int, address: str, folder: str, paths, settings:
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", "projector"), ("language",), ("projector", "language")])
-@pytest.mark.parametrize("family", IMAGE_FAMILIES[1:])  # of each kind of tower
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])  # of each kind of tower
 def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family, frozen):
     folder, paths = make_vlm(tmp_path / "model", family), make_images(tmp_path)
     (found,) = one_rank.run(step_once, draw_address(), folder, paths, {"freeze": frozen})

@@ -6,20 +6,11 @@ from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, parse_size
 from support.models import make_vlm
 from support.ranks.pool import draw_address
-from support.ranks.vlm_cases import ROWS, make_images, make_vlm_batch, name_part, run_vlm_case
+from support.ranks.vlm_cases import make_images, make_vlm_batch, run_vlm_case
+from support.ranks.vlm_parity import check_vlm_ranks, compute_vlm_reference
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import (
-    load_huggingface,
-    make_image_arguments,
-    name_gradients,
-    probe_loss,
-    run_forward,
-)
-
-LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6}
-OF_THE_LARGEST = 2e-6
-"""Gradients of Gemma's embedding are multiplied by sqrt(hidden): the limit grows with the largest gradient."""
+from rlworker.checks.huggingface import load_huggingface, make_image_arguments, probe_loss, run_forward
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +32,7 @@ def reference(folders, images):
 
     def run(family: str) -> dict:
         if family not in made:
-            made[family] = hf_results(folders[family], images)
+            made[family] = compute_vlm_reference(folders[family], images)
         return made[family]
 
     return run
@@ -55,23 +46,10 @@ def compare(pool_of, folders, images, reference, measured):
     def run(size: str, family: str, settings: dict) -> int:
         args = folders[family], images, parse_size(size) | settings
         ranks = pool_of(size).run(run_vlm_case, draw_address(), *args)
-        check(ranks, reference(family), measured, f"{size} {family} {settings}", settings.get("freeze", ()))
+        check_vlm_ranks(ranks, reference(family), measured, f"{size} {family} {settings}", settings.get("freeze", ()))
         return max(max(rank["decoded"], default=0) for rank in ranks)
 
     return run
-
-
-def hf_results(folder: str, images, rows=ROWS) -> dict:
-    spec = ModelSpec.from_folder(folder)
-    model, batch = load_huggingface(spec), make_vlm_batch(spec, images, rows)
-    found = run_forward(model, spec, batch, probe_loss)
-    (found.loss / batch.mask.sum()).backward()
-    return {
-        "logits": found.logits.detach(),
-        "logprobs": found.outputs.logprobs.detach(),
-        "gradients": name_gradients(model, spec),
-        "mask": batch.mask,
-    }
 
 
 MICRO = {"whole": {}, "split": {"micro_batch_tokens": 45}}
@@ -108,7 +86,9 @@ def test_parity_where_some_ranks_see_no_image(four_ranks, folders, images, measu
     """One image over four ranks, in two of three sequences."""
     rows = ((2,), (), (2,))
     ranks = four_ranks.run(run_vlm_case, draw_address(), folders[family], images, {"tp": 2, "cp": 2}, "cpu", rows)
-    check(ranks, hf_results(folders[family], images, rows), measured, f"{family} TP2-CP2 one image")
+    check_vlm_ranks(
+        ranks, compute_vlm_reference(folders[family], images, rows), measured, f"{family} TP2-CP2 one image"
+    )
 
 
 def test_the_image_rule_moves_the_test_model(folders, images):
@@ -130,7 +110,7 @@ EMULATED = (("cuda-emulated", "thd"), ("cuda-emulated", "bshd"), ("npu-emulated"
 @pytest.mark.parametrize(("platform", "layout"), EMULATED)
 def test_images_both_ways_on_emulated_devices(pool_of, folders, images, reference, measured, platform, layout):
     args = folders["gemma3"], images, {"layout": layout}, platform
-    check(pool_of("one").run(run_vlm_case, draw_address(), *args), reference("gemma3"), measured, platform)
+    check_vlm_ranks(pool_of("one").run(run_vlm_case, draw_address(), *args), reference("gemma3"), measured, platform)
 
 
 OTHERS = {
@@ -145,30 +125,3 @@ def test_parity_otherwise(compare, family, case):
     """Where there is memory for one image, one is decoded at once; packs of a fixed size."""
     size, settings = OTHERS[case]
     assert (compare(size, family, settings) == 1) == ("budget" in settings)
-
-
-def check(ranks: list[dict], want: dict, measured, label: str, frozen: tuple[str, ...] = ()) -> None:
-    schedule = ranks[0]["schedule"]
-    leaders = sorted((rank for rank in ranks if rank["is_leader"]), key=lambda rank: rank["dp_rank"])
-    logits = schedule.restore_order(torch.cat([rank["logits"] for rank in leaders]))
-    outputs = schedule.restore([rank["outputs"] for rank in leaders])
-    mask = want["mask"]
-    found = {
-        "logits": float((logits - want["logits"]).abs().max()),
-        "logprobs": float((outputs.logprobs - want["logprobs"])[mask].abs().max()),
-    }
-    differences = {}
-    for rank in ranks:
-        assert set(rank["gradients"]) == set(want["gradients"])
-        for name, gradient in rank["gradients"].items():
-            if name_part(name) in frozen:
-                assert not gradient.any()
-                continue
-            difference = float((gradient - want["gradients"][name]).abs().max())
-            differences[name] = max(differences.get(name, 0.0), difference)
-    worst = max(differences, key=differences.get)
-    found["gradients"] = differences[worst]
-    measured(found)
-    largest = max(float(gradient.abs().max()) for gradient in want["gradients"].values())
-    limits = LIMITS | {"gradients": max(LIMITS["gradients"], OF_THE_LARGEST * largest)}
-    assert all(found[name] <= limit for name, limit in limits.items()), (label, found, worst)

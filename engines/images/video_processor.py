@@ -1,0 +1,238 @@
+"""Videos: which of their frames are shown and when, and their patches, by transformers' own processor."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engines.images.decoding import DECODING_ERRORS, check_image, decode_rgb, open_bytes, read_bytes
+from engines.images.video import Video
+from engines.models.vision_spec import VisionSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FRAME_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+"""Endings of the files of a folder that are its frames."""
+_CLOCK = 10
+"""Milliseconds that a GIF counts in: frames of one rate last longer or shorter by so much."""
+_NARROWEST = 4
+"""Pixels of a side; transformers takes one of 1 or 3 for the colours."""
+
+
+class VideoProcessor:
+    """Transformers' video processor of a model's folder.
+
+    Attributes:
+        settings: all settings that decide about pixels, defaults included.
+
+    Raises:
+        ValueError: the folder has none, or it cuts videos otherwise than the model's vision tower expects.
+    """
+
+    def __init__(self, folder: str, vision: VisionSpec):
+        from transformers import AutoVideoProcessor
+
+        try:
+            self._process: Any = AutoVideoProcessor.from_pretrained(folder)
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(
+                f"model: the video processor in {folder!r} cannot be read ({error}); save it there"
+            ) from None
+        if (actual := type(self._process).__name__) != (expected := vision.tower.video_processor):
+            raise ValueError(
+                f"model: {folder!r} has a video processor of class {actual}, expected {expected}; save the model's "
+                "video_preprocessor_config.json there"
+            )
+        self.vision = vision
+        self.settings = {key: value for key, value in self._process.to_dict().items() if not key.endswith("_type")}
+        cut = {"patch_size": vision.patch, "temporal_patch_size": vision.temporal_patch, "merge_size": vision.merge}
+        for name, expected in cut.items():
+            if (actual := getattr(self._process, name, None)) != expected:
+                raise ValueError(
+                    f"model: video_preprocessor_config.json in {folder!r} has {name} {actual}, expected {expected}, "
+                    "which config.json has"
+                )
+        if getattr(self._process, "cap_pixels_per_frame", None):
+            raise ValueError(
+                f"model: video_preprocessor_config.json in {folder!r} has cap_pixels_per_frame, which is not built; "
+                "lower its longest_edge, the pixels of all frames together, instead"
+            )
+
+    def open(
+        self,
+        path: str | Path,
+        place: str,
+        *,
+        fps: float | None = None,
+        rate: float | None = None,
+        frames: Sequence[int] | None = None,
+    ) -> Video:
+        """Refer to a video, every frame of which is decoded once.
+
+        Args:
+            path: of a file of several frames, or of a folder of images, whose names give their order.
+            fps: frames that it has in a second; None where the file says it.
+            rate, frames: frames that are shown in a second, or their numbers; None for both is the processor's rate.
+
+        Raises:
+            ValueError: there is no such video, it has too few frames or another rate, or its frames are broken, differ
+                in size or are too narrow to be resized.
+        """
+        what, folder = f"{place}: {str(path)!r}", Path(path)
+        files = _list_frames(folder) if folder.is_dir() else []
+        durations = [] if folder.is_dir() else _read_durations(folder, place)
+        total = len(files) or len(durations)
+        if total < 2:
+            raise ValueError(f"{what} has {total} frames, expected at least 2; one is shown as an image")
+        fps = _find_rate(durations, fps, what)
+        shown = self._choose_frames(total, fps, rate, frames, what)
+        sources = [read_bytes(path, place) for path in ([files[number] for number in shown] if files else [folder])]
+        sizes = {check_image(data, repr(str(path)), place) for data in sources}
+        if len(sizes) > 1:
+            raise ValueError(f"{what} has frames of {sorted(sizes)} pixels, expected one size; make them alike")
+        size = sizes.pop()
+        grid = self._find_grid(len(shown), size, what)
+        digest = _find_digest(sources, shown, fps)
+        return Video(str(folder.absolute()), digest, size, grid, place, shown, total, fps)
+
+    def _choose_frames(
+        self, total: int, fps: float, rate: float | None, frames: Sequence[int] | None, what: str
+    ) -> tuple[int, ...]:
+        """Choose the frames that are shown, as transformers does where a rate is given."""
+        from transformers.video_utils import VideoMetadata
+
+        if rate is not None and not 0 < rate <= fps:
+            raise ValueError(f"{what} has {fps:g} frames a second, expected to show at most those, not {rate:g}")
+        if frames is None:
+            frames = self._process.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=rate).tolist()
+        chosen = tuple(frames or ())
+        if any(after <= before for before, after in zip([-1, *chosen], [*chosen, total])):
+            raise ValueError(
+                f"{what} has {total} frames, of which {list(chosen)} cannot be shown; number them from 0 on, in "
+                "ascending order"
+            )
+        if len(chosen) < 2:
+            raise ValueError(f"{what} has {len(chosen)} frames to show, expected at least 2; show one as an image")
+        return chosen
+
+    def _find_grid(self, frames: int, size: tuple[int, int], what: str) -> tuple[int, int, int]:
+        """Find how so many frames of this size are cut: frames, rows and columns of patches."""
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        patch, depth, limits = self.vision.patch, self.vision.temporal_patch, self._process.size
+        edges, cell = (limits["shortest_edge"], limits["longest_edge"]), patch * self.vision.merge
+        width, height = size
+        if min(size) < _NARROWEST:
+            raise ValueError(f"{what} is {width} x {height} pixels, expected at least {_NARROWEST} on each side")
+        try:
+            rows, columns = smart_resize(frames, height, width, depth, cell, *edges)
+        except ValueError as error:
+            raise ValueError(f"{what} is {width} x {height} pixels: {error}; crop it") from None
+        return -(-frames // depth), rows // patch, columns // patch
+
+    def patches(self, videos: Sequence[Video]) -> "Tensor":
+        """Make patches of videos as their tower takes them: ``[patches, patch_size]`` float32, one after another.
+
+        Raises:
+            ValueError: a video is gone, was changed, or cannot be decoded.
+        """
+        decoded = [decode_video(video) for video in videos]
+        processed = self._process(videos=decoded, do_sample_frames=False, return_tensors="pt")
+        for video, grid in zip(videos, processed["video_grid_thw"].tolist(), strict=True):
+            if tuple(grid) != video.grid:
+                raise ValueError(
+                    f"{video.place}: the processor cut {video.path!r} into {grid} patches, expected {list(video.grid)}"
+                )
+        return processed["pixel_values_videos"]
+
+
+def decode_video(video: Video) -> np.ndarray:
+    """Decode the frames of a video that are shown: ``[frames, height, width, 3]`` uint8.
+
+    Raises:
+        ValueError: the video is gone, was changed since it was first opened, or cannot be decoded.
+    """
+    path, place = Path(video.path), video.place
+    files = _list_frames(path) if path.is_dir() else [path]
+    changed = ValueError(f"{place}: {video.path!r} was changed since the run started; put it back")
+    if path.is_dir() and len(files) != video.total:
+        raise changed
+    names = [files[number] for number in video.frames] if path.is_dir() else files
+    sources = [read_bytes(name, place) for name in names]
+    if _find_digest(sources, video.frames, video.fps) != video.digest:
+        raise changed
+    return np.stack([np.asarray(frame) for frame in _iterate_frames(sources, video)])
+
+
+def _iterate_frames(sources: Sequence[bytes], video: Video) -> Iterator[Any]:
+    """Decode frames one by one, into Pillow's images."""
+    name = repr(video.path)
+    if len(sources) > 1:
+        for data in sources:
+            with open_bytes(data, name, video.place) as opened:
+                yield decode_rgb(opened, name, video.place)
+        return
+    with open_bytes(sources[0], name, video.place) as film:
+        for number in video.frames:
+            film.seek(number)
+            yield decode_rgb(film, name, video.place)
+
+
+def _list_frames(folder: Path) -> list[Path]:
+    """List the images of a folder by their names, in which numbers count as numbers: 9 is before 10."""
+    files = [path for path in folder.iterdir() if path.suffix.lower() in FRAME_ENDINGS]
+    return sorted(files, key=lambda path: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", path.name)])
+
+
+def _read_durations(path: Path, place: str) -> list[float]:
+    """Read how long each frame of a file lasts, in milliseconds, 0 where it does not say; decodes them all."""
+    name, durations = repr(str(path)), []
+    data = read_bytes(path, place)
+    try:
+        opened = open_bytes(data, name, place)
+    except ValueError as error:
+        raise ValueError(f"{error} by a GIF, APNG or WebP, or by a folder of its frames") from None
+    with opened as film:
+        for number in range(getattr(film, "n_frames", 1)):
+            try:
+                film.seek(number)
+                film.load()
+            except (*DECODING_ERRORS, EOFError) as error:
+                raise ValueError(f"{place}: frame {number} of {name} cannot be decoded: {error}; replace it") from None
+            durations.append(float(film.info.get("duration", 0)))
+    return durations
+
+
+def _find_rate(durations: Sequence[float], fps: float | None, what: str) -> float:
+    """Find the frames of a second: what a file says, or was said of one that does not say it.
+
+    Args:
+        durations: of each frame, in milliseconds. When the last one ends is of no account.
+    """
+    lasting = durations[:-1]
+    if not any(lasting):
+        if fps is None or not 0 < fps < float("inf"):
+            raise ValueError(f'{what} does not say how many frames it has in a second; give "fps" in the row')
+        return float(fps)
+    if max(lasting) - min(lasting) > _CLOCK:
+        raise ValueError(
+            f"{what} has frames that last {min(lasting):g} to {max(lasting):g} ms, expected one rate; save it with one"
+        )
+    mean = sum(lasting) / len(lasting)
+    if fps is not None and not (0 < fps < float("inf") and abs(1000 / fps - mean) <= _CLOCK / 2):
+        raise ValueError(
+            f"{what} has {1000 / mean:g} frames in a second, the row says {fps:g}; correct it or leave it out"
+        )
+    return float(fps or 1000 / mean)
+
+
+def _find_digest(sources: Iterable[bytes], frames: tuple[int, ...], fps: float) -> str:
+    """Hash what files hold, which of their frames are shown, and when: two of one digest look alike."""
+    content = hashlib.sha256(repr((frames, fps)).encode())
+    for data in sources:
+        content.update(hashlib.sha256(data).digest())
+    return content.hexdigest()

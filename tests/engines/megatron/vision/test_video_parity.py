@@ -1,0 +1,40 @@
+"""Videos through Megatron against HuggingFace run one sequence at a time, in fp32, beside images and text."""
+
+import pytest
+from support.factors import LAYOUTS, SIZES, parse_size
+from support.models import make_vlm
+from support.ranks.pool import draw_address
+from support.ranks.vlm_cases import IMAGE_SIZES, make_images, make_videos, run_vlm_case
+from support.ranks.vlm_parity import check_vlm_ranks, compute_vlm_reference
+
+SHORT, LONG, FILE = (len(IMAGE_SIZES) + number for number in range(3))
+ROWS = ((SHORT,), (), (0, LONG), (FILE, 1, SHORT), (LONG,))
+"""Text; a video by itself, and between images; one that lasts longer than it is wide, in two sequences."""
+CASES = [(size, layout) for size in SIZES for layout in LAYOUTS]
+DEFAULT = (("one", "thd"), ("TP2", "thd"), ("CP2", "bshd"))
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shown")
+    return [*make_images(folder), *make_videos(folder)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_vlm(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def reference(folder, shown):
+    return compute_vlm_reference(folder, shown, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"), [pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.large) for case in CASES]
+)
+def test_parity(pool_of, folder, shown, reference, measured, size, layout):
+    frozen = ("vision",) if layout == "bshd" else ()
+    settings = parse_size(size) | {"layout": layout, "freeze": frozen, "budget": 1 if size == "TP2" else None}
+    ranks = pool_of(size).run(run_vlm_case, draw_address(), folder, shown, settings, "cpu", ROWS)
+    check_vlm_ranks(ranks, reference, measured, f"{size} {settings}", frozen)

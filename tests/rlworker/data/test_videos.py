@@ -1,0 +1,199 @@
+"""Rows with videos, against transformers' own processor; and every way in which one can be broken."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from engines.images.columns import find_image_blocks
+from engines.images.placeholders import collapse_images, make_placeholders
+from engines.images.video_processor import decode_video
+from engines.models.spec import ModelSpec
+from recipes.common.addition import make_tokenizer
+from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
+from rlworker.config.sections import DataConfig
+from rlworker.data.images import build_image_reader
+from rlworker.data.rows import check_rows, load_tokenizer, read_rows
+
+DATA = DataConfig(max_prompt_tokens=200)
+CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
+FRAMES = np.random.default_rng(0).integers(0, 256, (12, 56, 84, 3), dtype=np.uint8)
+ROW = {"prompt": "<video>?", "answer": "y"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vlm")
+    return ModelSpec.from_folder(make_tiny_vlm(folder, "qwen3_vl", make_tokenizer(CHAT, IMAGE_TOKENS), 128))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder with what ``save`` saves."""
+    folder = tmp_path_factory.mktemp("kept")
+    save(folder)
+    return folder
+
+
+@pytest.fixture
+def read(model, kept):
+    """``read(*rows)`` of a JSONL file in ``kept``, or in another folder."""
+
+    def of(*rows, limit_mb=64, folder=kept):
+        path = folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        check_rows(str(path), DATA)
+        tokenizer = load_tokenizer(model.folder)
+        return read_rows(str(path), tokenizer, DATA, build_image_reader(model, str(folder / "run"), limit_mb)).rows
+
+    return of
+
+
+def save(folder) -> None:
+    """Save ``FRAMES`` at four a second as ``a.webp``, ``a.png`` and the folder ``frames``; and an image, ``b.png``."""
+    first, *others = [Image.fromarray(frame) for frame in FRAMES]
+    for name, options in {"a.webp": {"lossless": True, "method": 0}, "a.png": {"compress_level": 1}}.items():
+        first.save(folder / name, save_all=True, append_images=others, duration=250, **options)
+    (folder / "frames").mkdir()
+    for number, frame in enumerate([first, *others]):
+        frame.save(folder / "frames" / f"frame {number}.png")  # of which the tenth follows the ninth
+    (folder / "frames" / "notes.txt").touch()
+    first.crop((0, 0, 28, 28)).save(folder / "b.png")
+    (folder / "half.webp").write_bytes((folder / "a.webp").read_bytes()[:50000])
+    for name in ("empty", "mixed"):
+        (folder / name).mkdir()
+    small = [frame.resize((28, 28)) for frame in others[:4]]
+    small[0].save(folder / "uneven.gif", save_all=True, append_images=small[1:], duration=[100, 300, 100, 100])
+    small[0].save(folder / "mixed" / "0.png")
+    first.save(folder / "mixed" / "1.png")
+
+
+def make_hf_processor(model):
+    from transformers import AutoImageProcessor, AutoVideoProcessor, Qwen3VLProcessor
+
+    parts = (AutoImageProcessor, AutoVideoProcessor)
+    images, videos = (kind.from_pretrained(model.folder) for kind in parts)
+    return Qwen3VLProcessor(images, load_tokenizer(model.folder), videos)
+
+
+@pytest.mark.parametrize("rate", [None, 1.0, 3.0])
+def test_a_video_is_what_transformers_makes_of_it(read, model, rate):
+    """Frames, times, ids and pixels, of a whole video that transformers takes frames of by itself."""
+    (row,) = read(ROW | {"videos": [{"path": "a.webp"} | ({"rate": rate} if rate else {})]})
+    metadata = {"total_num_frames": 12, "fps": 4.0}
+    settings = {"video_metadata": [metadata], "return_tensors": "pt"} | ({"fps": rate} if rate else {})
+    expected = make_hf_processor(model)(text=["<|video_pad|>?"], videos=[torch.from_numpy(FRAMES)], **settings)
+    (video,) = row.images
+    assert list(row.prompt_ids) == expected["input_ids"][0].tolist()
+    assert list(video.grid) == expected["video_grid_thw"][0].tolist()
+    assert len(video.frames) == {None: 6, 1.0: 4, 3.0: 9}[rate]  # transformers takes no fewer than four
+    patches = build_image_reader(model, "", 64).processor.patches(row.images)
+    assert torch.equal(patches, expected["pixel_values_videos"])
+
+
+def test_a_video_is_the_same_however_it_is_kept(read, model):
+    shown = {"frames": [0, 2, 9, 10, 11], "fps": 4}
+    rows = read(*(ROW | {"videos": [shown | {"path": path}]} for path in ("a.webp", "a.png", "frames")))
+    for row in rows:
+        (video,) = row.images
+        assert (video.size, video.grid, video.total, video.fps) == ((84, 56), (3, 4, 6), 12, 4.0)
+        assert np.array_equal(decode_video(video), FRAMES[[0, 2, 9, 10, 11]])
+        assert video.times(2) == [0.25, 2.375, 2.75], "the middle of two frames, the last of them twice"
+        assert "<0.2 seconds>" in load_tokenizer(model.folder).decode(row.prompt_ids)
+    assert len({row.prompt_ids for row in rows}) == 1 and len({row.images[0].digest for row in rows}) == 3
+
+
+@pytest.mark.parametrize("fps", [3.0, 12.5, 23.976, 29.97, 30.0, 60.0])
+def test_times_are_those_of_transformers(read, fps):
+    """As they are written: a last bit decides how some are rounded."""
+    from transformers import Qwen3VLProcessor
+
+    (row,) = read(ROW | {"videos": ["a.webp"]})
+    for frames in (tuple(range(400)), tuple(range(0, 900, 7)), (0, 5, 6)):
+        expected = Qwen3VLProcessor._calculate_timestamps(None, list(frames), fps, 2)
+        assert replace(row.images[0], frames=frames, fps=fps).times(2) == expected
+
+
+def test_images_and_videos_come_in_the_order_of_their_places(read, model):
+    parts = [{"type": kind} for kind in ("video", "image", "video")]
+    clips = [{"path": "a.webp", "frames": [0, 1]}, {"path": "a.webp", "frames": [2, 3]}]
+    fields = {"images": ["b.png"], "videos": clips, "answer": "y"}
+    plain, spoken = read(
+        fields | {"prompt": "<video><image><video>"}, fields | {"prompt": [{"role": "u", "content": parts}]}
+    )
+    assert [(one.place[-7:], getattr(one, "frames", None)) for one in plain.images] == [
+        ("video 0", (0, 1)),
+        ("image 0", None),
+        ("video 1", (2, 3)),
+    ]
+    assert list(plain.prompt_ids) == make_placeholders(plain.images, model)
+    assert spoken.prompt_ids[2:-3] == plain.prompt_ids
+    vision = model.vision
+    start, image, end, video = vision.start_token, vision.image_token, vision.end_token, vision.video_token
+    assert collapse_images(plain.prompt_ids, plain.images, model) == [video, start, image, end, video]
+    swapped = [{image: video, video: image}.get(token, token) for token in plain.prompt_ids]
+    with pytest.raises(ValueError, match=r"video 0: a sequence has tokens of images and of videos in another order"):
+        find_image_blocks(swapped, plain.images, vision)
+    assert collapse_images((5, *plain.prompt_ids, 6), plain.images, model) == [5, video, start, image, end, video, 6]
+
+
+def test_a_video_that_changed_is_named(read, kept, tmp_path):
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    rows = read(*(ROW | {"videos": [{"path": path, "fps": 4}]} for path in ("a.webp", "frames")), folder=tmp_path)
+    (tmp_path / "a.webp").write_bytes((tmp_path / "a.png").read_bytes())
+    (tmp_path / "frames" / "frame 3.png").unlink()
+    for row in rows:
+        with pytest.raises(ValueError, match=r'line \d: field "videos", video 0: .* was changed since the run started'):
+            decode_video(row.images[0])
+
+
+@pytest.mark.parametrize(
+    ("videos", "message"),
+    [
+        (["none.webp"], r'rows.jsonl, line 2: field "videos", video 0: .*none.webp.* cannot be read: No such'),
+        (["rows.jsonl"], r"line 2: .*video 0: .*cannot be read as an image.* by a GIF, APNG or WebP, or by a folder"),
+        (["half.webp"], r"line 2: .*video 0: .*half.webp.*cannot be"),
+        (["b.png"], r"line 2: .*video 0: .*b.png' has 1 frames, expected at least 2; one is shown as an image"),
+        (["empty"], r"line 2: .*video 0: .*empty' has 0 frames, expected at least 2"),
+        (["frames"], r'line 2: .*frames\' does not say how many frames it has in a second; give "fps"'),
+        ([{"path": "a.webp", "fps": 5}], r"line 2: .*a.webp' has 4 frames in a second, the row says 5; correct it"),
+        (["uneven.gif"], r"line 2: .*uneven.gif' has frames that last 100 to 300 ms, expected one rate"),
+        ([{"path": "a.webp", "rate": 5}], r"line 2: .*a.webp' has 4 frames a second, expected to show at most those"),
+        ([{"path": "a.webp", "frames": [1, 12]}], r"line 2: .*a.webp' has 12 frames, of which \[1, 12\] cannot be"),
+        ([{"path": "a.webp", "frames": [3, 2]}], r"line 2: .*has 12 frames, of which \[3, 2\] cannot be shown"),
+        ([{"path": "a.webp", "frames": [3]}], r"line 2: .*a.webp' has 1 frames to show, expected at least 2"),
+        ([{"path": "a.webp", "frames": [0, 1], "rate": 1}], r"line 2: .*video 0 has both rate and frames"),
+        ([{"path": "a.webp", "speed": 2}], r"line 2: .*video 0 has 'speed', expected some of path, fps, rate, frames"),
+        ([{"path": "a.webp", "fps": "4"}], r"line 2: .*video 0 has fps '4', expected a number"),
+        ([7], r'line 2: .*video 0 must be a path or \{"path": ..., "fps": ...\}, got int'),
+        ([{"path": "mixed", "fps": 2}], r"line 2: .*mixed' has frames of \[\(28, 28\), \(84, 56\)\] pixels, expected"),
+        (
+            ["a.webp"] * 2,
+            r"line 2: the prompt has places for 1 videos, the row has 2 in its field",
+        ),
+        ([], r"line 2: the prompt has places for 1 videos, the row has 0"),
+    ],
+)
+def test_a_broken_video_is_named(read, videos, message):
+    with pytest.raises(ValueError, match=message):
+        read({"prompt": "x", "answer": "y"}, ROW | {"videos": videos})
+
+
+def test_a_video_that_is_larger_than_the_bound_is_named(read):
+    rows = {"prompt": "<image>", "images": ["b.png"], "answer": "y"}, ROW | {"videos": ["a.webp"]}
+    assert len(read(*rows)) == 2
+    with pytest.raises(ValueError, match=r"2: .*video 0: .*a.webp', 6 frames, 84 x 56 pixels, and .* take 1.0 MB dec"):
+        read(*rows, limit_mb=1)
+
+
+def test_a_folder_without_a_video_processor_is_named(model, kept, tmp_path):
+    shutil.copytree(model.folder, tmp_path / "model")
+    (tmp_path / "model" / "video_preprocessor_config.json").unlink()
+    reader = build_image_reader(ModelSpec.from_folder(tmp_path / "model"), str(tmp_path), 64)
+    assert reader.read_row({"images": ["b.png"]}, "row 0", DATA, kept)
+    with pytest.raises(ValueError, match=r"a video processor of class \w+, expected Qwen3VLVideoProcessor; save the"):
+        reader.read_row({"videos": ["a.webp"]}, "row 0", DATA, kept)
