@@ -10,7 +10,8 @@ if TYPE_CHECKING:  # the kinds are named by settings, which are read before anyt
     from transformers import PreTrainedModel
 
 TinyVlm = Literal["qwen2_5_vl", "qwen3_vl", "gemma3"]
-Tiny = Literal["qwen2", TinyVlm]
+TinyText = Literal["qwen2", "mistral", "phi3"]
+Tiny = Literal[TinyText, TinyVlm]
 """HF model_type of a tiny model."""
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -25,6 +26,11 @@ _LANGUAGE: dict[str, Any] = dict(
     num_key_value_heads=2,
     max_position_embeddings=256,
 )
+_TEXT: dict[TinyText, dict[str, Any]] = {
+    "qwen2": {},
+    "mistral": {"sliding_window": 24},
+    "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # its own are beyond a tiny vocabulary
+}
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
@@ -57,8 +63,8 @@ LARGE_WEIGHTS = {"initializer_range": 0.08}
 
 def make_tiny_model(folder: str | Path, kind: Tiny) -> str:
     """Save a model whose weights are large enough that a wrong one would show."""
-    if kind == "qwen2":
-        return make_tiny_text(folder, kind, 131)
+    if kind in _TEXT:
+        return make_tiny_text(folder, kind, 131, **_TEXT[kind])
     return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3")
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 TIED = ("tied", "untied")
 LAYOUTS = ("bshd", "thd")

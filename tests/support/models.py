@@ -35,6 +35,8 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
     "llama-rope3": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
     "gemma3_text": ("gemma3_text", _GEMMA),
+    "mistral": ("mistral", {"head_dim": 48, "sliding_window": 5}),  # on every layer
+    "phi3": ("phi3", {}),
 }
 """Name -> HF model_type and the settings that differ."""
 
