@@ -79,6 +79,7 @@ class Tower:
         weights: gives each weight's name in the module and its shape, in the order of the modules.
         read: reads the tower from a whole config; None reads Qwen's keys.
         margin: newlines before the start token of an image and after its end token.
+        tiles: an image is cut into tiles of one size, one of them or more, and vLLM adds what marks it.
     """
 
     prefixes: dict[str, str]
@@ -92,6 +93,7 @@ class Tower:
     runner: str = "engines.megatron.vision.towers:QwenTower"
     read: Callable[[dict, Tower, Path], VisionSpec] | None = None
     margin: str = ""
+    tiles: bool = False
 
     def find_folder_name(self, name: str) -> str:
         """Find the name in a saved folder of a weight of the tower's module."""
@@ -110,6 +112,8 @@ class Family:
             Megatron's modules have them. The output layer is the same in every family and not among them.
         needed: keys that ``config.json`` must have.
         refused: keys of features that one engine would build and the other would not; they must be off.
+        select: selects, by a whole config, the family that the model is read as, where there are several language
+            models; None is this one.
         rules: reads who may see whom in each layer, or one rule for all; raises ValueError for what is not built.
         defaults: what transformers takes for keys that a config leaves out.
         ropes: reads the rotary settings, those of each kind of layer; None reads one for all.
@@ -142,6 +146,7 @@ class Family:
     output: str = "lm_head.weight"
     renamed: dict[str, str] = field(default_factory=dict)
     tower: Tower | None = None
+    select: Callable[[dict, Path], Family] | None = None
 
     def find_architecture(self, head: Head) -> str:
         """Find the name of HuggingFace's class of a model with this head; a critic is a token classification.

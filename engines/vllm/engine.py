@@ -29,14 +29,14 @@ from hardware.attention.rollouts import find_rollout_backend
 from hardware.platform import Platform
 
 
-def _tie_alike(config):
-    """Tie a model's language model in its settings where the whole is tied.
+def _tie_alike(config, *, tied: bool):
+    """Tie a model's language model in its settings, or not, as the trainer does.
 
-    transformers saves that once, for the whole; vLLM 0.32 asks the language model's own settings, and would leave an
-    output layer that has no weight of its own as it was born.
+    transformers saves that once, for the whole, or leaves it out; vLLM 0.32 asks the language model's own settings, and
+    would leave an output layer that has no weight of its own as it was born.
     """
     if hasattr(config, "tie_word_embeddings"):  # vLLM also asks with an empty one
-        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
+        config.get_text_config().tie_word_embeddings = tied
     return config
 
 
@@ -65,7 +65,8 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
     if model.vision:
         # Images are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
         others = {} if model.vision.video_token is None else {"video": 0}
-        settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": _tie_alike}
+        tie = partial(_tie_alike, tied=model.tied)
+        settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": tie}
         # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
         settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
     if any(rule.images for rule in model.rules):

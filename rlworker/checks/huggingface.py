@@ -145,15 +145,16 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
     """Make what gives each sequence its images; of a model without a vision tower, nothing."""
     if not (vision := spec.vision):
         return lambda one: {}
-    processor = ImageProcessor(spec.folder, vision)
+    processor, by_rule = ImageProcessor(spec.folder, vision), any(rule.images for rule in spec.rules)
 
     def arguments(one: TrainBatch) -> dict[str, Tensor]:
         ids, images = one.inputs[None], one.images[0] if one.images else ()
-        kinds = "token_type_ids" if vision.side else "mm_token_type_ids"
-        inputs = {kinds: (ids == vision.image_token).int(), "attention_mask": torch.ones_like(ids)}
+        inputs = {"attention_mask": torch.ones_like(ids)}
+        if by_rule or vision.axes:  # told where attention or positions depend on it
+            inputs["token_type_ids" if by_rule else "mm_token_type_ids"] = (ids == vision.image_token).int()
         if images:
             inputs["pixel_values"] = torch.cat([processor.patches([image]) for image in images])
-        if images and not vision.side:
+        if images and vision.axes:
             inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
         return inputs
 

@@ -60,8 +60,11 @@ def make_critic(folder: Path, language_model: str) -> str:
     return str(folder)
 
 
-def make_vlm(folder: Path, family: str, tied: bool = False) -> str:
-    """Save a vision-language model of one of ``IMAGE_FAMILIES``, its image tokens from 90 on."""
-    return make_tiny_vlm(
-        folder, family, make_bare_tokenizer(89), VOCAB, tied=tied, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS
-    )
+def make_vlm(folder: Path, family: str, tied: bool = False, **language: Any) -> str:
+    """Save a vision-language model of one of ``IMAGE_FAMILIES``, its image tokens from 90 on.
+
+    Args:
+        language: settings of the language model that differ.
+    """
+    settings: dict[str, Any] = {"language": LARGE_WEIGHTS | language, "vision": LARGE_WEIGHTS}
+    return make_tiny_vlm(folder, family, make_bare_tokenizer(89), VOCAB, tied=tied, **settings)

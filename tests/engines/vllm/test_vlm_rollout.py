@@ -20,13 +20,16 @@ from rlworker.checks.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
-
-
+BY_DEFAULT = ("qwen3_vl", "gemma3")
+"""Families whose processes the default run has room for."""
 LAST = 4
 """The prompt that ends in an image."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.large), *IMAGE_FAMILIES[1:]])
+LARGE = [pytest.param(family, marks=pytest.mark.large) for family in IMAGE_FAMILIES if family not in BY_DEFAULT]
+
+
+@pytest.fixture(scope="module", params=[*BY_DEFAULT, *LARGE])
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
     from rlworker.cluster.rollout_group import Rollouts
