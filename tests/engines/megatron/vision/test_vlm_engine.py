@@ -82,8 +82,8 @@ def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family
 
 
 RESUMED = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "CP2": {"cp": 2, "freeze": ("vision",)}}
-ALWAYS = {("gemma3", "TP2"), ("qwen3_vl", "PP2"), ("qwen2_5_vl", "CP2")}
-"""Those that every suite runs: each size and each family once."""
+ALWAYS = {("gemma3", "TP2"), ("qwen3_vl", "PP2"), ("qwen2_5_vl", "CP2"), ("internvl", "PP2")}
+"""Those that every suite runs: each size and each family."""
 
 
 @pytest.mark.parametrize(
