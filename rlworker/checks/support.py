@@ -1,4 +1,4 @@
-"""How far it was shown that a family trains and rolls out on a platform, as the capability tables say.
+"""The capability tables say here how far it was shown that a family trains and rolls out on a platform.
 
 ``scripts/tables.py`` writes docs/models.md from it.
 """
