@@ -9,6 +9,9 @@ says where a table stands and which results are its rows; ``*`` in a name stands
 
     <!-- table: demo_seed* demo_shuffled -->
     <!-- end -->
+
+``table: families of`` before the names shows where each family trains and rolls out, by the capability tables and by
+what these results have of it.
 """
 
 import argparse
@@ -31,6 +34,7 @@ FIELDS = (*NEEDED, "note")
 BEGIN, END = "<!-- table: ", "<!-- end -->"
 TABLE = re.compile(rf"({BEGIN}(.+?) -->\n)(.*?)({END})", re.DOTALL)
 WIDTH = 100
+FAMILIES = "families of "
 KINDS = {"vllm": "vLLM processes", "rank": "ranks", "torch": "heavy Python starts", "unwatched": "unwatched Python"}
 """Process starts that the suite counts -> title of their column."""
 
@@ -140,6 +144,37 @@ def _format_value(value: Any, places: int) -> str:
     return f"{value:,.{places}f}"
 
 
+# -- of the families
+
+
+def render_families(results: list[Result]) -> str:
+    """Write how far it was shown that each family trains and rolls out, on each platform that is a machine.
+
+    On the platform that the results were measured on, what they have no row of is untested, whatever may be there.
+    """
+    from engines.models.families import find_family, list_families
+    from hardware.attention.rollouts import list_parts
+    from hardware.platforms import PLATFORMS, get_platform
+    from rlworker.checks.support import LAYOUTS, find_layout_level, find_rollout_level, list_rules
+
+    shown = {(result.head["platform"].split()[0], r["family"], r["part"]) for result in results for r in result.rows}
+    machines = [platform for platform in map(get_platform, PLATFORMS) if platform.evidence == "executed"]
+    rows = []
+    for name in list_families():
+        family = find_family(name, DOCS)
+        row = {"family": name, "sees": "images" if family.tower else "text"}
+        row["rules"] = ", ".join(list_parts(list_rules(family)))
+        for platform in machines:
+            levels = {layout: find_layout_level(family, platform, layout) for layout in LAYOUTS}
+            levels["rollout"] = find_rollout_level(family, platform)
+            measured = {part for place, of, part in shown if (place, of) == (platform.name, name)}
+            if any(place == platform.name for place, *_ in shown):
+                levels |= {part: "untested" for part in levels if part not in measured and levels[part] != "refused"}
+            row |= {f"{platform.name}: {part}": level for part, level in levels.items()}
+        rows.append(row)
+    return _render_rows(rows)
+
+
 # -- into the pages
 
 
@@ -152,14 +187,14 @@ def fill_page(page: Path, results: dict[str, Result]) -> tuple[str, set[str]]:
     text, used_names = page.read_text(), set()
 
     def replace_table(match: re.Match) -> str:
-        names = []
-        for pattern in match[2].split():
+        names, render = [], render_families if match[2].startswith(FAMILIES) else render_table
+        for pattern in match[2].removeprefix(FAMILIES).split():
             matching_names = fnmatch.filter(results, pattern)
             if not matching_names:
                 raise ValueError(f"{page}: table {pattern!r} has no docs/results/{pattern}.json; add it by tables.py")
             names += matching_names
         used_names.update(names)
-        return f"{match[1]}{render_table([results[name] for name in names])}{match[4]}"
+        return f"{match[1]}{render([results[name] for name in names])}{match[4]}"
 
     begin_count = text.count(BEGIN)
     filled, count = TABLE.subn(replace_table, text)
@@ -253,11 +288,12 @@ def sum_costs(files: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     return [*rows.values(), total]
 
 
-def add_result(source: Path, target: Path, at: list[int], fields: dict[str, str]) -> None:
+def add_result(source: Path, target: Path, at: list[int], fields: dict[str, str], families: bool = False) -> None:
     """Store a run folder, or what a benchmark or the suite wrote, as the result ``target``.
 
     Args:
         fields: of the head, which the source lacks, or which stand in place of its own.
+        families: of what tests measured, rows by family in place of rows by test.
 
     Raises:
         ValueError: it is none of these, or the head is not complete.
@@ -270,6 +306,8 @@ def add_result(source: Path, target: Path, at: list[int], fields: dict[str, str]
         stored = _read_object(source)
         if "files" in stored:
             stored = {"head": stored.get("head", {}), "rows": sum_costs(stored["files"])}
+        by_family = stored.pop("families", [])
+        stored |= {"rows": by_family} if families else {}
     stored["head"] = stored.get("head", {}) | fields
     check_result(source, stored)
     target.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
@@ -283,6 +321,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     adding.add_argument("source", type=Path)
     adding.add_argument("--name", required=True)
     adding.add_argument("--at", type=int, nargs="+", default=[], metavar="STEP", help="held-out scores of a run")
+    adding.add_argument("--families", action="store_true", help="of --measured, rows by family")
     for field in FIELDS:
         adding.add_argument(f"--{field}", help="in place of what the source says")
     return parser.parse_args(arguments)
@@ -293,7 +332,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.action == "add":
             fields = {field: value for field in FIELDS if (value := getattr(options, field))}
-            add_result(options.source, options.docs / "results" / f"{options.name}.json", options.at, fields)
+            target = options.docs / "results" / f"{options.name}.json"
+            add_result(options.source, target, options.at, fields, options.families)
         elif options.check:
             faults = find_faults(options.docs)
             print("\n".join(faults or ["every table is what docs/results gives"]))

@@ -23,7 +23,7 @@ class Image:
     Attributes:
         path, digest: where it is, and the SHA-256 of what is there.
         size: its width and height in pixels.
-        grid: the patches that the processor makes of it: frames, rows, columns.
+        grid: the patches that the processor makes of it: frames or tiles, and rows and columns of each.
         place: where it was named, for messages, such as ``data: train.jsonl, line 3, image 0``.
     """
 
@@ -35,7 +35,7 @@ class Image:
 
     @property
     def patches(self) -> int:
-        """Patches in all frames."""
+        """Patches in all frames or tiles."""
         frames, rows, columns = self.grid
         return frames * rows * columns
 

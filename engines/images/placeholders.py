@@ -8,6 +8,7 @@ so that those of an image and those of the text beside it may be one.
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,9 @@ def list_margin_tokens(model: ModelSpec) -> tuple[int, ...]:
 def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpec) -> list[int]:
     """Collapse each image of a prompt to the one token that vLLM puts its tokens in the place of: ``[n] -> [m]`` ids.
 
-    That is the image token; or, of a family with a margin, the start token, which vLLM surrounds by the rest. Of a
-    video it is the video token, which stands for the times and what is around the frames as well.
+    That is the image token, to which vLLM adds what marks an image of tiles; or, of a family with a margin, the start
+    token, which vLLM surrounds by the rest. Of a video it is the video token, which stands for the times and what is
+    around the frames as well.
     """
     vision, remaining = model.require_vision(), list(images)
     collapsed, place = [], 0
@@ -95,6 +97,8 @@ def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpe
         else:
             place += image.tokens(vision.merge) if image else 1
         collapsed.append(token)
+    if vision.tower.tiles:
+        return _strip_marks(collapsed, vision)
     return _strip_margins(collapsed, model) if vision.tower.margin else collapsed
 
 
@@ -124,6 +128,13 @@ def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, in
                     f"vLLM would not find the image again: expected {text} newlines of the text's own {side} <image>; "
                     "leave the others out"
                 )
+
+
+def _strip_marks(ids: list[int], vision: VisionSpec) -> list[int]:
+    """Leave of ``start image end`` the image token."""
+    start, image, end = vision.start_token, vision.image_token, vision.end_token
+    pairs = list(pairwise([None, *ids, None]))  # each id with the one before it, and with the one after it
+    return [ids[i] for i in range(len(ids)) if pairs[i] != (image, end) and pairs[i + 1] != (start, image)]
 
 
 def _strip_margins(ids: list[int], model: ModelSpec) -> list[int]:

@@ -38,6 +38,8 @@ class ImageProcessor:
             ) from None
         self.folder, self.vision = folder, vision
         self.settings = {key: value for key, value in self._process.to_dict().items() if not key.endswith("_type")}
+        # What transformers' own processor of whole rows asks for, whatever the folder says.
+        self._options = {"crop_to_patches": True} if vision.tower.tiles else {}
         side = vision.patch * (vision.side or 0)
         cut = {"patch_size": vision.patch, "temporal_patch_size": vision.temporal_patch, "merge_size": vision.merge}
         whole = {"size": {"height": side, "width": side}}
@@ -66,9 +68,10 @@ class ImageProcessor:
         return Image(str(Path(path).absolute()), digest, (width, height), grid, place)
 
     def _find_grid(self, width: int, height: int, what: str) -> tuple[int, int, int]:
-        """Find how an image of this size is cut: frames, rows and columns of patches."""
+        """Find how an image of this size is cut: frames or tiles, and rows and columns of patches in each."""
         if self.vision.side:
-            return 1, self.vision.side, self.vision.side
+            tiles = self._process.get_number_of_image_patches(height, width, self._options) if self._options else 1
+            return tiles, self.vision.side, self.vision.side
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         cell, size = self.vision.patch * self.vision.merge, self._process.size
@@ -85,7 +88,8 @@ class ImageProcessor:
 
     def patches(self, images: Sequence[Image]) -> "Tensor":
         """Make the pixels of images and videos as their tower takes them, float32: patches ``[patches, patch_size]``,
-        one image after another; or whole images ``[images, channels, height, width]``, where all are of one size.
+        one image after another; or whole images, or the tiles of each, ``[n, channels, height, width]``, where all are
+        of one size.
 
         Raises:
             ValueError: one is gone, was changed, or cannot be decoded.
@@ -100,10 +104,15 @@ class ImageProcessor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _patches(self, images: Sequence[Image]) -> "Tensor":
-        processed = self._process(images=[decode(image) for image in images], return_tensors="pt")
-        if self.vision.side:
+        decoded, side = [decode(image) for image in images], self.vision.side
+        processed = self._process(images=decoded, return_tensors="pt", **self._options)
+        if not side:
+            grids = processed["image_grid_thw"].tolist()
+        elif self._options:
+            grids = [[tiles, side, side] for tiles in processed["num_patches"].tolist()]
+        else:
             return processed["pixel_values"]
-        for image, grid in zip(images, processed["image_grid_thw"].tolist(), strict=True):
+        for image, grid in zip(images, grids, strict=True):
             if tuple(grid) != image.grid:
                 raise ValueError(
                     f"{image.place}: the processor cut {image.path!r} into {grid} patches, expected {list(image.grid)}"

@@ -31,8 +31,8 @@ def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Ten
     if kind == "qkv":
         # [heads * d, h] of q and [kv_heads * d, h] of k and v -> [kv_heads, rows of a group, h]: q of group 0, its k,
         # its v, then group 1. So tensor parallelism cuts between groups and each rank has all that its heads need.
-        groups = [t.unflatten(0, (model.kv_heads, -1)) for t in tensors]
-        return torch.cat(groups, dim=1).flatten(0, 1)
+        parts = tensors if len(tensors) > 1 else tensors[0].split(_count_qkv_rows(model))
+        return torch.cat([part.unflatten(0, (model.kv_heads, -1)) for part in parts], dim=1).flatten(0, 1)
     if kind == "gated":
         return torch.cat(tensors)
     if kind == "vocabulary":
@@ -40,13 +40,19 @@ def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Ten
     return tensors[0]
 
 
+def _count_qkv_rows(model: ModelSpec) -> list[int]:
+    """Count the rows of queries, keys and values, which a family has in a tensor each or in one, in this order."""
+    return [heads * model.head_dim for heads in (model.heads, model.kv_heads, model.kv_heads)]
+
+
 def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     """Split one of Megatron's tensors into those of HuggingFace's: the inverse of ``_join``."""
     rows = [shape[0] for shape in weight.tensors.values()]
     if weight.join == "qkv":
         groups = whole.unflatten(0, (model.kv_heads, -1))  # [kv_heads, rows of q, k and v in a group, ...]
-        parts = groups.split([count // model.kv_heads for count in rows], dim=1)
-        return [part.flatten(0, 1) for part in parts]
+        parts = groups.split([count // model.kv_heads for count in _count_qkv_rows(model)], dim=1)
+        parts = [part.flatten(0, 1) for part in parts]
+        return parts if len(rows) > 1 else [torch.cat(parts)]
     return list(whole[: sum(rows)].split(rows))  # without the vocabulary's padding
 
 

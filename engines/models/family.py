@@ -33,7 +33,8 @@ class Weight:
         name: Megatron's. A family names it within its layer, a ``ModelSpec`` within the model.
         tensors: HF name -> whole shape, in the order in which they are joined.
         join: ``whole`` takes the only tensor as it is, ``qkv`` joins by query group, ``gated`` puts the gate above what
-            it gates and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks.
+            it gates and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks. The parts of
+            ``qkv`` and ``gated`` are a tensor each, or one that has them in this order.
         cut: the axis that tensor parallelism cuts; None where every rank has all of it.
     """
 
@@ -80,6 +81,7 @@ class Tower:
         margin: newlines before the start token of an image and after its end token.
         video_processor: transformers' class that makes patches of videos.
         no_videos: why the model is shown no videos; empty where it is.
+        tiles: an image is cut into tiles of one size, one of them or more, and vLLM adds what marks it.
     """
 
     prefixes: dict[str, str]
@@ -95,6 +97,7 @@ class Tower:
     margin: str = ""
     video_processor: str = ""
     no_videos: str = "they are not built for this family"
+    tiles: bool = False
 
     def find_folder_name(self, name: str) -> str:
         """Find the name in a saved folder of a weight of the tower's module."""
@@ -113,6 +116,8 @@ class Family:
             Megatron's modules have them. The output layer is the same in every family and not among them.
         needed: keys that ``config.json`` must have.
         refused: keys of features that one engine would build and the other would not; they must be off.
+        select: selects, by a whole config, the family that the model is read as, where there are several language
+            models; None is this one.
         rules: reads who may see whom in each layer, or one rule for all; raises ValueError for what is not built.
         defaults: what transformers takes for keys that a config leaves out.
         ropes: reads the rotary settings, those of each kind of layer; None reads one for all.
@@ -145,6 +150,7 @@ class Family:
     output: str = "lm_head.weight"
     renamed: dict[str, str] = field(default_factory=dict)
     tower: Tower | None = None
+    select: Callable[[dict, Path], Family] | None = None
 
     def find_architecture(self, head: Head) -> str:
         """Find the name of HuggingFace's class of a model with this head; a critic is a token classification.

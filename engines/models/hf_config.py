@@ -166,7 +166,7 @@ def refuse_unsupported(config: dict, path: Path, family: Family, head: Head) -> 
     """Raise ValueError for features that a config may ask for and an engine would drop in silence."""
     for key in family.refused:
         if config.get(key):
-            raise ValueError(f"model: {path} sets {key}, which the engine does not build; it must be false")
+            raise ValueError(f"model: {path} sets {key}, which the engine does not build; turn it off or leave it out")
     for key, built in (family.activation, ("is_causal", True), ("logit_scale", 1)):
         if config.get(key, built) != built:
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {built!r}")

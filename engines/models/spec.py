@@ -58,6 +58,8 @@ class ModelSpec:
             raise ValueError(f"model: folder {str(folder)!r} {problem}; give the path of a saved HuggingFace model")
         config = read_object(path)
         family, vision = find_family(config.get("model_type"), path), None
+        if family.select:
+            family = family.select(config, path)
         if family.tower:
             vision = VisionSpec.from_config(config, family.tower, path)
             config = (family.extract_language or extract_language_config)(config)

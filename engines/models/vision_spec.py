@@ -26,7 +26,8 @@ class VisionSpec:
         image_token, video_token, start_token, end_token: ids. pad_token: one more that some configs have.
         axes: for each rotary frequency the axis that turns it: 0 time, 1 height, 2 width (arXiv:2409.12191). None where
             images have positions as text has.
-        side: patches of the side of every image; None where each has its own size. norm_eps: of the projector's norm.
+        side: patches of the side of every image or tile; None where each image has its own size. norm_eps: of the
+            projector's norm.
     """
 
     tower: Tower

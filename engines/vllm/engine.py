@@ -6,53 +6,34 @@ from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
-import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.inputs import TokensPrompt
-from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
 from engines.config import VllmConfig
-from engines.images.decoding import decode
-from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
-from engines.images.video import Video
-from engines.images.video_processor import decode_video
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.processes import unlink_shared_memory
+from engines.vllm.requests import make_params, make_prompt, read_completion
 from engines.vllm.sleep import Sleep
 from engines.weight_sync import WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
 from hardware.platform import Platform
 
 
-def _tie_alike(config):
-    """Tie a model's language model in its settings where the whole is tied.
+def _tie_alike(config, *, tied: bool):
+    """Tie a model's language model in its settings, or not, as the trainer does.
 
-    transformers saves that once, for the whole; vLLM 0.32 asks the language model's own settings, and would leave an
-    output layer that has no weight of its own as it was born.
+    transformers saves that once, for the whole, or leaves it out; vLLM 0.32 asks the language model's own settings, and
+    would leave an output layer that has no weight of its own as it was born.
     """
     if hasattr(config, "tie_word_embeddings"):  # vLLM also asks with an empty one
-        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
+        config.get_text_config().tie_word_embeddings = tied
     return config
-
-
-def _decode_video(video: Video) -> tuple[np.ndarray, dict[str, Any]]:
-    """Decode a video as vLLM takes it: its frames, and which of the whole video's they are."""
-    metadata = {
-        "fps": video.fps,
-        "duration": video.total / video.fps,
-        "total_num_frames": video.total,
-        "frames_indices": list(video.frames),
-        "video_backend": "pillow",
-        "do_sample_frames": False,
-    }
-    return decode_video(video), metadata
 
 
 def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bool) -> dict[str, Any]:
@@ -81,7 +62,8 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         # Images are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
         knows_videos = model.vision.video_token is not None
         others = {"video": 0} if knows_videos and model.vision.tower.no_videos else {}
-        settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": _tie_alike}
+        tie = partial(_tie_alike, tied=model.tied)
+        settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": tie}
         # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
         settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
     if any(rule.images for rule in model.rules):
@@ -154,7 +136,7 @@ class VllmEngine:
             ValueError: an image cannot be read.
             RuntimeError: vLLM made other tokens of the images than the trainer does, or other requests are running.
         """
-        params = self._make_params(sampling, sampling.count)
+        params = make_params(sampling, sampling.count, self.model)
         return self._run_round([(prompt, params) for prompt in prompts], sampling.seed)
 
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:
@@ -167,7 +149,7 @@ class VllmEngine:
         numbered = enumerate(requests)
         by = groupby(numbered, lambda pair: (pair[1], -1 if pair[1].temperature else pair[0]))
         runs = [[request for _, request in run] for _, run in by]
-        return self._run_round([(run[0].prompt, self._make_params(run[0], len(run))) for run in runs], seed)
+        return self._run_round([(run[0].prompt, make_params(run[0], len(run), self.model)) for run in runs], seed)
 
     def _run_round(self, asked: Sequence[tuple[Prompt, SamplingParams]], seed: int) -> Completions:
         self._sleep.require_weights("sampling")
@@ -180,7 +162,7 @@ class VllmEngine:
         costs = [self.count_image_bytes(prompt) for prompt, _ in asked]
         for wave in cut_waves(costs, self.config.image_memory_mb * 2**20):
             prompts, params = zip(*asked[wave], strict=True)
-            requests = [self._make_prompt(prompt) for prompt in prompts]
+            requests = [make_prompt(prompt, self.model) for prompt in prompts]
             outputs = self.llm.generate(requests, list(params), use_tqdm=False)
             for prompt, output in zip(prompts, outputs, strict=True):
                 completions += self.read_output(prompt, output)
@@ -203,10 +185,10 @@ class VllmEngine:
             ValueError: the prompt is too long, or an image cannot be read.
         """
         self._sleep.require_weights("sampling")
-        params = self._make_params(request, request.count)
+        params = make_params(request, request.count, self.model)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         place = -int(request.goes_first and self.config.staleness > 0)
-        self.llm.llm_engine.add_request(name, self._make_prompt(request.prompt), params, priority=place)
+        self.llm.llm_engine.add_request(name, make_prompt(request.prompt, self.model), params, priority=place)
 
     def count_running(self) -> int:
         """Count the completions that have begun and not finished."""
@@ -248,38 +230,11 @@ class VllmEngine:
                 f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
                 f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
             )
-        return [_read_completion(sample) for sample in output.outputs]
+        return [read_completion(sample) for sample in output.outputs]
 
     def read_answer(self, prompt: Prompt, output: RequestOutput) -> Completions:
         """Read the completions of a prompt as columns; raises as ``read_output`` does."""
         return Completions.join(self.read_output(prompt, output))
-
-    def _make_params(self, asked: Request | Sampling, count: int) -> SamplingParams:
-        greedy = asked.temperature == 0
-        return SamplingParams(
-            n=count,
-            temperature=asked.temperature,
-            max_tokens=asked.max_tokens,
-            logprobs=None if greedy else asked.top_logprobs,
-            flat_logprobs=not greedy,
-            stop_token_ids=list(asked.stop_token_ids),
-            ignore_eos=True,  # vLLM would stop at the end tokens of generation_config.json too
-            detokenize=False,
-            logit_bias=dict.fromkeys(self.model.banned_tokens, float("-inf")) or None,
-        )
-
-    def _make_prompt(self, prompt: Prompt) -> TokensPrompt:
-        """Make vLLM's form of a prompt, with one token for each image: vLLM puts all of its tokens there."""
-        if not prompt.images:
-            return TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        ids = collapse_images(prompt.token_ids, prompt.images, self.model)
-        decoded: dict[str, list] = {}
-        digests: dict[str, list] = {}
-        for image in prompt.images:
-            kind, pixels = ("video", _decode_video(image)) if isinstance(image, Video) else ("image", decode(image))
-            decoded.setdefault(kind, []).append(pixels)
-            digests.setdefault(kind, []).append(image.digest)
-        return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)
 
     def _empty_caches(self) -> None:
         """Empty the caches: keys and values of prompts, and features of images. What runs computes its own anew."""
@@ -348,23 +303,3 @@ class VllmEngine:
             return
         with share_bucket(bucket) as shared:
             self.llm.collective_rpc("take_shared_weights", args=(shared,))
-
-
-def _read_completion(sample: CompletionOutput) -> Completion:
-    tokens = np.asarray(sample.token_ids, dtype=np.int32)
-    spans = tuple((int(span.version), span.end - span.start) for span in sample.weight_versions or ())
-    if sum(length for _, length in spans) != len(tokens):
-        raise RuntimeError(f"rollout: vLLM gave versions {spans} of {len(tokens)} sampled tokens, expected of each")
-    finished, found = sample.finish_reason == "stop", cast(FlatLogprobs | None, sample.logprobs)
-    if found is None:
-        return Completion(tokens, np.zeros(0, np.float32), finished, spans)
-    # At each position vLLM reports the sampled token, and then the likeliest ones, be it among them or not.
-    ids = np.asarray(found.token_ids, dtype=np.int32).reshape(len(tokens), -1)
-    logprobs = np.asarray(found.logprobs, dtype=np.float32).reshape(ids.shape)
-    if not np.array_equal(ids[:, 0], tokens):
-        raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
-    if ids.shape[1] == 1:
-        return Completion(tokens, logprobs[:, 0], finished, spans)
-    # Banned tokens fill up what others leave.
-    top_ids = np.where(logprobs > -np.inf, ids, -1)[:, 1:]
-    return Completion(tokens, logprobs[:, 0].copy(), finished, spans, top_ids, logprobs[:, 1:])

@@ -146,13 +146,14 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
     """Make what gives each sequence its images; of a model without a vision tower, nothing."""
     if not (vision := spec.vision):
         return lambda one: {}
-    processor = ImageProcessor(spec.folder, vision)
+    processor, by_rule = ImageProcessor(spec.folder, vision), any(rule.images for rule in spec.rules)
 
     def arguments(one: TrainBatch) -> dict[str, Tensor]:
         ids, images = one.inputs[None], one.images[0] if one.images else ()
-        name = "token_type_ids" if vision.side else "mm_token_type_ids"
-        kinds = sum((ids == token).int() * kind for kind, token in enumerate(vision.feature_tokens, start=1))
-        inputs = {name: cast(Tensor, kinds), "attention_mask": torch.ones_like(ids)}
+        inputs = {"attention_mask": torch.ones_like(ids)}
+        if by_rule or vision.axes:  # told where attention or positions depend on it
+            kinds = sum((ids == token).int() * kind for kind, token in enumerate(vision.feature_tokens, start=1))
+            inputs["token_type_ids" if by_rule else "mm_token_type_ids"] = cast(Tensor, kinds)
         videos = [image for image in images if isinstance(image, Video)]
         stills = [image for image in images if not isinstance(image, Video)]
         for shown, pixels, grid in (
@@ -161,7 +162,7 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
         ):
             if shown:
                 inputs[pixels] = torch.cat([processor.patches([image]) for image in shown])
-            if shown and not vision.side:
+            if shown and vision.axes:
                 inputs[grid] = torch.tensor([image.grid for image in shown])
         return inputs
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
-TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "gemma3"]
-Tiny = Literal["qwen2", TinyVlm]
+TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "gemma3", "internvl"]
+TinyText = Literal["qwen2", "mistral", "phi3"]
+Tiny = Literal[TinyText, TinyVlm]
 """HF model_type of a tiny model."""
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -26,6 +27,11 @@ _LANGUAGE: dict[str, Any] = dict(
     num_key_value_heads=2,
     max_position_embeddings=256,
 )
+_TEXT: dict[TinyText, dict[str, Any]] = {
+    "qwen2": {},
+    "mistral": {"sliding_window": 24},
+    "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # its own are beyond a tiny vocabulary
+}
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
     "qwen2_vl": {"depth": 2},
@@ -51,6 +57,8 @@ _GEMMA_VISION: dict[str, Any] = {
     "patch_size": 14,
     "vision_use_head": False,
 }
+_INTERN_VISION = _GEMMA_VISION | {"attention_bias": True, "layer_scale_init_value": 0.5}
+del _INTERN_VISION["vision_use_head"]
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 _PATCH, _MERGE = 14, 2
 _FULL_FRAMES = 4
@@ -62,8 +70,8 @@ LARGE_WEIGHTS = {"initializer_range": 0.08}
 
 def make_tiny_model(folder: str | Path, kind: Tiny) -> str:
     """Save a model whose weights are large enough that a wrong one would show."""
-    if kind == "qwen2":
-        return make_tiny_text(folder, kind, 131)
+    if kind in _TEXT:
+        return make_tiny_text(folder, kind, 131, **_TEXT[kind])
     return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
 
 
@@ -117,8 +125,8 @@ def make_tiny_vlm(
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    if family == "gemma3":
-        return _make_tiny_gemma(folder, tokenizer, vocab, seed, tied, language or {}, vision or {}, apart)
+    if own := {"gemma3": _make_tiny_gemma, "internvl": _make_tiny_intern}.get(family):
+        return own(folder, tokenizer, vocab, seed, tied, language or {}, vision or {}, apart)
     rope, heads = _ROPE | {"mrope_section": [8, 4, 4]}, {}
     if family == "qwen3_vl":
         rope, heads = rope | {"mrope_interleaved": True}, {"head_dim": 32}
@@ -176,21 +184,11 @@ def _make_tiny_gemma(
         Gemma3ForConditionalGeneration,
         Gemma3ImageProcessor,
         Gemma3Processor,
-        PreTrainedTokenizerFast,
     )
 
     tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
     start, image, end, _ = IMAGE_TOKENS
-    names = {"boi_token": start, "image_token": image, "eoi_token": end}
-    named = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        unk_token=tokenizer.unk_token,
-        pad_token=tokenizer.pad_token,
-        chat_template=tokenizer.chat_template,
-        extra_special_tokens=names,
-    )
+    named = _name_tokens(tokenizer, {"boi_token": start, "image_token": image, "eoi_token": end})
     start_id, image_id, end_id = (named.vocab[token] for token in (start, image, end))
     ends = dict(bos_token_id=named.bos_token_id, eos_token_id=named.eos_token_id)
     text = _LANGUAGE | _GEMMA_LANGUAGE | {"vocab_size": vocab} | ends | language
@@ -218,6 +216,65 @@ def _make_tiny_gemma(
     images = Gemma3ImageProcessor(size={"height": side, "width": side}, do_pan_and_scan=False)
     Gemma3Processor(images, named, image_seq_length=4, chat_template=tokenizer.chat_template).save_pretrained(folder)
     return saved
+
+
+def _make_tiny_intern(
+    folder: str | Path, tokenizer: Any, vocab: int, seed: int, tied: bool, language: dict, vision: dict, apart: float
+) -> str:
+    """Save an InternVL, of whose images the larger are cut into tiles; ``model_type`` of ``language`` is Qwen2's or
+    Qwen3's."""
+    import torch
+    from transformers import (
+        GotOcr2ImageProcessor,
+        InternVLConfig,
+        InternVLForConditionalGeneration,
+        InternVLProcessor,
+        InternVLVideoProcessor,
+    )
+
+    start, image, end, video = IMAGE_TOKENS
+    names = {"start_image_token": start, "context_image_token": image, "end_image_token": end, "video_token": video}
+    named = _name_tokens(tokenizer, names)
+    ends = dict(bos_token_id=named.bos_token_id, eos_token_id=named.eos_token_id)
+    text = {"model_type": "qwen2"} | _LANGUAGE | {"vocab_size": vocab} | ends | language
+    tower = _INTERN_VISION | vision
+    side = tower["image_size"]
+    tokens = (side // tower["patch_size"] // _MERGE) ** 2
+    _seed(seed)
+    config = InternVLConfig(
+        text_config=text,
+        vision_config=tower,
+        image_token_id=named.vocab[image],
+        image_seq_length=tokens,
+        downsample_ratio=1 / _MERGE,
+        tie_word_embeddings=tied,
+    )
+    model = InternVLForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("cls_token", "position_embeddings", "lambda_1", "lambda_2")):  # each born alike
+                parameter.add_(0.15 * torch.randn_like(parameter))
+    saved = save_apart(model, folder, apart)
+    size = {"height": side, "width": side}
+    images, videos = GotOcr2ImageProcessor(size=size, max_patches=3), InternVLVideoProcessor(size=size)
+    processor = InternVLProcessor(images, named, videos, image_seq_length=tokens, chat_template=tokenizer.chat_template)
+    processor.save_pretrained(folder)
+    return saved
+
+
+def _name_tokens(tokenizer: Any, names: dict[str, str]) -> Any:
+    """Make the same tokenizer, some tokens of which have names that transformers' processors look for."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        unk_token=tokenizer.unk_token,
+        pad_token=tokenizer.pad_token,
+        chat_template=tokenizer.chat_template,
+        extra_special_tokens=names,
+    )
 
 
 def _name_as_released(path: Path) -> None:

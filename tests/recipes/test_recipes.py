@@ -48,6 +48,7 @@ LLAMA_8B = {
 }
 """The shape of Llama 3.1 8B."""
 TRACED = ("--profile-steps", "2:2")
+INTERN = ("--smoke-model", "internvl")
 GEMMA = ("--smoke-model", "gemma3")
 SMOKES = [
     *((name, TRACED if name == "ppo_gsm8k" else ()) for name in RECIPES),
@@ -57,6 +58,7 @@ SMOKES = [
     ("ppo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("ppo_geo3k", GEMMA),
     ("sft_vlm", GEMMA),
+    ("grpo_geo3k", INTERN),
 ]
 BY_HAND = {
     ("grpo_gsm8k", NPU),
@@ -65,6 +67,7 @@ BY_HAND = {
     ("ppo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", ("--smoke-model", "qwen3_vl")),
     ("sft_vlm", GEMMA),
+    ("grpo_geo3k", INTERN),
 }
 """Those that no suite runs: the rest of the emulated platform's matrix, and of the families'."""
 ALWAYS = {("grpo_geo3k", ())}

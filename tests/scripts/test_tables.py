@@ -222,3 +222,32 @@ def test_costs_of_the_suite_become_a_row_for_each_folder(tables, docs, tmp_path)
         ("tests", 0.5, 0, 0),
         ("all", 9.5, 1, 2),
     ]
+
+
+def test_families_are_shown_where_they_were_measured_and_as_the_capability_tables_say(tables, docs):
+    """On a CPU as far as the results go; elsewhere by the kernels under the family's rules. A refusal stays one."""
+    from engines.models.families import list_families
+
+    rows = [{"family": "gemma3", "part": "bshd"}, {"family": "llama", "part": "rollout"}]
+    (docs / "families.json").write_text(json.dumps({"head": HEAD, "rows": [], "families": rows}))
+    options = ["--name", "run_f", "--families", "--platform", "cpu (executed)"]
+    assert tables.main(["--docs", str(docs), "add", str(docs / "families.json"), *options]) == 0
+    (docs / "models.md").write_text("<!-- table: families of run_f -->\n<!-- end -->\n")
+    assert tables.main(["--docs", str(docs)]) == 0
+    lines = [line.strip("| ").split(" | ") for line in (docs / "models.md").read_text().splitlines() if "|" in line]
+    titles, _, *table = lines
+    shown = {line[0]: dict(zip(titles, line)) for line in table}
+    assert list(shown) == list_families()
+    gemma, llama = shown["gemma3"], shown["llama"]
+    assert (gemma["sees"], gemma["rules"], llama["sees"], llama["rules"]) == (
+        "images",
+        "causal, window, images",
+        "text",
+        "causal",
+    )
+    parts = ("bshd", "thd", "rollout")
+    assert [gemma[f"cpu: {part}"] for part in parts] == ["executed", "untested", "untested"]
+    assert [llama[f"cpu: {part}"] for part in parts] == ["untested", "untested", "executed"]
+    assert [gemma[f"cuda: {part}"] for part in parts] == ["emulated", "emulated", "untested"]
+    assert [gemma[f"npu: {part}"] for part in parts] == ["emulated", "refused", "refused"]
+    assert [llama[f"npu: {part}"] for part in parts] == ["emulated", "emulated", "untested"]

@@ -10,7 +10,7 @@ import pytest
 from engines.probes.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("architecture", "ascend", "cuda", "episodes", "from_verl", "masks", "metrics", "vlm")
+NAMES = ("architecture", "ascend", "cuda", "episodes", "from_verl", "masks", "metrics", "models", "vlm")
 PAGES = ("CONTRIBUTING.md", *(f"docs/{name}.md" for name in NAMES))
 TOPS = ("hardware", "engines", "rlworker", "recipes", "tests", "scripts", "docs", "requirements", "docker")
 PLACEHOLDER = re.compile(r"\b[A-Z]+\b")

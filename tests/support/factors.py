@@ -3,8 +3,8 @@
 import math
 import re
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
-IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3")
+IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl", "internvl")
 TIED = ("tied", "untied")
 LAYOUTS = ("bshd", "thd")
 PLATFORMS = ("cpu", "cuda-emulated", "npu-emulated")

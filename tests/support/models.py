@@ -35,6 +35,8 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
     "llama-rope3": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
     "gemma3_text": ("gemma3_text", _GEMMA),
+    "mistral": ("mistral", {"head_dim": 48, "sliding_window": 5}),  # on every layer
+    "phi3": ("phi3", {}),
 }
 """Name -> HF model_type and the settings that differ."""
 
@@ -58,8 +60,11 @@ def make_critic(folder: Path, language_model: str) -> str:
     return str(folder)
 
 
-def make_vlm(folder: Path, family: str, tied: bool = False) -> str:
-    """Save a vision-language model of one of ``IMAGE_FAMILIES``, its image tokens from 90 on."""
-    return make_tiny_vlm(
-        folder, family, make_bare_tokenizer(89), VOCAB, tied=tied, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS
-    )
+def make_vlm(folder: Path, family: str, tied: bool = False, **language: Any) -> str:
+    """Save a vision-language model of one of ``IMAGE_FAMILIES``, its image tokens from 90 on.
+
+    Args:
+        language: settings of the language model that differ.
+    """
+    settings: dict[str, Any] = {"language": LARGE_WEIGHTS | language, "vision": LARGE_WEIGHTS}
+    return make_tiny_vlm(folder, family, make_bare_tokenizer(89), VOCAB, tied=tied, **settings)

@@ -148,7 +148,7 @@ def estimate_activations(
     return int(kept.layers + sent + tower + max(kept.again + kernel, kept.loss + head))
 
 
-_MLP_TENSORS = {"silu": 4, "gelu_pytorch_tanh": 2, "quick_gelu": 3}
+_MLP_TENSORS = {"silu": 4, "gelu": 2, "gelu_pytorch_tanh": 2, "quick_gelu": 3}
 """Activation of a tower -> tensors that its MLP keeps: input and output of it, the sigmoid of quick-gelu, which torch
 computes by itself, and with a gate what is gated and the product."""
 

@@ -30,14 +30,17 @@ class TowerRunner(Protocol):
         ...
 
 
+def _build_module(vision: VisionSpec, dtype: torch.dtype) -> torch.nn.Module:
+    """Build the module of transformers that the family names."""
+    module, settings = resolve_name(vision.tower.module), resolve_name(vision.tower.config)
+    with no_init_weights():  # every one is read from the folder
+        return module._from_config(settings(**vision.config), attn_implementation="sdpa", dtype=dtype)
+
+
 class QwenTower:
     """Transformers' own module for Qwen's towers, which takes the patches of all images end to end."""
 
-    @staticmethod
-    def build(vision: VisionSpec, dtype: torch.dtype) -> torch.nn.Module:
-        module, settings = resolve_name(vision.tower.module), resolve_name(vision.tower.config)
-        with no_init_weights():  # every one is read from the folder
-            return module._from_config(settings(**vision.config), attn_implementation="sdpa", dtype=dtype)
+    build = staticmethod(_build_module)
 
     @staticmethod
     def list_blocks(tower: Any) -> list[torch.nn.Module]:
@@ -54,10 +57,7 @@ class SiglipTower:
 
     @staticmethod
     def build(vision: VisionSpec, dtype: torch.dtype) -> torch.nn.Module:
-        module, settings = resolve_name(vision.tower.module), resolve_name(vision.tower.config)
-        tower = torch.nn.Module()
-        with no_init_weights():
-            model = module._from_config(settings(**vision.config), attn_implementation="sdpa", dtype=dtype)
+        tower, model = torch.nn.Module(), _build_module(vision, dtype)
         tower.encoder = getattr(model, "vision_model", model)  # a wrapper before transformers 5.6
         tower.projector = _Projector(vision, dtype)
         return tower
@@ -70,6 +70,43 @@ class SiglipTower:
     def see(tower: Any, pixels: Tensor, grid: Tensor) -> Tensor:
         hidden = tower.encoder(pixel_values=pixels).last_hidden_state  # [images, patches, width]
         return tower.projector(hidden).flatten(0, 1)[:, None]
+
+
+class InternTower:
+    """InternViT, of tiles all of one size, and a projector of neighbouring patches laid side by side (InternVL)."""
+
+    @staticmethod
+    def build(vision: VisionSpec, dtype: torch.dtype) -> torch.nn.Module:
+        tower = torch.nn.Module()
+        tower.encoder, tower.projector = _build_module(vision, dtype), _ShuffleProjector(vision, dtype)
+        return tower
+
+    @staticmethod
+    def list_blocks(tower: Any) -> list[torch.nn.Module]:
+        return list(tower.encoder.encoder.layer)
+
+    @staticmethod
+    def see(tower: Any, pixels: Tensor, grid: Tensor) -> Tensor:
+        hidden = tower.encoder(pixel_values=pixels).last_hidden_state  # [tiles, 1 + patches, width], class token first
+        return tower.projector(hidden[:, 1:]).flatten(0, 1)[:, None]
+
+
+class _ShuffleProjector(torch.nn.Module):
+    """Lays ``merge x merge`` patches side by side as one token (pixel shuffle), norms it and projects it twice."""
+
+    def __init__(self, vision: VisionSpec, dtype: torch.dtype):
+        super().__init__()
+        self.rows, self.merge = (vision.side or 0) // vision.merge, vision.merge
+        merged = vision.width * vision.merge**2
+        self.layer_norm = torch.nn.LayerNorm(merged, vision.norm_eps, dtype=dtype)
+        self.linear_1 = torch.nn.Linear(merged, vision.out, dtype=dtype)
+        self.linear_2 = torch.nn.Linear(vision.out, vision.out, dtype=dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[tiles, side * side, width] -> [tiles, tokens, out]``, tokens row by row."""
+        cells = hidden.unflatten(1, (self.rows, self.merge, self.rows, self.merge))
+        tokens = cells.transpose(2, 3).flatten(3).flatten(1, 2)  # [tiles, rows * rows, merge * merge * width]
+        return self.linear_2(torch.nn.functional.gelu(self.linear_1(self.layer_norm(tokens))))
 
 
 class _Projector(torch.nn.Module):

@@ -28,13 +28,19 @@ def export(engine):
     return {name: tensor.clone() for name, tensor in engine.export_weights()}
 
 
-@pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"cp": 2}, {}], ids=str)
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_come_out_bit_for_bit_as_they_went_in(two_ranks, make_hf_model, settings, tied):
+@pytest.mark.parametrize(
+    ("family", "settings", "tied"),
+    [
+        *(("qwen2", settings, tied) for settings in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {}) for tied in (True, False)),
+        ("phi3", {"tp": 2}, False),  # whose projections are fused
+    ],
+    ids=str,
+)
+def test_weights_come_out_bit_for_bit_as_they_went_in(two_ranks, make_hf_model, family, settings, tied):
     def load_and_export(rank, world, address, folder, settings):
         return export(build_engine(rank, world, address, folder, settings))
 
-    folder = make_hf_model("qwen2", tied)
+    folder = make_hf_model(family, tied)
     exported = two_ranks.run(load_and_export, draw_address(), folder, settings)
     want = load_file(f"{folder}/model.safetensors")
     (got,) = (e for e in exported if e)

@@ -17,7 +17,8 @@ def edit_config(make_hf_model, tmp_path, **changes) -> str:
 def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
     from safetensors import safe_open
 
-    for family, tied in (("qwen2", True), ("qwen2", False), ("llama", False), ("qwen3", False)):
+    untied = [(family, False) for family in ("qwen2", "llama", "qwen3", "mistral", "phi3")]
+    for family, tied in (("qwen2", True), *untied):
         spec = ModelSpec.from_folder(make_hf_model(family, tied))
         with safe_open(f"{spec.folder}/model.safetensors", "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

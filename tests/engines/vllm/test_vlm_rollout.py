@@ -20,19 +20,14 @@ from rlworker.checks.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
-
-
+BY_DEFAULT = ("qwen3_vl", "gemma3")
+"""Families whose processes the default run has room for."""
+LARGE = [pytest.param(family, marks=pytest.mark.large) for family in IMAGE_FAMILIES if family not in BY_DEFAULT]
 LAST = 4
 """The prompt that ends in an image."""
 
 
-DEFAULT = ("qwen3_vl", "gemma3")  # of each kind of tower
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in DEFAULT else pytest.mark.large) for name in IMAGE_FAMILIES],
-)
+@pytest.fixture(scope="module", params=[*BY_DEFAULT, *LARGE])
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
     from rlworker.cluster.rollout_group import Rollouts

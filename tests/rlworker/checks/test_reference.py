@@ -43,13 +43,17 @@ def shown(spec: ModelSpec, ids: list[int], paths: list[str]) -> dict:
     if not spec.vision:
         return {}
     from PIL import Image
-    from transformers import AutoImageProcessor
+    from transformers import AutoImageProcessor, AutoProcessor
 
-    name = "token_type_ids" if spec.model_type == "gemma3" else "mm_token_type_ids"
-    kinds = {name: torch.tensor([[int(token == spec.vision.image_token) for token in ids]])}
+    name = {"gemma3": "token_type_ids", "internvl": None}.get(spec.model_type, "mm_token_type_ids")
+    kinds = {name: torch.tensor([[int(token == spec.vision.image_token) for token in ids]])} if name else {}
     if not paths:
         return kinds
     images = [Image.open(path).convert("RGB") for path in paths]
+    if spec.model_type == "internvl":  # the processor of whole rows alone cuts tiles
+        processor = AutoProcessor.from_pretrained(spec.folder)
+        text = processor.image_token * len(images)
+        return {"pixel_values": processor(images=images, text=text, return_tensors="pt")["pixel_values"]}
     pixels = dict(AutoImageProcessor.from_pretrained(spec.folder)(images=images, return_tensors="pt"))
     return kinds | {name: tensor for name, tensor in pixels.items() if name != "num_crops"}
 

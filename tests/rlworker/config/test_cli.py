@@ -36,7 +36,7 @@ def test_help_shows_the_platforms_to_choose_from():
     assert done.returncode == 0 and f"--platform {{{','.join(PLATFORMS)}}}" in done.stdout
 
 
-@pytest.mark.parametrize("kind", ["gemma3"])
+@pytest.mark.parametrize("kind", ["gemma3", "internvl", "mistral", "phi3"])
 def test_check_makes_the_tiny_model_that_it_is_asked_for(monkeypatch, kind):
     asked = []
 

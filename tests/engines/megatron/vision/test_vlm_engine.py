@@ -68,7 +68,7 @@ def step_once(rank: int, world: int, address: str, folder: str, paths, settings:
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", "projector"), ("language",), ("projector", "language")])
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])  # of each kind of tower
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "internvl"])  # of each kind of tower
 def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family, frozen):
     folder, paths = make_vlm(tmp_path / "model", family), make_images(tmp_path)
     (found,) = one_rank.run(step_once, draw_address(), folder, paths, {"freeze": frozen})
@@ -82,8 +82,8 @@ def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family
 
 
 RESUMED = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "CP2": {"cp": 2, "freeze": ("vision",)}}
-ALWAYS = {("gemma3", "TP2"), ("qwen3_vl", "PP2"), ("qwen2_5_vl", "CP2")}
-"""Those that every suite runs: each size and each family once."""
+ALWAYS = {("gemma3", "TP2"), ("qwen3_vl", "PP2"), ("qwen2_5_vl", "CP2"), ("internvl", "PP2")}
+"""Those that every suite runs: each size and each family."""
 
 
 @pytest.mark.parametrize(

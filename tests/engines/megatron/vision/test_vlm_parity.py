@@ -104,6 +104,13 @@ def test_the_image_rule_moves_the_test_model(folders, images):
     assert float((both_ways.logits - causal.logits).abs().max()) >= 0.3
 
 
+def test_internvl_on_qwen3(one_rank, tmp_path, images, measured):
+    """Its other language model; the matrix has it on Qwen2."""
+    folder = make_vlm(tmp_path, "internvl", tied=True, model_type="qwen3", head_dim=48)
+    ranks = one_rank.run(run_vlm_case, draw_address(), folder, images, {"layout": "thd"})
+    check_vlm_ranks(ranks, compute_vlm_reference(folder, images), measured, "internvl on qwen3")
+
+
 EMULATED = (("cuda-emulated", "thd"), ("cuda-emulated", "bshd"), ("npu-emulated", "bshd"))
 
 

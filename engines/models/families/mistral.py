@@ -1,0 +1,28 @@
+"""Mistral: Llama whose layers may all see through one window (arXiv:2310.06825)."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from engines.models.families.llama import FAMILY as LLAMA
+from engines.models.hf_config import NEEDED
+from hardware.attention.rules import CAUSAL, Rule
+
+SWITCHES = (*(key for key in LLAMA.refused if key != "sliding_window"), "layer_types")
+"""Keys that must be off. Kinds of layers are among them: vLLM heeds them, transformers has one window for all."""
+
+
+def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
+    """Read the one rule of all layers: causal, within the window where there is one."""
+    window = config.get("sliding_window")
+    return (Rule(window=window) if window else CAUSAL,)
+
+
+FAMILY = replace(
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    # transformers would put numbers of its own for what is left out.
+    needed=(*NEEDED, "num_key_value_heads", "sliding_window"),
+    refused=(*SWITCHES, "llama_4_scaling", "ada_rms_norm_t_cond"),
+    rules=read_rules,
+)

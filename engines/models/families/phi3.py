@@ -1,0 +1,54 @@
+"""Phi-3: Llama whose queries, keys and values are one saved tensor, as are the gate and what it gates
+(arXiv:2404.14219)."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from engines.models.families.llama import FAMILY as LLAMA
+from engines.models.families.mistral import SWITCHES, read_rules
+from engines.models.family import Weight
+from engines.models.hf_config import read_rope
+from engines.models.spec import ModelSpec
+
+
+def attention(model: ModelSpec) -> tuple[Weight, ...]:
+    """State attention over query groups, and the norm before it."""
+    hidden, queries, keys = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    qkv = {"self_attn.qkv_proj.weight": (queries + 2 * keys, hidden)}
+    return (
+        Weight("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
+        Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, cut=1),
+        Weight("self_attention.linear_qkv.weight", qkv, "qkv", cut=0),
+    )
+
+
+def mlp(model: ModelSpec) -> tuple[Weight, ...]:
+    """State an MLP with a gate, and the norm before it."""
+    hidden, ffn = model.hidden, model.ffn
+    return (
+        Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
+        Weight("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * ffn, hidden)}, "gated", cut=0),
+        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut=1),
+    )
+
+
+def read_ropes(config: dict, path: Path) -> tuple[dict, ...]:
+    """Read the rotary settings; ValueError for scaled ones."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise ValueError(
+            f"model: {path} has rope_type {kind!r}, expected 'default': transformers knows 'longrope' alone beside it "
+            "for phi3, which the engine does not build; take a model of the short context, such as the 4k ones"
+        )
+    return (read_rope(config, path),)
+
+
+FAMILY = replace(
+    LLAMA,
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    layer=(attention, mlp),
+    refused=(*SWITCHES, "embd_pdrop", "resid_pdrop"),
+    rules=read_rules,
+    ropes=read_ropes,
+)

@@ -1,0 +1,130 @@
+"""InternVL: its two language models, what is read of a config and a tokenizer, and what is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.models import make_vlm
+
+from engines.models.hf_folder import SafetensorsFolder
+from engines.models.spec import ModelSpec
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return make_vlm(tmp_path_factory.mktemp("internvl"), "internvl")
+
+
+def change_config(folder: str, target: Path, changes: dict) -> str:
+    """Copy the settings of a folder with some keys of config.json changed, ``part.key`` within a part; None drops."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (target / name).write_text(Path(folder, name).read_text())
+    config = json.loads(Path(folder, "config.json").read_text())
+    for key, value in changes.items():
+        *part, last = key.split(".")
+        section = config[part[0]] if part else config
+        section.pop(last, None)
+        section |= {} if value is None else {last: value}
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
+
+
+def test_the_other_language_model(tmp_path):
+    """Qwen3's norms of queries and keys, and a size of heads of its own, in place of Qwen2's biases."""
+    folder = make_vlm(tmp_path, "internvl", model_type="qwen3", head_dim=48)
+    spec = ModelSpec.from_folder(folder)
+    SafetensorsFolder(folder).check(spec)
+    assert (spec.model_type, spec.head_dim, spec.qk_norm, spec.qkv_bias) == ("internvl", 48, True, False)
+
+
+def test_what_is_read(folder):
+    """Tiles of 4 x 4 patches of 14, of which 2 x 2 are a token; positions of text."""
+    spec = ModelSpec.from_folder(folder)
+    vision = spec.require_vision()
+    assert (spec.qkv_bias, spec.qk_norm) == (True, False)
+    assert (vision.side, vision.patch, vision.merge, vision.positions) == (4, 14, 2, 17)
+    assert (vision.start_token, vision.image_token, vision.end_token, vision.video_token) == (90, 91, 92, 93)
+    assert vision.axes == () and vision.out == spec.hidden
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config.model_type": "llama"}, r"text_config.model_type 'llama', expected one of \['qwen2', 'qwen3'\]"),
+        ({"vision_feature_layer": -2}, "vision_feature_layer -2, expected -1: another is not built"),
+        ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy 'full', expected 'default'"),
+        ({"projector_hidden_act": "silu"}, "projector_hidden_act 'silu', expected 'gelu'"),
+        ({"vision_config.hidden_act": "silu"}, "vision_config.hidden_act 'silu', expected 'gelu'"),
+        ({"vision_config.use_qk_norm": True}, "vision_config.use_qk_norm True, expected False"),
+        ({"vision_config.norm_type": "rms_norm"}, "vision_config.norm_type 'rms_norm', expected 'layer_norm'"),
+        ({"vision_config.use_mask_token": True}, "vision_config.use_mask_token True, expected False"),
+        ({"vision_config.hidden_dropout_prob": 0.1}, "vision_config.hidden_dropout_prob 0.1, expected 0"),
+        ({"vision_config.image_size": [56, 84]}, r"vision_config.image_size \[56, 84\], expected the side of a square"),
+        ({"vision_config.patch_size": 0}, "vision_config.patch_size 0, expected the side of a square, at least 1"),
+        ({"vision_config.hidden_size": "48"}, "vision_config.hidden_size '48', expected a whole number"),
+        ({"downsample_ratio": 0.4}, "downsample_ratio 0.4, expected 1 / n with n a divisor of 4"),
+        ({"downsample_ratio": 1 / 3}, "downsample_ratio 0.33.*, expected 1 / n with n a divisor of 4"),
+        ({"downsample_ratio": 0}, "downsample_ratio 0, expected 1 / n"),
+        ({"image_seq_length": 256}, "image_seq_length 256, expected 4, the tokens of a tile"),
+        ({"image_token_id": "91"}, "image_token_id '91', expected the number of a token"),
+        ({"image_token_id": 99}, "an image token 99, expected one below vocab_size 99"),
+        ({"text_config.attention_bias": True}, "sets attention_bias, which the engine does not build"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "sets quantization_config"),
+        ({"architectures": ["InternVLChatModel"]}, r"expected \['InternVLForConditionalGeneration'\]"),
+    ],
+    ids=str,
+)
+def test_what_is_not_built_is_named(folder, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_folder(change_config(folder, tmp_path, changes))
+
+
+def test_the_tokens_of_images_are_asked_of_the_tokenizer(folder, tmp_path):
+    changed = Path(change_config(folder, tmp_path, {}))
+    settings = json.loads((changed / "tokenizer_config.json").read_text())
+    (changed / "tokenizer_config.json").write_text(json.dumps(settings | {"end_image_token": "</img>"}))
+    with pytest.raises(ValueError, match=r"the tokenizer in .* lacks \['</img>'\], which mark images and videos"):
+        ModelSpec.from_folder(changed)
+    (changed / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer.json, which says what marks images; save it there"):
+        ModelSpec.from_folder(changed)
+
+
+def test_tied_is_what_the_whole_says_and_else_the_language_model(folder, tmp_path):
+    cases = ((True, False, True), (False, True, False), (None, False, False), (None, True, True), (None, None, True))
+    for whole, language, tied in cases:
+        changes = {"tie_word_embeddings": whole, "text_config.tie_word_embeddings": language}
+        assert ModelSpec.from_folder(change_config(folder, tmp_path, changes)).tied == tied
+
+
+@pytest.mark.parametrize("language", ["qwen2", "qwen3"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(folder, tmp_path, language):
+    from transformers import InternVLConfig
+
+    sparse = {"model_type": "internvl", "text_config": {"model_type": language}, "vision_config": {}}
+    want = InternVLConfig(**json.loads(json.dumps(sparse)))
+    text, tower = want.text_config, want.vision_config
+    changed = Path(change_config(folder, tmp_path, {}))
+    (changed / "config.json").write_text(json.dumps(sparse))
+    spec = ModelSpec.from_folder(changed)
+    assert (spec.hidden, spec.ffn, spec.layers, spec.heads, spec.kv_heads, spec.vocab, spec.norm_eps) == (
+        text.hidden_size,
+        text.intermediate_size,
+        text.num_hidden_layers,
+        text.num_attention_heads,
+        text.num_key_value_heads,
+        text.vocab_size,
+        text.rms_norm_eps,
+    )
+    assert spec.head_dim == getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
+    assert spec.max_positions == text.max_position_embeddings
+    assert spec.ropes[0]["rope_theta"] == text.rope_parameters["rope_theta"]
+    vision = spec.require_vision()
+    assert (vision.width, vision.ffn, vision.depth, vision.heads) == (
+        tower.hidden_size,
+        tower.intermediate_size,
+        tower.num_hidden_layers,
+        tower.num_attention_heads,
+    )
+    assert (vision.image_token, vision.merge) == (want.image_token_id, round(1 / want.downsample_ratio))
+    assert [vision.side * vision.patch] * 2 == list(tower.image_size)

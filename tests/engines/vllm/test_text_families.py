@@ -1,0 +1,55 @@
+"""Text families in vLLM: logprobs of what was sampled against HuggingFace, before and after a weight sync."""
+
+import pytest
+import torch
+from support.factors import FAMILIES
+from support.huggingface import load_folder, measure_differences
+from support.models import VOCAB
+from support.rollout_workers import ask, send
+
+from engines.batch.samples import Prompt, Sampling
+from engines.config import VllmConfig
+from engines.models.spec import ModelSpec
+from rlworker.checks.tiny_models import make_tiny_text
+
+pytestmark = pytest.mark.usefixtures("by_value")
+CONFIG = VllmConfig(max_new_tokens=8, max_model_len=64, max_num_seqs=64, kv_cache_mb=64)
+PROMPTS = [Prompt(tuple(range(20, 20 + length))) for length in (3, 17, 40)]
+SAMPLING = Sampling(4, 1.0, 8, (1,), (2, 11, 12, 13))
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+WINDOWED = {
+    "gemma3_text": {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "mistral": {},
+    "phi3": {},
+}
+"""Families that are given a window of 6, and what else they need for it."""
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_before_and_after_a_sync(cluster, tmp_path, measured, family):
+    """Prompts of several windows, where layers have one."""
+    from rlworker.cluster.rollout_group import Rollouts
+
+    settings = ENDS | ({"sliding_window": 6} | WINDOWED[family] if family in WINDOWED else {})
+    if family == "qwen3":
+        settings |= {"head_dim": 64}  # not hidden / heads
+    folder = make_tiny_text(tmp_path / "model", family, VOCAB, tied=False, **settings)
+    old, new = load_folder(folder), load_folder(folder)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(1.1).add_(0.01 * torch.randn_like(parameter))
+    with Rollouts("cpu", 1) as rollouts:
+        (worker,) = rollouts.start(ModelSpec.from_folder(folder), CONFIG).wait().workers
+        before = ask(worker.generate, PROMPTS, SAMPLING)
+        send(worker, new.state_dict().items(), 20_000)
+        after = ask(worker.generate, PROMPTS, SAMPLING)
+    for label, model, completions in (("before", old, before), ("after", new, after)):
+        found = measure_differences(model, PROMPTS, completions)
+        measured({label: float(found.max())})
+        assert found.mean() <= 2e-6 and found.max() <= 1e-4
+    assert measure_differences(old, PROMPTS, after).max() > 0.1, "the test can tell old weights from new"
+    if family in ("mistral", "phi3"):  # test_windows_are_honoured has the others
+        new.config.sliding_window = 1000
+        assert measure_differences(new, PROMPTS, after).max() > 1e-2, "the test can tell a window from none"
