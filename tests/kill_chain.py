@@ -37,7 +37,7 @@ PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
 PLAY_VICTIMS = ("driver", "play worker 0", "play worker 1", "rollout engine 0")
 PLAY_PHASES = {"rollout": 600, "update": 60, "sync": 30}
 AHEAD_VICTIMS = (*PLAY_VICTIMS, "actor rank 0", "actor rank 1")
-AHEAD_PROMPTS = 64
+AHEAD_PROMPTS = 16
 HELDOUT_LIMIT = 0.05
 """Between the run that nobody killed and the killed one, where rollouts run ahead."""
 SURVIVORS_END_S = 60

@@ -4,6 +4,9 @@
     python tests/outages.py engine-sync rank-stopped   # some of them
     python tests/outages.py --json outages.json        # the figures of all of them, for a table
     python tests/outages.py --calm 15                  # minutes under the load of 20 processes: nobody may be ended
+    python tests/outages.py --ahead                    # rollouts run ahead, by one update
+
+Where rollouts run ahead no two runs are equal. Then each step must have the same fields and the same prompts.
 
 Each run has a real Ray, two trainer ranks and two vLLM engines. It is told whom to kill or to stop, and in which step
 and phase. Workers that were not lost are handed on from run to run.
@@ -76,14 +79,19 @@ OUTAGES = {
 NODES = {"node-rollout": Outage("node", False, 3, "rollout"), "node-update": Outage("node", False, 4, "update")}
 """Outages of all workers of a node, while another one is free. Both are Ray's on this machine, with its address."""
 CONTROL = Outage("rollout engine 1", False, 3, "rollout", resends=False)
+AHEAD = 1
+"""Staleness of rollouts that run ahead."""
 
 
-def make_outage_config(folder: Path, name: str, supervised: bool = False) -> TrainingConfig:
+def make_outage_config(folder: Path, name: str, supervised: bool = False, staleness: int = 0) -> TrainingConfig:
     """Make the settings of a run, saved after every other step; one of RL has two engines."""
     config = make_config(folder, name, STEPS)
     recovery = RecoveryConfig(stall_timeout_s=STALL_TIMEOUT_S, restarts=2)
     if not supervised:
-        rollout, rewards = replace(config.rollout, engines=2), RewardConfig(workers=2, time_limit_s=5.0)
+        rollout, rewards = (
+            replace(config.rollout, engines=2, staleness=staleness),
+            RewardConfig(workers=2, time_limit_s=5.0),
+        )
         return replace(config, rollout=rollout, recovery=recovery, reward=rewards)
     same = {name: getattr(config, name) for name in ("model", "run_dir", "data", "actor", "steps", "checkpoint")}
     return SftConfig(**same, recovery=recovery, rows_per_step=8, max_answer_tokens=8)
@@ -158,7 +166,28 @@ def check_whole(run: Path) -> None:
     assert all(line["grad_norm"] > 1e-3 for line in lines[1:]), lines
 
 
-def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None) -> dict[str, float]:
+def compare_whole(folder: Path, whole: str, name: str) -> None:
+    """Compare a run with the one that lost nobody: metrics and weights, bit for bit."""
+    assert read_metrics_without_times(folder / name) == read_metrics_without_times(folder / whole)
+    ends = [read_weights(folder / each / "checkpoints" / f"step_{STEPS}") for each in (whole, name)]
+    assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
+
+
+def compare_ahead(folder: Path, whole: str, name: str) -> None:
+    """Compare two runs that ran ahead: fields of their metrics, and prompts of their steps."""
+    fields = [
+        [
+            {key for key in line if not key.startswith("logprob_diff")}
+            for line in read_metrics_without_times(folder / run)
+        ]
+        for run in (whole, name)
+    ]
+    assert fields[0] == fields[1]
+    prompts = [(folder / run / "prompts.jsonl").read_text() for run in (whole, name)]
+    assert prompts[0] == prompts[1] and len(prompts[0].splitlines()) == STEPS
+
+
+def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None, staleness: int = 0) -> dict[str, float]:
     """Play an outage and compare with the run that lost nobody. Returns the seconds until it was named and repaired.
 
     Raises:
@@ -166,19 +195,19 @@ def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None) -
         RunError: the run did not go on.
     """
     outage = (OUTAGES | NODES)[name]
+    if staleness and outage.phase == "reward":
+        outage = replace(outage, phase="rollout")  # beside which rewards are scored
     whole = "whole-supervised" if outage.supervised else "whole"
     if not (folder / whole).exists():
-        run(make_outage_config(folder, whole, outage.supervised), None)
+        run(make_outage_config(folder, whole, outage.supervised, staleness), None)
         check_whole(folder / whole)
-    times = run(make_outage_config(folder, name, outage.supervised), outage, kill_node)
+    times = run(make_outage_config(folder, name, outage.supervised, staleness), outage, kill_node)
     lines = (folder / name / "outages.jsonl").read_text().splitlines()
     lost = [json.loads(line)["lost"] for line in lines]
     assert kill_node or any(outage.victim in each for each in lost), lost
     assert all(json.loads(line)["where"].startswith("step ") for line in lines), lines
     assert f"<th>outages</th><td>{len(lines)}</td>" in (folder / name / "report.html").read_text()
-    assert read_metrics_without_times(folder / name) == read_metrics_without_times(folder / whole)
-    ends = [read_weights(folder / each / "checkpoints" / f"step_{STEPS}") for each in (whole, name)]
-    assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
+    (compare_ahead if staleness and not outage.supervised else compare_whole)(folder, whole, name)
     named = times["named"] - times["struck"]
     assert named < outage.stops * STALL_TIMEOUT_S + (NODE_NAMED_S if kill_node else NAMED_S), (
         f"named after {named:.1f} s"
@@ -208,12 +237,12 @@ def open_nodes() -> Iterator[Callable[[], None]]:
         cluster.shutdown()
 
 
-def check_control(folder: Path) -> str:
+def check_control(folder: Path, staleness: int = 0) -> str:
     """Check that a new engine which gets no weights is noticed: without that, equal metrics would say little."""
     try:
-        run(make_outage_config(folder, "control"), CONTROL)
+        run(make_outage_config(folder, "control", staleness=staleness), CONTROL)
     except RunError as error:
-        assert "samples of weights [0, 2], expected version 2" in str(error), error
+        assert "samples of weights [0, " in str(error), error
         return str(error)
     raise AssertionError("nobody noticed the engine without weights")
 
@@ -233,18 +262,22 @@ def stay_calm(folder: Path, minutes: float) -> None:
             process.kill()
 
 
-def play_all(folder: Path, names: list[str], kill_node: Callable[[], None] | None = None) -> Iterator[dict[str, Any]]:
+def play_all(
+    folder: Path, names: list[str], kill_node: Callable[[], None] | None = None, staleness: int = 0
+) -> Iterator[dict[str, Any]]:
     """Play outages one after another: yields a row of a table for each."""
     for name in names:
         start = time.monotonic()
-        result = check_control(folder) if name == "control" else play(folder, name, kill_node)
+        control = name == "control"
+        result = check_control(folder, staleness) if control else play(folder, name, kill_node, staleness)
         print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
         if isinstance(result, dict):
             outage = (OUTAGES | NODES)[name]
             row = {"lost": outage.victim + ", supervised" * outage.supervised}
             row |= {"by": "SIGSTOP" if outage.stops else "SIGKILL", "in": outage.phase}
             row |= {"named after s": result["named"], "replaced after s": result.get("replaced", "")}
-            yield row | {"metrics and weights": "those of the run that lost none"}
+            what = "prompts of each step" if staleness else "metrics and weights"
+            yield row | {what: "those of the run that lost none"}
 
 
 def main(arguments: list[str]) -> None:
@@ -255,7 +288,9 @@ def main(arguments: list[str]) -> None:
 
     head = asdict(collect_provenance("cpu"))
     output = Path(arguments[1]) if arguments[:1] == ["--json"] else None
-    names = [*OUTAGES, "control", *NODES] if output or not arguments else arguments
+    staleness = AHEAD if "--ahead" in arguments else 0
+    named = [name for name in arguments if not name.startswith("--")]
+    names = [*OUTAGES, "control", *NODES] if output or not named else named
     with tempfile.TemporaryDirectory() as place:
         folder, rows = Path(place), []
         make_data(folder / "data")
@@ -266,10 +301,10 @@ def main(arguments: list[str]) -> None:
             return
         if alone := [name for name in names if name not in NODES]:
             with running_ray(8, "cpu"), keeping_workers():
-                rows += play_all(folder, alone)
+                rows += play_all(folder, alone, staleness=staleness)
         if apart := [name for name in names if name in NODES]:
             with open_nodes() as kill_node:
-                rows += play_all(folder, apart, kill_node)
+                rows += play_all(folder, apart, kill_node, staleness)
     if output:
         output.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
 

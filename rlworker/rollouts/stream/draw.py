@@ -17,6 +17,7 @@ class Draw:
     Attributes:
         number: unique among all draws. goes_first: before everything that has not begun.
         groups: ``[P]``, None where one has not come. scores: of parts of it, in any order.
+        is_forgotten: nobody waits for it any more.
     """
 
     number: int
@@ -25,6 +26,7 @@ class Draw:
     goes_first: bool = False
     groups: list[Any] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
+    is_forgotten: bool = False
 
     def __post_init__(self):
         self.groups = [None] * len(self.rows)
@@ -51,8 +53,8 @@ class Drawer(Protocol):
         """Begin a draw."""
         ...
 
-    def take(self, key: tuple, completions: Completions) -> None:
-        """Take what was sampled for a key of its own; all begin with the number of the draw."""
+    def take(self, draw: Draw, key: tuple, completions: Completions) -> None:
+        """Take what was sampled for a key of a draw; all begin with its number."""
         ...
 
     def advance(self) -> list[Finished]:

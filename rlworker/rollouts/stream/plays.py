@@ -40,7 +40,7 @@ class EpisodeDrawer:
             numbers = range(first + place * count, first + (place + 1) * count)
             self._left[draw.number, place] = set(numbers), numbers
 
-    def take(self, key: tuple, completions: Completions) -> None:
+    def take(self, draw: Draw, key: tuple, completions: Completions) -> None:
         number = key[1]
         if number in self._asked:  # else it has ended meanwhile
             self._sampled.append((self._asked.pop(number), completions))

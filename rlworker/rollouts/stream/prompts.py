@@ -11,20 +11,21 @@ from rlworker.rollouts.scoring import score_completions
 from rlworker.rollouts.stream.draw import Draw, Finished
 from rlworker.rollouts.stream.feed import Feed
 
+_CLOSE_S = 2.0
+"""Seconds that rewards which nobody waits for any more may take before the run ends without them."""
+
 
 class PromptDrawer:
     """Draws completions, and has them scored by a thread of its own: rewards may take as long as they take."""
 
     def __init__(self, feed: Feed, tokenizer: Any, rewards: RewardPool):
         self._feed, self._tokenizer, self._rewards = feed, tokenizer, rewards
-        self._draws: dict[int, Draw] = {}
         self._sampled: SimpleQueue = SimpleQueue()
         self._scored: SimpleQueue = SimpleQueue()
         self._thread = threading.Thread(target=self._score, name="reward", daemon=True)
         self._thread.start()
 
     def begin(self, draw: Draw) -> None:
-        self._draws[draw.number] = draw
         sampling = draw.sampling
         settings = sampling.temperature, sampling.max_tokens, sampling.stop_token_ids, sampling.expected_tokens
         more: dict[str, Any] = dict(
@@ -34,8 +35,8 @@ class PromptDrawer:
         requests = [Request(prompt, *settings, **more) for prompt in prompts]
         self._feed.submit(((draw.number, place), request) for place, request in enumerate(requests))
 
-    def take(self, key: tuple, completions: Completions) -> None:
-        self._sampled.put((self._draws[key[0]], key[1], completions))
+    def take(self, draw: Draw, key: tuple, completions: Completions) -> None:
+        self._sampled.put((draw, key[1], completions))
 
     def advance(self) -> list[Finished]:
         finished = []
@@ -43,27 +44,25 @@ class PromptDrawer:
             if isinstance(found, BaseException):
                 raise found
             draw, places, groups, scores = found
-            if draw.number not in self._draws:
-                continue  # forgotten meanwhile
             draw.scores.append(scores)
             finished += [(draw, place, group) for place, group in zip(places, groups, strict=True)]
-        return finished
+        return [one for one in finished if not one[0].is_forgotten]
 
     references: Sequence[Any] = ()
 
     def forget(self) -> None:
-        self._draws.clear()
+        pass  # what is being scored comes to its end, and is nobody's
 
     def close(self) -> None:
         self._sampled.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     def _score(self) -> None:
         """Score what has been sampled, until the end."""
         try:
             while (first := self._sampled.get()) is not None:
                 waiting = [first, *_drain(self._sampled)]
-                for draw in dict.fromkeys(one[0] for one in waiting if one):
+                for draw in dict.fromkeys(one[0] for one in waiting if one and not one[0].is_forgotten):
                     self._score_part(draw, [one[1:] for one in waiting if one and one[0] is draw])
                 if waiting[-1] is None:
                     return

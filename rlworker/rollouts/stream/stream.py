@@ -16,7 +16,7 @@ from rlworker.cluster.watch import wait_until
 from rlworker.data.rows import Row
 from rlworker.rewards.pool import RewardPool, Scores, join_scores
 from rlworker.rollouts.plays import Player
-from rlworker.rollouts.stream.draw import Draw, Drawer
+from rlworker.rollouts.stream.draw import Draw, Drawer, Finished
 from rlworker.rollouts.stream.feed import Feed
 from rlworker.rollouts.stream.plays import EpisodeDrawer
 from rlworker.rollouts.stream.prompts import PromptDrawer
@@ -30,21 +30,21 @@ class _Canary:
 
     def __init__(self, feed: Feed, engines: int):
         self._feed, self._engines = feed, engines
-        self._found: list[tuple[int, Completions]] = []
+        self._found: list[Finished] = []
 
     def begin(self, draw: Draw) -> None:
-        self._draw, sampling = draw, draw.sampling
+        sampling = draw.sampling
         for place, row in enumerate(draw.rows):
             settings = sampling.temperature, sampling.max_tokens, sampling.stop_token_ids
             request = Request(Prompt(row.prompt_ids, row.images), *settings, goes_first=True)
             self._feed.submit_to(place % self._engines, [((draw.number, place), request)])
 
-    def take(self, key: tuple, completions: Completions) -> None:
-        self._found.append((key[1], completions))
+    def take(self, draw: Draw, key: tuple, completions: Completions) -> None:
+        self._found.append((draw, key[1], completions))
 
-    def advance(self) -> list:
+    def advance(self) -> list[Finished]:
         found, self._found = self._found, []
-        return [(self._draw, place, completions) for place, completions in found]
+        return found
 
     references: Sequence[Any] = ()
 
@@ -163,8 +163,8 @@ class Stream:
                 raise
             future.set_result(None)
         for key, completions in self._feed.collect():
-            _, drawer = self._draws[key[0]]
-            drawer.take(key, completions)
+            draw, drawer = self._draws[key[0]]
+            drawer.take(draw, key, completions)
         drawers = self._drawer, self._canary
         finished = [one for drawer in drawers for one in drawer.advance()]
         if finished or self._feed.list_lost():
@@ -174,7 +174,7 @@ class Stream:
         elif self._calls.empty():
             threading.Event().wait(_TICK_S)
 
-    def _tell(self, finished: Sequence[tuple]) -> None:
+    def _tell(self, finished: Sequence[Finished]) -> None:
         with self._changed:
             for draw, place, group in finished:
                 draw.add(place, group)
@@ -187,6 +187,8 @@ class Stream:
         drawer.begin(draw)
 
     def _forget(self, seeds: tuple[int, ...]) -> None:
+        for draw, _ in self._draws.values():
+            draw.is_forgotten = True
         self._draws.clear()
         self._drawer.forget()
         self._canary.forget()

@@ -20,6 +20,7 @@ class Ask:
     steps: int
     image_bytes: int = 0
     fault: str = ""
+    count: int = 1
 
     @property
     def prompt(self):
@@ -267,3 +268,42 @@ def test_a_loop_that_is_closed_says_so_and_one_that_cannot_begin_raises():
     with pytest.raises(ZeroDivisionError):
         EngineLoop(lambda: 1 / 0)
     assert threading.active_count() == before
+
+
+def test_a_loop_counts_what_is_open_and_the_time_with_nothing_to_do(started):
+    engine = CountingEngine(threading.Semaphore(0))
+    engine.count_running = lambda: len(engine.running)
+    loop = started(engine)
+    time.sleep(0.1)
+    loop.submit([("a", Ask(1, 2**20)), ("b", Ask(1, 2**20)), ("c", Ask(1))])
+    wait_until(lambda: engine.begun_steps)
+    idle, counting = loop.idle_s, []
+    thread = threading.Thread(target=lambda: counting.append(loop.count_open()))
+    thread.start()
+    engine.gate.release()
+    thread.join(SOON_S)
+    assert 0.1 <= idle < SOON_S and counting == [2], "one has finished, and two wait for memory"
+    engine.gate.release(9)
+    take_all(loop, 3)
+    loop.pause()
+    idle = loop.idle_s
+    time.sleep(0.5)
+    loop.resume()
+    loop.submit([("d", Ask(1))])
+    take_all(loop, 1)
+    assert loop.idle_s - idle < 0.25, "a pause is no want of work"
+
+
+def test_a_process_whose_update_stays_half_done_ends_itself(monkeypatch):
+    from engines.vllm import update
+
+    ended = threading.Event()
+    monkeypatch.setattr(update.os, "_exit", lambda code: ended.set())
+    limit = update.UpdateLimit(0.3)
+    for version, is_last in ((1, False), (1, False), (1, True)):
+        limit.note_bucket(version, is_last)
+        time.sleep(0.1)
+    time.sleep(0.4)
+    assert not ended.is_set(), "the update came whole"
+    limit.note_bucket(2, False)
+    assert ended.wait(SOON_S)

@@ -55,13 +55,30 @@ def test_contradictions_are_refused(settings, message):
         RunConfig(**settings)
 
 
-def test_importance_is_truncated_where_an_engine_is_bf16():
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(placement=PlacementConfig(colocate=True)), r"staleness=1 samples while trainers compute, .*take turns"),
+        (dict(algorithm=AlgorithmConfig(greedy_baseline=True)), r"staleness=1 learns from samples of older weights"),
+    ],
+)
+def test_what_cannot_run_ahead_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(rollout=VllmConfig(staleness=1), **settings)
+    RunConfig(**settings)
+    for staleness in (-1, 9):
+        with pytest.raises(ValueError, match=r"rollout: staleness must be from 0 to 8"):
+            VllmConfig(staleness=staleness)
+
+
+def test_importance_is_truncated_where_an_engine_is_bf16_or_rollouts_run_ahead():
     bf16 = {"actor": MegatronConfig(dtype="bfloat16")}, {"rollout": VllmConfig(dtype="bfloat16")}
-    for settings, want in (({}, False), (bf16[0], True), (bf16[1], True)):
+    ahead = {"rollout": VllmConfig(staleness=1)}
+    for settings, want in (({}, False), (bf16[0], True), (bf16[1], True), (ahead, True)):
         assert RunConfig(**settings).truncates_importance == want
     for importance, want in (("truncated", True), ("none", False)):
         algorithm = AlgorithmConfig(importance=importance)
-        assert {RunConfig(algorithm=algorithm, **s).truncates_importance for s in ({}, *bf16)} == {want}
+        assert {RunConfig(algorithm=algorithm, **s).truncates_importance for s in ({}, ahead, *bf16)} == {want}
 
 
 def test_logprob_limits_follow_the_type():

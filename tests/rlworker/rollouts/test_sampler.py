@@ -64,6 +64,84 @@ def test_groups_without_a_difference_are_dropped_and_others_drawn(rows, further,
     assert not further or not any(group.has_zero_variance for group in groups)
 
 
+class Ahead:
+    """A stream that notes which draws were begun before each was waited for."""
+
+    def __init__(self, version: int = 0):
+        self.version, self.begun, self.seen, self.forgotten = version, [], [], []
+
+    def begin(self, rows, sampling, goes_first=False):
+        self.begun.append(sampling.stream)
+        return rows, sampling
+
+    def wait(self, draw):
+        from rlworker.rollouts.scoring import score_completions
+
+        self.seen.append(list(self.begun))
+        completions = make_completions(*[([20, 2], [-1.0, -1.0], self.version)] * (draw[1].count * len(draw[0])))
+        return score_completions(make_tokenizer(), Rewards(), draw[0], completions)
+
+    def forget(self, seeds):
+        self.forgotten.append(seeds)
+
+
+def make_ahead(staleness: int, further: int = 0, rows=ROWS):
+    drawn = sampler(rows, further)
+    drawn.stream = Ahead()
+    drawn.config = replace(drawn.config, rollout=replace(drawn.config.rollout, staleness=staleness))
+    return drawn
+
+
+def test_as_many_rollouts_are_open_as_tokens_may_be_stale_and_in_their_order():
+    """The trainer lets them begin after each update, and none past the last step; each is the synchronous run's."""
+    drawn, steps, taken = make_ahead(2), 5, []
+    for step in range(steps):
+        first = drawn.rollouts_done
+        groups, _ = drawn.sample(StepClock(), step)
+        drawn.stream.version = step + 1
+        taken.append(([group.row.prompt for group in groups], drawn.list_row_numbers(first)))
+        drawn.run_ahead(steps - step - 1)
+    open_draws = [len(begun) - number for number, begun in enumerate(drawn.stream.seen)]
+    assert open_draws == [1, 3, 3, 2, 1], "one at first, then 1 + 2, and at the end what is left"
+    assert drawn.stream.begun == [(0, number, 0) for number in range(steps)]
+    in_turns = sampler(ROWS, 0)
+    for prompts, numbers in taken:
+        first = in_turns.rollouts_done
+        assert [group.row.prompt for group in in_turns.sample(StepClock(), 0)[0]] == prompts
+        assert in_turns.list_row_numbers(first) == numbers == [int(prompt) for prompt in prompts]
+
+
+def test_further_rollouts_of_dynamic_sampling_are_the_next_of_those_that_were_begun():
+    drawn = make_ahead(1, further=1, rows=ROWS[:4])
+    drawn.sample(StepClock(), 0)
+    assert drawn.rollouts_done == 2 and drawn.stream.begun == [(0, 0, 0), (0, 1, 0)]
+    drawn.run_ahead(9)
+    assert drawn.stream.begun[2:] == [(0, 2, 0), (0, 3, 0)]
+    drawn.sample(StepClock(), 0)
+    assert drawn.rollouts_done == 4 and len(drawn.stream.begun) == 4
+
+
+def test_a_sample_that_is_too_old_or_too_new_ends_the_run():
+    for version, ok in ((2, False), (3, True), (4, True), (5, False)):
+        drawn = make_ahead(1)
+        drawn.stream.version = version
+        if ok:
+            drawn.sample(StepClock(), 4)
+        else:
+            with pytest.raises(RunError, match=rf"samples of weights \[{version}\], expected version 3 to 4"):
+                drawn.sample(StepClock(), 4)
+
+
+def test_a_run_that_goes_back_draws_again_what_was_being_sampled():
+    drawn = make_ahead(2)
+    drawn.sample(StepClock(), 0)
+    drawn.run_ahead(9)
+    drawn.go_on(0, 3.0)
+    assert drawn.stream.forgotten == [(0, 0, 2)]
+    drawn.sample(StepClock(), 0)
+    assert drawn.stream.begun == [(0, n, 0) for n in (0, 1, 2, 3, 0)] and drawn.completion_tokens != 3.0
+
+
 def test_every_use_of_every_rollout_on_every_engine_has_numbers_of_its_own():
     """Also across seeds: sums of these once met each other."""
     names = itertools.product((0, 1, 2**32 - 1), range(60), range(2), range(9))

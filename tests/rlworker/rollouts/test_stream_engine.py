@@ -1,4 +1,4 @@
-"""The stream of draws over real engines: weights that change under hundreds of samples, and an engine killed."""
+"""The stream of draws over real engines: weights that change under many samples, and an engine that is killed."""
 
 import threading
 import time
