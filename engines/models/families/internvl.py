@@ -107,6 +107,8 @@ def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
         *part, name = key.split(".")
         if (value := (vision if part else config)[name]) != expected:
             raise ValueError(f"model: {path} has {key} {value!r}, expected {expected!r}: another is not built")
+    if not fits(bool, bias := vision["attention_bias"]):
+        raise ValueError(f"model: {path} has vision_config.attention_bias {bias!r}, expected true or false")
     patch = _read_side(vision, "patch_size", path)
     side = _read_side(vision, "image_size", path) // patch
     merge = _read_merge(config, side, path)

@@ -57,6 +57,7 @@ def test_what_is_read(folder):
         ({"vision_config.hidden_act": "silu"}, "vision_config.hidden_act 'silu', expected 'gelu'"),
         ({"vision_config.use_qk_norm": True}, "vision_config.use_qk_norm True, expected False"),
         ({"vision_config.norm_type": "rms_norm"}, "vision_config.norm_type 'rms_norm', expected 'layer_norm'"),
+        ({"vision_config.attention_bias": "no"}, "vision_config.attention_bias 'no', expected true or false"),
         ({"vision_config.use_mask_token": True}, "vision_config.use_mask_token True, expected False"),
         ({"vision_config.hidden_dropout_prob": 0.1}, "vision_config.hidden_dropout_prob 0.1, expected 0"),
         ({"vision_config.image_size": [56, 84]}, r"vision_config.image_size \[56, 84\], expected the side of a square"),

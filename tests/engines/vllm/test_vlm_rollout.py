@@ -1,6 +1,7 @@
 """vLLM with images: logprobs against HuggingFace before and after new weights, and what stays out of its answers."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from support import rollout_workers
 from support.factors import IMAGE_FAMILIES
 from support.huggingface import make_batch, measure_differences, measure_versions
+from support.models import make_vlm
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
 from support.rollout_workers import ask
 
@@ -232,3 +234,21 @@ def test_without_the_builder_images_are_read_causally(rollout, measured):
     measured({kind: float(values.max()) for kind, values in found.items()})
     assert found["images"].max() >= 1e-2 and found["right after an image"].max() >= 1e-2
     assert found["text"].max() <= 1e-4
+
+
+@pytest.mark.large
+def test_an_output_layer_of_its_own_that_the_language_model_alone_tells_of(cluster, tmp_path, measured):
+    """Older folders of InternVL leave out for the whole whether it is tied, and vLLM would take it for tied."""
+    from rlworker.cluster.rollout_group import Rollouts
+
+    folder = make_vlm(tmp_path / "model", "internvl", tied=False)
+    hf, path = load_huggingface(ModelSpec.from_folder(folder)), tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    assert (config.pop("tie_word_embeddings"), config["text_config"]["tie_word_embeddings"]) == (False, False)
+    path.write_text(json.dumps(config))
+    model, prompts = ModelSpec.from_folder(folder), [Prompt((20, 21, 22)), Prompt((30,))]
+    with Rollouts("cpu", 1) as rollouts:
+        (worker,) = rollouts.start(model, CONFIG).wait().workers
+        found = measure_differences(hf, prompts, ask(worker.generate, prompts, sampling()), spec=model)
+    measured({"text": float(found.max())})
+    assert found.mean() <= 2e-6 and found.max() <= 1e-4
