@@ -141,13 +141,13 @@ def build_layer_spec(
     config,
     form: LayerForm,
     core_attention: type[CoreAttention],
-    norm: type[torch.nn.Module] = RMSNorm,
+    plain_norm: type[torch.nn.Module] = RMSNorm,
     mlp: type[MLP] = MLP,
 ) -> TransformerBlockSubmodules:
     """Build Megatron's local layers with our norms, a family's form and a platform's core attention.
 
     Args:
-        norm, mlp: those of the platform; a family whose norms are from one has ``NormFromOne``.
+        plain_norm, mlp: those of the platform; a family whose norms are from one has ``NormFromOne``.
 
     Raises:
         ValueError: the configuration asks for attention dropout, which the core attention does not do.
@@ -156,7 +156,7 @@ def build_layer_spec(
         raise ValueError(f"core attention: attention_dropout must be 0, got {config.attention_dropout}")
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = cast(Any, layer.submodules)  # an object, says Megatron's annotation
-    norm = cast(Any, NormFromOne if form.norms_from_one else norm)  # Megatron's annotation leaves out classes
+    norm = cast(Any, NormFromOne if form.norms_from_one else plain_norm)  # Megatron's annotation leaves out classes
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     parts.mlp.module = mlp
     if form.post_norms:
