@@ -37,6 +37,8 @@ class KernelMemory:
 
     Attributes:
         fuses_norms: a norm keeps its input alone; others keep it and what they made of it, both in fp32.
+        fuses_swiglu: SwiGLU keeps its input alone; others keep that in halves, and what they made of the first.
+        keeps_unrotated: rotation keeps its input.
         copies_output: core attention of a pack keeps its output, of which it hands back a copy.
         expands_kv: attention's backward has gradients of keys and values of every query head, before those that share
             a key head are added up.
@@ -45,6 +47,8 @@ class KernelMemory:
     """
 
     fuses_norms: bool = False
+    fuses_swiglu: bool = False
+    keeps_unrotated: bool = False
     copies_output: bool = False
     expands_kv: bool = False
     query_gradient_bytes: int = 0

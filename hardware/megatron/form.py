@@ -14,6 +14,7 @@ class LayerForm:
         activation: of the gated MLP; ``gelu_tanh`` is GELU by its tanh formula.
         attention_scale: of the scores; None is 1 / sqrt(head_dim).
         scales_embedding: token embeddings are multiplied by sqrt(hidden), rounded to the type of the weights.
+        scales_rotary: cosines and sines are multiplied, so that they may be above 1, as yarn's are.
         rotary_kinds: which of the model's rotary embeddings each layer turns by, or one for every layer.
     """
 
@@ -22,6 +23,7 @@ class LayerForm:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     attention_scale: float | None = None
     scales_embedding: bool = False
+    scales_rotary: bool = False
     rotary_kinds: tuple[int, ...] = (0,)
 
     def get_rotary_kind(self, layer_number: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -92,7 +93,7 @@ class CoreAttention(MegatronModule, ABC):
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
-        self.rotary_kind = form.get_rotary_kind(layer_number)
+        self.form, self.rotary_kind = form, form.get_rotary_kind(layer_number)
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -118,10 +119,14 @@ class CoreAttention(MegatronModule, ABC):
             )
         inputs = packed_seq_params
         cos, sin = (x[self.rotary_kind] for x in inputs.rotary)
-        query, key = rotate(query, (cos, sin)), rotate(key, (cos, sin))
+        query, key = self.rotate(query, (cos, sin)), self.rotate(key, (cos, sin))
         if self.cp_group.size() > 1:
             key, value = gather_keys_values(key, value, self.cp_group)
         return self.attend(query, key, value, inputs.plan, inputs.spec.get_rule(self.layer_number))
+
+    def rotate(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate queries or keys; a platform may have a kernel for it."""
+        return rotate(x, rotary)
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: Any, rule: Rule) -> Tensor:
@@ -132,8 +137,17 @@ class CoreAttention(MegatronModule, ABC):
         """
 
 
-def build_layer_spec(config, form: LayerForm, core_attention: type[CoreAttention]) -> TransformerBlockSubmodules:
+def build_layer_spec(
+    config,
+    form: LayerForm,
+    core_attention: type[CoreAttention],
+    plain_norm: type[torch.nn.Module] = RMSNorm,
+    mlp: type[MLP] = MLP,
+) -> TransformerBlockSubmodules:
     """Build Megatron's local layers with our norms, a family's form and a platform's core attention.
+
+    Args:
+        plain_norm, mlp: those of the platform; a family whose norms are from one has ``NormFromOne``.
 
     Raises:
         ValueError: the configuration asks for attention dropout, which the core attention does not do.
@@ -142,8 +156,9 @@ def build_layer_spec(config, form: LayerForm, core_attention: type[CoreAttention
         raise ValueError(f"core attention: attention_dropout must be 0, got {config.attention_dropout}")
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = cast(Any, layer.submodules)  # an object, says Megatron's annotation
-    norm = cast(Any, NormFromOne if form.norms_from_one else RMSNorm)  # Megatron's annotation leaves out classes
+    norm = cast(Any, NormFromOne if form.norms_from_one else plain_norm)  # Megatron's annotation leaves out classes
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.mlp.module = mlp
     if form.post_norms:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.

@@ -26,8 +26,8 @@ NOT_COVERED = (
 """What a check that passes against the emulated operator does not speak of."""
 
 
-class _NpuAttention:
-    """Lowering and core attention, which the emulated platform has too."""
+class _NpuLayers:
+    """Lowering, core attention and what else of a layer is one operator, which the emulated platform has too."""
 
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
     max_pack_sequences = MAX_PACK_SEQUENCES
@@ -35,8 +35,9 @@ class _NpuAttention:
     def build_layer_spec(self, config, form=PLAIN):
         from hardware.megatron.layers import build_layer_spec
         from hardware.npu.attention import NpuAttention
+        from hardware.npu.layers import NpuRMSNorm, find_mlp
 
-        return build_layer_spec(config, form, NpuAttention)
+        return build_layer_spec(config, form, NpuAttention, NpuRMSNorm, find_mlp(config))
 
     def build_attention_inputs(self, spec, rotary, override=()):
         from hardware.npu.attention_plan import build_attention_inputs
@@ -56,8 +57,9 @@ class _NpuAttention:
         return list_faults()
 
 
-class NpuPlatform(_NpuAttention):
-    """Runs Megatron-core over hccl with ``npu_fusion_attention``, in bf16 or fp32."""
+class NpuPlatform(_NpuLayers):
+    """Runs Megatron-core over hccl with the NPU's operators for attention, norms, SwiGLU and rotation, in bf16 or
+    fp32."""
 
     name = "npu"
     evidence = "executed"
@@ -70,7 +72,7 @@ class NpuPlatform(_NpuAttention):
     ray_options: ClassVar[dict] = {"num_cpus": 1, "resources": {"NPU": 1}}
     visible_devices = "ASCEND_RT_VISIBLE_DEVICES"
     can_sleep = True  # untested: vllm-ascend's documentation of sleep mode
-    kernel_memory = KernelMemory()
+    kernel_memory = KernelMemory(fuses_norms=True, fuses_swiglu=True, keeps_unrotated=True)  # what *_backward take
     repeats = False
     rollout_head_dims = (64, 128, 192, 256)  # untested: sizes of the models that vllm-ascend's documentation lists
     rollout_backends = ("vllm_ascend",)
@@ -152,8 +154,8 @@ class NpuPlatform(_NpuAttention):
         return RolloutWorkerClass()
 
 
-class EmulatedNpuPlatform(_NpuAttention, CpuPlatform):
-    """The NPU's lowering and core attention on a CPU: the operator is emulated, the rest is the CPU platform."""
+class EmulatedNpuPlatform(_NpuLayers, CpuPlatform):
+    """The NPU's lowering and layers on a CPU: its operators are emulated, the rest is the CPU platform."""
 
     name = "npu-emulated"
     evidence = "emulated"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,6 +65,13 @@ _PATCH, _MERGE = 14, 2
 _FULL_FRAMES = 4
 """Frames of a video that may each have as many pixels as an image."""
 _TIME_CHARACTERS = "<.0123456789> second"
+_RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
+    "qwen2_5_vl": ((r"^model\.visual\.", "visual."),),
+    "qwen2_vl": ((r"^model\.visual\.", "visual."),),
+    "qwen3_vl": (),
+    "gemma3": ((r"^model\.", ""), (r"^vision_tower\.(vision_model\.)*", "vision_tower.vision_model.")),
+}
+"""Of each family, patterns of names as a version of transformers may save them, and those of the released folders."""
 LARGE_WEIGHTS = {"initializer_range": 0.08}
 """A setting of either tower that makes attention sharp, four times what transformers takes by itself."""
 
@@ -151,6 +159,7 @@ def make_tiny_vlm(
         tie_word_embeddings=tied,
     )
     saved = save_apart(AutoModelForImageTextToText.from_config(config), folder, apart)
+    _name_as_released(saved, family)
     tokenizer.save_pretrained(folder)
     _save_processors(folder, family, pixels)
     return saved
@@ -177,7 +186,7 @@ def _save_processors(folder: str | Path, family: str, pixels: tuple[int, int]) -
 def _make_tiny_gemma(
     folder: str | Path, tokenizer: Any, vocab: int, seed: int, tied: bool, language: dict, vision: dict, apart: float
 ) -> str:
-    """Save a Gemma 3 with images, its weights named as in the released folders, which vLLM reads too."""
+    """Save a Gemma 3 with images."""
     import torch
     from transformers import (
         Gemma3Config,
@@ -211,7 +220,7 @@ def _make_tiny_gemma(
             elif "vision_tower" in name and parameter.dim() > 1:
                 parameter.normal_(0, 0.15)
     saved = save_apart(model, folder, apart)
-    _name_as_released(Path(folder, "model.safetensors"))
+    _name_as_released(saved, "gemma3")
     side = tower["image_size"]
     images = Gemma3ImageProcessor(size={"height": side, "width": side}, do_pan_and_scan=False)
     Gemma3Processor(images, named, image_seq_length=4, chat_template=tokenizer.chat_template).save_pretrained(folder)
@@ -277,15 +286,20 @@ def _name_tokens(tokenizer: Any, names: dict[str, str]) -> Any:
     )
 
 
-def _name_as_released(path: Path) -> None:
-    """Rename a tower's weights, which transformers 5 saves as vLLM does not know them and reads by both names."""
+def _name_as_released(folder: str, family: str) -> None:
+    """Rename weights as in the released folders, which transformers and vLLM read.
+
+    transformers 5 saves other names: 5.5 puts ``model.`` before Qwen2.5-VL's tower and before all of Gemma 3, whose
+    tower is within one too many; 5.19 leaves out what Gemma's tower is within.
+    """
     from safetensors.torch import load_file, save_file
 
-    here, there = "vision_tower.", "vision_tower.vision_model."
-    weights = {
-        name if name.startswith(there) else name.replace(here, there, 1): tensor
-        for name, tensor in load_file(path).items()
-    }
+    path = Path(folder, "model.safetensors")
+    weights = {}
+    for name, tensor in load_file(path).items():
+        for saved, released in _RELEASED[family]:
+            name = re.sub(saved, released, name)
+        weights[name] = tensor
     save_file(weights, path, metadata={"format": "pt"})
 
 

@@ -55,7 +55,8 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
 
     Sequence parallelism cuts over tp what has the width of the hidden size; all else is cut by heads or columns. Values
     are a view into the projection's output, which therefore stays whole, unless context parallelism gathers them. The
-    MLP keeps the projection's two halves, the activation of one, the other, and their product.
+    MLP keeps the projection's two halves, the activation of one, the other, and their product; a fused one the first
+    and the last of these. A rotation that keeps its input has queries of its own, and keys where a norm made them.
     """
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
     query, key = (heads * model.head_dim * size * slots for heads in (model.heads, model.kv_heads))
@@ -67,8 +68,10 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
         queries, keys = (heads * model.head_dim * norm_input for heads in (model.heads, model.kv_heads))
         before += queries + keys - (key if kernels.keeps_own_input(size) else 0)
         core_input += key
-    elif config.cp > 1 and config.recompute != "core":
+    elif config.cp > 1 and config.recompute != "core" and not kernels.keeps_unrotated:
         before = 0.0
+    if kernels.keeps_unrotated:
+        before += query + (key if model.qk_norm else 0)
     keys_and_values = 2 * key * config.cp if config.cp > 1 else key
     sums = model.heads * FP32 * slots
     copied = query if kernels.copies_output and config.layout == "thd" else 0.0
@@ -83,7 +86,7 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
         core=query + keys_and_values + sums + copied,
         output=out + copied,
         core_input=core_input,
-        mlp=5 * ffn,
+        mlp=(3 if kernels.fuses_swiglu and model.form.activation == "silu" else 5) * ffn,
     )
 
 

@@ -7,6 +7,9 @@ strict: what the device would compute wrong in silence raises here.
 
 import importlib.resources
 import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,31 +17,40 @@ from torch import Tensor
 
 from hardware.attention.contract import NotEmulatedError
 from hardware.npu.emulator.contract import check
+from hardware.npu.emulator.layer_operators import REQUIREMENTS, compute
 from hardware.npu.kernel_call import Call
 
 OPERATOR = "npu_fusion_attention"
-_LIBRARY: list[torch.library.Library] = []
+_LIBRARIES: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Register the operator in this process; once is enough. Where torch_npu has it already, for tensors of the CPU."""
-    if _LIBRARY:
+    """Register the operators in this process; once is enough. Where torch_npu has one already, for tensors of the
+    CPU."""
+    if _LIBRARIES:
         return
     profile = json.loads(importlib.resources.files("hardware.npu").joinpath("profile.json").read_text())
-    schema = profile["operators"][OPERATOR]
-    real = hasattr(torch.ops.npu, OPERATOR)
-    library = torch.library.Library("npu", "IMPL" if real else "DEF")
-    if not real:
+    functions: dict[str, Callable[[dict], Any]] = {OPERATOR: _fusion_attention}
+    functions |= {name: partial(compute, name) for name in REQUIREMENTS}
+    for name, function in functions.items():
+        _LIBRARIES.append(_register(name, profile["operators"][name], function))
+
+
+def _register(name: str, schema: str, function: Callable[[dict], Any]) -> torch.library.Library:
+    """Register an operator whose function takes all of its schema's arguments by name."""
+    is_real = hasattr(torch.ops.npu, name)
+    library = torch.library.Library("npu", "IMPL" if is_real else "FRAGMENT")
+    if not is_real:
         library.define(schema)
     declared = torch._C.parse_schema(schema).arguments
 
-    def fusion_attention(*args, **kwargs):
+    def call(*args, **kwargs):
         given = dict(zip((argument.name for argument in declared), args)) | kwargs
-        return _fusion_attention({argument.name: argument.default_value for argument in declared} | given)
+        return function({argument.name: argument.default_value for argument in declared} | given)
 
-    for key in ("CPU", "AutogradCPU") if real else ("CompositeImplicitAutograd",):
-        library.impl(OPERATOR, fusion_attention, key)
-    _LIBRARY.append(library)
+    for key in ("CPU", "AutogradCPU") if is_real else ("CompositeImplicitAutograd",):
+        library.impl(name, call, key)
+    return library
 
 
 def _fusion_attention(arguments: dict) -> tuple:

@@ -8,6 +8,7 @@ import pytest
 from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.megatron.memory.activations import MicroBatch, count_kept
 from engines.megatron.memory.estimate import estimate_padding
 from engines.models.spec import ModelSpec
 from hardware.platform import KernelMemory
@@ -139,6 +140,22 @@ def test_what_a_backward_kernel_takes_by_hand():
     sizes = (1000, 1000, 2, 8, 2, 64, 2)
     assert kernels.count_backward_bytes(*sizes) == 2 * 1000 * 8 * 64 * 2 + (1000 + 256) * 8 * 64 * 4
     assert KernelMemory().count_backward_bytes(*sizes) == 0
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_what_fused_layers_keep_by_hand(folder, cp):
+    """64 slots in bf16: SwiGLU two halves and a product, not five widths; rotation its queries, and under context
+    parallelism the projection, which nothing else keeps."""
+    model, config = ModelSpec.from_folder(folder), MegatronConfig(ranks=cp, cp=cp, dtype="bfloat16")
+    assert not model.qk_norm
+
+    def count(**fused: bool) -> float:
+        return count_kept(model, config, 0, MicroBatch(64, 2), KernelMemory(**fused)).layers
+
+    width = model.layers * 64 // cp * 2
+    assert count() - count(fuses_swiglu=True) == 2 * model.ffn * width
+    projection = (model.heads + 2 * model.kv_heads) * (cp - 1)
+    assert count(keeps_unrotated=True) - count() == (model.heads + projection) * model.head_dim * width
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_that_does(folder):

@@ -1,0 +1,57 @@
+"""Layers whose arithmetic is one operator on an NPU: the norm, SwiGLU and rotation.
+
+Each computes what the plain one computes, in one kernel in place of several. What an operator's documentation does not
+allow is computed plainly. They are called by ``torch.ops.npu``, where an emulated operator may stand.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+from hardware.megatron.layers import RMSNorm, rotate
+from hardware.npu.limits import MAX_ROTATED_AXIS, MAX_ROTATED_HEAD
+
+
+class NpuRMSNorm(RMSNorm):
+    """``RMSNorm`` by ``npu_rms_norm``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.npu.npu_rms_norm(x, self.weight, epsilon=self.eps)[0]
+
+
+class NpuSwigluMLP(MLP):
+    """Megatron's MLP with SwiGLU by ``npu_swiglu``, for the configurations that ``find_mlp`` gives it."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_):
+        """Compute ``[s, b, h] -> ([s, b, h], None)``; the second is Megatron's place for a bias.
+
+        Raises:
+            ValueError: tokens have scales, as those of experts do.
+        """
+        if per_token_scale is not None:
+            raise ValueError("mlp: per_token_scale must be None: npu_swiglu scales no tokens")
+        halves, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(torch.ops.npu.npu_swiglu(halves, dim=-1))
+
+
+def find_mlp(config) -> type[MLP]:
+    """Find the MLP of a ``TransformerConfig``: the fused one where it asks for ``silu(gate) * up`` and no more."""
+    is_gated = config.gated_linear_unit and config.activation_func is F.silu and not config.add_bias_linear
+    is_plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
+    return NpuSwigluMLP if is_gated and is_plain else MLP
+
+
+def rotate_fused(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate ``x`` ``[s, b, h, d]`` or ``[s, h, d]`` as ``rotate`` does, by ``npu_rotary_mul`` where it takes ``x``.
+
+    Args:
+        rotary: ``(cos, sin)`` from -1 to 1.
+    """
+    batch = x.shape[1] if x.dim() == 4 else 1
+    if max(batch, x.shape[-2]) > MAX_ROTATED_AXIS or x.shape[-1] > MAX_ROTATED_HEAD:
+        return rotate(x, rotary)
+    if x.dim() == 4:
+        return torch.ops.npu.npu_rotary_mul(x, *rotary)
+    cos, sin = (each.unsqueeze(1) for each in rotary)
+    return torch.ops.npu.npu_rotary_mul(x.unsqueeze(1), cos, sin).squeeze(1)
