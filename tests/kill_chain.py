@@ -7,7 +7,8 @@
 Each link of the chain is a program of its own with a real Ray, trainers and vLLM. It is told whom to kill (the driver,
 a trainer rank, the rollout engine or a process of plays), in which step and phase, and how many milliseconds into it.
 The calculator's tools take a random time. There only the driver's end ends a program: all others are replaced. Where
-rollouts run ahead no two runs are equal: then every step must have learned from the same prompts, each of them once.
+rollouts run ahead no two runs are equal, and tools are the demo's own: then every step must have learned from the same
+prompts, each of them once.
 """
 
 import json
@@ -37,7 +38,7 @@ PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
 PLAY_VICTIMS = ("driver", "play worker 0", "play worker 1", "rollout engine 0")
 PLAY_PHASES = {"rollout": 600, "update": 60, "sync": 30}
 AHEAD_VICTIMS = (*PLAY_VICTIMS, "actor rank 0", "actor rank 1")
-AHEAD_PROMPTS = 16
+AHEAD_PROMPTS = 32
 HELDOUT_LIMIT = 0.05
 """Between the run that nobody killed and the killed one, where rollouts run ahead."""
 SURVIVORS_END_S = 60
@@ -324,7 +325,12 @@ if __name__ == "__main__":
         made = make_play_config(*place, toy, settings["staleness"]) if toy else make_config(*place)
         config = replace(made, resume=settings["resume"])
         kills = [Kill(**kill) for kill in settings["kills"]]
-        run_link(config, kills, Path(settings["pids"]), make_play() if toy else reward)
+        learn_from = reward
+        if toy:
+            from recipes.demos.calculator import play
+
+            learn_from = play if settings["staleness"] else make_play()
+        run_link(config, kills, Path(settings["pids"]), learn_from)
     else:
         import tempfile
 

@@ -32,6 +32,7 @@ class HostReads:
 
     Attributes:
         places: ``FILE FUNCTION`` of each read in turn: the innermost function that is this project's or Megatron's.
+            What an emulator reads to check a call no device does, and is left out.
     """
 
     def __init__(self):
@@ -74,9 +75,13 @@ class _Operators(TorchDispatchMode):
         self.places = places
         self.noted = False
 
+    def note(self, place: str) -> None:
+        if "/emulator/" not in place:
+            self.places.append(place)
+
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.overloadpacket.__name__ in _READS_OPERATOR and not self.noted:
-            self.places.append(_find_place())
+            self.note(_find_place())
         return operator(*args, **kwargs or {})
 
 
@@ -91,7 +96,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function not in self.reading or self.operators.noted:
             return function(*args, **kwargs or {})
-        self.operators.places.append(_find_place())
+        self.operators.note(_find_place())
         self.operators.noted = True
         try:
             return function(*args, **kwargs or {})
