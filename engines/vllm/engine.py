@@ -10,21 +10,17 @@ import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
 from engines.config import VllmConfig
-from engines.images.decoding import decode
-from engines.images.placeholders import collapse_images
 from engines.images.plan import cut_waves
-from engines.images.video import Video
-from engines.images.video_processor import decode_video
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.processes import unlink_shared_memory
+from engines.vllm.prompts import make_prompt
 from engines.vllm.sleep import Sleep
 from engines.weight_sync import WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
@@ -40,19 +36,6 @@ def _tie_alike(config):
     if hasattr(config, "tie_word_embeddings"):  # vLLM also asks with an empty one
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
     return config
-
-
-def _decode_video(video: Video) -> tuple[np.ndarray, dict[str, Any]]:
-    """Decode a video as vLLM takes it: its frames, and which of the whole video's they are."""
-    metadata = {
-        "fps": video.fps,
-        "duration": video.total / video.fps,
-        "total_num_frames": video.total,
-        "frames_indices": list(video.frames),
-        "video_backend": "pillow",
-        "do_sample_frames": False,
-    }
-    return decode_video(video), metadata
 
 
 def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bool) -> dict[str, Any]:
@@ -178,7 +161,7 @@ class VllmEngine:
         costs = [self.count_image_bytes(prompt) for prompt, _ in asked]
         for wave in cut_waves(costs, self.config.image_memory_mb * 2**20):
             prompts, params = zip(*asked[wave], strict=True)
-            requests = [self._make_prompt(prompt) for prompt in prompts]
+            requests = [make_prompt(prompt, self.model) for prompt in prompts]
             outputs = self.llm.generate(requests, list(params), use_tqdm=False)
             for prompt, output in zip(prompts, outputs, strict=True):
                 completions += self.read_output(prompt, output)
@@ -199,7 +182,7 @@ class VllmEngine:
         self._sleep.require_weights("sampling")
         params = self._make_params(request, 1)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        self.llm.llm_engine.add_request(name, self._make_prompt(request.prompt), params)
+        self.llm.llm_engine.add_request(name, make_prompt(request.prompt, self.model), params)
 
     def abort_requests(self, names: Sequence[str]) -> None:
         """Give requests up and free what they hold."""
@@ -252,19 +235,6 @@ class VllmEngine:
             detokenize=False,
             logit_bias=dict.fromkeys(self.model.banned_tokens, float("-inf")) or None,
         )
-
-    def _make_prompt(self, prompt: Prompt) -> TokensPrompt:
-        """Make vLLM's form of a prompt, with one token for each image: vLLM puts all of its tokens there."""
-        if not prompt.images:
-            return TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        ids = collapse_images(prompt.token_ids, prompt.images, self.model)
-        decoded: dict[str, list] = {}
-        digests: dict[str, list] = {}
-        for image in prompt.images:
-            kind, pixels = ("video", _decode_video(image)) if isinstance(image, Video) else ("image", decode(image))
-            decoded.setdefault(kind, []).append(pixels)
-            digests.setdefault(kind, []).append(image.digest)
-        return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)
 
     def _empty_caches(self) -> None:
         """Empty the caches: keys and values of prompts, and features of images. What runs computes its own anew."""
