@@ -150,28 +150,27 @@ def _format_value(value: Any, places: int) -> str:
 def render_families(results: list[Result]) -> str:
     """Write how far it was shown that each family trains and rolls out, on each platform that is a machine.
 
-    On the platform that the results were measured on, what they have no row of is untested, whatever may be there.
+    On the platform that the results were measured on, what they have no row of is untested, whatever may be there. So
+    are videos on every other.
     """
     from engines.models.families import find_family, list_families
     from hardware.attention.rollouts import list_parts
     from hardware.platforms import PLATFORMS, get_platform
-    from rlworker.checks.support import LAYOUTS, find_layout_level, find_rollout_level, list_rules
+    from rlworker.checks.support import find_levels, list_inputs, list_rules
 
     shown = {(result.head["platform"].split()[0], r["family"], r["part"]) for result in results for r in result.rows}
     machines = [platform for platform in map(get_platform, PLATFORMS) if platform.evidence == "executed"]
     rows = []
     for name in list_families():
         family = find_family(name, DOCS)
-        row = {"family": name, "sees": "images" if family.tower else "text"}
-        row["rules"] = ", ".join(list_parts(list_rules(family)))
-        for platform in machines:
-            levels = {layout: find_layout_level(family, platform, layout) for layout in LAYOUTS}
-            levels["rollout"] = find_rollout_level(family, platform)
-            measured = {part for place, of, part in shown if (place, of) == (platform.name, name)}
-            if any(place == platform.name for place, *_ in shown):
-                levels |= {part: "untested" for part in levels if part not in measured and levels[part] != "refused"}
-            row |= {f"{platform.name}: {part}": level for part, level in levels.items()}
-        rows.append(row)
+        for sees in list_inputs(family):
+            row = {"family": name, "sees": sees, "rules": ", ".join(list_parts(list_rules(family)))}
+            for platform in machines:
+                measured = {part for place, of, part in shown if (place, of) == (platform.name, name)}
+                asked = measured if any(place == platform.name for place, *_ in shown) else None
+                levels = find_levels(family, platform, sees, asked)
+                row |= {f"{platform.name}: {part}": level for part, level in levels.items()}
+            rows.append(row)
     return _render_rows(rows)
 
 

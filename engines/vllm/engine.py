@@ -6,10 +6,12 @@ from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
+import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.outputs import RequestOutput
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
@@ -18,7 +20,7 @@ from engines.images.plan import cut_waves
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.processes import unlink_shared_memory
-from engines.vllm.requests import make_params, make_prompt, read_completion
+from engines.vllm.prompts import make_prompt
 from engines.vllm.sleep import Sleep
 from engines.weight_sync import WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
@@ -136,7 +138,7 @@ class VllmEngine:
             ValueError: an image cannot be read.
             RuntimeError: vLLM made other tokens of the images than the trainer does, or other requests are running.
         """
-        params = make_params(sampling, sampling.count, self.model)
+        params = self._make_params(sampling, sampling.count)
         return self._run_round([(prompt, params) for prompt in prompts], sampling.seed)
 
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:
@@ -149,7 +151,7 @@ class VllmEngine:
         numbered = enumerate(requests)
         by = groupby(numbered, lambda pair: (pair[1], -1 if pair[1].temperature else pair[0]))
         runs = [[request for _, request in run] for _, run in by]
-        return self._run_round([(run[0].prompt, make_params(run[0], len(run), self.model)) for run in runs], seed)
+        return self._run_round([(run[0].prompt, self._make_params(run[0], len(run))) for run in runs], seed)
 
     def _run_round(self, asked: Sequence[tuple[Prompt, SamplingParams]], seed: int) -> Completions:
         self._sleep.require_weights("sampling")
@@ -185,7 +187,7 @@ class VllmEngine:
             ValueError: the prompt is too long, or an image cannot be read.
         """
         self._sleep.require_weights("sampling")
-        params = make_params(request, request.count, self.model)
+        params = self._make_params(request, request.count)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         place = -int(request.goes_first and self.config.staleness > 0)
         self.llm.llm_engine.add_request(name, make_prompt(request.prompt, self.model), params, priority=place)
@@ -230,11 +232,25 @@ class VllmEngine:
                 f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
                 f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
             )
-        return [read_completion(sample) for sample in output.outputs]
+        return [_read_completion(sample) for sample in output.outputs]
 
     def read_answer(self, prompt: Prompt, output: RequestOutput) -> Completions:
         """Read the completions of a prompt as columns; raises as ``read_output`` does."""
         return Completions.join(self.read_output(prompt, output))
+
+    def _make_params(self, asked: Request | Sampling, count: int) -> SamplingParams:
+        greedy = asked.temperature == 0
+        return SamplingParams(
+            n=count,
+            temperature=asked.temperature,
+            max_tokens=asked.max_tokens,
+            logprobs=None if greedy else asked.top_logprobs,
+            flat_logprobs=not greedy,
+            stop_token_ids=list(asked.stop_token_ids),
+            ignore_eos=True,  # vLLM would stop at the end tokens of generation_config.json too
+            detokenize=False,
+            logit_bias=dict.fromkeys(self.model.banned_tokens, float("-inf")) or None,
+        )
 
     def _empty_caches(self) -> None:
         """Empty the caches: keys and values of prompts, and features of images. What runs computes its own anew."""
@@ -303,3 +319,23 @@ class VllmEngine:
             return
         with share_bucket(bucket) as shared:
             self.llm.collective_rpc("take_shared_weights", args=(shared,))
+
+
+def _read_completion(sample: CompletionOutput) -> Completion:
+    tokens = np.asarray(sample.token_ids, dtype=np.int32)
+    spans = tuple((int(span.version), span.end - span.start) for span in sample.weight_versions or ())
+    if sum(length for _, length in spans) != len(tokens):
+        raise RuntimeError(f"rollout: vLLM gave versions {spans} of {len(tokens)} sampled tokens, expected of each")
+    finished, found = sample.finish_reason == "stop", cast(FlatLogprobs | None, sample.logprobs)
+    if found is None:
+        return Completion(tokens, np.zeros(0, np.float32), finished, spans)
+    # At each position vLLM reports the sampled token, and then the likeliest ones, be it among them or not.
+    ids = np.asarray(found.token_ids, dtype=np.int32).reshape(len(tokens), -1)
+    logprobs = np.asarray(found.logprobs, dtype=np.float32).reshape(ids.shape)
+    if not np.array_equal(ids[:, 0], tokens):
+        raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
+    if ids.shape[1] == 1:
+        return Completion(tokens, logprobs[:, 0], finished, spans)
+    # Banned tokens fill up what others leave.
+    top_ids = np.where(logprobs > -np.inf, ids, -1)[:, 1:]
+    return Completion(tokens, logprobs[:, 0].copy(), finished, spans, top_ids, logprobs[:, 1:])

@@ -3,7 +3,7 @@
 ``scripts/tables.py`` writes docs/models.md from it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform
 
 Level = Evidence | Literal["refused"]
+Input = Literal["text", "images", "videos"]
 LAYOUTS = ("bshd", "thd")
 _ORDER: tuple[Evidence, ...] = ("untested", "emulated", "executed")
 _WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
@@ -45,6 +46,35 @@ def find_rollout_level(family: Family, platform: Platform) -> Level:
     except ValueError:
         return "refused"
     return _find_weakest(ROLLOUTS[backend][part] for part in list_parts(rules))
+
+
+def list_inputs(family: Family) -> list[Input]:
+    """List the largest inputs that a family is shown: text, or images, and videos where it takes those too."""
+    if not family.tower:
+        return ["text"]
+    return ["images"] if family.tower.no_videos else ["images", "videos"]
+
+
+def name_part(part: str, sees: Input) -> str:
+    """Name a layout, or rollouts, as results have it: that of videos apart from that of text and images."""
+    return f"{part} of videos" if sees == "videos" else part
+
+
+def find_levels(family: Family, platform: Platform, sees: Input, measured: Collection[str] | None) -> dict[str, Level]:
+    """Find the level of each layout and of rollouts.
+
+    Args:
+        measured: the parts that results have, by ``name_part``, of which the others are untested. None takes what the
+            capability tables say, which know nothing of videos.
+    """
+    levels: dict[str, Level] = {layout: find_layout_level(family, platform, layout) for layout in LAYOUTS}
+    levels["rollout"] = find_rollout_level(family, platform)
+    if measured is None and sees != "videos":
+        return levels
+    return {
+        part: level if level == "refused" or name_part(part, sees) in (measured or ()) else "untested"
+        for part, level in levels.items()
+    }
 
 
 def _find_weakest(cells: Iterable[Cell]) -> Level:

@@ -229,6 +229,7 @@ def test_families_are_shown_where_they_were_measured_and_as_the_capability_table
     from engines.models.families import list_families
 
     rows = [{"family": "gemma3", "part": "bshd"}, {"family": "llama", "part": "rollout"}]
+    rows.append({"family": "qwen3_vl", "part": "thd of videos"})
     (docs / "families.json").write_text(json.dumps({"head": HEAD, "rows": [], "families": rows}))
     options = ["--name", "run_f", "--families", "--platform", "cpu (executed)"]
     assert tables.main(["--docs", str(docs), "add", str(docs / "families.json"), *options]) == 0
@@ -238,7 +239,7 @@ def test_families_are_shown_where_they_were_measured_and_as_the_capability_table
     titles, _, *table = lines
     shown = {line[0]: dict(zip(titles, line)) for line in table}
     assert list(shown) == list_families()
-    gemma, llama = shown["gemma3"], shown["llama"]
+    gemma, llama, video = shown["gemma3"], shown["llama"], shown["qwen3_vl"]  # the row of videos is the last of two
     assert (gemma["sees"], gemma["rules"], llama["sees"], llama["rules"]) == (
         "images",
         "causal, window, images",
@@ -248,6 +249,9 @@ def test_families_are_shown_where_they_were_measured_and_as_the_capability_table
     parts = ("bshd", "thd", "rollout")
     assert [gemma[f"cpu: {part}"] for part in parts] == ["executed", "untested", "untested"]
     assert [llama[f"cpu: {part}"] for part in parts] == ["untested", "untested", "executed"]
+    assert video["sees"] == "videos" and [line[1] for line in table if line[0] == "qwen3_vl"] == ["images", "videos"]
+    assert [video[f"cpu: {part}"] for part in parts] == ["untested", "executed", "untested"]
+    assert [video[f"cuda: {part}"] for part in parts] == ["untested"] * 3
     assert [gemma[f"cuda: {part}"] for part in parts] == ["emulated", "emulated", "untested"]
     assert [gemma[f"npu: {part}"] for part in parts] == ["emulated", "refused", "refused"]
     assert [llama[f"npu: {part}"] for part in parts] == ["emulated", "emulated", "untested"]

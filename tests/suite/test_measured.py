@@ -12,6 +12,11 @@ from support.suite.measured import find_largest, name_family
         ("tests/engines/megatron/test_engine_parity.py::test_parity[TP2-CP2-qwen2-tied-bshd-full]", ("qwen2", "bshd")),
         ("tests/engines/megatron/test_engine_parity.py::test_parity[one-gemma3_text-thd]", ("gemma3_text", "thd")),
         ("tests/engines/vllm/test_vlm_rollout.py::test_logprobs[qwen3_vl-1.0]", ("qwen3_vl", "rollout")),
+        ("tests/engines/vllm/test_video_rollout.py::test_logprobs[qwen3_vl-1.0]", ("qwen3_vl", "rollout of videos")),
+        (
+            "tests/engines/megatron/vision/test_video_parity.py::test_parity[qwen3_vl-one-thd]",
+            ("qwen3_vl", "thd of videos"),
+        ),
         ("tests/engines/vllm/test_vlm_rollout.py::test_logprobs[another-1.0]", None),
         ("tests/engines/models/test_internvl.py::test_what_is_read[internvl]", None),
         ("tests/test_house.py::test_it", None),

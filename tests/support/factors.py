@@ -5,6 +5,7 @@ import re
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3")
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl", "internvl")
+VIDEO_FAMILIES = ("qwen3_vl",)
 TIED = ("tied", "untied")
 LAYOUTS = ("bshd", "thd")
 PLATFORMS = ("cpu", "cuda-emulated", "npu-emulated")

@@ -56,6 +56,8 @@ def name_family(nodeid: str) -> tuple[str, str] | None:
     words = nodeid.partition("[")[2].rstrip("]").split("-")
     family = next((family for family in (*FAMILIES, *IMAGE_FAMILIES) if family in words), None)
     part = "rollout" if "engines/vllm/" in nodeid else next((layout for layout in LAYOUTS if layout in words), None)
+    if part and "/test_video_" in nodeid:
+        part += " of videos"
     return (family, part) if family and part else None
 
 

@@ -1,7 +1,7 @@
 """Videos through Megatron against HuggingFace run one sequence at a time, in fp32, beside images and text."""
 
 import pytest
-from support.factors import LAYOUTS, SIZES, parse_size
+from support.factors import LAYOUTS, SIZES, VIDEO_FAMILIES, parse_size
 from support.models import make_vlm
 from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import IMAGE_SIZES, make_images, make_videos, run_vlm_case
@@ -20,9 +20,9 @@ def shown(tmp_path_factory):
     return [*make_images(folder), *make_videos(folder)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_vlm(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+@pytest.fixture(scope="module", params=VIDEO_FAMILIES)
+def folder(request, tmp_path_factory):
+    return make_vlm(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
