@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL learns from these videos which way a square moves."""
+"""Videos of a square that moves, and a tiny Qwen3-VL that is asked which way."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A vision-language model learns which way a square moves in a video, on a laptop CPU, with nothing stubbed.
+"""A vision-language model is to learn which way a square moves in a video, on a laptop CPU, with nothing stubbed.
 
-A tiny Qwen3-VL and its videos are made on the spot, warmed up on answers until it is right in about half of them, then
-trained by GRPO from the reward alone, vision tower included. Held-out videos are never trained on, and no single frame
-tells the answer.
+A tiny Qwen3-VL and its videos are made on the spot, warmed up on answers to a loss that leaves about half of them
+wrong, then trained by GRPO from the reward alone, vision tower included. Held-out videos are never trained on, and no
+single frame tells the answer. docs/vlm.md says how far it was run.
 """
 
 from recipes.common import motion
