@@ -25,6 +25,7 @@ OTHER_OPTIONS = {
     "list",
     "memory-gb",
     "stops",
+    "timeout",
     "write",
     "only",
     "help",
