@@ -72,6 +72,8 @@ _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
     "gemma3": ((r"^model\.", ""), (r"^vision_tower\.(vision_model\.)*", "vision_tower.vision_model.")),
 }
 """Of each family, patterns of names as a version of transformers may save them, and those of the released folders."""
+_NEWLINES = tuple("\n" * count for count in range(1, 5))
+"""Tokens around Gemma's images, of low ids: text of larger ones has none beside an image."""
 LARGE_WEIGHTS = {"initializer_range": 0.08}
 """A setting of either tower that makes attention sharp, four times what transformers takes by itself."""
 
@@ -98,14 +100,14 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
 
 
 def make_bare_tokenizer(first: int = 0) -> Any:
-    """Make a tokenizer of an end token, 0, the tokens of images, from ``first + 1`` on, and the characters that the
-    times of videos are written in; it has no others."""
+    """Make a tokenizer of an end token, 0, the tokens of images, from ``first + 1`` on, newlines, and the characters
+    that the times of videos are written in; it has no others."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {"<eos>": 0} | {token: first + i for i, token in enumerate(IMAGE_TOKENS, start=1)}
     free = (number for number in count(1) if number not in words.values())
-    words |= dict(zip(_TIME_CHARACTERS, free))
+    words |= dict(zip([*_NEWLINES, *_TIME_CHARACTERS], free))
     tokens = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
     tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = dict(eos_token="<eos>", unk_token="<eos>", additional_special_tokens=list(IMAGE_TOKENS))
@@ -195,7 +197,7 @@ def _make_tiny_gemma(
         Gemma3Processor,
     )
 
-    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
+    tokenizer.add_tokens([*_NEWLINES])
     start, image, end, _ = IMAGE_TOKENS
     named = _name_tokens(tokenizer, {"boi_token": start, "image_token": image, "eoi_token": end})
     start_id, image_id, end_id = (named.vocab[token] for token in (start, image, end))
