@@ -105,9 +105,13 @@ def compute_slowly(expression: str) -> str:
     return str(int(found[1]) * int(found[3]) if found[2] == "*" else int(found[1]) + int(found[3]))
 
 
-def make_play() -> Callable:
-    """Make the calculator's play, with a tool in a process of its own."""
+def make_play(own_tools: bool) -> Callable:
+    """Make the calculator's play: the demo's own, or one with a tool in a process of its own."""
     from recipes.demos.calculator import TOOL, TURNS
+    from recipes.demos.calculator import play as demo_play
+
+    if own_tools:
+        return demo_play
 
     async def play(model, row):
         from rlworker import Episode, answer_calls
@@ -325,11 +329,7 @@ if __name__ == "__main__":
         made = make_play_config(*place, toy, settings["staleness"]) if toy else make_config(*place)
         config = replace(made, resume=settings["resume"])
         kills = [Kill(**kill) for kill in settings["kills"]]
-        learn_from = reward
-        if toy:
-            from recipes.demos.calculator import play
-
-            learn_from = play if settings["staleness"] else make_play()
+        learn_from = make_play(own_tools=settings["staleness"] > 0) if toy else reward
         run_link(config, kills, Path(settings["pids"]), learn_from)
     else:
         import tempfile

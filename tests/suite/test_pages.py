@@ -26,6 +26,7 @@ OTHER_OPTIONS = {
     "memory-gb",
     "stops",
     "timeout",
+    "npu",
     "write",
     "only",
     "help",

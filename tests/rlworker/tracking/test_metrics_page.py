@@ -42,7 +42,7 @@ from rlworker.trainers.stop import Stop
 ROOT = Path(__file__).parents[3]
 LOGPROB, TOP = -1.0, 2
 IMAGE_TOKEN = 9
-VISION = SimpleNamespace(image_token=IMAGE_TOKEN, merge=1, axes=(0,))
+VISION = SimpleNamespace(image_token=IMAGE_TOKEN, feature_tokens=[IMAGE_TOKEN], merge=1, axes=(0,))
 """What of a vision tower's shape a batch is made with."""
 TOKENIZER = SimpleNamespace(eos_token_id=0, batch_decode=lambda ids, **_: ["2"] * len(ids))
 
