@@ -47,6 +47,9 @@ _CURVES = (
     ("Entropy (nats per token)", {"entropy": "entropy"}, "linear"),
     ("Gradient norm before clipping", {"grad_norm": "gradient norm"}, "linear"),
     ("Completion length (tokens)", {"completion_tokens": "mean length"}, "linear"),
+    ("Age of tokens (updates)", {"token_age_mean": "mean of a step", "token_age_max": "oldest token"}, "linear"),
+    ("Engines without anything to sample (seconds of a step)", {"engine_idle_seconds": "mean"}, "linear"),
+    ("Samples alive at an update", {"samples_at_update": "samples"}, "linear"),
     ("Turns of an episode", {"turns": "turns", "forks": "forks", "tool_calls": "calls of tools"}, "linear"),
 )
 """Title, metric -> label, scale of each plot."""
