@@ -91,7 +91,9 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
 def make_reference(folder: Path, kind: Tiny) -> tuple[ModelSpec, Case, Reference]:
     """Make a tiny model, sequences for it, and what HuggingFace computes of them."""
     model = ModelSpec.from_folder(make_tiny_model(folder / kind, kind))
-    case = make_case(model, 1, str(folder))
+    images = folder / f"{kind}_images"  # another kind may see a video where this one sees an image
+    images.mkdir()
+    case = make_case(model, 1, str(images))
     return model, case, compute_reference(model, case.batch, probe_loss, case.denominator, 1.0)
 
 
