@@ -72,7 +72,8 @@ class EngineLoop:
         return future.result()
 
     def submit(self, requests: Sequence[tuple[Hashable, Request]]) -> None:
-        """Hand in requests, each by a key of the caller's; they begin in their order.
+        """Hand in requests, each by a key of the caller's; they begin in their order, those that go first before
+        all that wait.
 
         Raises:
             ValueError: a key is that of a request which was not yet taken or given up.
@@ -84,7 +85,8 @@ class EngineLoop:
             if len(keys) < len(opened) or keys & self._keys:
                 raise ValueError("rollout: two open requests have the same key; give each its own")
             self._keys |= keys
-            self._waiting.extend(opened)
+            self._waiting.extendleft(reversed([one for one in opened if one.request.goes_first]))
+            self._waiting.extend(one for one in opened if not one.request.goes_first)
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> list[tuple[Hashable, Completions | Exception]]:

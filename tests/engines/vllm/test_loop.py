@@ -21,6 +21,7 @@ class Ask:
     image_bytes: int = 0
     fault: str = ""
     count: int = 1
+    goes_first: bool = False
 
     @property
     def prompt(self):
@@ -151,6 +152,18 @@ def test_images_wait_for_memory_in_their_order(started):
     assert engine.begun == asked and engine.most_bytes == 3 * 2**20
     loop.submit([("x", Ask(2, third)), ("y", Ask(1))])
     assert [key for key, _ in take_all(loop, 2)] == ["y", "x"]
+
+
+def test_what_goes_first_does_not_wait_for_the_memory_of_what_came_before(started):
+    engine = CountingEngine(threading.Semaphore(0))
+    loop = started(engine)
+    loop.submit([("runs", Ask(2, 2**20)), ("waits", Ask(1, 2**20))])
+    wait_until(lambda: engine.begun_steps)
+    loop.submit([("later", Ask(1)), ("one", Ask(1, goes_first=True)), ("two", Ask(1, goes_first=True))])
+    engine.gate.release(9)
+    taken = [key for key, _ in take_all(loop, 5)]
+    assert taken.index("waits") > max(taken.index("one"), taken.index("two"))
+    assert [one.goes_first for one in engine.begun] == [False, True, True, False, False]
 
 
 def test_what_cannot_be_sampled_is_an_answer(started):
