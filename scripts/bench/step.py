@@ -1,13 +1,15 @@
 """Measure what a GRPO step costs on the real engines, against a single process that does the same work.
 
     python scripts/bench/step.py [--ranks 1] [--rollouts 1] [--staleness 0] [--steps 12] [--tiny] [--json FILE]
+    python scripts/bench/step.py --plays [--prompts 256] [--steps 12] [--tiny] [--json FILE]
     python scripts/bench/step.py --stub-trainer [--steps 12] [--tiny] [--json FILE]
 
 Work: a Qwen2 of 1.4 million parameters, 32 prompts x 8 samples, 16 new tokens, one update. Measured from the second
 step on, medians: wall seconds by phase, and CPU seconds of the driver, the trainers and the rollout engine (Ray's own
 daemons apart). The comparison generates with transformers and updates with plain torch, in one process and in this
 run, so that the ratio means something on a machine of any speed. With a staleness, steps whose rollouts run ahead are
-measured beside those that take turns: means there, since one step waits and the next does not.
+measured beside those that take turns: means there, since one step waits and the next does not. With plays, steps whose
+samples are episodes of one turn, by ``one_turn`` of the same reward, are measured beside the others, and nothing else.
 
 With a stub trainer an update is a sleep as long as a rollout takes, and samples have log-normal lengths of 16 to 512
 tokens. Weights are synced as ever. Steps a second at staleness 0, 1 and 2, in one run.
@@ -26,12 +28,13 @@ import psutil
 from timing import make_parser, write_figures
 
 PARSER = make_parser(__doc__)
-for _name, _default in (("ranks", 1), ("rollouts", 1), ("steps", 12), ("staleness", 0)):
+for _name, _default in (("ranks", 1), ("rollouts", 1), ("steps", 12), ("staleness", 0), ("prompts", 32)):
     PARSER.add_argument(f"--{_name}", type=int, default=_default)
+PARSER.add_argument("--plays", action="store_true", help="measure episodes of one turn beside rewarded samples")
 PARSER.add_argument("--stub-trainer", action="store_true", help="measure rollouts that run ahead of a sleep")
 OPTIONS = PARSER.parse_args()
 SIZES = dict(hidden_size=160, intermediate_size=480, num_hidden_layers=4, num_attention_heads=5)
-PROMPTS, SAMPLES = (2, 2) if OPTIONS.tiny else (32, 8)
+PROMPTS, SAMPLES = (2, 2) if OPTIONS.tiny else (OPTIONS.prompts, 8)
 NEW_TOKENS, PROMPT_TOKENS = 16, 6
 SHORTEST, LONGEST, MEDIAN, SIGMA = (2, 8, 4, 0.8) if OPTIONS.tiny else (16, 512, 80, 0.9)
 """Tokens of a sample beside a stub trainer."""
@@ -92,14 +95,16 @@ def make_config(folder: Path, run: str, new_tokens: int, steps: int, staleness: 
     )
 
 
-def bench_worker(folder: Path, steps: int, staleness: int = 0) -> list[dict[str, float]]:
+def bench_worker(folder: Path, steps: int, staleness: int = 0, plays: bool = False) -> list[dict[str, float]]:
     """Return what each step of the real engines took but the first, in seconds, by phase and by process."""
     import ray
 
+    from rlworker.episodes import one_turn
     from rlworker.trainers.rl import Trainer
 
     steps_seconds = []
-    with Trainer(make_config(folder, f"run{staleness}", NEW_TOKENS, steps, staleness), reward) as trainer:
+    config = make_config(folder, f"run{staleness}{'_plays' if plays else ''}", NEW_TOKENS, steps, staleness)
+    with Trainer(config, one_turn(reward) if plays else reward) as trainer:
         workers = trainer.name_workers()
         pids = {name: ray.get(worker.__ray_call__.remote(lambda _: os.getpid())) for name, worker in workers.items()}
         roles = {"driver": [os.getpid()]}
@@ -223,15 +228,15 @@ def make_row(title: str, numbers: dict[str, float]) -> dict[str, str | float]:
     return {"process": title} | {f"{name} ms": 1000 * value for name, value in numbers.items()}
 
 
-def compare_ahead(turns: list[dict[str, float]], ahead: list[dict[str, float]]) -> list[dict[str, str | float]]:
-    """Compare the means of steps that take turns with those of steps whose rollouts run ahead."""
-    titles = "in turns, means", f"staleness {OPTIONS.staleness}, means"
-    means = [average(steps, statistics.mean) for steps in (turns, ahead)]
-    for title, numbers in zip(titles, means, strict=True):
-        print_row(title, numbers)
-    ratios = (f"{kind} {means[1][f'{kind} step'] / means[0][f'{kind} step']:.2f}" for kind in ("wall", "cpu"))
-    print(f"{'':28s}ahead over in turns: {', '.join(ratios)}")
-    return [make_row(title, numbers) for title, numbers in zip(titles, means, strict=True)]
+def compare(found: dict[str, list[dict[str, float]]]) -> list[dict[str, str | float]]:
+    """Compare the means of two kinds of steps, by their titles."""
+    means = {title: average(steps, statistics.mean) for title, steps in found.items()}
+    for title, numbers in means.items():
+        print_row(f"{title}, means", numbers)
+    first, second = means.values()
+    ratios = (f"{kind} {second[f'{kind} step'] / first[f'{kind} step']:.2f}" for kind in ("wall", "cpu"))
+    print(f"{'':28s}the latter over the former: {', '.join(ratios)}")
+    return [make_row(f"{title}, means", numbers) for title, numbers in means.items()]
 
 
 def main() -> None:
@@ -250,8 +255,12 @@ def main() -> None:
         worker = average(found, statistics.median)
         print_row("rlworker", worker)
         rows = [make_row(f"rlworker, {OPTIONS.ranks} rank(s)", worker)]
-        if OPTIONS.staleness:
-            rows += compare_ahead(found, bench_worker(folder, steps, OPTIONS.staleness))
+        if OPTIONS.plays:
+            found = {"rewarded": found, "played": bench_worker(folder, steps, plays=True)}
+            write_figures(OPTIONS.json, rows + compare(found))
+            return
+        if ahead := OPTIONS.staleness:
+            rows += compare({"in turns": found, f"staleness {ahead}": bench_worker(folder, steps, ahead)})
         for threads in (1, 2):
             single = bench_single_process(folder, steps, threads)
             print_row(f"one process, {threads} thread(s)", single)
