@@ -12,6 +12,7 @@ Each run has a real Ray, two trainer ranks and two vLLM engines. It is told whom
 and phase. Workers that were not lost are handed on from run to run.
 """
 
+import argparse
 import json
 import logging
 import os
@@ -280,34 +281,43 @@ def play_all(
             yield row | {what: "those of the run that lost none"}
 
 
-def main(arguments: list[str]) -> None:
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = [*OUTAGES, "control", *NODES]
+    parser.add_argument("names", nargs="*", default=every, metavar="NAME", help=", ".join(every))
+    parser.add_argument("--json", type=Path, help="write the figures here, as scripts/tables.py takes them")
+    parser.add_argument("--ahead", action="store_true", help="let rollouts run ahead, by one update")
+    parser.add_argument("--calm", type=float, metavar="MINUTES", help="run under load, and strike nobody")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(every):
+        parser.error(f"there is no outage {sorted(unknown)[0]}, there are {', '.join(every)}")
+    return options
+
+
+def main(options: argparse.Namespace) -> None:
     from recipes.common.addition import make_data, make_model
     from rlworker.cluster.ray import running_ray
     from rlworker.cluster.worker_pool import keeping_workers
     from rlworker.tracking.provenance import collect_provenance
 
-    head = asdict(collect_provenance("cpu"))
-    output = Path(arguments[1]) if arguments[:1] == ["--json"] else None
-    staleness = AHEAD if "--ahead" in arguments else 0
-    named = [name for name in arguments if not name.startswith("--")]
-    names = [*OUTAGES, "control", *NODES] if output or not named else named
+    head, staleness = asdict(collect_provenance("cpu")), AHEAD * options.ahead
     with tempfile.TemporaryDirectory() as place:
         folder, rows = Path(place), []
         make_data(folder / "data")
         make_model(folder / "model", seed=0)
-        if arguments[:1] == ["--calm"]:
+        if options.calm is not None:
             with running_ray(8, "cpu"), keeping_workers():  # else most of the time would go into starts
-                stay_calm(folder, float(arguments[1]))
+                stay_calm(folder, options.calm)
             return
-        if alone := [name for name in names if name not in NODES]:
+        if alone := [name for name in options.names if name not in NODES]:
             with running_ray(8, "cpu"), keeping_workers():
                 rows += play_all(folder, alone, staleness=staleness)
-        if apart := [name for name in names if name in NODES]:
+        if apart := [name for name in options.names if name in NODES]:
             with open_nodes() as kill_node:
                 rows += play_all(folder, apart, kill_node, staleness)
-    if output:
-        output.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(parse_arguments())
