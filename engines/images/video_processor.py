@@ -1,24 +1,17 @@
 """Videos: which of their frames are shown and when, and their patches, by transformers' own processor."""
 
-import hashlib
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from engines.images.decoding import DECODING_ERRORS, check_image, decode_rgb, open_bytes, read_bytes
+from engines.images.decoding import check_image, read_bytes
+from engines.images.frames import decode_video, find_digest, find_rate, list_frames, measure_film
 from engines.images.video import Video
 from engines.models.vision_spec import VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FRAME_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-"""Endings of the files of a folder that are its frames."""
-_CLOCK = 10
-"""Milliseconds that a GIF counts in: frames of one rate last longer or shorter by so much."""
 _NARROWEST = 4
 """Pixels of a side; transformers takes one of 1 or 3 for the colours."""
 
@@ -82,22 +75,21 @@ class VideoProcessor:
             ValueError: there is no such video, it has too few frames or another rate, or its frames are broken, differ
                 in size or are too narrow to be resized.
         """
-        what, folder = f"{place}: {str(path)!r}", Path(path)
-        files = _list_frames(folder) if folder.is_dir() else []
-        durations = [] if folder.is_dir() else _read_durations(folder, place)
-        total = len(files) or len(durations)
+        what, path = f"{place}: {str(path)!r}", Path(path)
+        files, film = (list_frames(path), None) if path.is_dir() else ([], measure_film(path, place))
+        total = len(film.durations) if film else len(files)
         if total < 2:
             raise ValueError(f"{what} has {total} frames, expected at least 2; one is shown as an image")
-        fps = _find_rate(durations, fps, what)
+        fps = find_rate(film.durations if film else [], fps, what)
         shown = self._choose_frames(total, fps, rate, frames, what)
-        sources = [read_bytes(path, place) for path in ([files[number] for number in shown] if files else [folder])]
-        sizes = {check_image(data, repr(str(path)), place) for data in sources}
+        sources = [read_bytes(source, place) for source in ([path] if film else [files[number] for number in shown])]
+        sizes = {film.size} if film else {check_image(data, repr(str(path)), place) for data in sources}
         if len(sizes) > 1:
             raise ValueError(f"{what} has frames of {sorted(sizes)} pixels, expected one size; make them alike")
         size = sizes.pop()
         grid = self._find_grid(len(shown), size, what)
-        digest = _find_digest(sources, shown, fps)
-        return Video(str(folder.absolute()), digest, size, grid, place, shown, total, fps)
+        digest = find_digest(sources, shown, fps)
+        return Video(str(path.absolute()), digest, size, grid, place, shown, total, fps)
 
     def _choose_frames(
         self, total: int, fps: float, rate: float | None, frames: Sequence[int] | None, what: str
@@ -148,91 +140,3 @@ class VideoProcessor:
                     f"{video.place}: the processor cut {video.path!r} into {grid} patches, expected {list(video.grid)}"
                 )
         return processed["pixel_values_videos"]
-
-
-def decode_video(video: Video) -> np.ndarray:
-    """Decode the frames of a video that are shown: ``[frames, height, width, 3]`` uint8.
-
-    Raises:
-        ValueError: the video is gone, was changed since it was first opened, or cannot be decoded.
-    """
-    path, place = Path(video.path), video.place
-    files = _list_frames(path) if path.is_dir() else [path]
-    changed = ValueError(f"{place}: {video.path!r} was changed since the run started; put it back")
-    if path.is_dir() and len(files) != video.total:
-        raise changed
-    names = [files[number] for number in video.frames] if path.is_dir() else files
-    sources = [read_bytes(name, place) for name in names]
-    if _find_digest(sources, video.frames, video.fps) != video.digest:
-        raise changed
-    return np.stack([np.asarray(frame) for frame in _iterate_frames(sources, video)])
-
-
-def _iterate_frames(sources: Sequence[bytes], video: Video) -> Iterator[Any]:
-    """Decode frames one by one, into Pillow's images."""
-    name = repr(video.path)
-    if len(sources) > 1:
-        for data in sources:
-            with open_bytes(data, name, video.place) as opened:
-                yield decode_rgb(opened, name, video.place)
-        return
-    with open_bytes(sources[0], name, video.place) as film:
-        for number in video.frames:
-            film.seek(number)
-            yield decode_rgb(film, name, video.place)
-
-
-def _list_frames(folder: Path) -> list[Path]:
-    """List the images of a folder by their names, in which numbers count as numbers: 9 is before 10."""
-    files = [path for path in folder.iterdir() if path.suffix.lower() in FRAME_ENDINGS]
-    return sorted(files, key=lambda path: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", path.name)])
-
-
-def _read_durations(path: Path, place: str) -> list[float]:
-    """Read how long each frame of a file lasts, in milliseconds, 0 where it does not say; decodes them all."""
-    name, durations = repr(str(path)), []
-    data = read_bytes(path, place)
-    try:
-        opened = open_bytes(data, name, place)
-    except ValueError as error:
-        raise ValueError(f"{error} by a GIF, APNG or WebP, or by a folder of its frames") from None
-    with opened as film:
-        for number in range(getattr(film, "n_frames", 1)):
-            try:
-                film.seek(number)
-                film.load()
-            except (*DECODING_ERRORS, EOFError) as error:
-                raise ValueError(f"{place}: frame {number} of {name} cannot be decoded: {error}; replace it") from None
-            durations.append(float(film.info.get("duration", 0)))
-    return durations
-
-
-def _find_rate(durations: Sequence[float], fps: float | None, what: str) -> float:
-    """Find the frames of a second: what a file says, or was said of one that does not say it.
-
-    Args:
-        durations: of each frame, in milliseconds. When the last one ends is of no account.
-    """
-    lasting = durations[:-1]
-    if not any(lasting):
-        if fps is None or not 0 < fps < float("inf"):
-            raise ValueError(f'{what} does not say how many frames it has in a second; give "fps" in the row')
-        return float(fps)
-    if max(lasting) - min(lasting) > _CLOCK:
-        raise ValueError(
-            f"{what} has frames that last {min(lasting):g} to {max(lasting):g} ms, expected one rate; save it with one"
-        )
-    mean = sum(lasting) / len(lasting)
-    if fps is not None and not (0 < fps < float("inf") and abs(1000 / fps - mean) <= _CLOCK / 2):
-        raise ValueError(
-            f"{what} has {1000 / mean:g} frames in a second, the row says {fps:g}; correct it or leave it out"
-        )
-    return float(fps or 1000 / mean)
-
-
-def _find_digest(sources: Iterable[bytes], frames: tuple[int, ...], fps: float) -> str:
-    """Hash what files hold, which of their frames are shown, and when: two of one digest look alike."""
-    content = hashlib.sha256(repr((frames, fps)).encode())
-    for data in sources:
-        content.update(hashlib.sha256(data).digest())
-    return content.hexdigest()

@@ -7,9 +7,9 @@ from vllm.inputs import TokensPrompt
 
 from engines.batch.samples import Prompt
 from engines.images.decoding import decode
+from engines.images.frames import decode_video
 from engines.images.placeholders import collapse_images
 from engines.images.video import Video
-from engines.images.video_processor import decode_video
 from engines.models.spec import ModelSpec
 
 

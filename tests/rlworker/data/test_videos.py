@@ -4,14 +4,15 @@ import json
 import shutil
 from dataclasses import replace
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from engines.images.columns import find_image_blocks
+from engines.images.frames import decode_video
 from engines.images.placeholders import collapse_images, make_placeholders
-from engines.images.video_processor import decode_video
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
@@ -54,10 +55,13 @@ def read(model, kept):
 
 
 def save(folder) -> None:
-    """Save ``FRAMES`` at four a second as ``a.webp``, ``a.png`` and the folder ``frames``; and an image, ``b.png``."""
+    """Save ``FRAMES`` at four a second as ``a.webp``, ``a.png``, ``a.avi`` and the folder ``frames``; and an image,
+    ``b.png``."""
     first, *others = [Image.fromarray(frame) for frame in FRAMES]
     for name, options in {"a.webp": {"lossless": True, "method": 0}, "a.png": {"compress_level": 1}}.items():
         first.save(folder / name, save_all=True, append_images=others, duration=250, **options)
+    film(folder / "a.avi", "FFV1")  # without loss
+    (folder / "half.avi").write_bytes((folder / "a.avi").read_bytes()[:100000])
     (folder / "frames").mkdir()
     for number, frame in enumerate([first, *others]):
         frame.save(folder / "frames" / f"frame {number}.png")  # of which the tenth follows the ninth
@@ -70,6 +74,16 @@ def save(folder) -> None:
     small[0].save(folder / "uneven.gif", save_all=True, append_images=small[1:], duration=[100, 300, 100, 100])
     small[0].save(folder / "mixed" / "0.png")
     first.save(folder / "mixed" / "1.png")
+
+
+def film(path, code, frames=FRAMES, fps=4) -> None:
+    """Save frames as a film, by the coder of these four letters."""
+    _, height, width, _ = frames.shape
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*code), fps, (width, height))
+    assert writer.isOpened()
+    for frame in frames:
+        writer.write(frame[..., ::-1].copy())
+    writer.release()
 
 
 def make_hf_processor(model):
@@ -97,14 +111,27 @@ def test_a_video_is_what_transformers_makes_of_it(read, model, rate):
 
 def test_a_video_is_the_same_however_it_is_kept(read, model):
     shown = {"frames": [0, 2, 9, 10, 11], "fps": 4}
-    rows = read(*(ROW | {"videos": [shown | {"path": path}]} for path in ("a.webp", "a.png", "frames")))
+    rows = read(*(ROW | {"videos": [shown | {"path": path}]} for path in ("a.webp", "a.png", "a.avi", "frames")))
     for row in rows:
         (video,) = row.images
         assert (video.size, video.grid, video.total, video.fps) == ((84, 56), (3, 4, 6), 12, 4.0)
         assert np.array_equal(decode_video(video), FRAMES[[0, 2, 9, 10, 11]])
         assert video.times(2) == [0.25, 2.375, 2.75], "the middle of two frames, the last of them twice"
         assert "<0.2 seconds>" in load_tokenizer(model.folder).decode(row.prompt_ids)
-    assert len({row.prompt_ids for row in rows}) == 1 and len({row.images[0].digest for row in rows}) == 3
+    assert len({row.prompt_ids for row in rows}) == 1 and len({row.images[0].digest for row in rows}) == 4
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+def test_a_film_of_a_camera_is_read(read, tmp_path, name):
+    """Of 25 frames a second, with what a coder loses; a square that moves tells which frame is which."""
+    frames = np.zeros((30, 64, 96, 3), np.uint8)
+    for number in range(30):
+        frames[number, 16:48, 2 * number : 2 * number + 32] = (200, 40, 90)
+    film(tmp_path / name, "mp4v", frames, 25)
+    (row,) = read(ROW | {"videos": [{"path": name, "frames": [3, 10, 28]}]}, folder=tmp_path)
+    (video,) = row.images
+    assert (video.size, video.total) == ((96, 64), 30) and abs(video.fps - 25) < 0.1
+    assert np.abs(decode_video(video).astype(int) - frames[[3, 10, 28]]).mean() < 4
 
 
 @pytest.mark.parametrize("fps", [3.0, 12.5, 23.976, 29.97, 30.0, 60.0])
@@ -155,8 +182,9 @@ def test_a_video_that_changed_is_named(read, kept, tmp_path):
     ("videos", "message"),
     [
         (["none.webp"], r'rows.jsonl, line 2: field "videos", video 0: .*none.webp.* cannot be read: No such'),
-        (["rows.jsonl"], r"line 2: .*video 0: .*cannot be read as an image.* by a GIF, APNG or WebP, or by a folder"),
-        (["half.webp"], r"line 2: .*video 0: .*half.webp.*cannot be"),
+        (["rows.jsonl"], r"line 2: .*video 0: .*rows.jsonl' cannot be read as a video; replace it, or give a folder"),
+        (["half.avi"], r"line 2: .*video 0: .*half.avi' ends after \d of 12 frames; replace it"),
+        (["half.webp"], r"line 2: .*video 0: .*half.webp' has no frame that can be decoded; replace it"),
         (["b.png"], r"line 2: .*video 0: .*b.png' has 1 frames, expected at least 2; one is shown as an image"),
         (["empty"], r"line 2: .*video 0: .*empty' has 0 frames, expected at least 2"),
         (["frames"], r'line 2: .*frames\' does not say how many frames it has in a second; give "fps"'),

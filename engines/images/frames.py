@@ -1,0 +1,191 @@
+"""Frames of videos: of folders of images, of films that Pillow decodes, and of those that OpenCV does."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.images.decoding import DECODING_ERRORS, check_image, decode_rgb, open_bytes, read_bytes
+from engines.images.video import Video
+
+FRAME_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+"""Endings of the files of a folder that are its frames."""
+_CLOCK = 10
+"""Milliseconds that a GIF counts in: frames of one rate last longer or shorter by so much."""
+_MOST_MISSING = 0.05
+"""Share of the frames that a file announces and need not have: some containers only estimate how many they are."""
+
+
+@dataclass(frozen=True)
+class Film:
+    """What there is to know of a file of several frames.
+
+    Attributes:
+        durations: of each frame in milliseconds, 0 where the file does not say it. size: width and height in pixels.
+    """
+
+    durations: list[float]
+    size: tuple[int, int]
+
+
+def list_frames(folder: Path) -> list[Path]:
+    """List the images of a folder by their names, in which numbers count as numbers: 9 is before 10."""
+    files = [path for path in folder.iterdir() if path.suffix.lower() in FRAME_ENDINGS]
+    return sorted(files, key=lambda path: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", path.name)])
+
+
+def measure_film(path: Path, place: str) -> Film:
+    """Measure a film, of which every frame is decoded.
+
+    Raises:
+        ValueError: it cannot be read or decoded, or is cut short.
+    """
+    data = read_bytes(path, place)
+    opened = _open_by_pillow(data, path, place)
+    return _measure_by_opencv(path, place) if opened is None else _measure_by_pillow(opened, data, path, place)
+
+
+def find_rate(durations: Sequence[float], fps: float | None, what: str) -> float:
+    """Find the frames of a second: what a film says, or was said of one that does not say it.
+
+    Args:
+        durations: of each frame, in milliseconds. When the last one ends is of no account.
+        what: the video's name, for errors.
+
+    Raises:
+        ValueError: nobody says it, the frames last unequally, or ``fps`` is not what the film says.
+    """
+    lasting = durations[:-1]
+    if not any(lasting):
+        if fps is None or not 0 < fps < float("inf"):
+            raise ValueError(f'{what} does not say how many frames it has in a second; give "fps" in the row')
+        return float(fps)
+    if max(lasting) - min(lasting) > _CLOCK:
+        raise ValueError(
+            f"{what} has frames that last {min(lasting):g} to {max(lasting):g} ms, expected one rate; save it with one"
+        )
+    mean = sum(lasting) / len(lasting)
+    if fps is not None and not (0 < fps < float("inf") and abs(1000 / fps - mean) <= _CLOCK / 2):
+        raise ValueError(
+            f"{what} has {1000 / mean:g} frames in a second, the row says {fps:g}; correct it or leave it out"
+        )
+    return float(fps or 1000 / mean)
+
+
+def find_digest(sources: Iterable[bytes], frames: tuple[int, ...], fps: float) -> str:
+    """Hash what files hold, which of their frames are shown, and when: two of one digest look alike."""
+    content = hashlib.sha256(repr((frames, fps)).encode())
+    for data in sources:
+        content.update(hashlib.sha256(data).digest())
+    return content.hexdigest()
+
+
+def decode_video(video: Video) -> np.ndarray:
+    """Decode the frames of a video that are shown: ``[frames, height, width, 3]`` uint8.
+
+    Raises:
+        ValueError: the video is gone, was changed since it was first opened, or cannot be decoded.
+    """
+    path, place = Path(video.path), video.place
+    files = list_frames(path) if path.is_dir() else []
+    changed = ValueError(f"{place}: {video.path!r} was changed since the run started; put it back")
+    if path.is_dir() and len(files) != video.total:
+        raise changed
+    names = [files[number] for number in video.frames] if path.is_dir() else [path]
+    sources = [read_bytes(name, place) for name in names]
+    if find_digest(sources, video.frames, video.fps) != video.digest:
+        raise changed
+    decoded = _decode_images(sources, video) if files else _decode_film(sources[0], video)
+    return np.stack([np.asarray(frame) for frame in decoded])
+
+
+def _decode_images(sources: Sequence[bytes], video: Video) -> Iterator[Any]:
+    for data in sources:
+        with open_bytes(data, repr(video.path), video.place) as opened:
+            yield decode_rgb(opened, repr(video.path), video.place)
+
+
+def _decode_film(data: bytes, video: Video) -> Iterator[Any]:
+    opened = _open_by_pillow(data, Path(video.path), video.place)
+    if opened is None:
+        yield from _decode_by_opencv(video)
+        return
+    with opened as film:
+        for number in video.frames:
+            film.seek(number)
+            yield decode_rgb(film, repr(video.path), video.place)
+
+
+# -- Pillow
+
+
+def _open_by_pillow(data: bytes, path: Path, place: str) -> Any:
+    """Open a film; None where Pillow does not know its kind."""
+    try:
+        return open_bytes(data, repr(str(path)), place)
+    except ValueError:
+        return None
+
+
+def _measure_by_pillow(opened: Any, data: bytes, path: Path, place: str) -> Film:
+    name, durations = repr(str(path)), []
+    with opened as film:
+        for number in range(getattr(film, "n_frames", 1)):
+            try:
+                film.seek(number)
+                film.load()
+            except (*DECODING_ERRORS, EOFError) as error:
+                raise ValueError(f"{place}: frame {number} of {name} cannot be decoded: {error}; replace it") from None
+            durations.append(float(film.info.get("duration", 0)))
+    return Film(durations, check_image(data, name, place))
+
+
+# -- OpenCV, which brings FFmpeg
+
+
+def _open_by_opencv(path: Path, place: str) -> tuple[Any, Any]:
+    """Open a film: OpenCV itself and its capture."""
+    try:
+        import cv2
+    except ImportError:
+        raise ValueError(
+            f"{place}: {str(path)!r} is decoded by OpenCV, which is not there; pip install opencv-python-headless, or "
+            "give a GIF, APNG or WebP, or a folder of its frames"
+        ) from None
+    capture = cv2.VideoCapture(str(path), cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, 1])
+    if not capture.isOpened():
+        raise ValueError(
+            f"{place}: {str(path)!r} cannot be read as a video; replace it, or give a folder of its frames"
+        )
+    return cv2, capture
+
+
+def _measure_by_opencv(path: Path, place: str) -> Film:
+    cv2, capture = _open_by_opencv(path, place)
+    times, size = [], (0, 0)
+    while capture.grab():
+        times.append(capture.get(cv2.CAP_PROP_POS_MSEC))
+        if len(times) == 1:  # as it is shown: turned as its camera was held
+            height, width, _ = capture.retrieve()[1].shape
+            size = width, height
+    if not times:
+        raise ValueError(f"{place}: {str(path)!r} has no frame that can be decoded; replace it")
+    announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+    if len(times) < (1 - _MOST_MISSING) * announced:
+        raise ValueError(f"{place}: {str(path)!r} ends after {len(times)} of {announced} frames; replace it")
+    return Film([*(after - before for before, after in pairwise(times)), 0.0], size)
+
+
+def _decode_by_opencv(video: Video) -> Iterator[np.ndarray]:
+    """Decode frames one after another from the first on: a place that is sought is not always the one that is found."""
+    cv2, capture = _open_by_opencv(Path(video.path), video.place)
+    for number in range(video.frames[-1] + 1):
+        if not capture.grab():
+            raise ValueError(f"{video.place}: frame {number} of {video.path!r} cannot be decoded; replace it")
+        if number in video.frames:
+            yield cv2.cvtColor(capture.retrieve()[1], cv2.COLOR_BGR2RGB)
