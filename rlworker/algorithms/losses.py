@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs
@@ -152,36 +151,32 @@ def masked_importance(old: Tensor, rollout: Tensor, *, least: float = 0.5, most:
 # -- score centering: an expectation that is known is taken out of the gradient
 
 
-def center_scores(
-    outputs: TokenOutputs, batch: TrainBatch, surrogate: Surrogate, correction: Correction | None = None
-) -> Tensor:
+def center_scores(outputs: TokenOutputs, batch: TrainBatch, correction: Correction | None = None) -> Tensor:
     """Compute the term ``[N]`` which, added to each token's surrogate times correction, takes out the mean of their
     gradient over what the sampler might have drawn in its place (score centering, arXiv:2609.20807).
 
-    In one place let the sampler draw id v with probability q_v, and the loss of v be ``f(old_v / q_v) S(log p_v)``.
-    Were all advantages alike there would be nothing to learn, and yet the mean gradient is the sum over v of
-    ``q_v f(old_v / q_v) S'(log p_v) d log p_v``: a drift, where p is not q. The term is that sum with the other sign:
-    a cross-entropy whose targets have no gradient. Its classes are the sampler's k likeliest ids and all others
-    together, which stand for the rest of the vocabulary. The published form, with ``rho = q(rest) / p(rest)``, has the
-    same gradient; this one stays exact where p(rest) is next to nothing.
+    In one place let the sampler draw id v with probability q_v, and the loss of v be ``-A f(old_v / q_v) p_v / old_v``.
+    Were all advantages A alike there would be nothing to learn, and yet the mean gradient is the sum over v of
+    ``-A q_v f(old_v / q_v) (p_v / old_v) d log p_v``: a drift, where ``f`` is not the whole ratio. The term is that sum
+    with the other sign: a cross-entropy whose targets have no gradient. Its classes are the sampler's k likeliest ids
+    and all others together, which stand for the rest of the vocabulary. The published form, with
+    ``rho = q(rest) / p(rest)``, has the same gradient; this one stays exact where p(rest) is next to nothing.
 
-    Args:
-        surrogate: one that goes token by token.
+    The clip of a surrogate has no part in it. It holds back what has moved far, whatever was sampled: a mean gradient
+    too, but not one of the sampler's, and without it the policy runs away.
 
     Raises:
-        ValueError: it has one ratio for a whole sequence; the batch lacks a column or the outputs the top logprobs.
+        ValueError: the batch lacks a column, or the outputs the top logprobs.
     """
-    _refuse_sequence_ratio(surrogate)
     if (top := outputs.top_logprobs) is None:
         raise ValueError("center_scores: no logprobs of the sampler's likeliest ids; set --algorithm.score-centering")
     sampler = batch.require_column("rollout_top_logprobs").exp()
     q = torch.cat([sampler, (1 - sampler.sum(-1, keepdim=True)).clamp_min(0)], -1)  # [N, k + 1]
     old = top.detach() if batch.old_logprobs is None else batch.require_column("old_top_logprobs")
-    over_classes = vmap(lambda logprobs, old: surrogate(logprobs, old, batch)[0], in_dims=1, out_dims=1)
-    slope = grad(lambda logprobs: over_classes(logprobs, old).sum())(top.detach())
     # A class without mass counts for nothing, but must not be infinite.
     factors = correction(old, q.log().maximum(old - _LARGEST_LOG)) if correction else 1.0
-    return -(q * factors * slope * top).sum(-1)
+    ratio = (top.detach() - old).exp()
+    return batch.require_column("advantages") * (q * factors * ratio * top).sum(-1)
 
 
 def check_centering(loss: LossFn, algorithm: AlgorithmConfig) -> None:
@@ -208,7 +203,7 @@ def _refuse_sequence_ratio(surrogate: Surrogate) -> None:
         surrogate = surrogate.func
     if surrogate in (gspo, gmpo):
         raise ValueError(
-            f"center_scores: {surrogate.__name__} has one ratio for a whole sequence, of which tokens that were not "
+            f"loss: {surrogate.__name__} has one ratio for a whole sequence, of which tokens that were not "
             "sampled have no part; take ppo, cispo or sapo, or leave score centering out"
         )
 
@@ -273,7 +268,8 @@ def policy_loss(
         loss = loss * factors
         metrics["correction"] = (factors * mask).sum()
     if center:
-        loss = loss + center_scores(outputs, batch, surrogate, correction)
+        _refuse_sequence_ratio(surrogate)
+        loss = loss + center_scores(outputs, batch, correction)
         metrics["top_mass"] = (batch.require_column("rollout_top_logprobs").exp().sum(-1) * mask).sum()
     if kl_coef:
         penalty = kl(outputs.logprobs, batch.require_column("ref_logprobs"))

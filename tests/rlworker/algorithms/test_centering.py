@@ -20,6 +20,7 @@ SURROGATES = {
     "cispo": partial(losses.cispo, clip_low=0.2, clip_high=0.2),
     "sapo": losses.sapo,
 }
+UNCLIPPED = partial(losses.ppo, clip_low=1.0, clip_high=1e9)
 CORRECTIONS = {"none": None, "truncated": losses.truncated_importance, "masked": losses.masked_importance}
 
 
@@ -80,12 +81,11 @@ ADVANTAGES = torch.tensor([1.0, -1.0, 2.0, -0.5, 1.5, -2.0], dtype=torch.float64
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_the_term_is_the_mean_of_what_might_have_been_sampled(surrogate, correction):
+def test_the_term_is_the_mean_of_what_might_have_been_sampled(correction):
     """With every id among the likeliest its gradient is that of the loss of each id, one after another, times the
     sampler's probability of it, with the other sign; its value is that of the cross-entropy."""
     logits, log_old, log_q = draw()
-    loss = partial(policy_loss, surrogate=SURROGATES[surrogate], correction=CORRECTIONS[correction])
+    loss = partial(policy_loss, surrogate=UNCLIPPED, correction=CORRECTIONS[correction])
     want, value = torch.zeros_like(logits), 0.0
     for token in range(VOCAB):
         targets = torch.full((N,), token)
@@ -98,26 +98,27 @@ def test_the_term_is_the_mean_of_what_might_have_been_sampled(surrogate, correct
         want -= torch.autograd.grad((slope * outputs.logprobs).sum(), x)[0]
     x = logits.clone().requires_grad_()
     batch = make_batch(log_old, log_q, VOCAB, ADVANTAGES)
-    term = center_scores(make_outputs(x, batch), batch, SURROGATES[surrogate], CORRECTIONS[correction]).sum()
+    term = center_scores(make_outputs(x, batch), batch, CORRECTIONS[correction]).sum()
     (got,) = torch.autograd.grad(term, x)
     assert differ(got, want) <= 1e-12 and float(term) == pytest.approx(value, rel=1e-12)
 
 
 @pytest.mark.parametrize("top", [1, 5, VOCAB])
 def test_finite_differences(top):
-    """Central ones of the term, whose factors are held where they are."""
+    """Central ones of fourth order of the term, whose factors are held where they are."""
     logits, log_old, log_q = draw(1)
     batch = make_batch(log_old, log_q, top, ADVANTAGES)
-    term = partial(center_scores, batch=batch, surrogate=losses.ppo, correction=losses.truncated_importance)
+    cut = partial(losses.truncated_importance, most=0.8)  # low enough that some of two classes are cut
+    term = partial(center_scores, batch=batch, correction=cut)
     x = logits.clone().requires_grad_()
     outputs = make_outputs(x, batch)
     (held,) = torch.autograd.grad(term(outputs).sum(), outputs.top_logprobs, retain_graph=True)
     (got,) = torch.autograd.grad(term(outputs).sum(), x)
-    numeric, step = torch.zeros_like(logits), 1e-5
+    numeric, step = torch.zeros_like(logits), 1e-3
     for place in range(logits.numel()):
         shift = torch.zeros_like(logits).view(-1).index_fill_(0, torch.tensor([place]), step).view_as(logits)
-        up, down = (make_outputs(logits + sign * shift, batch).top_logprobs for sign in (1, -1))
-        numeric.view(-1)[place] = (held * (up - down)).sum() / (2 * step)
+        up, far_up, down, far_down = (make_outputs(logits + k * shift, batch).top_logprobs for k in (1, 2, -1, -2))
+        numeric.view(-1)[place] = (held * (8 * (up - down) - (far_up - far_down))).sum() / (12 * step)
     assert differ(got, numeric) <= 1e-9
 
 
@@ -135,7 +136,7 @@ def test_the_published_form_has_the_same_gradient(correction):
     alpha = rho * f(-rho.log(), torch.zeros_like(rho))
     residual = q * f(head.detach(), q.log()) - alpha[:, None] * head.detach().exp()
     (want,) = torch.autograd.grad((ADVANTAGES * (residual * head).sum(-1)).sum(), x, retain_graph=True)
-    term = center_scores(outputs, batch, losses.ppo, CORRECTIONS[correction]).sum()
+    term = center_scores(outputs, batch, CORRECTIONS[correction]).sum()
     assert differ(torch.autograd.grad(term, x)[0], want) <= 1e-12
 
 
@@ -149,12 +150,15 @@ def take_gradients(logits: Tensor, log_old: Tensor | None, log_q: Tensor, loss, 
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize(
+    ("surrogate", "first"), [*((name, True) for name in SURROGATES), ("unclipped", False)], ids=lambda x: str(x)
+)
 def test_equal_advantages_teach_nothing_in_the_mean(surrogate, first, advantage):
-    """Over 400 000 draws of a sampler, clipped tokens and all; without the term they pull at the policy."""
+    """Over 400 000 draws of a sampler, in the first step on them or a later one; without the term they pull at the
+    policy."""
     logits, log_old, log_q = draw(5, tokens=1, vocab=50)
-    loss = partial(policy_loss, surrogate=SURROGATES[surrogate], correction=losses.truncated_importance)
+    surrogates = SURROGATES | {"unclipped": UNCLIPPED}
+    loss = partial(policy_loss, surrogate=surrogates[surrogate], correction=losses.truncated_importance)
     draws = 400_000
     drawn = torch.multinomial(log_q[0].exp(), draws, True, generator=torch.Generator().manual_seed(0))
     share = (torch.bincount(drawn, minlength=50) / draws).double()[:, None]
@@ -168,6 +172,21 @@ def test_equal_advantages_teach_nothing_in_the_mean(surrogate, first, advantage)
     (pull, noise, _), (left, error, exact) = found["without"], found["with"]
     assert left <= 2 * error and exact <= 1e-7, found
     assert pull > 4 * noise, found
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_the_pull_of_a_clip_stays(surrogate, advantage):
+    """In a later step the mean gradient of equal advantages is that by which the clip changes the loss."""
+    logits, log_old, log_q = draw(5, tokens=1, vocab=50)
+    means = []
+    for chosen, center in ((UNCLIPPED, False), (SURROGATES[surrogate], False), (SURROGATES[surrogate], True)):
+        loss = partial(policy_loss, surrogate=chosen, correction=losses.truncated_importance, center=center)
+        gradients = take_gradients(logits, log_old, log_q, loss, 50, advantage)
+        means.append((log_q[0].exp()[:, None] * gradients).sum(0))
+    plain, clipped, centered = means
+    assert float((clipped - plain).norm()) > 1e-3
+    assert float((centered - (clipped - plain)).norm()) <= 1e-7
 
 
 def test_few_of_the_likeliest_take_out_most_of_the_drift():
@@ -197,7 +216,7 @@ def test_entries_that_are_not_used_count_for_nothing():
     for correction in CORRECTIONS.values():
         for one in (batch, wide):
             x = logits.clone().requires_grad_()
-            term = center_scores(make_outputs(x, one), one, losses.ppo, correction)
+            term = center_scores(make_outputs(x, one), one, correction)
             found.append((term, torch.autograd.grad(term.sum(), x)[0]))
         (term, gradient), (wide_term, wide_gradient) = found[-2:]
         assert differ(wide_term, term) <= 1e-14 and differ(wide_gradient, gradient) <= 1e-14
@@ -219,9 +238,9 @@ def test_entries_that_are_not_used_count_for_nothing():
 def test_one_ratio_for_a_sequence_is_refused(surrogate):
     logits, log_old, log_q = draw()
     batch = make_batch(log_old, log_q, 4, ADVANTAGES)
-    message = r"center_scores: g.po has one ratio for a whole sequence.*take ppo, cispo or sapo"
+    message = r"loss: g.po has one ratio for a whole sequence.*take ppo, cispo or sapo"
     with pytest.raises(ValueError, match=message):
-        center_scores(make_outputs(logits, batch), batch, surrogate)
+        policy_loss(make_outputs(logits, batch), batch, surrogate=surrogate, center=True)
     with pytest.raises(ValueError, match=message):
         check_centering(partial(policy_loss, surrogate=surrogate, center=True), AlgorithmConfig(score_centering=8))
 
@@ -233,10 +252,10 @@ def test_what_is_missing_is_said():
     with pytest.raises(
         ValueError, match=r"no logprobs of the sampler's likeliest ids; set --algorithm.score-centering"
     ):
-        center_scores(replace(outputs, top_logprobs=None), batch, losses.ppo)
+        center_scores(replace(outputs, top_logprobs=None), batch)
     for name in ("rollout_top_logprobs", "old_top_logprobs"):
         with pytest.raises(ValueError, match=f"it has no {name}, which is asked for"):
-            center_scores(outputs, replace(batch, **{name: None}), losses.ppo)
+            center_scores(outputs, replace(batch, **{name: None}))
 
 
 def test_a_loss_and_the_settings_must_agree():
@@ -259,6 +278,6 @@ def test_the_settings_become_a_centered_and_corrected_loss():
     assert "correction" not in plain[1] and "top_mass" not in plain[1]
     loss, metrics = configure_loss(AlgorithmConfig(score_centering=4), truncates_importance=True)(outputs, batch)
     want, _ = policy_loss(outputs, batch, correction=losses.truncated_importance)
-    want = want + center_scores(outputs, batch, losses.ppo, losses.truncated_importance).sum()
+    want = want + center_scores(outputs, batch, losses.truncated_importance).sum()
     assert loss.item() == pytest.approx(want.item(), rel=1e-12)
     assert metrics["correction"] > 0 and metrics["top_mass"] > 0
