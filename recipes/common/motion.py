@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from recipes.common import squares
 from recipes.common.addition import write_rows
@@ -15,10 +15,11 @@ from rlworker.checks.tiny_models import make_tiny_vlm
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""Answer -> columns and rows that the square moves by from one frame to the next."""
+WAYS = {"left": (-4, 0), "right": (4, 0), "up": (0, -4), "down": (0, 4)}
+"""Answer -> pixels to the right and down that the square moves by from one frame to the next."""
 FRAMES, MILLISECONDS = 4, 250
-SIDE, CELL = squares.SIDE, squares.CELL
+SIDE, SQUARE = squares.SIDE, 10
+"""Pixels of a frame and of the square."""
 WORDS = ("?", *WAYS, "<0.1", "<0.6", "seconds>")
 VIDEO_COUNTS = {"train": 2048, "heldout": 256}
 
@@ -42,15 +43,12 @@ def draw_video(generator: np.random.Generator) -> tuple[list[Image.Image], str]:
 
     A square that leaves on one side comes back on the other, so that no single frame tells which way it moves.
     """
-    way, cells = generator.choice(list(WAYS)), SIDE // CELL
-    ground = tuple(generator.integers(0, 60, 3).tolist())
-    fill = squares.COLOURS[generator.choice(list(squares.COLOURS))]
-    place, shift, frames = generator.integers(0, cells, 2), generator.integers(0, 4, 2), []
-    for number in range(FRAMES):
-        frame = Image.new("RGB", (SIDE, SIDE), ground)
-        x, y = ((place + number * np.array(WAYS[way])) % cells * CELL + shift).tolist()
-        ImageDraw.Draw(frame).rectangle((x, y, x + 9, y + 9), fill=fill)
-        frames.append(frame)
+    way, still = generator.choice(list(WAYS)), np.empty((SIDE, SIDE, 3), np.uint8)
+    still[:] = generator.integers(0, 60, 3)
+    still[:SQUARE, :SQUARE] = squares.COLOURS[generator.choice(list(squares.COLOURS))]
+    place, step = generator.integers(0, SIDE, 2), np.array(WAYS[way])
+    shifts = [(place + number * step)[::-1] for number in range(FRAMES)]  # down, then to the right
+    frames = [Image.fromarray(np.roll(still, shift, (0, 1))) for shift in shifts]
     return frames, str(way)
 
 
