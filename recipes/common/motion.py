@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from recipes.common import squares
 from recipes.common.addition import write_rows
@@ -15,11 +15,11 @@ from rlworker.checks.tiny_models import make_tiny_vlm
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-WAYS = {"left": (-4, 0), "right": (4, 0), "up": (0, -4), "down": (0, 4)}
-"""Answer -> pixels to the right and down that the square moves by from one frame to the next."""
+WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+"""Answer -> to the right and down."""
 FRAMES, MILLISECONDS = 4, 250
-SIDE, SQUARE = squares.SIDE, 10
-"""Pixels of a frame and of the square."""
+SIDE, SQUARE, STEP, MARGIN = squares.SIDE, 10, 9, 9
+"""Pixels of a frame and of the square, and those that it moves by and is at most away from a corner at first."""
 WORDS = ("?", *WAYS, "<0.1", "<0.6", "seconds>")
 VIDEO_COUNTS = {"train": 2048, "heldout": 256}
 
@@ -41,14 +41,21 @@ def make_model(folder: Path, seed: int) -> Path:
 def draw_video(generator: np.random.Generator) -> tuple[list[Image.Image], str]:
     """Draw the frames of a video, and return them with the right answer.
 
-    A square that leaves on one side comes back on the other, so that no single frame tells which way it moves.
+    A square goes from near a corner to near the next one. From each corner it may go two ways, and into each it may
+    have come two ways, so that no single frame tells the answer.
     """
-    way, still = generator.choice(list(WAYS)), np.empty((SIDE, SIDE, 3), np.uint8)
-    still[:] = generator.integers(0, 60, 3)
-    still[:SQUARE, :SQUARE] = squares.COLOURS[generator.choice(list(squares.COLOURS))]
-    place, step = generator.integers(0, SIDE, 2), np.array(WAYS[way])
-    shifts = [(place + number * step)[::-1] for number in range(FRAMES)]  # down, then to the right
-    frames = [Image.fromarray(np.roll(still, shift, (0, 1))) for shift in shifts]
+    way, offset = generator.choice(list(WAYS)), generator.integers(0, MARGIN + 1, 2)
+    forward = np.array(WAYS[way])
+    is_far = np.where(forward, forward < 0, generator.integers(0, 2, 2) > 0)  # what it goes along begins where it may
+    start = np.where(is_far, SIDE - SQUARE - offset, offset)
+    ground = tuple(generator.integers(0, 60, 3).tolist())
+    fill = squares.COLOURS[generator.choice(list(squares.COLOURS))]
+    frames = []
+    for number in range(FRAMES):
+        frame = Image.new("RGB", (SIDE, SIDE), ground)
+        x, y = (start + number * STEP * forward).tolist()
+        ImageDraw.Draw(frame).rectangle((x, y, x + SQUARE - 1, y + SQUARE - 1), fill=fill)
+        frames.append(frame)
     return frames, str(way)
 
 

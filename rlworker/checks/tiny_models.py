@@ -70,6 +70,7 @@ _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen2_vl": ((r"^model\.visual\.", "visual."),),
     "qwen3_vl": (),
     "gemma3": ((r"^model\.", ""), (r"^vision_tower\.(vision_model\.)*", "vision_tower.vision_model.")),
+    "internvl": ((r"^model\.", ""), (r"^lm_head\.", "language_model.lm_head.")),
 }
 """Of each family, patterns of names as a version of transformers may save them, and those of the released folders."""
 _NEWLINES = tuple("\n" * count for count in range(1, 5))
@@ -266,6 +267,7 @@ def _make_tiny_intern(
             if name.endswith(("cls_token", "position_embeddings", "lambda_1", "lambda_2")):  # each born alike
                 parameter.add_(0.15 * torch.randn_like(parameter))
     saved = save_apart(model, folder, apart)
+    _name_as_released(saved, "internvl")
     size = {"height": side, "width": side}
     images, videos = GotOcr2ImageProcessor(size=size, max_patches=3), InternVLVideoProcessor(size=size)
     processor = InternVLProcessor(images, named, videos, image_seq_length=tokens, chat_template=tokenizer.chat_template)
@@ -291,8 +293,8 @@ def _name_tokens(tokenizer: Any, names: dict[str, str]) -> Any:
 def _name_as_released(folder: str, family: str) -> None:
     """Rename weights as in the released folders, which transformers and vLLM read.
 
-    transformers 5 saves other names: 5.5 puts ``model.`` before Qwen2.5-VL's tower and before all of Gemma 3, whose
-    tower is within one too many; 5.19 leaves out what Gemma's tower is within.
+    transformers 5 saves other names: 5.5 puts ``model.`` before Qwen2.5-VL's tower, and before all of InternVL and of
+    Gemma 3, whose tower is within one too many; 5.19 leaves out what Gemma's tower is within.
     """
     from safetensors.torch import load_file, save_file
 

@@ -121,6 +121,7 @@ FAMILY = replace(
     output="language_model.lm_head.weight",
     renamed={
         "model.language_model.": "language_model.model.",
+        "model.vision_tower.vision_model.": "vision_tower.vision_model.",  # transformers 5.5
         "model.vision_tower.": "vision_tower.vision_model.",
         "model.multi_modal_projector.": "multi_modal_projector.",
         "lm_head.": "language_model.lm_head.",
