@@ -23,7 +23,7 @@ _MOST_MISSING = 0.05
 
 @dataclass(frozen=True)
 class Film:
-    """What there is to know of a file of several frames.
+    """Durations and size of the frames of a file.
 
     Attributes:
         durations: of each frame in milliseconds, 0 where the file does not say it. size: width and height in pixels.
