@@ -2,7 +2,7 @@
 
 A tiny Qwen3-VL and its videos are made on the spot, warmed up on answers to a loss that leaves about half of them
 wrong, then trained by GRPO from the reward alone, vision tower included. Held-out videos are never trained on, and no
-single frame tells the answer. docs/vlm.md says how far it was run.
+single frame tells the answer. docs/evidence.md has what it learned.
 """
 
 from recipes.common import motion
