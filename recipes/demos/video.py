@@ -21,7 +21,7 @@ DEFAULT = demo_cpu.DemoConfig(
     ),
     rollout=VllmConfig(max_new_tokens=2, max_model_len=48, max_num_seqs=512, kv_cache_mb=256),
     algorithm=AlgorithmConfig(mini_batches=2),
-    warm_up_loss=0.55,
+    warm_up_loss=0.5,
     steps=100,
     prompts_per_step=64,
     samples_per_prompt=8,
