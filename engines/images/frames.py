@@ -39,13 +39,12 @@ def list_frames(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", path.name)])
 
 
-def measure_film(path: Path, place: str) -> Film:
-    """Measure a film, of which every frame is decoded.
+def measure_film(data: bytes, path: Path, place: str) -> Film:
+    """Measure a film, of which every frame is decoded; ``data`` is what its file holds.
 
     Raises:
-        ValueError: it cannot be read or decoded, or is cut short.
+        ValueError: it cannot be decoded, or is cut short.
     """
-    data = read_bytes(path, place)
     opened = _open_by_pillow(data, path, place)
     return _measure_by_opencv(path, place) if opened is None else _measure_by_pillow(opened, data, path, place)
 
@@ -171,7 +170,7 @@ def _measure_by_opencv(path: Path, place: str) -> Film:
     while capture.grab():
         times.append(capture.get(cv2.CAP_PROP_POS_MSEC))
         if len(times) == 1:  # as it is shown: turned as its camera was held
-            height, width, _ = capture.retrieve()[1].shape
+            height, width, _ = _take_frame(capture, path, 0, place).shape
             size = width, height
     if not times:
         raise ValueError(f"{place}: {str(path)!r} has no frame that can be decoded; replace it")
@@ -183,9 +182,17 @@ def _measure_by_opencv(path: Path, place: str) -> Film:
 
 def _decode_by_opencv(video: Video) -> Iterator[np.ndarray]:
     """Decode frames one after another from the first on: a place that is sought is not always the one that is found."""
-    cv2, capture = _open_by_opencv(Path(video.path), video.place)
+    path, shown = Path(video.path), set(video.frames)
+    cv2, capture = _open_by_opencv(path, video.place)
     for number in range(video.frames[-1] + 1):
-        if not capture.grab():
-            raise ValueError(f"{video.place}: frame {number} of {video.path!r} cannot be decoded; replace it")
-        if number in video.frames:
-            yield cv2.cvtColor(capture.retrieve()[1], cv2.COLOR_BGR2RGB)
+        capture.grab()
+        if number in shown:
+            yield cv2.cvtColor(_take_frame(capture, path, number, video.place), cv2.COLOR_BGR2RGB)
+
+
+def _take_frame(capture: Any, path: Path, number: int, place: str) -> np.ndarray:
+    """Take the frame that was grabbed last."""
+    found, frame = capture.retrieve()
+    if not found:
+        raise ValueError(f"{place}: frame {number} of {str(path)!r} cannot be decoded; replace it")
+    return frame

@@ -76,13 +76,14 @@ class VideoProcessor:
                 in size or are too narrow to be resized.
         """
         what, path = f"{place}: {str(path)!r}", Path(path)
-        files, film = (list_frames(path), None) if path.is_dir() else ([], measure_film(path, place))
+        files, whole = (list_frames(path), None) if path.is_dir() else ([], read_bytes(path, place))
+        film = None if whole is None else measure_film(whole, path, place)
         total = len(film.durations) if film else len(files)
         if total < 2:
             raise ValueError(f"{what} has {total} frames, expected at least 2; one is shown as an image")
         fps = find_rate(film.durations if film else [], fps, what)
         shown = self._choose_frames(total, fps, rate, frames, what)
-        sources = [read_bytes(source, place) for source in ([path] if film else [files[number] for number in shown])]
+        sources = [read_bytes(files[number], place) for number in shown] if whole is None else [whole]
         sizes = {film.size} if film else {check_image(data, repr(str(path)), place) for data in sources}
         if len(sizes) > 1:
             raise ValueError(f"{what} has frames of {sorted(sizes)} pixels, expected one size; make them alike")

@@ -151,7 +151,7 @@ def take_gradients(logits: Tensor, log_old: Tensor | None, log_q: Tensor, loss, 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(
-    ("surrogate", "first"), [*((name, True) for name in SURROGATES), ("unclipped", False)], ids=lambda x: str(x)
+    ("surrogate", "first"), [*((name, True) for name in SURROGATES), ("unclipped", False)], ids=str
 )
 def test_equal_advantages_teach_nothing_in_the_mean(surrogate, first, advantage):
     """Over 400 000 draws of a sampler, in the first step on them or a later one; without the term they pull at the
