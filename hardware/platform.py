@@ -81,12 +81,12 @@ class RolloutWorkerClass:
 
     Attributes:
         name: module and class; "auto" is vLLM's own choice.
-        builder: name of the class that must build its attention's metadata once it has started; None where vLLM chooses
-            among several by itself.
+        parts: names of the classes that must build its attention's metadata, and sample, once it has started; none
+            where vLLM chooses among several by itself.
     """
 
     name: str = "auto"
-    builder: str | None = None
+    parts: tuple[str, ...] = ()
 
 
 class Profiler(Protocol):

@@ -105,13 +105,13 @@ class VllmEngine:
         self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:
             self._tie_workers()
-        for found in self.llm.collective_rpc("list_metadata_builders"):
+        for parts in self.llm.collective_rpc("list_parts"):
             # an upstream change may pass over what a worker installs, without a word
-            if worker.builder and found != [worker.builder]:
+            if worker.parts and tuple(parts) != worker.parts:
                 self.close()
                 raise RuntimeError(
-                    f"rollout: vLLM computes attention with {found}, expected {[worker.builder]} for {backend}; this "
-                    "version of vLLM does not take the backend that was registered with it: install the one in "
+                    f"rollout: vLLM computes attention and samples with {parts}, expected {list(worker.parts)} for "
+                    f"{backend}; this version of vLLM does not take what was registered with it: install the one in "
                     "requirements"
                 )
 

@@ -52,10 +52,11 @@ class WeightSyncExtension:
             finalize_layerwise_reload(model, self.model_config)
         _repack_tied_heads(model)
 
-    def list_metadata_builders(self) -> list[str]:
-        """List the classes that build the metadata of attention."""
+    def list_parts(self) -> list[str]:
+        """List the classes that build the metadata of attention, and then that of the sampler."""
         groups = [group for groups in self.model_runner.attn_groups for group in groups]
-        return sorted({type(group.get_metadata_builder()).__name__ for group in groups})
+        builders = sorted({type(group.get_metadata_builder()).__name__ for group in groups})
+        return [*builders, type(self.model_runner.sampler).__name__]
 
     def seed_sampler(self, seed: int) -> None:
         """Seed the generator that samples tokens."""

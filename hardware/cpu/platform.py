@@ -13,10 +13,10 @@ from hardware.platform import KernelMemory, RolloutWorkerClass
 
 # Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
-# Class of vLLM's worker for each backend, and the class that builds its attention's metadata.
+# Class of vLLM's worker for each backend, and the classes that build its attention's metadata and sample.
 _ROLLOUT_WORKERS = {
-    "vllm_cpu": ("PlainWorker", "CPUAttentionMetadataBuilder"),
-    "vllm_cpu_images": ("ImageRuleWorker", "ImageRuleBuilder"),
+    "vllm_cpu": ("PlainWorker", ("CPUAttentionMetadataBuilder", "ExactSampler")),
+    "vllm_cpu_images": ("ImageRuleWorker", ("ImageRuleBuilder", "ExactSampler")),
 }
 
 
@@ -116,5 +116,5 @@ class CpuPlatform:
         }
 
     def find_rollout_worker(self, backend):
-        name, builder = _ROLLOUT_WORKERS[backend]
-        return RolloutWorkerClass(f"hardware.cpu.rollout_worker.{name}", builder)
+        name, parts = _ROLLOUT_WORKERS[backend]
+        return RolloutWorkerClass(f"hardware.cpu.rollout_worker.{name}", parts)

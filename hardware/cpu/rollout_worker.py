@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with the attention of a rollout backend, chosen in the process that builds the model.
+"""vLLM's CPU worker with exact logprobs and a backend's attention, chosen in the process that builds the model.
 
 With tensor parallelism that is a process of each worker, into which nothing is inherited but a class by its name. An
 engine's process may build a model of another kind later, so that the plain worker takes back what the other installs.
@@ -8,6 +8,7 @@ Neither inherits from the other: vLLM mixes its extension into a worker's class 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hardware.cpu import image_rule
+from hardware.cpu.exact_logprobs import ExactSampler
 
 
 class PlainWorker(CPUWorker):
@@ -16,6 +17,7 @@ class PlainWorker(CPUWorker):
     def init_device(self) -> None:
         image_rule.uninstall()
         super().init_device()
+        self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
 
 
 class ImageRuleWorker(CPUWorker):
@@ -24,3 +26,4 @@ class ImageRuleWorker(CPUWorker):
     def init_device(self) -> None:
         image_rule.install()
         super().init_device()
+        self.model_runner.sampler = ExactSampler(self.model_runner.sampler)

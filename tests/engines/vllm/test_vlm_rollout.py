@@ -205,8 +205,8 @@ def test_an_image_that_changed_is_named(rollout):
         ask(worker.generate, [dataclasses.replace(prompt, images=(other,))], sampling())
 
 
-def _list_builders(worker) -> list[str]:
-    return worker.engine.llm.collective_rpc("list_metadata_builders")[0]
+def _list_parts(worker) -> list[str]:
+    return worker.engine.llm.collective_rpc("list_parts")[0]
 
 
 def _leave_out_builder(worker, prompts, sampling) -> list:
@@ -225,11 +225,11 @@ def test_without_the_builder_images_are_read_causally(rollout, measured):
     """Upstream's own fault: were it mended, this would fail, and the builder could go."""
     worker, model, prompts = rollout
     if not any(rule.images for rule in model.rules):
-        assert ask(worker.__ray_call__, _list_builders) == ["CPUAttentionMetadataBuilder"]
+        assert ask(worker.__ray_call__, _list_parts) == ["CPUAttentionMetadataBuilder", "ExactSampler"]
         return
     hf = load_huggingface(model)
     send(worker, hf, model)
-    assert ask(worker.__ray_call__, _list_builders) == ["ImageRuleBuilder"]
+    assert ask(worker.__ray_call__, _list_parts) == ["ImageRuleBuilder", "ExactSampler"]
     found = by_kind(model, hf, prompts, ask(worker.__ray_call__, _leave_out_builder, prompts, sampling()))
     measured({kind: float(values.max()) for kind, values in found.items()})
     assert found["images"].max() >= 1e-2 and found["right after an image"].max() >= 1e-2
