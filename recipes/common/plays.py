@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -54,8 +54,10 @@ class Teacher:
         calls = [json.loads(call) for call in re.findall(r"<tool_call>(.*?)</tool_call>", text)]
         return Sample(text, token_ids, True, tuple(ToolCall(call["name"], call["arguments"]) for call in calls))
 
-    async def call_tool(self, model: Model, call: Callable, args: tuple, limit_s: float, memory_mb: int) -> Any:
-        return call(*args)
+    async def call_tool(
+        self, model: Model, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
+    ) -> Any:
+        return call(*args, **keywords)
 
 
 def play_worked_episodes(play: Play, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:

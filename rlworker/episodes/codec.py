@@ -104,6 +104,7 @@ class Codec:
 
     def _encode_text(self, text: str) -> list[int]:
         """Encode text, in which special tokens may be written out, without any of the tokenizer's own."""
+        text = _mend_surrogates(text)
         if self.image_reader:
             text = self.image_reader.replace_markers(text, self.tokenizer)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -125,6 +126,15 @@ def list_messages(content: Content) -> list[Mapping[str, Any]]:
     if isinstance(content, list | tuple) and content and isinstance(content[0], Mapping):
         return list(cast(Sequence[Mapping[str, Any]], content))
     return []
+
+
+def _mend_surrogates(text: str) -> str:
+    """Join the halves of surrogate pairs, which no tokenizer takes; one that stands alone becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _read_ids(content: Any) -> list[int]:

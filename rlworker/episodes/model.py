@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import iscoroutinefunction
 from random import Random
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -94,7 +95,9 @@ class Host(Protocol):
 
     async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Sequence[int | str]) -> Sample: ...
 
-    async def call_tool(self, model: Model, call: Callable, args: tuple, limit_s: float, memory_mb: int) -> Any: ...
+    async def call_tool(
+        self, model: Model, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
+    ) -> Any: ...
 
 
 class Model:
@@ -141,13 +144,23 @@ class Model:
             )
         return await self._host.sample(self, episode, min(most, room), stop)
 
-    async def tool(self, call: Callable, *args: Any, limit_s: float | None = None, memory_mb: int = 1024) -> Any:
-        """Call ``call(*args)`` in a process of its own, which ends with everything that it started.
+    async def tool(
+        self,
+        call: Callable,
+        *args: Any,
+        keywords: Mapping[str, Any] = MappingProxyType({}),
+        limit_s: float | None = None,
+        memory_mb: int = 1024,
+    ) -> Any:
+        """Call ``call(*args, **keywords)`` in a process of its own, which ends with everything that it started.
+
+        What an ``async`` function returns is awaited there.
 
         The limits keep a run alive against code that hangs, forks or eats memory. They are no security boundary: the
         process has the user's rights, files and network. Code that is hostile belongs into a sandbox of its own.
 
         Args:
+            keywords: arguments by name, in a mapping: the names of some may be those of the limits.
             limit_s: seconds; None takes ``episodes.tool_limit_s``.
             memory_mb: most memory that each of its processes may take, in MB, beyond what it starts with.
 
@@ -158,7 +171,7 @@ class Model:
             ToolFailure: it did not end in time, raised, died or returned what cannot be sent.
         """
         limit = self._host.limits.tool_limit_s if limit_s is None else limit_s
-        return await self._host.call_tool(self, call, args, limit, memory_mb)
+        return await self._host.call_tool(self, call, args, keywords, limit, memory_mb)
 
 
 Play = Callable[[Model, Row], Awaitable[Episode]]

@@ -1,4 +1,5 @@
-"""Code of the user's in a process that runs it: where its output goes, how it is interrupted, and what it failed of."""
+"""Code of the user's: its name and kind; and in a process that runs it where its output goes, how it is interrupted,
+and what it failed of."""
 
 import ctypes
 import logging
@@ -7,8 +8,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 INTERRUPT = signal.SIGRTMIN
 """Ends a call that takes too long. Not SIGALRM, which reward libraries take for time limits of their own."""
@@ -17,6 +21,33 @@ _MESSAGE_CHARACTERS = 300
 
 class Interrupt(BaseException):
     """Raised in a call that takes too long; no Exception, so that ``except Exception`` lets it through."""
+
+
+def strip_partials(function: Any) -> Any:
+    """Return the function behind any ``functools.partial``."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def is_async(function: Any) -> bool:
+    """Tell a coroutine function, a partial of one, or an object with an async ``__call__``."""
+    function = strip_partials(function)
+    return iscoroutinefunction(function) or iscoroutinefunction(_find_call(function))
+
+
+def name_function(function: Any) -> str:
+    """Name a function, or the class of a callable object, and the line where it stands."""
+    function = strip_partials(function)
+    name, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
+    if not name:  # an object, whose repr may differ from process to process
+        name, code = type(function).__qualname__, getattr(_find_call(function), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def _find_call(function: Any) -> Any:
+    """Find the method by which objects of its class are called; None where they are not."""
+    return getattr(type(function), "__call__", None)  # noqa: B004  asks for the method, not whether there is one
 
 
 def write_output_to(path: Path) -> None:
@@ -47,7 +78,7 @@ def describe_error(error: BaseException, is_ours: Callable[[FrameType], bool] = 
     """
     frames = [place for place in list(traceback.walk_tb(error.__traceback__))[1:] if not is_ours(place[0])]
     try:
-        message = str(error)
+        message = str(error).encode("utf-8", "backslashreplace").decode()  # no terminal takes half a surrogate
     except Exception:
         message = "(its message cannot be made)"
     return f"{type(error).__name__}: {message[:_MESSAGE_CHARACTERS]}, {locate(frames)}"

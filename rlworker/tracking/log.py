@@ -108,7 +108,8 @@ class RunLog:
     def rollouts(self, step: int, rows: list[dict]) -> None:
         """Keep some samples of a step."""
         self._rollouts.mkdir(exist_ok=True)
-        with open(self._rollouts / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
+        path = self._rollouts / f"step_{step:06d}.jsonl"
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:  # JSON's escapes
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def _estimate_left(self, step: int, seconds: float | None) -> str:

@@ -94,7 +94,7 @@ def write_report(folder: Path) -> Path:
         plotlyjs=get_plotlyjs(),
     )
     path = folder / "report.html"
-    path.write_text(html, encoding="utf-8")
+    path.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")  # samples may have halves of surrogates
     return path
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any
 
@@ -15,8 +15,8 @@ from rlworker.episodes.episode import Episode
 from rlworker.episodes.model import EpisodeLimit, Model, Play, PlayLimits, Sample, ToolFailure, read_calls
 from rlworker.episodes.processes.running import ReportFn, RunningPlay, StepTimer, TimedCoroutine, is_ours, locate_play
 from rlworker.episodes.record import Answer, Ending, FailureKind, Job, Message, Piece, Reply, digest_ids
-from rlworker.episodes.tools.runner import ToolRunner, name_tool, read_outcome
-from rlworker.rewards.user_code import Interrupt, describe_error, locate
+from rlworker.episodes.tools.runner import ToolRunner, read_outcome
+from rlworker.rewards.user_code import Interrupt, describe_error, locate, name_function
 
 _TICK_S = 0.1
 
@@ -197,7 +197,9 @@ class Stage:
         if not future.done():  # a play may give up a task of its own that waits for it
             future.set_result((answer, text))
 
-    async def call_tool(self, model: Model, call: Callable, args: tuple, limit_s: float, memory_mb: int) -> Any:
+    async def call_tool(
+        self, model: Model, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
+    ) -> Any:
         """Answer ``Model.tool``."""
         running = self._live[model.number]
         number, running.tool_calls = running.tool_calls, running.tool_calls + 1
@@ -205,12 +207,12 @@ class Stage:
         if outcome is None:
             running.waits += 1
             try:
-                outcome = await self._tools.call(call, args, limit_s, memory_mb)
+                outcome = await self._tools.call(call, args, keywords, limit_s, memory_mb)
             finally:
                 running.waits -= 1
             self._reply.tools.append((running.number, number, outcome))
         try:
-            return read_outcome(outcome, name_tool(call))
+            return read_outcome(outcome, name_function(call))
         except ToolFailure:
             running.tool_failures += 1
             raise

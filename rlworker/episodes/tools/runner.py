@@ -7,14 +7,14 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlworker.episodes.model import ToolFailure
 from rlworker.episodes.tools import server
 from rlworker.episodes.tools.server import FAILED, HEADER, RETURNED, tell_failure
+from rlworker.rewards.user_code import name_function
 
 _LOAD_S = 30.0
 """Seconds beyond a call's limit that the program may take to load functions, with all that their modules import."""
@@ -32,13 +32,15 @@ class ToolRunner:
         self._control: socket.socket | None = None
         self._room = asyncio.Semaphore(_CALLS_PER_CORE * len(os.sched_getaffinity(0)))
 
-    async def call(self, function: Callable, args: tuple, limit_s: float, memory_mb: int) -> bytes:
-        """Call ``function(*args)`` and return its outcome, which ``read_outcome`` reads.
+    async def call(
+        self, function: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
+    ) -> bytes:
+        """Call ``function(*args, **keywords)`` and return its outcome, which ``read_outcome`` reads.
 
         Raises:
             ValueError: function or arguments cannot be sent to another process.
         """
-        code, arguments = _pickle_call(function, args)
+        code, arguments = _pickle_call(function, args, keywords)
         header = HEADER.pack(limit_s, memory_mb, len(code), len(arguments))
         async with self._room:
             ours = self._connect()
@@ -85,13 +87,13 @@ class ToolRunner:
         self._server = self._control = None
 
 
-def _pickle_call(function: Callable, args: tuple) -> tuple[bytes, bytes]:
+def _pickle_call(function: Callable, args: tuple, keywords: Mapping[str, Any]) -> tuple[bytes, bytes]:
     from ray.cloudpickle.cloudpickle_fast import dumps  # takes a while, and not every play has tools
 
     try:
-        return dumps(function), dumps(args)
+        return dumps(function), dumps((args, dict(keywords)))
     except Exception as error:  # whatever an object of the user's raises when it is pickled
-        raise ValueError(f"tool: {name_tool(function)} cannot be sent to another process ({error})") from error
+        raise ValueError(f"tool: {name_function(function)} cannot be sent to another process ({error})") from error
 
 
 async def _exchange(connection: socket.socket, question: bytes) -> bytes:
@@ -120,11 +122,3 @@ def read_outcome(outcome: bytes, name: str) -> Any:
         return pickle.loads(data)
     except Exception as error:
         raise ToolFailure("unpicklable", f"{name}: {type(error).__name__}: {error}") from error
-
-
-def name_tool(function: Callable) -> str:
-    """Name a function and the line where it stands."""
-    while isinstance(function, partial):
-        function = function.func
-    name, code = getattr(function, "__qualname__", repr(function)), getattr(function, "__code__", None)
-    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

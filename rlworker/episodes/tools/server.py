@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL
+from typing import Any
 
 HEADER = struct.Struct("!dQQQ")
 """Of a call: seconds, MB, bytes of the function, bytes of its arguments."""
@@ -166,7 +167,12 @@ def _call(loaded: Loaded, arguments: bytes) -> bytes:
     function, reason = loaded
     if function is None:
         return tell_failure("raised", reason)
-    result = function(*pickle.loads(arguments))
+    args, keywords = pickle.loads(arguments)
+    result = function(*args, **keywords)
+    if hasattr(result, "__await__"):  # of an async function, or of one that wraps it
+        import asyncio
+
+        result = asyncio.run(_await(result))
     try:
         return RETURNED + pickle.dumps(result, protocol=5)
     except MemoryError:
@@ -175,6 +181,10 @@ def _call(loaded: Loaded, arguments: bytes) -> bytes:
         return tell_failure(
             "unpicklable", f"a {type(result).__name__} cannot be sent ({type(error).__name__}: {error})"
         )
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def _set_limits(limit_s: float, memory_mb: int) -> None:
@@ -202,7 +212,11 @@ def _describe(error: BaseException) -> str:
     """Tell type, message and line of an error."""
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)]
     where = f", at {places[-1]}" if places and not places[-1].startswith(__file__) else ""
-    return f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARACTERS]}{where}"
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be made)"
+    return f"{type(error).__name__}: {message[:_MESSAGE_CHARACTERS]}{where}"
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

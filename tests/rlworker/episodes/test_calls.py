@@ -1,65 +1,136 @@
-"""Messages that answer a model's calls of tools: whatever goes wrong is told to it."""
+"""Messages that answer a model's calls of tools: each is called as Python calls it, and what goes wrong is told."""
 
-import asyncio
+import math
+import operator
+from dataclasses import replace
+from functools import partial
 
-import numpy as np
+import support.episodes.tool_functions as tools
+from support.episodes.stages import LIMITS, LocalPool, encode, make_rows, play_all, tell
 
-from rlworker.episodes import Model, Sample, ToolFailure, answer_calls
+from rlworker.episodes import Episode, EpisodeLimit, answer_calls
 from rlworker.episodes.model import ToolCall
 
-
-def add(a: int, b: int = 1) -> int:
-    return a + b
-
-
-async def shout(text: str) -> str:
-    return text.upper()
-
-
-class Host:
-    """Calls tools where it is, and notes which; one of them hangs."""
-
-    def __init__(self):
-        self.called = []
-
-    async def call_tool(self, model, call, args, limit_s, memory_mb):
-        self.called.append((call, args))
-        if call is hang:
-            raise ToolFailure("timeout", "no end after 2 s")
-        return call(*args)
-
-    class limits:
-        tool_limit_s = 2.0
-
-
-def hang() -> None: ...
+TOOLS = {
+    "lay_out": tools.lay_out,
+    "places": tools.take_places,
+    "names": tools.take_names,
+    "hang": tools.say_nothing,
+    "shout": tools.shout,
+    "wrapped": tools.wrap_async,
+    "stumble": tools.stumble,
+    "unspeakable": tools.raise_unspeakable,
+    "tick": tools.tick,
+    "partial": partial(tools.lay_out, 1, c=4),
+    "async_partial": partial(tools.shout, text="bound"),
+    "object": tools.Scale(3),
+    "async_object": tools.SlowScale(3),
+    "method": tools.Scale(3).take_from,
+    "class_method": tools.Scale.take_units,
+    "class": tools.Scale,
+    "sqrt": math.sqrt,
+    "max": max,
+    "getter": operator.itemgetter(1),
+    "lambda": lambda x, y=[7]: [x, *y],
+}
 
 
-def answer(*calls: ToolCall, error: str = "") -> tuple[list[str], Host]:
-    host = Host()
-    sample = Sample("", np.zeros(1, np.int32), True, calls, error)
-    tools = {"add": add, "shout": shout, "hang": hang}
-    messages = asyncio.run(answer_calls(Model(host, 0, (0,)), sample, tools))
+def answer(*calls: ToolCall, error: str = "") -> list[str]:
+    """Answer calls within a play, in which tools run in processes of their own."""
+    messages = []
+
+    async def play(model, row):
+        episode = Episode(row)
+        sample = await model.sample(episode)
+        messages.extend(await answer_calls(model, replace(sample, calls=calls, call_error=error), TOOLS))
+        return episode
+
+    (record,) = play_all(LocalPool(play, limits=replace(LIMITS, tool_limit_s=0.3)), make_rows("1+1="))
+    assert record.failure is None, "whatever a tool does, the episode goes on"
     assert all(message["role"] == "tool" for message in messages)
-    return [message["content"] for message in messages], host
+    return [message["content"] for message in messages]
 
 
-def test_each_call_has_an_answer_in_its_order():
-    calls = ToolCall("add", {"b": 2, "a": 1}), ToolCall("shout", {"text": "ok"}), ToolCall("add", {"a": 1})
-    contents, host = answer(*calls)
-    assert contents == ["3", "OK", "2"]
-    assert host.called == [(add, (1, 2)), (add, (1,))], "in a process of its own; an async one is not"
+def test_tools_are_called_as_python_calls_them():
+    """With an argument left out before one that is given, by name alone, and with further ones; each kind of tool."""
+    calls = [
+        ("lay_out", {"a": 1, "c": 5}, (1, 2, (), 5, {})),
+        ("lay_out", {"c": 5, "a": 1, "d": None, "limit_s": 9}, (1, 2, (), 5, {"d": None, "limit_s": 9})),
+        ("places", {"c": 9, "a": 1}, (1, 2, 9)),
+        ("names", {"limit_s": 1, "keywords": 2}, (1, 5, 2)),
+        ("partial", {"b": 9, "e": 0}, (1, 9, (), 4, {"e": 0})),
+        ("partial", {"c": 9}, (1, 2, (), 9, {})),
+        ("object", {"x": 2}, 6),
+        ("async_object", {"x": 2}, 6),
+        ("method", {"x": 2, "start": 10}, 4),
+        ("class_method", {"x": 2}, 20),
+        ("sqrt", {"x": 16}, 4.0),
+        ("lambda", {"x": 2}, [2, 7]),
+        ("shout", {"text": "ok"}, "OK"),
+        ("wrapped", {"text": "ok"}, "OK"),
+        ("async_partial", {}, "BOUND"),
+    ]
+    contents = answer(*(ToolCall(name, arguments) for name, arguments, _ in calls))
+    assert contents == [str(result) for *_, result in calls]
 
 
 def test_no_call_has_no_answer():
-    assert answer()[0] == []
+    assert answer() == []
 
 
 def test_what_goes_wrong_is_told():
-    calls = ToolCall("subtract", {}), ToolCall("add", {"c": 1}), ToolCall("hang", {})
-    assert answer(*calls)[0] == [
-        "error: there is no tool 'subtract', there are add, shout, hang",
-        "error: missing a required argument: 'a'",
-        "error: no end after 2 s",
+    calls = [
+        ("subtract", {}, "error: there is no tool 'subtract', there are lay_out, places, "),
+        ("lay_out", {"b": 1}, "error: missing a required argument: 'a'"),
+        ("places", {"a": 1, "d": 1}, "error: got an unexpected keyword argument 'd'"),
+        ("hang", {}, "): no end after 0.3 s"),
+        ("max", {"iterable": [1, 2]}, "error: max: TypeError: max expected at least 1 argument, got 0"),
+        ("getter", {"obj": [1, 2]}, "error: itemgetter"),
+        ("stumble", {"how": "key"}, "error: stumble ("),
+        ("stumble", {"how": "half"}, "ValueError: level \\ud83d, at "),
+        ("stumble", {"how": "exit"}, "SystemExit: 3, at "),
+        ("unspeakable", {}, "Unspeakable: (its message cannot be made), at "),
+        ("tick", {}, "a generator cannot be sent"),
+        ("async_object", {"x": None}, "error: SlowScale ("),
+        ("class", {}, "error: missing a required argument: 'factor'"),
     ]
-    assert answer(error="JSONDecodeError: it ends")[0] == ["error: the call cannot be read: JSONDecodeError: it ends"]
+    contents = answer(*(ToolCall(name, arguments) for name, arguments, _ in calls))
+    for content, (*_, said) in zip(contents, calls, strict=True):
+        assert content.startswith("error: ") and said in content and " 0x" not in content, said
+
+
+def test_a_call_that_cannot_be_read_is_told():
+    assert answer(error="JSONDecodeError: it ends") == ["error: the call cannot be read: JSONDecodeError: it ends"]
+
+
+def test_a_limit_that_an_async_tool_comes_to_is_the_episodes():
+    async def think_on(model):
+        raise EpisodeLimit("turn 5 of at most 4")
+
+    async def play(model, row):
+        episode = Episode(row)
+        sample = await model.sample(episode)
+        call = ToolCall("think_on", {})
+        await answer_calls(model, replace(sample, calls=(call,)), {"think_on": partial(think_on, model)})
+        return episode
+
+    (record,) = play_all(LocalPool(play), make_rows("1+1="))
+    assert record.failure and record.failure[0] == "limit"
+
+
+def test_half_a_surrogate_in_a_tools_text_is_replaced():
+    """Alone it becomes U+FFFD, which this tokenizer does not know; two halves are the character that they make."""
+
+    async def play(model, row):
+        episode = Episode(row)
+        sample = await model.sample(episode)
+        call = ToolCall("lambda", {"x": "7\ud83d"})
+        (message,) = await answer_calls(model, replace(sample, calls=(call,)), {"lambda": lambda x: x + "8"})
+        episode.observe(message["content"])
+        await model.sample(episode)
+        return episode
+
+    (record,) = play_all(LocalPool(play), make_rows("1+1="))
+    assert record.failure is None
+    observed = record.sequences[0][2].token_ids
+    assert list(observed) == encode("7\ufffd8") and tell(record)[0][2][1].startswith("7")

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from rlworker.episodes import ToolFailure
-from rlworker.episodes.tools.runner import ToolRunner, name_tool, read_outcome
+from rlworker.episodes.tools.runner import ToolRunner, read_outcome
+from rlworker.rewards.user_code import name_function
 
 LIMIT_S = 1.0
 MARK = "rlworker_test_of_tools"
@@ -108,11 +109,11 @@ def call():
     loop = asyncio.new_event_loop()
     runner = ToolRunner()
 
-    def call_tool(function, *args):
+    def call_tool(function, *args, **keywords):
         start = time.monotonic()
-        outcome = loop.run_until_complete(runner.call(function, args, LIMIT_S, 64))
+        outcome = loop.run_until_complete(runner.call(function, args, keywords, LIMIT_S, 64))
         try:
-            result = read_outcome(outcome, name_tool(function))
+            result = read_outcome(outcome, name_function(function))
         except ToolFailure as failure:
             result = failure
         return result, time.monotonic() - start
@@ -158,7 +159,7 @@ def test_a_call_that_is_given_up_ends(call):
 
     async def give_up():
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(runner.call(fork_many, (), 600.0, 64), 0.5)
+            await asyncio.wait_for(runner.call(fork_many, (), {}, 600.0, 64), 0.5)
 
     loop.run_until_complete(give_up())
     runner.close()
