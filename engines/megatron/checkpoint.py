@@ -39,6 +39,8 @@ LAYOUT = {
 """What Megatron calls the layout of what is stored. It would have every rank gather the whole state to write it so."""
 _BY_SHARES = "fully_sharded_model_space"
 """Megatron's name for state that is handed to it as each rank's own share, flat."""
+_OF_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
+"""Entries of a parameter group that a run takes from its settings, not from a checkpoint."""
 
 
 class SaveInProcess(TorchDistSaveShardedStrategy):
@@ -191,6 +193,8 @@ def save_checkpoint(folder: str, module, optimizer, schedule) -> list[str]:
 def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
     """Restore what ``save_checkpoint`` wrote, at the same or another tp, pp or dp. Collective.
 
+    The optimizer's settings stay as they are: a run may go on at another learning rate.
+
     Raises:
         ValueError: the folder holds no checkpoint.
     """
@@ -199,11 +203,14 @@ def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
     state = cast(dict, dist_checkpointing.load(_state(module, optimizer, schedule, True), folder))
     module.module.load_state_dict(state["model"])
     parts = state["optimizer"]
+    settings = [{name: group[name] for name in _OF_SETTINGS} for group in optimizer.param_groups]
     optimizer.load_state_dict(
         _join_shares(parts)
         if len(optimizer.chained_optimizers) == 1
         else {place: _join_shares(part) for place, part in parts.items()}
     )
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
     schedule.num_steps = 0  # the schedule adds the steps that it loads to those it has counted
     schedule.load_state_dict(state["schedule"])
     torch.distributed.barrier()

@@ -328,14 +328,14 @@ def render_messages(messages: Sequence[dict], tokenizer, tools: Sequence = ()) -
     return tokenizer.apply_chat_template(messages, tools=[*tools] or None, tokenize=False, add_generation_prompt=True)
 
 
-def pick_rows(rows: Sequence[Item], count: int, step: int, seed: int) -> list[Item]:
-    """Pick the ``count`` rows that step ``step`` (from 0) takes.
+def pick_rows(rows: Sequence[Item], count: int, start: int, seed: int) -> list[Item]:
+    """Pick the next ``count`` rows of a run that has taken ``start`` before.
 
     Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but
     the arguments, so that a resumed run sees what the uninterrupted one would have.
     """
     chosen_rows = []
-    for place in range(step * count, (step + 1) * count):
+    for place in range(start, start + count):
         epoch, index = divmod(place, len(rows))
         if not chosen_rows or index == 0:
             order = np.random.default_rng([seed, epoch]).permutation(len(rows))

@@ -42,7 +42,7 @@ class Sampler:
 
     Attributes:
         rollouts_done: of training. completion_tokens: running mean of the completions' lengths, which says how long the
-            next are expected to be. A checkpoint holds both, since they decide what is sampled next.
+            next are expected to be. A checkpoint holds both and ``prompts_done``, which decide what is sampled next.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Sampler:
         self.rollouts, self.scorer, self.phase, self.warn = rollouts, scorer, phase, warn
         self.stream, self._begun, self._engines_idle_s = stream, deque[Draw](), 0.0
         self.rollouts_done = 0
+        self._since, self._prompts_before = 0, 0
         self.completion_tokens = float(config.rollout.max_new_tokens)
 
     def sample(self, clock: StepClock, version: int) -> tuple[list, dict[str, float]]:
@@ -106,9 +107,20 @@ class Sampler:
         while self.stream and len(self._begun) < min(most, 1 + self.config.rollout.staleness):
             self._begun.append(self.stream.begin(*self._plan(self.rollouts_done + len(self._begun))))
 
-    def go_on(self, rollouts_done: int, completion_tokens: float) -> None:
-        """Go on after so many rollouts; what was being drawn is forgotten, to be drawn again."""
+    @property
+    def prompts_done(self) -> int:
+        """Prompts of all rollouts of training, which may have had different numbers of them."""
+        return self._count_prompts(self.rollouts_done)
+
+    def go_on(self, rollouts_done: int, completion_tokens: float, prompts_done: int | None) -> None:
+        """Go on after so many rollouts; what was being drawn is forgotten, to be drawn again.
+
+        Args:
+            prompts_done: None where every rollout had as many as those to come.
+        """
         self.rollouts_done, self.completion_tokens = rollouts_done, completion_tokens
+        alike = rollouts_done * self.config.prompts_per_step
+        self._since, self._prompts_before = rollouts_done, alike if prompts_done is None else prompts_done
         self._begun.clear()
         if self.stream:
             self.stream.forget((self.config.seed, rollouts_done, STREAM))
@@ -165,7 +177,11 @@ class Sampler:
 
     def _pick_numbers(self, draw: int) -> list[int]:
         config = self.config
-        return pick_rows(range(len(self.rows)), config.prompts_per_step, draw, config.seed)
+        return pick_rows(range(len(self.rows)), config.prompts_per_step, self._count_prompts(draw), config.seed)
+
+    def _count_prompts(self, draw: int) -> int:
+        """Count the prompts of the rollouts before that of number ``draw``."""
+        return self._prompts_before + (draw - self._since) * self.config.prompts_per_step
 
     def _plan(self, draw: int) -> tuple[list[Row], Sampling]:
         """Plan a rollout: its rows, and how completions of them are drawn."""

@@ -10,9 +10,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
-from rlworker.config.keys import flatten, flatten_config, map_renamed_keys
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
+from rlworker.tracking.changes import Changes, check_changes, list_changes, spell_changes
 from rlworker.tracking.digests import (
     DIGESTS,
     DigestFiles,
@@ -37,13 +37,6 @@ OUTAGES = "outages.jsonl"
 """A line for every time that workers were lost and replaced: where in the run, who, and what became of each."""
 _PROBE_BYTES = 2**20
 """Written to see that there is room; less than what any run writes."""
-_MAY_CHANGE = {"resume", "run_dir", "steps", "eval_every", "trackers"}
-_MAY_CHANGE |= {f"actor.{name}" for name in ("ranks", "tp", "pp", "cp", "layout", "micro_batch_tokens", "recompute")}
-_MAY_CHANGE |= {"rollout.max_num_seqs", "rollout.tp", "actor.timeout_s", "reward.workers", "reward.time_limit_s"}
-_MAY_CHANGE |= {"actor.image_memory_mb", "rollout.image_memory_mb", "actor.deterministic", "profile_steps"}
-_MAY_CHANGE |= {"actor.optimizer.host_fraction"}
-_MAY_CHANGE_IN = ("checkpoint.", "placement.", "limits.", "recovery.")
-"""Settings, and sections of them, that a resumed run may change: how it is spread, how far it goes, what it says."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +55,7 @@ class RunFolder:
         self.given = path
         self.path = Path(path).absolute()  # other processes may run elsewhere
         self._lock: IO | None = None
+        self._changes: Changes = {}
 
     def check(self, config: TrainingConfig) -> None:
         """See whether the folder can hold the run, without making it.
@@ -86,11 +80,12 @@ class RunFolder:
             raise ValueError(
                 f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir, or add --resume"
             )
-        self._check_same(config)
+        self._list_changes(config)
         if (newest := self.find_newest()) and (damage := _find_damage(newest, None)):
             raise ValueError(self._explain_damage(newest, damage))
 
-    def _check_same(self, config: TrainingConfig) -> None:
+    def _list_changes(self, config: TrainingConfig) -> Changes:
+        """List the settings that differ from the run's; raises ValueError where they would make it another run."""
         try:
             stored = json.loads((self.path / "config.json").read_text())
             if not isinstance(stored, dict):
@@ -100,15 +95,9 @@ class RunFolder:
                 f"run_dir: the config.json in {str(self.path)!r} cannot be read: {error}; choose another --run-dir, or "
                 "put back the one that the run wrote"
             ) from None
-        # A setting that did not exist yet when the run was started had what is now its default.
-        default, now = flatten_config(type(config)()), flatten_config(config)
-        names = map_renamed_keys(now)
-        before = default | {names.get(key, key): value for key, value in flatten(stored).items()}
-        before, now = (json.loads(json.dumps(settings)) for settings in (before, now))
-        differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-        if changed := [key for key in differing if not (key in _MAY_CHANGE or key.startswith(_MAY_CHANGE_IN))]:
-            was = ", ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed)
-            raise ValueError(f"run_dir: {str(self.path)!r} cannot be resumed with other settings: {was}")
+        changes = list_changes(stored, config)
+        check_changes(changes, config, str(self.path))
+        return changes
 
     def claim(self, config: TrainingConfig) -> None:
         """Make the folder this run's own until ``release``, or until this process ends: before anything starts, since
@@ -162,9 +151,9 @@ class RunFolder:
             RunError: the newest checkpoint is damaged.
         """
         if not (self.path / "config.json").exists():
-            write_whole(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
+            self._write_config(config)
             return None, f"run: begins in {self.path}" + (", which holds none to resume" if config.resume else "")
-        newest = self.find_newest()
+        newest, changes = self.find_newest(), self._list_changes(config)
         if newest and (damage := _find_damage(newest, digest)):
             raise RunError(self._explain_damage(newest, damage))
         self._clear_leftovers()
@@ -184,13 +173,22 @@ class RunFolder:
                     text += f"; what {path.name} had so far is kept as {aside.name}"
         for path in files:
             keep_steps(path, last)
+        if changes:
+            self._changes = changes
+            self._write_config(config)
+            text += f"; with other settings: {spell_changes(changes)}"
         return state, text
 
+    def _write_config(self, config: TrainingConfig) -> None:
+        write_whole(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
+
     def record_start(self, step: int, platform: str) -> None:
-        """Add a line to starts.jsonl: this program goes on from ``step``, and where its figures come from."""
+        """Add a line to starts.jsonl: this program goes on from ``step``, where its figures come from, and the settings
+        that differ from those of the program before it."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
         start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
+        start |= {"changed": self._changes} if self._changes else {}
         write_whole(path, before + json.dumps(start) + "\n")
 
     def _clear_leftovers(self) -> None:

@@ -326,11 +326,13 @@ class Trainer(Run[RunConfig]):
 
     def get_state(self) -> dict[str, float]:
         state = {"rollouts": self.sampler.rollouts_done, "completion_tokens": self.sampler.completion_tokens}
-        return {"version": self.version, "empty_steps": self.empty_steps} | state
+        own = {"version": self.version, "empty_steps": self.empty_steps}
+        return own | state | {"prompts": self.sampler.prompts_done}
 
     def restore(self, state: dict) -> None:
         rollouts = state.get("rollouts", state["step"])  # older runs had one of each
-        self.sampler.go_on(rollouts, state.get("completion_tokens", self.sampler.completion_tokens))
+        mean = state.get("completion_tokens", self.sampler.completion_tokens)
+        self.sampler.go_on(rollouts, mean, state.get("prompts"))
         self.empty_steps = state.get("empty_steps", 0)
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)

@@ -40,6 +40,8 @@ class SftTrainer(Run[SftConfig]):
 
     line = SUPERVISED_LINE
     score = Score("heldout_loss", -1)
+    rows_done = 0
+    """Rows that all optimizer steps took, which may have had different numbers of them."""
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class SftTrainer(Run[SftConfig]):
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one optimizer step: its metrics; nothing is sampled."""
         clock, config = StepClock(), self.config
-        rows = pick_rows(self.train, config.rows_per_step, self.steps_done, config.seed)
+        rows = pick_rows(self.train, config.rows_per_step, self.rows_done, config.seed)
+        self.rows_done += len(rows)
         batch = to_batch(rows, self.model.vision)
         with self._phase(clock, "update"):
             metrics, _ = self.take_step(self.group, batch, sft_loss, float(batch.mask.sum()))
@@ -97,6 +100,13 @@ class SftTrainer(Run[SftConfig]):
                 total += float(get_logprobs(self.group.forward(batch))[batch.mask].sum())
                 tokens += int(batch.mask.sum())
         return {"heldout_loss": -total / tokens} | clock.seconds
+
+    def get_state(self) -> dict[str, int]:
+        return {"rows": self.rows_done}
+
+    def restore(self, state: dict) -> None:
+        self.rows_done = state.get("rows", state["step"] * self.config.rows_per_step)
+        super().restore(state)
 
     def list_learners(self) -> list[WorkerGroup]:
         return [self.group]

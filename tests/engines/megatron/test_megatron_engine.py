@@ -33,8 +33,15 @@ def poisoned_step(rank: int, world: int, address: str, folder: str, settings: di
     return {"steps": steps}
 
 
-def resumed_step(rank: int, world: int, address: str, folder: str, out: str) -> dict:
-    """Weights after two steps, and after one step, a checkpoint, another engine and one more."""
+OTHER = OptimizerConfig(
+    lr=4e-3, lr_scheduler="linear", lr_decay_steps=4, weight_decay=0.5, adam_beta1=0.5, adam_eps=1.0
+)
+"""Settings of an optimizer that a run goes on with."""
+
+
+def resumed_step(rank: int, world: int, address: str, folder: str, out: str) -> tuple:
+    """Weights after two steps, and after one step, a checkpoint, another engine and one more; and the rate and the
+    parameter groups of a step that goes on with other settings."""
     settings = {"pp": 2, "optimizer": OptimizerConfig(lr=1e-3)}
     engine, batch = build_engine(rank, world, address, folder, settings), make_batch()
     _, shard = plan(engine, batch)
@@ -44,15 +51,22 @@ def resumed_step(rank: int, world: int, address: str, folder: str, out: str) -> 
     again.load(out)
     for each in (engine, again):
         each.train_step(shard, probe_loss, float(batch.mask.sum()))
-    return [{name: tensor.clone() for name, tensor in each.export_weights()} for each in (engine, again)]
+    weights = [{name: tensor.clone() for name, tensor in each.export_weights()} for each in (engine, again)]
+    other = build_engine(rank, world, address, folder, settings | {"optimizer": OTHER})
+    other.load(out)
+    result = other.train_step(shard, probe_loss, float(batch.mask.sum()))
+    return weights, result.lr, [{**group, "params": None} for group in other.optimizer.param_groups]
 
 
 def test_moments_behind_a_padded_bucket_are_resumed(two_ranks, tmp_path):
     """The tied embedding has a bucket of its own, after one that ends between two multiples of 128."""
     folder = make_tiny_text(tmp_path / "model", "qwen2", VOCAB, num_hidden_layers=2, num_key_value_heads=1)
     (tmp_path / "out").mkdir()
-    for straight, resumed in two_ranks.run(resumed_step, draw_address(), folder, str(tmp_path / "out")):
-        assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
+    for weights, lr, groups in two_ranks.run(resumed_step, draw_address(), folder, str(tmp_path / "out")):
+        assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+        assert lr == pytest.approx(3e-3), "the second of four steps that decay"
+        assert {(group["betas"], group["eps"]) for group in groups} == {((0.5, 0.999), 1.0)}
+        assert {group["weight_decay"] for group in groups} == {0.5, 0.0}
 
 
 @pytest.mark.parametrize("settings", [{}, {"tp": 2}, {"pp": 2, "micro_batch_tokens": 16}], ids=["DP2", "TP2", "PP2"])

@@ -136,10 +136,22 @@ def test_a_run_that_goes_back_draws_again_what_was_being_sampled():
     drawn = make_ahead(2)
     drawn.sample(StepClock(), 0)
     drawn.run_ahead(9)
-    drawn.go_on(0, 3.0)
+    drawn.go_on(0, 3.0, 0)
     assert drawn.stream.forgotten == [(0, 0, 2)]
     drawn.sample(StepClock(), 0)
     assert drawn.stream.begun == [(0, n, 0) for n in (0, 1, 2, 3, 0)] and drawn.completion_tokens != 3.0
+
+
+def test_a_run_that_goes_on_with_another_batch_takes_the_rows_that_come_next():
+    """Half an epoch in rollouts of three, then as much in rollouts of two: every row once, and a new order after."""
+    first, second = sampler(ROWS, 0, prompts=3), sampler(ROWS, 0, prompts=2)
+    for _ in range(2):
+        first.sample(StepClock(), 0)
+    second.go_on(first.rollouts_done, first.completion_tokens, first.prompts_done)
+    for _ in range(3):
+        second.sample(StepClock(), 0)
+    taken = [*first.list_row_numbers(0), *second.list_row_numbers(2)]
+    assert sorted(taken) == list(range(12)) and second.prompts_done == 12
 
 
 def test_every_use_of_every_rollout_on_every_engine_has_numbers_of_its_own():

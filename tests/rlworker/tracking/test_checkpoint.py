@@ -5,12 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from engines.config import MegatronConfig, OptimizerConfig
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import CheckpointConfig, LimitsConfig
+from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig
 from rlworker.tracking import step_lines
 from rlworker.tracking.run_folder import RunFolder, Score
 
@@ -108,19 +109,61 @@ def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch
     assert sizes == [(5, False)] and (tmp_path / "a").read_text() == "12345"
 
 
-def test_a_resumed_run_keeps_its_settings(tmp_path):
-    folder = RunFolder(str(tmp_path))
+def test_a_resumed_run_takes_other_settings_and_says_so(tmp_path):
+    """Rate, KL, batch and length: on the terminal and in the run folder, where each program finds the last one's."""
+    folder, resumed = RunFolder(str(tmp_path)), RunConfig(steps=10, resume=True)
     begin(folder, RunConfig(steps=10))
     save(folder, 1)
-    actor, checkpoint = MegatronConfig(ranks=2, tp=2), CheckpointConfig(save_minutes=1)
-    folder.check(RunConfig(steps=20, resume=True, checkpoint=checkpoint, actor=actor, limits=LimitsConfig(1e-3)))
-    actor = MegatronConfig(optimizer=OptimizerConfig(lr=0.1))
-    changed = r"actor\.optimizer\.lr was 1e-06, is 0\.1, model was '', is 'other', seed was 0, is 1"
-    with pytest.raises(ValueError, match=changed):
-        folder.check(RunConfig(model="other", seed=1, resume=True, actor=actor))
+    actor = MegatronConfig(ranks=2, tp=2, optimizer=OptimizerConfig(lr=0.1))
+    algorithm, rollout = AlgorithmConfig(kl_coef=0.5, mini_batches=2), VllmConfig(temperature=0.5)
+    other = replace(resumed, steps=20, prompts_per_step=16, actor=actor, algorithm=algorithm, rollout=rollout)
+    state, text = begin(folder, other)
+    assert state["step"] == 1 and text == (
+        "run: goes on from step 1 (checkpoints/step_1); with other settings: actor.optimizer.lr 1e-06 -> 0.1, "
+        "actor.ranks 1 -> 2, actor.tp 1 -> 2, algorithm.kl_coef 0.0 -> 0.5, algorithm.mini_batches 1 -> 2, "
+        "prompts_per_step 32 -> 16, rollout.temperature 1.0 -> 0.5, steps 10 -> 20"
+    )
+    folder.record_start(1, "cpu")
+    assert json.loads((tmp_path / "config.json").read_text())["actor"]["optimizer"]["lr"] == 0.1
+    (line,) = map(json.loads, (tmp_path / "starts.jsonl").open())
+    assert line["changed"]["actor.optimizer.lr"] == [1e-6, 0.1] and len(line["changed"]) == 8
+    again = RunFolder(str(tmp_path))
+    folder.release()
+    assert begin(again, other)[1] == "run: goes on from step 1 (checkpoints/step_1)"
+    again.record_start(1, "cpu")
+    assert "changed" not in json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[-1])
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match=r"config\.json in .* cannot be read: expected an object, got a list"):
-        folder.check(RunConfig(resume=True))
+        folder.check(resumed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "was"),
+    [
+        (dict(model="other", seed=1), "model was '', is 'other', seed was 0, is 1"),
+        (dict(data=DataConfig(max_prompt_tokens=8)), "data.max_prompt_tokens was 1024, is 8"),
+        (dict(actor=MegatronConfig(dtype="bfloat16")), "actor.dtype was 'float32', is 'bfloat16'"),
+        (dict(critic=CriticConfig(train=True)), "critic.train was False, is True"),
+        (dict(algorithm=AlgorithmConfig(reference="t")), "algorithm.reference was '', is 't'"),
+    ],
+)
+def test_another_model_or_other_data_are_another_run(tmp_path, settings, was):
+    folder = RunFolder(str(tmp_path))
+    begin(folder, RunConfig())
+    advice = "begin another run in another --run-dir, from this one's weights with --model .*/checkpoints/step_N/hf"
+    with pytest.raises(ValueError, match=rf"cannot be resumed with .*: {was}\. Set them as they were, or {advice}"):
+        folder.check(RunConfig(resume=True, **settings))
+
+
+def test_a_decay_over_the_whole_run_is_not_counted_in_other_optimizer_steps(tmp_path):
+    folder, optimizer = RunFolder(str(tmp_path)), OptimizerConfig(lr_scheduler="linear")
+    begin(folder, RunConfig(actor=MegatronConfig(optimizer=optimizer)))
+    other = RunConfig(resume=True, actor=MegatronConfig(optimizer=optimizer), algorithm=AlgorithmConfig(mini_batches=2))
+    with pytest.raises(
+        ValueError, match=r"mini_batches=2: the linear decay .*; set --actor\.optimizer\.lr-decay-steps"
+    ):
+        folder.check(other)
+    folder.check(replace(other, actor=MegatronConfig(optimizer=replace(optimizer, lr_decay_steps=200))))
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):

@@ -394,7 +394,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
     assert {c.version for group in drawn_anew for c in group} == {1}, "every engine has the newest weights"
     (batch,) = seen
     assert 2 <= drawn <= 3, "half of the groups are alike, so that one rollout cannot do"
-    odd = {row.prompt_ids for index in range(drawn) for row in pick_rows(rows, 8, index, 0) if int(row.answer) % 2}
+    odd = {row.prompt_ids for index in range(drawn) for row in pick_rows(rows, 8, 8 * index, 0) if int(row.answer) % 2}
     prompts = {tuple(batch.select(i, i + 1).inputs[:6].tolist()) for i in range(0, len(batch), 4)}
     assert prompts <= odd and len(prompts) >= min(8, len(odd)) - 1, "groups without a difference are dropped"
     assert len(batch.greedy_rewards) == len(batch) and torch.equal(
