@@ -8,6 +8,7 @@ from engines.images.columns import make_image_columns
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from rlworker.config.sft import SftConfig
+from rlworker.data.encoding import encode_after
 from rlworker.data.images import MARKER, VIDEO_MARKER, ImageReader
 from rlworker.data.rows import check_vocabulary, read_rows
 
@@ -32,9 +33,9 @@ def read_examples(
             model's vocabulary.
     """
     read = read_rows(path, tokenizer, config.data, image_reader)
-    answers = tokenizer([row.answer for row in read.rows], add_special_tokens=False)["input_ids"]
     texts, examples, most = [], [], config.max_answer_tokens
-    for row, answer in zip(read.rows, answers, strict=True):
+    for row in read.rows:
+        answer = encode_after(tokenizer, row.prompt_ids[-1], row.answer)
         if markers := [marker for marker in (MARKER, VIDEO_MARKER) if marker in row.answer and image_reader]:
             raise ValueError(f"data: {path}: the answer {row.answer[:80]!r} has {markers[0]}: only prompts have images")
         if banned := set(answer) & set(model.banned_tokens):

@@ -14,6 +14,7 @@ from engines.batch.samples import Image
 from engines.images.video import Video
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
+from rlworker.data.encoding import encode_prompts
 from rlworker.data.images import MARKER, VIDEO_MARKER, ImageReader, refuse_other_fields
 from rlworker.data.sources import find_base_folder, iterate_rows
 
@@ -168,7 +169,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
         images.append(row_images)
     if image_reader and not any(images):
         refuse_other_fields(sources[0], places[0], data)
-    encoded = _tokenise(texts, [not messages for messages in chats], tokenizer)
+    encoded = encode_prompts(tokenizer, texts, [not messages for messages in chats])
     rows, limit = [], data.max_prompt_tokens
     for where, source, text, ids, own, chat in zip(places, sources, texts, encoded, images, chats, strict=True):
         if image_reader:
@@ -187,33 +188,6 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
             f"{min(map(len, encoded))}; raise --data.max-prompt-tokens"
         )
     return Rows(rows, skipped=len(encoded) - len(rows))
-
-
-def _tokenise(texts: list[str], is_plain: list[bool], tokenizer) -> list[list[int]]:
-    """Find the ids of each text. A plain one comes after the special tokens that the tokenizer opens a text with,
-    unless it has them written out; a chat template has written its own."""
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    if True not in is_plain:
-        return encoded
-    first = is_plain.index(True)
-    opening = _find_opening(texts[first], encoded[first], tokenizer)
-    return [
-        ids if not plain or ids[: len(opening)] == opening else opening + ids
-        for ids, plain in zip(encoded, is_plain, strict=True)
-    ]
-
-
-def _find_opening(text: str, ids: list[int], tokenizer) -> list[int]:
-    """Find the special tokens that the tokenizer puts before any text, such as Llama's BOS, found on one of ``ids``
-    without them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
-    whole = tokenizer(text)["input_ids"]
-    for start in range(len(whole) - len(ids) + 1):
-        if whole[start : start + len(ids)] == ids:
-            return whole[:start]
-    raise ValueError(
-        f"model: the tokenizer makes {whole[:20]} of {text[:80]!r} with its special tokens, expected {ids[:20]} with "
-        "further ones around it; take the tokenizer that belongs to the model, saved as tokenizer.json"
-    )
 
 
 def _iterate_checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:

@@ -15,6 +15,7 @@ import numpy as np
 from engines.batch.samples import Image
 from engines.images.video import Video
 from rlworker.config.sections import DataConfig
+from rlworker.data.encoding import ORDINARY, encode_after
 from rlworker.data.images import ImageReader
 from rlworker.episodes.record import Piece
 
@@ -83,31 +84,35 @@ class Codec:
         """
         ids = []
         for stop in stops:
-            token = [int(stop)] if not isinstance(stop, str) else self._encode_text(stop)
+            token = [int(stop)] if not isinstance(stop, str) else self._encode_text(stop, ORDINARY)
             if len(token) != 1:
                 raise ValueError(f"sample: stop {stop!r} is {len(token)} tokens, expected one; name a token or its id")
             ids += token
         return tuple(ids)
 
-    def encode(self, parts: Sequence[Content], images: Sequence[Any]) -> Piece:
+    def encode(self, parts: Sequence[Content], images: Sequence[Any], last: int | None = None) -> Piece:
         """Encode texts and ids that follow one another, with image tokens as rows have them.
+
+        Args:
+            last: the id that they stand behind; None where they begin a sequence.
 
         Raises:
             ValueError: there are places for another number of images, or one cannot be read.
         """
         read, ids = self._read_images(images), []
         for part in parts:
-            ids += self._encode_text(part) if isinstance(part, str) else _read_ids(part)
+            before = ids[-1] if ids else last
+            ids += self._encode_text(part, before) if isinstance(part, str) else _read_ids(part)
         if self.image_reader:
             ids, read = self.image_reader.expand_ids(ids, read, "observe", self.data)
         return Piece(np.array(ids, dtype=np.int32), images=read)
 
-    def _encode_text(self, text: str) -> list[int]:
-        """Encode text, in which special tokens may be written out, without any of the tokenizer's own."""
+    def _encode_text(self, text: str, last: int | None) -> list[int]:
+        """Encode text, in which special tokens and the markers of images may be written out, behind an id."""
         text = _mend_surrogates(text)
         if self.image_reader:
             text = self.image_reader.replace_markers(text, self.tokenizer)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encode_after(self.tokenizer, last, text)
 
     def _read_images(self, images: Sequence[Any]) -> tuple[Image, ...]:
         if not images:

@@ -78,8 +78,9 @@ class Episode:
         """Append what the environment wrote: context for what is sampled next, never trained.
 
         Args:
-            content: ids; text, encoded without special tokens of the tokenizer's own; or chat messages, of which the
-                template's own remainder is appended. Where the template rewrites what came before, they ``fork``.
+            content: ids; text, encoded as it stands behind what is there and without special tokens of the tokenizer's
+                own; or chat messages, of which the template's own remainder is appended. Where the template rewrites
+                what came before, they ``fork``.
             images: paths, bytes or Pillow's images, one for each ``<image>`` of the text or image token of the ids.
 
         Raises:
@@ -87,13 +88,13 @@ class Episode:
         """
         codec = get_codec()
         if not (messages := list_messages(content)):
-            piece = codec.encode((content,), images)
+            piece = codec.encode((content,), images, self._last)
             if self._chat:
                 self._chat.note(content if isinstance(content, str) else codec.decode(piece.token_ids))
             return self._append(piece)
         addition = self._open_chat().add(messages)
         if not addition.is_fork:
-            return self._append(codec.encode(addition.pieces, images))
+            return self._append(codec.encode(addition.pieces, images, self._last))
         before = [image for piece in self.sequences[-1] for image in piece.images]
         self.forks += 1
         self._begin(codec.encode(addition.pieces, [*before, *images]))
@@ -148,6 +149,11 @@ class Episode:
                 ids = tuple(map(int, piece.token_ids))
                 self._chat.note(codec.decode(ids) if piece.turn == CONTEXT else ids)
         return self._chat
+
+    @property
+    def _last(self) -> int | None:
+        """The last id of the sequence that is being written."""
+        return next((int(piece.token_ids[-1]) for piece in reversed(self.sequences[-1]) if len(piece.token_ids)), None)
 
     def _begin(self, piece: Piece) -> None:
         self.sequences.append([piece])

@@ -57,9 +57,15 @@ def test_text_has_what_the_tokenizer_puts_before_it_and_nothing_behind(tmp_path,
         read_rows(path, tokenizer, replace(DATA, max_prompt_tokens=len(opening) + 3))
 
 
+def test_a_first_row_that_is_an_opening_alone_leaves_the_others_theirs(tmp_path):
+    path = write(tmp_path, {"prompt": "<bos>", "answer": "2"}, {"prompt": "3", "answer": "3"})
+    rows = read_rows(path, framed(make_tokenizer(), "<bos> $A <eos>"), DATA).rows
+    assert [row.prompt_ids for row in rows] == [(1,), (1, *make_tokenizer().convert_tokens_to_ids(["3"]))]
+
+
 def test_a_tokenizer_that_takes_a_text_for_another_with_special_tokens_is_refused(tmp_path):
-    def tokenizer(texts, add_special_tokens=True):
-        return {"input_ids": [1, 7, 8] if add_special_tokens else [[7, 9]]}
+    def tokenizer(texts, add_special_tokens=True, **options):
+        return {"input_ids": [1, 7, 8] if add_special_tokens else [[7, 9]], "special_tokens_mask": [1, 0, 0]}
 
     with pytest.raises(
         ValueError, match=r"makes \[1, 7, 8\] of '1\+1=' with its special tokens, expected \[7, 9\] with"

@@ -1,0 +1,86 @@
+"""Text to ids where other tokens stand before it, and ids to text where they do not begin one.
+
+To many tokenizers a text is another one when it is encoded alone. Those of Llama's and Mistral's kind put a space
+before whatever they are given (``Prepend``, ``Metaspace``); a token with ``rstrip``, as Phi-3 has them, takes the white
+space that follows it. Of what stands before, only the last token has such a part in it, and its id is all that these
+functions ask for: what was sampled is never encoded again.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import takewhile
+from typing import Any
+
+ORDINARY = -1
+"""The id that stands for any token of plain text, as ``<s>`` is none."""
+_LETTERS = ("\n", "0")
+"""Stand for the plain text before a boundary; no text begins with what merges with both."""
+
+
+def encode_after(tokenizer: Any, last: int | None, text: str) -> list[int]:
+    """Encode text as it stands behind other tokens: the ids ``[T]`` that the whole has from that boundary on.
+
+    Where the whole would merge letters across the boundary, the ids before it stay what they were; the text is encoded
+    as behind a letter with which it does not merge. Special tokens may be written out, and none is added.
+
+    Args:
+        last: the token before the text: its id, ``ORDINARY``, or None where nothing stands there.
+    """
+    if last is None:
+        return _encode(tokenizer, text)
+    added = _list_added(tokenizer)
+    for context in ([added[last]] if last in added else []) + [*_LETTERS]:
+        head, whole = _encode(tokenizer, context), _encode(tokenizer, context + text)
+        if head and whole[: len(head)] == head:
+            return whole[len(head) :]
+    return _encode(tokenizer, text)
+
+
+def decode_after(tokenizer: Any, last: int, token_ids: Sequence[int]) -> str:
+    """Decode ids ``[T]`` as they stand behind the token ``last``: with the space that Llama's kind drops from the
+    beginning of a text. Special tokens are written out."""
+    head, whole = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in ([last], [last, *token_ids]))
+    if whole.startswith(head):
+        return whole[len(head) :]
+    return tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)  # from within a character on
+
+
+def encode_prompts(tokenizer: Any, texts: Sequence[str], is_plain: Sequence[bool]) -> list[list[int]]:
+    """Encode the texts that sequences begin with. A plain one comes after the special tokens that the tokenizer opens a
+    text with, unless it has them written out; a chat template has written its own.
+
+    Raises:
+        ValueError: the tokenizer makes other ids of a text once it adds special tokens.
+    """
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    if True not in is_plain:
+        return encoded
+    first = is_plain.index(True)
+    opening = _find_opening(tokenizer, texts[first], encoded[first])
+    return [
+        ids if not plain or ids[: len(opening)] == opening else opening + ids
+        for ids, plain in zip(encoded, is_plain, strict=True)
+    ]
+
+
+def _find_opening(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
+    """Find the special tokens that the tokenizer puts before any text, such as Llama's BOS, by the ``ids`` of one
+    without them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
+    encoding = tokenizer(text, return_special_tokens_mask=True)
+    whole, count = encoding["input_ids"], len(list(takewhile(bool, encoding["special_tokens_mask"])))
+    if whole[count : count + len(ids)] != ids:
+        raise ValueError(
+            f"model: the tokenizer makes {whole[:20]} of {text[:80]!r} with its special tokens, expected {ids[:20]} "
+            "with further ones around it; take the tokenizer that belongs to the model, saved as tokenizer.json"
+        )
+    return whole[:count]
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@lru_cache(maxsize=4)  # of thousands of tokens it takes milliseconds
+def _list_added(tokenizer: Any) -> dict[int, str]:
+    """List the tokens that a tokenizer finds before it splits a text, such as special ones, with their texts."""
+    return {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}

@@ -1,0 +1,80 @@
+"""Text behind other tokens: its ids are those that transformers makes of the whole, from the boundary on."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from support.episodes.tokenizers import KINDS, make_tokenizer
+
+from engines.models.spec import ModelSpec
+from rlworker.config.sections import DataConfig
+from rlworker.config.sft import SftConfig
+from rlworker.data.encoding import decode_after, encode_after
+from rlworker.data.rows import Row
+from rlworker.episodes.codec import Codec, using_codec
+from rlworker.episodes.episode import Episode
+
+ASK, SAY = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "The answer is 42."}
+BEFORE = ("The answer ", "a =", "4", "ok\n", "<s>", "x</s>", "é", "It is")
+BEHIND = ("The answer", " is", "\nThe", "  b", "2", "é", "= 4", "</s>\nHi", ".", " ", "\n")
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_behind_a_boundary_has_the_ids_of_the_whole(kind):
+    tokenizer = make_tokenizer(kind)
+    prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+    merges = 0
+    for before, text in product((*BEFORE, prompt), BEHIND):
+        head, whole = encode(tokenizer, before), encode(tokenizer, before + text)
+        found = encode_after(tokenizer, head[-1], text)
+        if whole[: len(head)] == head:
+            assert found == whole[len(head) :], (before, text)
+        else:  # the ids before stay, and what follows says the same
+            merges += 1
+            assert decode_after(tokenizer, head[-1], found) == text, (before, text)
+    assert 0 < merges < 20
+    assert encode_after(tokenizer, None, "The answer") == encode(tokenizer, "The answer")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_is_learned_with_the_ids_of_the_whole_conversation(kind, tmp_path, make_hf_model):
+    from rlworker.data.examples import read_examples
+
+    tokenizer, path = make_tokenizer(kind), tmp_path / "rows.jsonl"
+    texts = [("It is:", " 42"), ("It is:\n", "The answer"), ("4 + 4 =", "8")]
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in texts))
+    model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=len(tokenizer))
+    examples, _ = read_examples(str(path), tokenizer, SftConfig(data=DataConfig(train=str(path))), model)
+    for (prompt, answer), example in zip(texts, examples, strict=True):
+        assert list(example.ids) == [*tokenizer(prompt + answer)["input_ids"], tokenizer.eos_token_id]
+        assert list(example.ids[: example.prompt_length]) == tokenizer(prompt)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_observed_text_and_messages_have_the_ids_of_the_whole_conversation(kind):
+    """Also a piece of text that follows another, and what a template adds behind a sample that was cut."""
+    tokenizer = make_tokenizer(kind)
+    prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template([ASK, SAY, ASK], add_generation_prompt=True, tokenize=False)
+    cut = whole.index(SAY["content"]) + len(SAY["content"])
+    end = next(len(text) for text in (" </s>", "</s>", "<|end|>", "<|im_end|>") if whole[cut:].startswith(text))
+    row = Row(prompt, tuple(encode(tokenizer, prompt)), "", {}, messages=(ASK,))
+    for place in (cut, cut + end):
+        ids = encode(tokenizer, whole[:place])
+        with using_codec(Codec(tokenizer, (ids[-1],) if place > cut else ())):
+            episode = Episode(row)
+            episode.add_sample(np.array(ids[len(row.prompt_ids) :]))
+            episode.observe([ASK])
+            assert tokenizer.decode(episode.token_ids) == tokenizer.decode(encode(tokenizer, whole))
+            assert episode.token_ids == encode(tokenizer, whole)
+    with using_codec(Codec(tokenizer)):
+        episode = Episode(row, "It is")
+        for text in (" the answer", "\n", "The", " b", ""):
+            episode.observe(text)
+    assert episode.token_ids == encode(tokenizer, "It is the answer\nThe b")
