@@ -32,7 +32,7 @@ def parse_config(
     Raises:
         SystemExit: help was asked for, or the command line is wrong; what is printed names the option and what to do.
     """
-    args = [*(sys.argv[1:] if args is None else args)]
+    args = _spell_switches(sys.argv[1:] if args is None else args, default)
     if isinstance(default, TrainingConfig):
         default = _move_to_platform(default, args)
     parse = partial(tyro.cli, description=description, prog=prog)
@@ -41,6 +41,32 @@ def parse_config(
     if renamed := _find_renamed_options(args, flatten_config(default)):
         sys.exit("error: " + "; ".join(f"there is no option {old}, take {new}" for old, new in renamed.items()))
     return parse(type(default), default=default, args=args)
+
+
+def _spell_switches(args: Sequence[str], default: Any) -> list[str]:
+    """Spell a switch with a value as tyro has it: ``--resume True`` as ``--resume``, ``--resume=False`` as
+    ``--no-resume``."""
+    spelled, rest, offs = [], [*args], _map_switches(default)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if (name := name.replace("_", "-")) in offs:
+            if not equals and rest and rest[0].lower() in ("true", "false"):
+                value = rest.pop(0)
+            word = {"true": name, "false": offs[name]}.get(value.lower(), word)
+        spelled.append(word)
+    return spelled
+
+
+def _map_switches(config: Any, section: str = "") -> dict[str, str]:
+    """Map the option of each switch of a config and its sections to the one that turns it off."""
+    kinds, offs = get_type_hints(type(config)), {}
+    for name in (f.name for f in fields(config)):
+        if is_dataclass(value := getattr(config, name)):
+            offs |= _map_switches(value, f"{section}.{name}".lstrip("."))
+        elif kinds[name] is bool:
+            offs[option(section or "config", name)] = option(section or "config", f"no_{name}")
+    return offs
 
 
 def _move_to_platform(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig:

@@ -1,6 +1,8 @@
 import json
+import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,8 @@ def test_the_installed_command_ends_with_a_message(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: report: ") and "is not a run folder" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_python_runs_the_package_as_the_command(tmp_path):
+    done = run_program(partial(runpy.run_module, "rlworker", run_name="__main__"), "report", tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("error: report: ") and "is not a run folder" in done.stderr

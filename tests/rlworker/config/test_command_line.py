@@ -50,6 +50,26 @@ def test_an_option_changes_its_key_alone():
     }
 
 
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        (["--placement.colocate", "True", "--resume", "true", "--steps", "3"], (True, True, 3)),
+        (["--placement.colocate=True", "--resume=False", "--steps", "3"], (True, False, 3)),
+        (["--resume", "--placement.colocate", "False"], (False, True, 100)),
+        (["--placement.no-colocate", "--no-resume"], (False, False, 100)),
+        (["--resume", "--steps", "4", "--placement.colocate"], (True, True, 4)),
+    ],
+)
+def test_a_switch_takes_true_and_false_too(arguments, values):
+    said, config = parse(RunConfig(), *arguments)
+    assert said == "" and (config.placement.colocate, config.resume, config.steps) == values
+
+
+def test_a_switch_takes_no_other_word():
+    said, config = parse(RunConfig(), "--resume", "maybe")
+    assert "maybe" in said and config == []
+
+
 def test_help_shows_what_is_in_no_section_and_names_the_sections():
     for word in ("--help", "-h"):
         done = run_recipe("grpo", word)
