@@ -3,39 +3,45 @@
 import hashlib
 import io
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engines.batch.samples import Image
 
-DECODING_ERRORS = (OSError, SyntaxError, ValueError)
+DECODING_ERRORS = (OSError, SyntaxError, ValueError, struct.error)
 """Exceptions that Pillow's decoders raise."""
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes that it cuts off at 255 instead of scaling them."""
-_ORIENTATION, _FIRST_ON_ITS_SIDE = 0x0112, 5
-"""The EXIF tag that says how the camera was held, and the first of its values that swap width and height."""
-_LAST_BYTES, _TAIL = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}, 1024
-"""What whole files of a kind end with, but for a little; others are decoded to find out."""
+_ORIENTATION = 0x0112
+"""The EXIF tag that says how the camera was held."""
+_TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+"""What Pillow calls that which makes an image upright whose tag is 2, 3, ...; the last four swap width and height."""
+_JPEG_END, _TAIL = b"\xff\xd9", 1024
+"""What a whole JPEG ends with, but for a little."""
 
 
 def check_image(data: bytes, name: str, place: str) -> tuple[int, int]:
     """Check an image and return its width and height in pixels, as it is shown.
 
+    Of a JPEG that has its end the header alone is read; what has checksums is held to them, and decoded.
+
     Raises:
-        ValueError: it is none, of a kind that has no colours as they are, or cut short.
+        ValueError: it is none, of a kind that has no colours as they are, damaged, or cut short.
     """
+    with open_bytes(data, name, place) as image, _naming_damage(name, place):
+        image.verify()  # Pillow's decoder passes over checksums
     with open_bytes(data, name, place) as image:
         if image.mode in _WIDE_MODES:
             raise ValueError(
                 f"{place}: {name} has more than 8 bits of grey ({image.mode}), which no model was shown; save it "
                 "with 8 bits"
             )
+        if image.format != "JPEG" or _JPEG_END not in data[-_TAIL:]:
+            return decode_rgb(image, name, place).size
         width, height = image.size
-        turned = _read_orientation(image) >= _FIRST_ON_ITS_SIDE
-        end = _LAST_BYTES.get(image.format or "")
-        if end is None or end not in data[-_TAIL:]:  # the rest would be found in the middle of the run
-            decode_rgb(image, name, place)
-    return (height, width) if turned else (width, height)
+        return (height, width) if _find_turn(image) in _TURNS[3:] else (width, height)
 
 
 def decode(image: Image) -> Any:
@@ -52,8 +58,14 @@ def decode(image: Image) -> Any:
 
 
 def decode_rgb(image: Any, name: str, place: str) -> Any:
-    try:
+    with _naming_damage(name, place):
         return convert_to_rgb(image)
+
+
+@contextmanager
+def _naming_damage(name: str, place: str) -> Iterator[None]:
+    try:
+        yield
     except DECODING_ERRORS as error:
         raise ValueError(f"{place}: {name} cannot be decoded: {error}; replace it") from None
 
@@ -62,10 +74,10 @@ def convert_to_rgb(image: Any) -> Any:
     """Convert an image to RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
     DECODING_ERRORS."""
     from PIL import Image as PILImage
-    from PIL import ImageOps
 
-    if _read_orientation(image) != 1:
-        image = ImageOps.exif_transpose(image)
+    image.load()  # which a look at the metadata would do too, and keep silent about damage
+    if turn := _find_turn(image):  # ImageOps.exif_transpose writes metadata anew, which fails where some is broken
+        image = image.transpose(PILImage.Transpose[turn])
     if not image.has_transparency_data:
         return image.convert("RGB")
     layer = image.convert("RGBA")
@@ -73,12 +85,13 @@ def convert_to_rgb(image: Any) -> Any:
     return PILImage.alpha_composite(ground, layer).convert("RGB")
 
 
-def _read_orientation(image: Any) -> int:
-    """Read how the camera was held; upright where the file's metadata is broken, as viewers take it."""
+def _find_turn(image: Any) -> str:
+    """Find what makes an image upright; nothing where its metadata is broken or means nothing, as viewers take it."""
     try:
-        return image.getexif().get(_ORIENTATION, 1)
-    except (OSError, SyntaxError, ValueError, struct.error):
-        return 1
+        orientation = image.getexif().get(_ORIENTATION)
+    except DECODING_ERRORS:
+        return ""
+    return dict(enumerate(_TURNS, start=2)).get(orientation, "")
 
 
 def read_bytes(path: str | Path, place: str) -> bytes:
@@ -92,9 +105,8 @@ def read_bytes(path: str | Path, place: str) -> bytes:
 
 def open_bytes(data: bytes, name: str, place: str) -> Any:
     from PIL import Image as PILImage
-    from PIL import UnidentifiedImageError
 
     try:
         return PILImage.open(io.BytesIO(data))
-    except (UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
+    except (*DECODING_ERRORS, PILImage.DecompressionBombError) as error:
         raise ValueError(f"{place}: {name} cannot be read as an image: {error}; replace it") from None

@@ -105,7 +105,7 @@ class ImageReader:
         for number, value in enumerate(sources):
             place = f"{where}, video {number}"
             settings = _read_video(value, place)
-            path = base / settings.pop("path")
+            path = _join(base, settings.pop("path"), place)
             key = (path, repr(settings))
             if key not in self.opened:
                 self.opened[key] = self.processor.videos.open(path, place, **settings)
@@ -125,12 +125,11 @@ class ImageReader:
             )
 
     def _find_file(self, value: Any, place: str, base: Path) -> Path:
-        if isinstance(value, str):
-            return base / value
         if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
             return self._store(value["bytes"], place)
-        if isinstance(value, dict) and isinstance(value.get("path"), str):
-            return base / value["path"]
+        path = value.get("path") if isinstance(value, dict) else value
+        if isinstance(path, str):
+            return _join(base, path, place)
         raise ValueError(f'{place} must be a path or {{"bytes": ..., "path": ...}}, got {type(value).__name__}')
 
     def _store(self, data: bytes, place: str) -> Path:
@@ -208,6 +207,15 @@ class ImageReader:
 def _list(value: Any) -> Sequence[Any]:
     """List what a row's field holds: several, one, or none."""
     return value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
+
+
+def _join(base: Path, path: str, place: str) -> Path:
+    if path.startswith("data:"):
+        raise ValueError(
+            f"{place} is a data: URI, {path[:32]!r} and {len(path)} characters in all, expected a path; save what it "
+            'encodes as a file, or give it decoded as {"bytes": ...} in a table'
+        )
+    return base / path
 
 
 def _read_video(value: Any, place: str) -> dict[str, Any]:

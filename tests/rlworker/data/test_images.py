@@ -5,14 +5,17 @@ import io
 import json
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from support.rollout_workers import make_completions
 
 from engines.config import MegatronConfig
@@ -120,6 +123,12 @@ def test_bytes_in_a_row_are_written_beside_the_run(model, tmp_path):
         ({"images": ["rows.jsonl"]}, r"line 2: .*image 0: .*rows.jsonl.* cannot be read as an image"),
         ({"images": ["half.png"]}, r"line 2: .*image 0: .*half.png.* cannot be decoded: .*; replace it"),
         ({"images": ["half.jpg"]}, r"line 2: .*image 0: .*half.jpg.* cannot be decoded: .*; replace it"),
+        ({"images": ["flipped.png"]}, r"line 2: .*image 0: .*flipped.png.* cannot be decoded: broken PNG file .*IDAT"),
+        ({"images": ["wordy.png"]}, r"line 2: .*image 0: .*wordy.png.* cannot be read as an image: .*MAX_TEXT_CHUNK"),
+        (
+            {"images": ["data:image/png;base64," + "A" * 9000]},
+            r"line 2: .*image 0 is a data: URI, 'data:image/png;base64,A{10}' and 9022 characters in all, expected a",
+        ),
         ({"images": ["deep.png"]}, r"line 2: .*image 0: .*deep.png.* has more than 8 bits of grey \(I;16\)"),
         ({"images": [7]}, r'line 2: .*image 0 must be a path or \{"bytes": ..., "path": ...\}, got int'),
         ({"images": []}, r'line 2: the prompt has places for 1 images, the row has 0 in its field "images"; write'),
@@ -140,7 +149,12 @@ def test_bytes_in_a_row_are_written_beside_the_run(model, tmp_path):
 )
 def test_a_broken_image_is_named(read, tmp_path, change, message):
     save_images(tmp_path)
-    (tmp_path / "half.png").write_bytes((tmp_path / "a.png").read_bytes()[:3000])
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "half.png").write_bytes(whole[:3000])
+    (tmp_path / "flipped.png").write_bytes(whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:])
+    text = PngInfo()
+    text.add_text("notes", "x" * 2**21, zip=True)
+    Image.new("RGB", (56, 56)).save(tmp_path / "wordy.png", pnginfo=text)
     Image.new("RGB", (1000, 2)).save(tmp_path / "thin.png")
     Image.new("RGB", (1400, 1120)).save(tmp_path / "wide.png")
     Image.new("RGB", (300, 300)).effect_spread(50).save(tmp_path / "whole.jpg")
@@ -213,6 +227,24 @@ def test_images_are_seen_as_a_viewer_shows_them(read, tmp_path):
     assert image.size == (56, 84) and image.grid == (1, 6, 4)
     pixels = np.asarray(decode(image)).astype(int)
     assert pixels.shape == (84, 56, 3) and pixels[:, 30:, 0].min() > 200 and pixels[:, :26].max() < 50
+
+
+def test_turned_images_have_the_size_that_they_are_shown_with(read, tmp_path):
+    """Each kind of file and each number; numbers that mean nothing, and a number that is text, leave one upright."""
+    names = {}
+    for number, ending in product([1, 2, 3, 4, 5, 6, 7, 8, 9, 200], ["jpg", "png", "tif", "webp"]):
+        exif = Image.Exif()
+        exif[0x0112] = number
+        name = f"{number}.{ending}"
+        Image.new("RGB", (84, 56)).save(tmp_path / name, exif=exif)
+        names[name] = (56, 84) if 5 <= number <= 8 else (84, 56)
+    tag = struct.pack(">2sHIHHHI4sI", b"MM", 42, 8, 1, 0x0112, 2, 2, b"6", 0)  # of ASCII
+    Image.new("RGB", (84, 56)).save(tmp_path / "text.jpg", exif=b"Exif\0\0" + tag)
+    names["text.jpg"] = (84, 56)
+    rows = read(*({"prompt": "<image>", "images": [name], "answer": "y"} for name in names))
+    for row, (name, size) in zip(rows, names.items(), strict=True):
+        (image,) = row.images
+        assert image.size == decode(image).size == size, name
 
 
 def test_images_under_another_name_are_not_passed_over(read):
@@ -313,9 +345,12 @@ def test_logprob_differences_after_images_are_told_apart(read, model):
 def test_an_image_that_breaks_off_ends_the_run_by_its_name(model, tmp_path):
     """Its start and its end are whole; its pixels are asked for by vLLM in the first step."""
     save_images(tmp_path)
-    whole = (tmp_path / "a.png").read_bytes()
-    (tmp_path / "half.png").write_bytes(whole[:3000] + whole[-12:])
-    rows = [{"prompt": "<image>?", "images": [name], "answer": "y"} for name in ("b.png", "half.png")]
+    with Image.open(tmp_path / "a.png") as image:
+        image.save(tmp_path / "half.jpg")
+    whole = (tmp_path / "half.jpg").read_bytes()
+    table = whole.index(b"\xff\xc4")  # of Huffman codes: sixteen counts, which no code has so many of
+    (tmp_path / "half.jpg").write_bytes(whole[: table + 5] + b"\xff" * 16 + whole[table + 21 :])
+    rows = [{"prompt": "<image>?", "images": [name], "answer": "y"} for name in ("b.png", "half.jpg")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"rollout.max-new-tokens": 4, "rollout.max-model-len": 64, "data.max-prompt-tokens": 32, "steps": 2}
     sizes |= {"prompts-per-step": 2, "samples-per-prompt": 2, "rollout.kv-cache-mb": 64, "run-dir": tmp_path / "run"}
@@ -326,5 +361,5 @@ def test_an_image_that_breaks_off_ends_the_run_by_its_name(model, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: step 1, phase rollout: " in done.stderr
-    assert re.search(r'line 2: field "images", image 0: .*half.png.* cannot be decoded', done.stderr)
+    assert re.search(r'line 2: field "images", image 0: .*half.jpg.* cannot be decoded', done.stderr)
     assert (tmp_path / "run" / "report.html").is_file() and len(read_metrics(tmp_path / "run")) == 1
