@@ -24,8 +24,12 @@ if TYPE_CHECKING:  # a folder is checked before anything takes the time to impor
 
     from engines.models.spec import ModelSpec
 
-_COPIED = (".json", ".jinja", ".model", ".txt")
+_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".bpe")
 """Endings of the configuration and tokenizer files that a saved model takes along."""
+_TEMPLATES = "additional_chat_templates"
+"""Folder in which transformers saves the chat templates of a tokenizer that has several, but for the main one."""
+_FOREIGN = "consolidated*.safetensors"
+"""Files that hold the weights once more, in the form of their maker's own library (Mistral's)."""
 
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -122,14 +126,20 @@ def _find_weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"model: {str(folder)!r} has no *.safetensors file; weights are read from safetensors only")
-    index = folder / _INDEX
+    foreign, index = {*folder.glob(_FOREIGN)}, folder / _INDEX
     if not index.is_file():
+        if foreign and len(files) > len(foreign):
+            raise ValueError(
+                f"model: {min(foreign)} holds the weights once more, in another form, and vLLM would read it too: "
+                f"expected {_INDEX}, which names the files to read; move the consolidated files away"
+            )
         return files
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"model: {index} has no weight_map of tensors to files; remove it or save the model again")
-    missing = sorted(set(weight_map.values()) - {path.name for path in files})
-    unnamed = sorted({path.name for path in files} - set(weight_map.values()))
+    named = set(weight_map.values())
+    files = [path for path in files if path.name in named or path not in foreign]
+    missing, unnamed = sorted(named - {path.name for path in files}), sorted({path.name for path in files} - named)
     if missing or unnamed:
         raise ValueError(
             f"model: {index} does not fit the folder: it names {missing[:5]} ({len(missing)} in all), which are not "
@@ -141,16 +151,16 @@ def _find_weight_files(folder: Path) -> list[Path]:
 def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, folder: str, shard_bytes: int) -> list[str]:
     """Write weights as the hub does: in files of at most ``shard_bytes`` (a larger tensor gets its own) with an index.
 
-    A file is written once its tensors are there, so that about two files of them are in memory at a time. The
-    configuration and tokenizer are copied from the folder that the model was read from, but for the type of the
-    weights; a critic is written as a token classification with one label. The folder appears under its name once it is
-    whole. A stream without weights (ranks that export nothing) writes nothing.
+    A file is written once its tensors are there, so that about two files of them are in memory at a time. All have the
+    permissions that the umask gives. The configuration and tokenizer are copied from the folder that the model was read
+    from, but for the type of the weights; a critic is written as a token classification with one label. The folder
+    appears under its name once it is whole. A stream without weights (ranks that export nothing) writes nothing.
 
     Args:
         weights: ``(HF name, tensor)`` of every weight of the model, once each.
 
     Returns:
-        the names of the files that were written.
+        the files that were written, by their paths from the folder.
 
     Raises:
         ValueError: the stream lacks a weight of the model, or has one that the model has not.
@@ -173,6 +183,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
         dtypes.add(tensor.dtype)
         if len(pending[file]) == len(split.filename_to_tensors[file]):
             save_file(pending.pop(file), target / file, metadata={"format": "pt"})
+            (target / file).chmod(target.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
     if missing := sorted(split.tensor_to_filename):
         raise ValueError(f"model: the export lacks {missing[:5]} ({len(missing)} in all); {folder!r} was not written")
     if split.is_sharded:
@@ -181,7 +192,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
         (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     _copy_settings(model, target, dtypes)
     os.replace(target, folder)
-    return sorted(path.name for path in Path(folder).iterdir())
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
 def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> StateDictSplit:
@@ -201,9 +212,12 @@ def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> Stat
 
 def _copy_settings(model: ModelSpec, target: Path, dtypes: set[torch.dtype]) -> None:
     """Copy configuration and tokenizer of the model's folder, with the type of the weights and the head trained."""
-    for path in Path(model.folder).iterdir():
+    source = Path(model.folder)
+    for path in (*source.iterdir(), *source.glob(f"{_TEMPLATES}/*")):
         if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
-            shutil.copy(path, target)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
     config = _set_dtype(read_object(target / "config.json"), dtypes)
     if model.head == "value":
         config |= {"architectures": [model.architecture], "classifier_dropout": 0.0}

@@ -42,6 +42,9 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
     """Make the arguments of vLLM's LLM."""
     settings: dict[str, Any] = dict(
         model=model.folder,
+        # As the trainers read the folder, whatever else lies in it.
+        config_format="hf",
+        load_format="safetensors",
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,

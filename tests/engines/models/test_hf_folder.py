@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
 from engines.models.spec import ModelSpec
+from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import make_tiny_model
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -63,6 +65,30 @@ def test_transformers_loads_what_was_saved(make_hf_model, tmp_path, shard_bytes,
     loaded = load(target)
     assert all(torch.equal(p, weights[name]) for name, p in loaded.named_parameters())
     assert not (tmp_path / ".saved.partial").exists()
+
+
+def test_an_export_has_the_whole_tokenizer_and_follows_the_umask(copied, tmp_path):
+    """Each kind of file that a tokenizer is saved in, and templates beside the main one, as transformers reads them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "main", "tool_use": "of tools", "rag": "of texts"}
+    tokenizer.save_pretrained(copied)
+    kept = ("qwen.tiktoken", "vocab.bpe", "merges.txt", "spiece.model", "chat_template.jinja")
+    for name in kept:
+        (copied / name).write_text(name)
+        (copied / name).chmod(0o400)
+    spec, target = ModelSpec.from_folder(copied), tmp_path / "saved"
+    before = os.umask(0o027)
+    try:
+        written = save_hf_folder(load(copied).named_parameters(), spec, str(target), 100_000)
+    finally:
+        os.umask(before)
+    files = [path for path in target.rglob("*") if path.is_file()]
+    assert sorted(written) == sorted(str(path.relative_to(target)) for path in files)
+    assert {*kept, "config.json", "tokenizer.json", "additional_chat_templates/rag.jinja"} < {*written}
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"} and len(files) > 10
+    assert AutoTokenizer.from_pretrained(target).chat_template["tool_use"] == "of tools"
 
 
 def test_no_weights_write_nothing(make_hf_model, tmp_path):
@@ -171,6 +197,16 @@ def test_an_index_must_name_the_files_that_are_there(copied, index, message):
         check(copied)
     (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EMBEDDING: "model.safetensors"}}))
     check(copied)
+
+
+def test_weights_in_their_makers_own_form_are_passed_over_beside_an_index(copied):
+    """As the hub has Mistral's models; without an index vLLM would read both."""
+    save_file({"layers.0.attention.wq.weight": torch.ones(1)}, copied / "consolidated.safetensors")
+    with pytest.raises(ValueError, match=r"consolidated\.safetensors holds the weights once more.*: expected model\.s"):
+        check(copied)
+    names = load_file(copied / "model.safetensors")
+    (copied / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert "layers.0.attention.wq.weight" not in check(copied)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
