@@ -119,10 +119,13 @@ def score_tokens(
 ) -> TokenOutputs:
     """Score targets ``[n]`` by ``softmax(logits / temperature)`` over the tokens that are not banned.
 
-    A banned target has logprob 0, as in the engines: it never counts.
+    A banned target has logprob 0, as in the engines: it never counts. In float32, of float64 logits in float64.
     """
     never = torch.tensor(banned, dtype=torch.long)
-    log_p = (logits.float() / temperature).index_fill(-1, never, -1e30).log_softmax(-1)
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    scores = scores.index_fill(-1, never, -1e30)
+    # log_softmax in fp32 on a CPU adds exp() up in one number a lane: of a large vocabulary it loses the small terms.
+    log_p = scores - scores.logsumexp(-1, keepdim=True)
     logprobs = log_p.gather(-1, targets[:, None])[:, 0]
     return TokenOutputs(
         logprobs=logprobs.masked_fill(torch.isin(targets, never), 0.0),

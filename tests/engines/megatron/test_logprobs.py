@@ -109,6 +109,26 @@ class OneRank:
         return 1
 
 
+def test_a_vocabulary_of_a_real_model_is_summed_without_a_bias():
+    """The engine's scores and those of HuggingFace's logits, against fp64. A naive sum in fp32 drifts by 1e-5."""
+    from engines.megatron import logprobs
+    from rlworker.checks import huggingface
+
+    generator = torch.Generator().manual_seed(0)
+    logits, target = 3 * torch.randn(4, 262_144, generator=generator), torch.tensor([7, 131_071, 200_000, 262_143])
+    exact = logits.double()
+    log_p = exact - exact.logsumexp(-1, keepdim=True)
+    chosen, entropy = log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    settings = {"temperature": 1.0, "vocab": logits.shape[1], "group": OneRank()}
+    for found in (
+        logprobs.score_tokens(torch.eye(4), logits.T.contiguous(), target, **settings),
+        huggingface.score_tokens(logits, target),
+    ):
+        apart = (found.logprobs.double() - chosen).abs()
+        assert found.logprobs.dtype == torch.float32 and apart.mean() <= 1e-6 and apart.max() <= 4e-6, apart
+        assert (found.entropy.double() - entropy).abs().max() <= 2e-5
+
+
 def test_next_to_nothing_beyond_the_likeliest_is_exact_in_fp32():
     """The policy gives others 1e-7 and less, the sampler a tenth; and in the last row nothing is left to others."""
     from engines.megatron import logprobs
