@@ -7,6 +7,9 @@ from annotated_types import Ge, Gt, Le
 
 from engines.validation import FINITE, LARGEST, check_numbers, check_types
 
+LARGEST_REWARD = 1e6
+"""Size beyond which a reward counts as failed: GRPO squares rewards in float32."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -115,9 +118,9 @@ class RewardConfig:
     """Processes that call it, spread over the nodes that Ray has, the driver's first."""
     time_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
     """Seconds that one call may take; one that takes longer is ended and counts as failed."""
-    default: Annotated[float, Ge(-LARGEST), FINITE] = 0.0
-    """Reward of a text whose call failed: no end in time, an error, no finite number, a process that died; and of an
-    episode whose play failed."""
+    default: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 0.0
+    """Reward of a text whose call failed: no end in time, an error, no number up to a million in size, a process that
+    died; and of an episode whose play failed."""
 
     def __post_init__(self):
         check_types("reward", self)

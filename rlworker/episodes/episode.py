@@ -5,18 +5,17 @@ environment writes goes through the tokenizer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from engines.vllm.tools import check_tool_parser
+from rlworker.config.sections import LARGEST_REWARD
 from rlworker.data.rows import Row
 from rlworker.episodes.chat import Chat
 from rlworker.episodes.codec import Content, get_codec, list_messages
 from rlworker.episodes.record import CONTEXT, Piece
-
-_LARGEST = float(np.finfo(np.float32).max)
+from rlworker.rewards.functions import read_number
 
 
 class Episode:
@@ -116,11 +115,15 @@ class Episode:
         Before anything was sampled it counts for the episode alone.
 
         Raises:
-            ValueError: it is no finite number that fits float32.
+            ValueError: it is no number, or with it all of the episode's are beyond ``LARGEST_REWARD`` in size.
         """
-        number = float(value)
-        if not isfinite(number) or abs(number) > _LARGEST:
-            raise ValueError(f"Episode: reward {value!r} is no finite number of float32; give one")
+        number = read_number(value)
+        whole = abs(number) + sum(abs(given) for _, given in self.rewards)
+        if not whole <= LARGEST_REWARD:
+            raise ValueError(
+                f"Episode: reward {value!r:.80} is no number, or makes an episode's more than {LARGEST_REWARD:g} in "
+                "size; give a smaller one"
+            )
         self.rewards.append((self.turns - 1, number))
 
     def add_sample(self, token_ids: np.ndarray) -> None:

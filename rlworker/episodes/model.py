@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from inspect import iscoroutinefunction
+from inspect import signature
 from random import Random
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -16,6 +17,8 @@ import numpy as np
 from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
 from rlworker.episodes.episode import Episode
+from rlworker.rewards.functions import check_arguments, check_reward, is_batch
+from rlworker.rewards.user_code import is_async, strip_partials
 
 ToolFailureKind = Literal["timeout", "raised", "memory", "died", "unpicklable"]
 """Why a tool returned nothing: no end in time, an exception, no memory left, a process that ended, or a result that
@@ -176,11 +179,35 @@ class Model:
 
 Play = Callable[[Model, Row], Awaitable[Episode]]
 """``async def play(model, row) -> Episode``: all that a user writes."""
+_REWARD = re.compile(r"(\w*_)?(reward|score)")
+_TEXT = re.compile(r"(text|completion|response|answer|output|solution)s?(_str)?")
+"""Names of rewards, and of what they are given."""
 
 
-def is_play(function: Callable) -> bool:
-    """Tell a play, which is a coroutine function, from a reward function."""
-    return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+def is_play(function: Any) -> bool:
+    """Tell a play, which is a coroutine function, from a reward function, also from one that is async by mistake."""
+    return is_async(function) and not _takes_text(function)
+
+
+def check_scorer(function: Any) -> None:
+    """Raise ValueError where a function can neither be called as a play nor as a reward."""
+    if is_play(function):
+        check_arguments(function, "play(model, row)")
+    else:
+        check_reward(function)
+
+
+def _takes_text(function: Any) -> bool:
+    """Tell by names and annotations whether an async function is meant for a reward."""
+    called = signature(function)
+    first = next(iter(called.parameters.values()), None)
+    if first is None:
+        return False
+    taken, returned = (str(getattr(kind, "__name__", kind)) for kind in (first.annotation, called.return_annotation))
+    if first.name == "model" or "Model" in taken or "Episode" in returned:
+        return False
+    is_named = _REWARD.fullmatch(getattr(strip_partials(function), "__name__", "")) or _TEXT.fullmatch(first.name)
+    return bool(is_named or re.search(r"\bstr\b", taken) or re.search(r"\b(float|int|bool)\b", returned))
 
 
 def read_calls(found: ToolCalls | None) -> tuple[tuple[ToolCall, ...], str]:
@@ -194,9 +221,11 @@ def one_turn(reward: Callable[[str, Row], float]) -> Play:
     """Make the play of a reward function: one sample, and ``reward(text, row)`` of it.
 
     Raises:
-        ValueError: it is marked with ``batch_reward``, which sees all samples of a prompt, and a play sees one.
+        ValueError: it cannot be a reward, or is marked with ``batch_reward``, which sees all samples of a prompt, and a
+            play sees one.
     """
-    if getattr(reward, "batch", False):
+    check_reward(reward)
+    if is_batch(reward):
         raise ValueError("one_turn: a batch reward sees a prompt's whole group; give it to the trainer as it is")
 
     async def play(model: Model, row: Row) -> Episode:

@@ -21,7 +21,7 @@ from ray.cloudpickle.cloudpickle_fast import dumps
 from rlworker.config.sections import RewardConfig
 from rlworker.data.rows import Row
 from rlworker.errors import RunError
-from rlworker.rewards.functions import BatchRewardFn, RewardFn
+from rlworker.rewards.functions import BatchRewardFn, RewardFn, is_batch
 from rlworker.rewards.part import Part, end_worker, explain_death
 from rlworker.rewards.processes import GRACE_S, POLL_S, START_S, STARTS, WorkerProcesses
 from rlworker.rewards.progress import NodeLost
@@ -34,6 +34,8 @@ own, such as ``rewards.10.0.0.2.log``: a network's file system loses lines that 
 EXAMPLES = 3
 """Failures of each kind that are kept word for word."""
 
+_OF_THE_MODEL = ("limit", "unsampled")
+"""Failures of plays to which the model's own text may lead every one of them."""
 _OVERDUE = "no end after {:g} s and no heed of the interrupt, so that its process was ended"
 _DIED = "its process died (it exited, crashed or had no memory left)"
 
@@ -71,6 +73,12 @@ class Scores:
         """Count failures as metrics ``{name}_failures`` and, of the kinds that occurred, ``{name}_{kind}``."""
         kinds = {f"{name}_{kind}": count for kind, count in self.failures.items()}
         return {f"{name}_failures": sum(self.failures.values())} | kinds
+
+    @property
+    def all_failed(self) -> bool:
+        """Tell whether every one failed, of what is none of the model's doing."""
+        failed = sum(count for kind, count in self.failures.items() if kind not in _OF_THE_MODEL)
+        return failed == len(self.values) > 0
 
     def summarise(self) -> str:
         """Say in one line what failed."""
@@ -122,7 +130,7 @@ class RewardPool(WorkerProcesses):
     """
 
     def __init__(self, reward: RewardFn | BatchRewardFn, config: RewardConfig, output: Path | None = None):
-        self.config, self.batch = config, getattr(reward, "batch", False)
+        self.config, self.batch = config, is_batch(reward)
         self._sent = self._failed_starts = 0
         self._note: Callable[[Mapping[str, str]], None] | None = None
         self._idle_s = START_S

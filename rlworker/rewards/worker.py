@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from itertools import pairwise, repeat, takewhile
+from math import isfinite
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, cast
@@ -18,15 +19,14 @@ from typing import Any, Literal, cast
 import numpy as np
 from ray import cloudpickle
 
+from rlworker.config.sections import LARGEST_REWARD
 from rlworker.data.rows import Row
+from rlworker.rewards.functions import read_number
 from rlworker.rewards.user_code import INTERRUPT, Interrupt, describe_error, locate, write_output_to
 
-_LARGEST = float(np.finfo(np.float32).max)
-"""A batch keeps rewards in float32, where anything larger would be infinite."""
-
-FailureKind = Literal["timeout", "raised", "not_a_number", "wrong_count", "died"]
-"""Why a text got no reward; ``wrong_count`` is a call that returned too many or too few numbers, and ``died`` a process
-that did."""
+FailureKind = Literal["timeout", "raised", "not_a_number", "too_large", "wrong_count", "died"]
+"""Why a text got no reward; ``too_large`` is a number beyond ``LARGEST_REWARD``, ``wrong_count`` a call that returned
+too many or too few numbers, and ``died`` a process that did."""
 Outcome = float | tuple[FailureKind, str]
 """A reward, or the kind of a failure and what happened."""
 
@@ -129,7 +129,7 @@ def find_call_bounds(index: list[int], batch: bool) -> list[int]:
 
 def _read_outcomes(returned: Any, count: int) -> list[Outcome]:
     """Read what a call for ``count`` texts returned as one outcome per text."""
-    if type(returned) is float and count == 1 and abs(returned) <= _LARGEST:  # nearly always
+    if type(returned) is float and count == 1 and abs(returned) <= LARGEST_REWARD:  # nearly always
         return [returned]
     try:
         values = [returned] if isinstance(returned, (str, bytes, dict)) else list(cast(Any, returned))
@@ -141,9 +141,8 @@ def _read_outcomes(returned: Any, count: int) -> list[Outcome]:
     return [_read_outcome(value) for value in values]
 
 
-def _read_outcome(value) -> Outcome:
-    try:
-        number = float("nan" if isinstance(value, (str, bytes)) else value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = float("nan")
-    return number if abs(number) <= _LARGEST else ("not_a_number", f"returned {reprlib.repr(value)}")
+def _read_outcome(value: Any) -> Outcome:
+    number = read_number(value)
+    if abs(number) <= LARGEST_REWARD:
+        return number
+    return ("too_large" if isfinite(number) else "not_a_number"), f"returned {reprlib.repr(value)}"

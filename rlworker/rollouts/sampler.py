@@ -14,8 +14,9 @@ from engines.models.vision_spec import VisionSpec
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, pick_rows
+from rlworker.episodes.processes.pool import EPISODE_LOG
 from rlworker.errors import RunError
-from rlworker.rewards.pool import RewardPool, Scores
+from rlworker.rewards.pool import REWARD_LOG, RewardPool, Scores, join_scores
 from rlworker.rollouts.metrics import SAMPLES_KEPT, pick_completions, summarise_groups
 from rlworker.rollouts.plays import Player, batch_played, describe_episode, score_episodes, summarise_episodes
 from rlworker.rollouts.scoring import score_completions
@@ -72,19 +73,23 @@ class Sampler:
         With dynamic sampling, zero-variance groups are dropped, and those of further prompts take their
         place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left. None are
         left either where nothing was sampled, as every play failed before: there is no token to learn from.
+
+        Raises:
+            RunError: the reward of every text failed.
         """
         config, further = self.config, self.config.algorithm.dynamic_sampling
-        kept_groups, zero_variance, failures = [], [], {}
+        kept_groups, zero_variance, parts = [], [], []
         for _ in range(1 + further):
             groups, scores = self._draw_next(partial(self.phase, clock))
             self.rollouts_done += 1
             self._note_samples(groups, version)
-            for name, count in scores.count_failures("episode" if self.plays else "reward").items():
-                failures[name] = failures.get(name, 0) + count
+            parts.append(scores)
             for group in groups:
                 (zero_variance if further and group.has_zero_variance else kept_groups).append(group)
             if len(kept_groups) >= config.prompts_per_step:
                 break
+        self._check_scored(scores := join_scores(parts))
+        failures = scores.count_failures("episode" if self.plays else "reward")
         drawn_groups = kept_groups + zero_variance
         metrics = summarise_groups(drawn_groups) | (summarise_episodes(drawn_groups) if self.plays else {})
         groups = kept_groups[: config.prompts_per_step]
@@ -212,6 +217,16 @@ class Sampler:
             with phase("reward"):
                 groups, scores = score_completions(self.tokenizer, self.scorer, rows, completions)
         return self._tell_failures(groups, scores)
+
+    def _check_scored(self, scores: Scores) -> None:
+        """Raise RunError where every reward of a step failed, so that there is no use in going on."""
+        if scores.all_failed:
+            what, section, log = ("play", "episodes", EPISODE_LOG) if self.plays else ("reward", "reward", REWARD_LOG)
+            raise RunError(
+                f"{what}: {scores.summarise()}. A step without one reward teaches nothing. Mend the {what} ({log} has "
+                f"what it printed): let it give a number where a text is wrong, or raise --{section}.time-limit-s "
+                "where it had too little time. Then go on with --resume"
+            )
 
     def _tell_failures(self, groups: list, scores: Scores) -> tuple[list, Scores]:
         if scores.failures:

@@ -1,6 +1,7 @@
 """The rewards of what was sampled."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from engines.batch.samples import Completions
@@ -15,7 +16,8 @@ def score_completions(
     """Find the texts and rewards of the completions ``[P * G]`` of some rows ``[P]``."""
     size, ids = len(completions) // len(rows), [sample.token_ids.tolist() for sample in completions]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    scores = rewards.score(texts, [row for row in rows for _ in range(size)])
+    # Of a row that comes twice each group has its own, which a batch reward is called for.
+    scores = rewards.score(texts, [own for row in rows for own in [copy(row)] * size])
     cuts = [slice(i * size, (i + 1) * size) for i in range(len(rows))]
     parts = zip(rows, cuts, strict=True)
     return [PromptGroup(row, completions[cut], texts[cut], scores.values[cut]) for row, cut in parts], scores

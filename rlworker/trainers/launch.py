@@ -11,7 +11,7 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import check_rows
-from rlworker.episodes.model import Play
+from rlworker.episodes.model import Play, check_scorer
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import tell_start
@@ -37,6 +37,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: 
     """
     with ending_well() as stop, ExitStack() as running:
         try:
+            check_scorer(reward)
             folder = check_run(config)
             running.callback(folder.release)
             tell_start("settings, folders and fields of rows are checked")

@@ -22,7 +22,7 @@ from rlworker.config.run import RunConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
 from rlworker.episodes.codec import Codec
-from rlworker.episodes.model import Play, is_play
+from rlworker.episodes.model import Play, check_scorer, is_play
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.pool import pickle_reward
@@ -78,6 +78,7 @@ class Trainer(Run[RunConfig]):
     ):
         super().__init__(config, folder, stop, trackers)
         self.reward, self.aggregation = reward, aggregation
+        check_scorer(reward)
         pickle_reward(reward, "play" if is_play(reward) else "reward")  # refused here where it cannot be sent
         self.models = config.check_models()
         self.tokenizer = load_tokenizer(config.model)

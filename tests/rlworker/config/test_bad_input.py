@@ -305,6 +305,7 @@ def nothing_starts():
 
 def launch(*breakages: Breakage) -> str:
     """Launch a run on an input with these breakages. Returns what it says."""
+    from rlworker.rewards import exact_match
     from rlworker.trainers.launch import launch as launch_run
 
     with tempfile.TemporaryDirectory() as folder:
@@ -316,7 +317,7 @@ def launch(*breakages: Breakage) -> str:
         except ValueError as error:
             return str(error)
         with pytest.raises(SystemExit) as end:
-            launch_run(config, reward=None)
+            launch_run(config, exact_match)
         return end.value.code.removeprefix("error: ")
 
 

@@ -49,8 +49,11 @@ def test_a_fork_begins_another_sequence_of_the_same_turns(row):
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda e: e.reward(float("nan")), "reward nan is no finite number"),
-        (lambda e: e.reward(1e39), "reward 1e.39 is no finite number"),
+        (lambda e: e.reward(float("nan")), "reward nan is no number, or makes an episode's more than 1e.06 in size"),
+        (lambda e: e.reward(1e39), "reward 1e.39 is no number, or makes"),
+        (lambda e: e.reward("1"), "reward '1' is no number"),
+        (lambda e: e.reward(None), "reward None is no number"),
+        (lambda e: [e.reward(-1e6), e.reward(0), e.reward(1)], "reward 1 is no number, or makes an episode's more"),
         (lambda e: e.observe([1.5]), "expected text, ids, or messages"),
         (lambda e: e.observe([-1]), "expected text, ids, or messages"),
         (lambda e: e.observe("look", ["a.png"]), "it has images, which this model cannot see"),

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,12 @@ DEFAULT = -1.0
 HANGS = {"loop": "timeout", "caught loop": "timeout", "sleep": "timeout"}
 DEAF = {"bare except": "timeout", "masked signal": "timeout", "held interpreter": "timeout"}
 ERRORS = {"raise": "raised", "exit": "raised", "recursion": "raised"}
-NO_NUMBERS = dict.fromkeys(("nan", "inf", "beyond float32", "none", "text", "dict", "object"), "not_a_number")
+NO_NUMBERS = dict.fromkeys(("nan", "inf", "no decimal", "none", "text", "dict", "object"), "not_a_number")
+LARGE = dict.fromkeys(("beyond float32", "beyond a million"), "too_large")
 COUNTS = {"pair": "wrong_count", "empty": "wrong_count"}
 DEATHS = {"os._exit": "died", "segfault": "died"}
-FAILURES = HANGS | DEAF | ERRORS | NO_NUMBERS | COUNTS | DEATHS
-NUMBERS = ("int", "bool", "numpy", "array")
+FAILURES = HANGS | DEAF | ERRORS | NO_NUMBERS | LARGE | COUNTS | DEATHS
+NUMBERS = ("int", "bool", "numpy", "array", "no axis", "decimal", "generator", "a million")
 
 
 def hang(how: str) -> float:
@@ -73,9 +75,11 @@ def misbehave(text: str, row: Row) -> float:
     if how == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
     number = float(text)
-    results = {"nan": float("nan"), "inf": float("inf"), "beyond float32": 1e39, "none": None, "text": "1.0"}
+    results = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "no decimal": Decimal("sNaN")}
+    results |= {"beyond float32": 1e39, "beyond a million": -1e6 - 1, "a million": 1e6 if number else 0.0}
     results |= {"dict": {"reward": 1.0}, "object": object(), "pair": [number, number], "empty": ()}
     results |= {"int": int(number), "bool": True, "numpy": np.float32(number), "array": np.array([number])}
+    results |= {"no axis": np.array(number), "decimal": Decimal(text), "generator": (x for x in [number])}
     return results.get(how, number)
 
 
@@ -187,10 +191,18 @@ def test_each_failure_is_its_own_texts_outcome(make_pool, tmp_path, workers):
     began = time.monotonic()
     scores = pool.score(texts, rows)
     seconds = time.monotonic() - began
-    want = [DEFAULT if kind in FAILURES else 1.0 if kind == "bool" else float(i) for i, kind in enumerate(how)]
+    others = dict.fromkeys(FAILURES, DEFAULT) | {"bool": 1.0, "a million": 1e6}
+    want = [others.get(kind, float(i)) for i, kind in enumerate(how)]
     assert scores.values == want and all(type(value) is float for value in scores.values)
     assert scores.failures == Counter(FAILURES[kind] for kind in how if kind in FAILURES)
-    assert scores.failures == {"timeout": 6, "raised": 6, "not_a_number": 7, "wrong_count": 2, "died": 3}
+    assert scores.failures == {
+        "timeout": 6,
+        "raised": 6,
+        "not_a_number": 7,
+        "too_large": 2,
+        "wrong_count": 2,
+        "died": 3,
+    }
     assert Counter(calls.read_text().split()) == Counter(texts), "each is called for once"
     assert seconds < 60, f"{len(HANGS) + len(DEAF)} hangs of {LIMIT_S} s each took {seconds:.0f} s"
     again = pool.score(["7", "8"], [make_row(None)] * 2)

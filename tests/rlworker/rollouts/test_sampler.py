@@ -250,8 +250,56 @@ def test_groups_of_episodes_are_drawn_and_dropped_as_groups_of_completions():
     assert sample["outcome"] == "ok" and sample["turns"][3]["reward"] == sample["reward"]
 
 
-async def play_nothing(model, row):
+@pytest.mark.parametrize("further", [0, 1])
+def test_a_reward_that_fails_for_every_text_of_a_step_ends_the_run(further):
+    """Whatever the kinds of failures, and of all rollouts of the step; one text that is scored lets it go on."""
+    from rlworker.rewards.pool import RewardFailure, Scores
+
+    class FailingRewards:
+        def __init__(self, scored: int):
+            self.scored, self.calls = scored, 0
+
+        def score(self, texts, rows):
+            self.calls += 1
+            ours = self.scored if self.calls == 1 else 0
+            failures = {"raised": len(texts) - ours - 1, "timeout": 1}
+            first = RewardFailure("raised", rows[0].prompt, texts[0], "KeyError: 'level', at reward.py:3")
+            return Scores([1.0] * ours + [0.0] * (len(texts) - ours), failures, [first])
+
+    drawn = sampler(ROWS[:4], further)
+    drawn.scorer = FailingRewards(scored=0)
+    count = 12 * (1 + further)
+    with pytest.raises(RunError) as error:
+        drawn.sample(StepClock(), 0)
+    said = f"reward: {count} of {count} rewards failed: {count - 1 - further} raised, {1 + further} timeout; raised on "
+    assert str(error.value).startswith(said) and "KeyError: 'level', at reward.py:3. " in str(error.value)
+    assert "rewards.log has what it printed" in str(error.value) and "--reward.time-limit-s" in str(error.value)
+    drawn.scorer = FailingRewards(scored=1)
+    assert drawn.sample(StepClock(), 0)[1]["reward_failures"] == count - 1
+
+
+def test_plays_that_all_fail_end_the_run_unless_the_model_led_them_there():
+    from rlworker.episodes import Episode
+
+    async def go_on(model, row):
+        episode = Episode(row)
+        while True:
+            await model.sample(episode)
+
+    with pytest.raises(RunError, match=r"play: 12 of 12 episodes failed: 12 raised; .*KeyError: .*episodes\.log has"):
+        play_sampler(play_badly, further=0)[0].sample(StepClock(), 0)
+    groups, metrics = play_sampler(go_on, further=0)[0].sample(StepClock(), 0)
+    assert len(groups) == 4 and metrics["episode_limit"] == metrics["episode_failures"] == 12
+
+
+async def play_badly(model, row):
     raise KeyError(row.prompt)
+
+
+async def play_nothing(model, row):
+    from rlworker.episodes import Episode
+
+    return Episode(row)
 
 
 def test_a_step_in_which_every_play_fails_before_it_samples_is_empty():
@@ -259,7 +307,7 @@ def test_a_step_in_which_every_play_fails_before_it_samples_is_empty():
     from rlworker.trainers.rl import MOST_EMPTY_STEPS, Trainer
 
     async def play_one(model, row):
-        return await (play_even if row.prompt == "2" else play_nothing)(model, row)
+        return await (play_even if row.prompt == "2" else play_badly)(model, row)
 
     groups, metrics = play_sampler(play_one, further=0)[0].sample(StepClock(), 0)
     assert len(groups) == 4 and metrics["episode_failures"] == 9
@@ -269,8 +317,8 @@ def test_a_step_in_which_every_play_fails_before_it_samples_is_empty():
     for trainer.steps_done in range(MOST_EMPTY_STEPS - 1):
         metrics, samples = trainer.step()
         assert metrics["empty_steps"] == trainer.steps_done == trainer.empty_steps and samples == []
-        assert metrics["episode_raised"] == 12 and metrics["reward"] == -1.0 and metrics["completion_tokens"] == 0
-    with pytest.raises(RunError, match=r"step 10: in 10 steps .*different rewards \(their mean is -1\) and a sample"):
+        assert metrics["episode_unsampled"] == 12 and metrics["reward"] == metrics["completion_tokens"] == 0
+    with pytest.raises(RunError, match=r"step 10: in 10 steps .*different rewards \(their mean is 0\) and a sample"):
         trainer.step()
     assert [(step, first, len(rows)) for step, first, rows in recorded] == [(n + 1, n, 4) for n in range(10)]
 
