@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from jinja2 import TemplateError
 
 from engines.batch.samples import Image
 from engines.images.video import Video
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_prompts
-from rlworker.data.images import MARKER, VIDEO_MARKER, ImageReader, refuse_other_fields
+from rlworker.data.images import ImageReader, refuse_other_fields
+from rlworker.data.messages import check_messages, flatten_content, has_images, list_parts, render_messages
 from rlworker.data.sources import find_base_folder, iterate_rows
 
 Item = TypeVar("Item")
 
-_MARKERS = {"image": MARKER, "video": VIDEO_MARKER}
-"""Type of a message's part -> what stands for it in the text."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -154,7 +152,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
             if paths := [image.path for image in row_images if not isinstance(image, Video)]:
                 named: dict[str, Any] = {data.image_field: paths}
                 source = source | named
-        elif source.get(data.image_field) or source.get(data.video_field) or _has_images(source[data.prompt_field]):
+        elif source.get(data.image_field) or source.get(data.video_field) or has_images(source[data.prompt_field]):
             raise ValueError(
                 f'{where}: field "{data.image_field}", "{data.video_field}" or the prompt has images or videos, which '
                 "this model cannot see; take a vision-language model, or name other fields with --data.image-field "
@@ -205,29 +203,27 @@ def _iterate_checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
 
 def _check_fields(where: str, source: dict, data: DataConfig) -> None:
     prompt, answer = source.get(data.prompt_field), source.get(data.answer_field)
-    messages = _list_parts(prompt)
     prompt_place, answer_place = (f'{where}: field "{name}"' for name in (data.prompt_field, data.answer_field))
     if not prompt:
         raise ValueError(
             f"{prompt_place} is missing or empty, the row has {', '.join(source)}; it must be text or a list of "
             "messages (another field: --data.prompt-field)"
         )
-    is_chat = isinstance(prompt, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and _flatten_content(m.get("content")) is not None
-        for m in messages
-    )
-    if not isinstance(prompt, str) and not is_chat:
+    if not isinstance(prompt, str | list):
+        raise ValueError(f"{prompt_place} must be text or a list of messages, got {reprlib.repr(prompt)}")
+    if isinstance(prompt, str) and _is_chat_json(prompt):
         raise ValueError(
-            f'{prompt_place} must be text or a list of {{"role": text, "content": text or parts}}, parts being '
-            f'{{"type": "text", "text": text}}, {{"type": "image"}} or {{"type": "video"}}, got {reprlib.repr(prompt)}'
+            f"{prompt_place} has messages as the text of JSON, got {prompt[:80]!r}; store them as a list of objects"
         )
-    if is_chat and any(set(part) - {"type", "text"} for m in messages for part in _list_parts(m["content"])):
+    messages = list_parts(prompt)
+    check_messages(messages, prompt_place)
+    if any(set(part) - {"type", "text"} for m in messages for part in list_parts(m.get("content"))):
         raise ValueError(
             f"{prompt_place} has a part with more than its type and text; an image is named in the field "
             f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone; so is a video in '
             f'"{data.video_field}"'
         )
-    if is_chat and data.instruction:
+    if messages and data.instruction:
         raise ValueError(
             f"{prompt_place} has messages, which data.instruction does not go into; write it into them and set "
             '--data.instruction ""'
@@ -237,29 +233,21 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
             f"{answer_place} must be text, got {type(answer).__name__}, the row has {', '.join(source)}; make it text "
             "or name another field with --data.answer-field"
         )
-    texts = [text for m in messages for text in (m["role"], _flatten_content(m["content"]))] if is_chat else [prompt]
+    texts = [text for m in messages for text in (m["role"], flatten_content(m.get("content")) or "")] or [prompt]
     for text in texts:
-        _check_encodable(prompt_place, str(text))
+        _check_encodable(prompt_place, text)
     _check_encodable(answer_place, answer)
 
 
-def _list_parts(content: Any) -> list[dict]:
-    return content if isinstance(content, list) else []
-
-
-def _has_images(prompt: Any) -> bool:
-    """Tell whether some part of a message is an image or a video."""
-    return any(part.get("type") in _MARKERS for m in _list_parts(prompt) for part in _list_parts(m["content"]))
-
-
-def _flatten_content(content: Any) -> str | None:
-    """Return a message's content as text, images and videos as markers; None where it is neither text nor parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return None
-    texts: list[Any] = [_MARKERS.get(str(part.get("type")), part.get("text")) for part in content]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+def _is_chat_json(text: str) -> bool:
+    """Tell whether a text is the JSON of messages, which a table of strings holds."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(messages) and all(isinstance(m, dict) and "role" in m for m in messages)
 
 
 def _check_encodable(place: str, text: str) -> None:
@@ -285,21 +273,8 @@ def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataC
         raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
     try:
         return render_messages(messages, tokenizer)
-    except TemplateError as error:  # templates refuse roles and orders that they do not know
+    except Exception as error:  # it refuses roles and orders with one kind, and computes with what messages hold
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
-
-
-def render_messages(messages: Sequence[dict], tokenizer, tools: Sequence = ()) -> str:
-    """Write messages by the tokenizer's chat template, up to where the model goes on; markers stand for images.
-
-    Args:
-        tools: JSON schemas, or functions with types and a docstring that transformers makes them of.
-
-    Raises:
-        jinja2.TemplateError: the template refuses these messages.
-    """
-    messages = [message | {"content": _flatten_content(message.get("content"))} for message in messages]
-    return tokenizer.apply_chat_template(messages, tools=[*tools] or None, tokenize=False, add_generation_prompt=True)
 
 
 def pick_rows(rows: Sequence[Item], count: int, start: int, seed: int) -> list[Item]:

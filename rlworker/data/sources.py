@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlworker.config.sections import DataConfig
 
 _BATCH = 100
 """Rows of a table that become Python values at once; they may hold images."""
+
+_CHAT_KEYS = {"role", "function"}
+"""A message has the one, a tool's schema the other."""
 
 _Table = tuple[list[str], Iterator[dict]]
 """Names of a table's columns, and its rows."""
@@ -65,7 +69,10 @@ def _read_lines(path: str) -> Iterator[tuple[str, dict]]:
 
 
 def _number_rows(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[str, dict]]:
-    """Iterate over the rows of a table, after where it stands; the columns must be there."""
+    """Iterate over the rows of a table, after where it stands; the columns must be there.
+
+    Messages and tools come as JSON has them: a table gives each the keys of all, null where there are none.
+    """
     columns, rows = table
     for option, name in (("prompt-field", data.prompt_field), ("answer-field", data.answer_field)):
         if name not in columns:
@@ -73,7 +80,23 @@ def _number_rows(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[s
                 f'data: {path}: no column "{name}", there are {", ".join(columns)}; name one with --data.{option}'
             )
     for number, row in enumerate(rows):
-        yield f"data: {path}, row {number} (from 0)", row
+        plain = {name: _drop_nulls(value) if _is_chat(value) else value for name, value in row.items()}
+        yield f"data: {path}, row {number} (from 0)", plain
+
+
+def _is_chat(value: Any) -> bool:
+    """Tell whether a field holds messages or the schemas of tools."""
+    return isinstance(value, list) and any(isinstance(each, dict) and _CHAT_KEYS & each.keys() for each in value)
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Drop keys without a value at any depth; the content of a message stays, which is null beside calls of tools."""
+    if isinstance(value, list):
+        return [_drop_nulls(each) for each in value]
+    if isinstance(value, dict):
+        kept = {key: each for key, each in value.items() if each is not None or (key == "content" and "role" in value)}
+        return {key: _drop_nulls(each) for key, each in kept.items()}
+    return value
 
 
 def _read_parquet(path: str) -> _Table:

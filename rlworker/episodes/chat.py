@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlworker.data.rows import render_messages
+from rlworker.data.encoding import decode_after
+from rlworker.data.messages import check_messages, render_messages
 
 Piece = str | tuple[int, ...]
 """Text that is yet to be encoded, or ids that were sampled and stay as they are."""
@@ -35,6 +36,9 @@ class Chat:
         messages: of the prompt. tools: JSON schemas, or functions with types and a docstring, as transformers takes.
         end_token_ids: each ends a turn of the model; the template writes one too.
 
+    Raises:
+        ValueError: a message has no role, or content that is neither text nor parts.
+
     Attributes:
         text: the prompt as the template writes it, and later all that it would have written up to the last message.
     """
@@ -43,6 +47,7 @@ class Chat:
         self, tokenizer: Any, messages: Sequence[Mapping], tools: Sequence = (), end_token_ids: Sequence[int] = ()
     ):
         self.tokenizer, self.tools, self.end_token_ids = tokenizer, tools, end_token_ids
+        check_messages(messages, "Episode")
         self.messages = [dict(message) for message in messages]
         self.text = self._render()
         self._turn: list[Piece] = []  # what was written since
@@ -58,8 +63,9 @@ class Chat:
         """Add messages after what was sampled, and the place where the model goes on.
 
         Raises:
-            jinja2.TemplateError: the template refuses them.
+            ValueError: as when they are the first. jinja2.TemplateError: the template refuses them.
         """
+        check_messages(messages, "observe")
         content, end = self._read_turn()
         if self._turn:
             self.messages.append({"role": "assistant", "content": content})
@@ -73,7 +79,10 @@ class Chat:
     def _render(self) -> str:
         return render_messages(self.messages, self.tokenizer, self.tools)
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int], within: bool = False) -> str:
+        """Decode ids as a text of their own, or as they stand ``within`` one, with a space that begins them."""
+        if within and ids:
+            return decode_after(self.tokenizer, ids[0], ids)
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _read_turn(self) -> tuple[str, str]:
@@ -81,22 +90,24 @@ class Chat:
         pieces, end = self._turn, ""
         if pieces and not isinstance(last := pieces[-1], str) and last and last[-1] in self.end_token_ids:
             pieces, end = [*pieces[:-1], last[:-1]], self._decode(last[-1:])
-        return "".join(piece if isinstance(piece, str) else self._decode(piece) for piece in pieces), end
+        texts = [p if isinstance(p, str) else self._decode(p, within=place > 0) for place, p in enumerate(pieces)]
+        return "".join(texts), end
 
     def _reuse_sampled(self) -> list[Piece]:
         """Cut the whole text into pieces, with the ids of whatever sampled text the template has left in it."""
         pieces, place = [], 0
         for ids in self._sampled:
-            while ids and (ids[-1] in self.end_token_ids or self._decode(ids[-1:]).isspace()):
+            while ids and (ids[-1] in self.end_token_ids or self._decode(ids[-1:], within=True).isspace()):
                 ids = ids[:-1]  # which the template writes itself, or trims
-            start, first = self._find_tail(ids, place)
+            start = self._find_tail(ids, place)
             if start < len(ids):
+                first, end = self._locate(ids[start:], place)
                 pieces += [self.text[place:first], ids[start:]]
-                place = first + len(self._decode(ids[start:]))
+                place = end
         return [piece for piece in [*pieces, self.text[place:]] if piece]
 
-    def _find_tail(self, ids: tuple[int, ...], place: int) -> tuple[int, int]:
-        """Find the longest tail of sampled ids that stands in the text past a place: where it starts, in both.
+    def _find_tail(self, ids: tuple[int, ...], place: int) -> int:
+        """Find where the longest tail of sampled ids starts that stands in the text past a place.
 
         A template that drops thinking leaves the tail. Where a longer one stands, so does every shorter one, so that
         halving finds it; a tail that begins within a character does not, which costs a few ids and no text.
@@ -104,11 +115,20 @@ class Chat:
         low, high = 0, len(ids)
         while low < high:
             middle = (low + high) // 2
-            if self.text.find(self._decode(ids[middle:]), place) >= 0:
+            if self._locate(ids[middle:], place)[0] >= 0:
                 high = middle
             else:
                 low = middle + 1
-        return low, self.text.find(self._decode(ids[low:]), place)
+        return low
+
+    def _locate(self, ids: tuple[int, ...], place: int) -> tuple[int, int]:
+        """Find where ids start and end in the text past a place; -1 where they do not stand there. A space that begins
+        them is theirs, unless the template has trimmed it."""
+        for within in (True, False):
+            text = self._decode(ids, within)
+            if (first := self.text.find(text, place)) >= 0:
+                return first, first + len(text)
+        return -1, -1
 
 
 def _find_remainder(text: str, before: str) -> str | None:

@@ -1,12 +1,13 @@
 """Text behind other tokens: its ids are those that transformers makes of the whole, from the boundary on."""
 
 import json
+from copy import copy
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from support.episodes.tokenizers import KINDS, make_tokenizer
+from support.episodes.tokenizers import KINDS, TEMPLATES, make_tokenizer
 
 from engines.models.spec import ModelSpec
 from rlworker.config.sections import DataConfig
@@ -78,3 +79,25 @@ def test_observed_text_and_messages_have_the_ids_of_the_whole_conversation(kind)
         for text in (" the answer", "\n", "The", " b", ""):
             episode.observe(text)
     assert episode.token_ids == encode(tokenizer, "It is the answer\nThe b")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fork_keeps_sampled_ids_and_the_space_that_begins_them(kind):
+    """A template that drops thinking leaves the rest of a sample, whose first token begins with a space or not.
+
+    Llama 2's and Mistral's templates put a space there, and Phi-3's tokenizer does: those would merge with digits.
+    """
+    tokenizer = copy(make_tokenizer(kind))
+    tokenizer.chat_template = TEMPLATES[kind].replace("m.content +", "m.content.split('T?')[-1] +")
+    for answer in (" It is 42.",) if kind in ("llama2", "mistral", "phi3") else (" It is 42.", "42 is it."):
+        messages = [ASK, SAY | {"content": "Hi T?" + answer}, ASK]
+        prompt, whole = (
+            tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False)
+            for each in (messages[:1], messages)
+        )
+        sampled = encode(tokenizer, prompt + messages[1]["content"])[len(encode(tokenizer, prompt)) :]
+        with using_codec(Codec(tokenizer)):
+            episode = Episode(Row(prompt, tuple(encode(tokenizer, prompt)), "", {}, messages=(ASK,)))
+            episode.add_sample(np.array(sampled))
+            episode.observe([ASK])
+        assert episode.forks == 1 and episode.token_ids == encode(tokenizer, whole)

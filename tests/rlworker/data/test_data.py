@@ -12,6 +12,7 @@ from rlworker.data.rows import check_rows, check_vocabulary, list_stop_tokens, p
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}
+USER, TOLD = {"role": "user", "content": "1+1="}, {"role": "tool", "content": {"sum": 2}}
 
 
 @pytest.fixture
@@ -92,6 +93,30 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, form):
     assert type(rows[1202].source["tags"][0]["on"]) is bool
 
 
+@pytest.mark.parametrize("form", [write, write_parquet, save])
+def test_messages_of_a_table_have_no_keys_that_json_has_not(tmp_path, tokenizer, form):
+    """A table gives every message the keys of all, and every call the arguments of all."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{% if m.name is defined %} named {{ m.name }}{% endif %}:"
+        "{% if m.content is none %}-{% else %}{{ m.content + '.' }}{% endif %}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    )
+    calls = [
+        {"function": {"name": f"f{i}", "arguments": arguments}} for i, arguments in enumerate(({"a": 1}, {"b": 2}))
+    ]
+    asks = [{"role": "call", "content": None, "tool_calls": [call]} for call in calls]
+    chats = [[USER, asks[0]], [{"role": "u", "content": "1", "name": "Bo"}, asks[1]]]
+    path = form(tmp_path, *({"prompt": chat, "answer": "2", "tools": calls} for chat in chats))
+    data = replace(DATA, max_prompt_tokens=40)
+    check_rows(path, data)
+    rows = read_rows(path, tokenizer, data).rows
+    assert [row.prompt for row in rows] == ['user:1+1=.;call:-{"a": 1};', 'u named Bo:1.;call:-{"b": 2};']
+    assert [row.source["prompt"] for row in rows] == chats == [list(row.messages) for row in rows]
+    assert rows[1].source["tools"] == calls
+    said = message_of(check_rows, form(tmp_path, {"prompt": [USER | {"content": None}], "answer": "2"}), data)
+    assert "field \"prompt\", message 0 (from 0), of role 'user', must have content of text or parts" in said
+
+
 def test_a_data_set_gives_plain_values(tmp_path, tokenizer):
     """Whatever form its owner chose to read it in, and undecoded where a column holds images."""
     from datasets import Array2D, Dataset, Features, Image, Json, List, Value
@@ -116,10 +141,19 @@ def test_a_data_set_gives_plain_values(tmp_path, tokenizer):
         ({"prompt": [], "answer": "2"}, 'line 2: field "prompt" is missing or empty'),
         ({"prompt": "1+1="}, 'line 2: field "answer" must be text, got NoneType, the row has prompt; make it text or'),
         ({"prompt": "1+1=", "answer": 2}, 'line 2: field "answer" must be text, got int'),
-        ({"prompt": 7, "answer": "2"}, 'line 2: field "prompt" must be text or a list of {"role": text'),
-        ({"prompt": [{"role": "u"}], "answer": "2"}, "\"type\": \"video\"}, got [{'role': 'u'}]"),
-        ({"prompt": [{"role": "u", "content": ["x"]}], "answer": "2"}, 'line 2: field "prompt" must be text or a list'),
-        ({"prompt": ["1+1="], "answer": "2"}, "got ['1+1=']"),
+        ({"prompt": 7, "answer": "2"}, 'line 2: field "prompt" must be text or a list of messages, got 7'),
+        (
+            {"prompt": [USER, {"role": "u"}], "answer": "2"},
+            "field \"prompt\", message 1 (from 0), of role 'u', must have",
+        ),
+        ({"prompt": [{"role": "u", "content": ["x"]}], "answer": "2"}, "got ['x']; write a result of another type as"),
+        ({"prompt": [USER, TOLD], "answer": "2"}, "of role 'tool', must have content of text or parts"),
+        ({"prompt": [{"role": "u", "content": 4}], "answer": "2"}, '"video"}, got 4; write'),
+        (
+            {"prompt": ["1+1="], "answer": "2"},
+            'message 0 (from 0) must be {"role": text, "content": text or parts}, got',
+        ),
+        ({"prompt": json.dumps([USER]), "answer": "2"}, 'line 2: field "prompt" has messages as the text of JSON, got'),
         ({"prompt": "1\ud800", "answer": "2"}, 'line 2: field "prompt" is no valid Unicode text'),
         ({"prompt": [{"role": "u", "content": "\udfff"}], "answer": "2"}, 'line 2: field "prompt" is no valid Unicode'),
         ({"prompt": "1", "answer": "\ud800"}, 'line 2: field "answer" is no valid Unicode text'),
@@ -141,6 +175,13 @@ def test_messages_need_a_template(tmp_path, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no role ' + messages[0].role) }}"
     said = message_of(read_rows, path, tokenizer, DATA)
     assert 'line 2: field "prompt": the chat template refuses these messages: no role u' in said
+    tokenizer.chat_template = "{{ messages[0].content + messages[0].name }}"
+    assert 'line 2: field "prompt": the chat template refuses these messages: ' in message_of(
+        read_rows, path, tokenizer, DATA
+    )
+    tokenizer.chat_template = "{{ messages[0].content + 1 }}"
+    said = message_of(read_rows, path, tokenizer, DATA)
+    assert 'line 2: field "prompt": the chat template refuses these messages: can only concatenate str' in said
 
 
 def test_an_instruction_makes_a_message_of_a_text(tmp_path, tokenizer):

@@ -139,3 +139,21 @@ def test_messages_that_the_template_refuses_are_named():
     sequence.sample("2~")
     with pytest.raises(jinja2.TemplateError, match="no role tool"):
         sequence.observe(RESULT)
+
+
+@pytest.mark.parametrize("content", [{"sum": 2}, ["2"], 2, b"2", None], ids=str)
+def test_content_that_is_no_text_is_refused(content):
+    message = {"role": "tool", "content": content}
+    sequence = Sequence(QWEN2_5)
+    sequence.sample("2~")
+    refused = r"message \d \(from 0\), of role 'tool', must have content of text or parts"
+    with pytest.raises(ValueError, match=f"observe, {refused}"):
+        sequence.observe(RESULT, message)
+    with pytest.raises(ValueError, match=f"Episode, {refused}"):
+        Chat(sequence.tokenizer, [message])
+
+
+def test_a_call_without_content_reaches_the_template_as_it_is():
+    template = "{% for m in messages %}{{ m.content is none }}{{ m.tool_calls[0].name }};{% endfor %}"
+    message = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    assert Chat(make_chat_tokenizer(template), [message]).text == "Trueadd;"

@@ -1,0 +1,64 @@
+"""Chat messages of rows and of plays: what they may hold, and what the model's chat template makes of them."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlworker.data.images import MARKER, VIDEO_MARKER
+
+MARKERS = {"image": MARKER, "video": VIDEO_MARKER}
+"""Type of a message's part -> what stands for it in the text."""
+
+
+def check_messages(messages: Sequence[Any], place: str) -> None:
+    """Raise ValueError, by ``place`` and message, where one has no role, or content that a template cannot write.
+
+    Content is text or parts. A message with ``tool_calls`` may be without.
+    """
+    for number, message in enumerate(messages):
+        where = f"{place}, message {number} (from 0)"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f'{where} must be {{"role": text, "content": text or parts}}, got {reprlib.repr(message)}')
+        content = message.get("content")
+        if flatten_content(content) is None and not (content is None and message.get("tool_calls")):
+            raise ValueError(
+                f'{where}, of role {message["role"]!r}, must have content of text or parts, {{"type": "text", "text": '
+                f'text}}, {{"type": "image"}} or {{"type": "video"}}, got {reprlib.repr(content)}; write a result of '
+                "another type as text, such as by json.dumps"
+            )
+
+
+def list_parts(content: Any) -> list[dict]:
+    """List the parts of a message's content, or the messages of a prompt; none where it is text."""
+    return content if isinstance(content, list) else []
+
+
+def has_images(prompt: Any) -> bool:
+    """Tell whether some part of a message is an image or a video."""
+    return any(part.get("type") in MARKERS for m in list_parts(prompt) for part in list_parts(m.get("content")))
+
+
+def flatten_content(content: Any) -> str | None:
+    """Return a message's content as text, images and videos as markers; None where it is neither text nor parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return None
+    texts: list[Any] = [MARKERS.get(str(part.get("type")), part.get("text")) for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def render_messages(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Sequence = (), goes_on: bool = True
+) -> str:
+    """Write messages by the tokenizer's chat template; markers stand for images.
+
+    Args:
+        tools: JSON schemas, or functions with types and a docstring that transformers makes them of.
+        goes_on: up to where the model goes on, rather than to the end of the last message.
+
+    Raises:
+        jinja2.TemplateError: the template refuses these messages.
+    """
+    flat = [{**m, "content": flatten_content(m["content"])} if list_parts(m.get("content")) else m for m in messages]
+    return tokenizer.apply_chat_template(flat, tools=[*tools] or None, tokenize=False, add_generation_prompt=goes_on)
