@@ -60,7 +60,7 @@ class Toy:
 def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.AdvantageFn:
     """Make the control's advantage: the same numbers, from the whole rewards of the episodes in random order."""
 
-    def shuffled_advantage(batch: TrainBatch):
+    def shuffled_advantage(batch: TrainBatch, **settings: float):
         episode, rewards = batch.number_episodes(), batch.require_column("rewards")  # [B]
         if batch.turn_rewards is not None:
             rewards = rewards + batch.sum_per_sequence(batch.turn_rewards)
@@ -70,7 +70,7 @@ def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.Advantage
         is_last = torch.ones(len(batch), dtype=torch.bool)
         is_last[:-1] = episode[1:] != episode[:-1]
         shuffled_rewards = torch.zeros(len(batch)).masked_scatter(is_last, whole[order])
-        return advantage(replace(batch, rewards=shuffled_rewards, turn_rewards=None))
+        return advantage(replace(batch, rewards=shuffled_rewards, turn_rewards=None), **settings)
 
     return shuffled_advantage
 

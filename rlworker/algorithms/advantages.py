@@ -20,6 +20,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from rlworker.algorithms.discounting import Selection, find_last_places, find_next, sum_discounted
 from rlworker.algorithms.losses import KlEstimate, kl_k1
+from rlworker.algorithms.passing import PassedFunction
 from rlworker.config.sections import CriticConfig
 from rlworker.errors import RunError
 
@@ -143,9 +144,19 @@ def distill(batch: TrainBatch) -> Tensor:
     return _require_column(batch, "ref_logprobs", "--algorithm.reference") - _get_policy_logprobs(batch)
 
 
-def configure_advantage(critic: CriticConfig) -> AdvantageFn:
-    """Choose the advantage of a run that passes none: ``grpo``, or ``gae`` where a critic is trained."""
-    return partial(gae, gamma=critic.gamma, lam=critic.lam) if critic.train else grpo
+def configure_advantage(critic: CriticConfig, advantage: AdvantageFn | None = None) -> AdvantageFn:
+    """Give an advantage the critic's settings that its keyword parameters name, where a critic is trained.
+
+    Args:
+        advantage: None takes ``grpo``, or with a critic ``gae``.
+
+    Raises:
+        ValueError: the user set one that the advantage does not take, or that the code sets to another value.
+    """
+    passed = PassedFunction(advantage or (gae if critic.train else grpo), "advantage")
+    if critic.train:
+        passed.give_settings("critic", critic, ("gamma", "lam"))
+    return passed.build()
 
 
 # -- of each token, with a critic

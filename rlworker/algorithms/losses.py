@@ -6,6 +6,7 @@ what the rollout engine computes otherwise than the trainer. Shapes are ``[N]`` 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs
 from engines.interfaces import LossFn
+from rlworker.algorithms.passing import PassedFunction
 from rlworker.config.sections import AlgorithmConfig
 
 Surrogate = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Tensor]]
@@ -39,7 +41,7 @@ def ppo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    dual: float = 0.0,
+    dual_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` (PPO, arXiv:1707.06347, equation 7).
 
@@ -47,13 +49,13 @@ def ppo(
     whose ratio is 1.5 has the loss ``-min(1.5 * 2, 1.2 * 2) = -2.4`` where A = 2, and 3 where A = -2.
 
     Args:
-        dual: where A < 0, the loss is at most ``-dual * A`` (dual clip, arXiv:1912.09729); 0 leaves it out.
+        dual_clip: where A < 0, the loss is at most ``-dual_clip * A`` (arXiv:1912.09729); 0 leaves it out.
     """
     ratio, advantages = (logprobs - old).exp(), batch.require_column("advantages")
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    if dual:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
+    if dual_clip:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
     return loss, ratio != clipped
 
 
@@ -281,18 +283,32 @@ def policy_loss(
     return total, metrics | {"loss": (loss * mask).sum().detach()}
 
 
-def configure_loss(algorithm: AlgorithmConfig, truncates_importance: bool = False) -> LossFn:
-    """Choose PPO's clipped loss with the coefficients of the settings."""
-    clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual=algorithm.dual_clip)
-    kl_coef = algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0
-    return partial(
-        policy_loss,
-        surrogate=partial(ppo, **clips),
-        kl_coef=kl_coef,
-        entropy_coef=algorithm.entropy_coef,
-        correction=truncated_importance if truncates_importance else None,
-        center=algorithm.score_centering > 0,
-    )
+def configure_loss(
+    algorithm: AlgorithmConfig, truncates_importance: bool = False, loss: LossFn = policy_loss
+) -> LossFn:
+    """Give a loss the settings that its keyword parameters name, and a surrogate of ``policy_loss`` its clips.
+
+    A loss that takes a ``correction`` gets the configured one, where the code sets none.
+
+    Raises:
+        ValueError: the user set one that the loss does not take, or that the code sets to another value.
+    """
+    passed, clips = PassedFunction(loss, "loss"), ("clip_low", "clip_high", "dual_clip")
+    if passed.inner is policy_loss:
+        surrogate = PassedFunction(passed.bound.get("surrogate", ppo), "loss: surrogate")
+        surrogate.give_settings("algorithm", algorithm, clips)
+        if surrogate.given:
+            passed.given["surrogate"] = surrogate.build()
+        if "center" not in passed.bound:
+            passed.given["center"] = algorithm.score_centering > 0
+        clips = ()
+    in_loss = algorithm if algorithm.kl_in == "loss" else replace(algorithm, kl_in="loss", kl_coef=0.0)
+    passed.give_settings("algorithm", in_loss, (*clips, "kl_coef", "entropy_coef"))
+    if passed.takes("correction") or algorithm.importance == "truncated":
+        is_set = algorithm.importance != "auto" or (truncates_importance and "correction" not in passed.bound)
+        correction = truncated_importance if truncates_importance else None
+        passed.give("correction", correction, "algorithm.importance", is_set)
+    return passed.build()
 
 
 def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:

@@ -65,7 +65,7 @@ class AlgorithmConfig:
     starting model."""
     importance: Literal["auto", "truncated", "none"] = "auto"
     """Factor of each token's loss: none, or truncated, trainer's over rollout's probability held to 2 at most; auto
-    truncates where an engine is bfloat16 or rollouts run ahead. A loss of the recipe's own has its own, or none."""
+    truncates where an engine is bfloat16 or rollouts run ahead. A loss of the recipe's own takes it as correction."""
     score_centering: Annotated[int, Ge(0)] = 0
     """Take the rollout's mean drift out of the gradient, of so many of its likeliest tokens in each place (score
     centering, arXiv:2609.20807); 0 leaves it in. A loss of the recipe's own calls center_scores."""

@@ -13,7 +13,7 @@ from engines.batch.shard import Outputs, get_logprobs, get_values, require_token
 from engines.interfaces import LossFn
 from hardware.attention.rollouts import list_rollout_warnings
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_group_size, configure_advantage
-from rlworker.algorithms.losses import Aggregation, check_centering, configure_loss, token_mean, value_loss
+from rlworker.algorithms.losses import Aggregation, check_centering, configure_loss, policy_loss, token_mean, value_loss
 from rlworker.cluster.node_checks import list_image_folders
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
@@ -53,7 +53,8 @@ class Trainer(Run[RunConfig]):
             play(model, row) -> Episode``.
         advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``; None takes ``grpo``, or with a
             critic ``gae``.
-        loss: what an update minimises; None takes PPO's clipped loss with the coefficients of ``config.algorithm``.
+        loss: what an update minimises; None takes PPO's clipped loss. Advantage, loss and its surrogate are given the
+            settings that their keyword parameters name.
         aggregation: how much each token of an optimizer step counts.
         folder, stop, trackers: as ``Run``.
 
@@ -96,9 +97,9 @@ class Trainer(Run[RunConfig]):
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
         critic, algorithm = config.critic, config.algorithm
-        self.advantage = advantage or configure_advantage(critic)
+        self.advantage = configure_advantage(critic, advantage)
         check_group_size(self.advantage, config.samples_per_prompt)
-        self.loss = loss or configure_loss(algorithm, config.truncates_importance)
+        self.loss = configure_loss(algorithm, config.truncates_importance, loss or policy_loss)
         check_centering(self.loss, algorithm)
         self.value_loss = partial(value_loss, clip=critic.clip)
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0

@@ -16,7 +16,7 @@ from rlworker.config.sections import AlgorithmConfig
 N, VOCAB = 6, 24
 SURROGATES = {
     "ppo": losses.ppo,
-    "dual clip": partial(losses.ppo, dual=1.5),
+    "dual clip": partial(losses.ppo, dual_clip=1.5),
     "cispo": partial(losses.cispo, clip_low=0.2, clip_high=0.2),
     "sapo": losses.sapo,
 }

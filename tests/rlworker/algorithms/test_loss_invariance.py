@@ -19,7 +19,7 @@ LIMIT = 1e-5
 _ENTROPY = partial(policy_loss, entropy_coef=0.05)
 POLICY = {
     "ppo, k2": (
-        partial(_ENTROPY, surrogate=partial(losses.ppo, dual=3.0), kl_coef=0.1, kl=losses.kl_k2),
+        partial(_ENTROPY, surrogate=partial(losses.ppo, dual_clip=3.0), kl_coef=0.1, kl=losses.kl_k2),
         token_mean,
     ),
     "gspo": (partial(_ENTROPY, surrogate=partial(losses.gspo, clip_low=0.1, clip_high=0.1)), sequence_mean),

@@ -71,7 +71,7 @@ def test_dual_clip_by_hand():
     """A ratio of 9 at A = -1 costs 9; held to 3 times the advantage, 3 and no gradient. A > 0 is as ever."""
     batch = make_batch([True] * 3, old_logprobs=[0.0] * 3, advantages=[-1.0, -1.0, 1.0])
     outputs = make_outputs([math.log(9.0), math.log(2.0), math.log(9.0)])
-    loss, _ = policy_loss(outputs, batch, surrogate=partial(ppo, dual=3.0))
+    loss, _ = policy_loss(outputs, batch, surrogate=partial(ppo, dual_clip=3.0))
     assert loss.item() == pytest.approx(3.0 + 2.0 - 1.2)
     loss.backward()
     assert outputs.logprobs.grad.tolist() == pytest.approx([0.0, 2.0, 0.0])
@@ -220,7 +220,7 @@ def test_the_settings_become_a_loss():
 
 
 LOSSES = {
-    "ppo": partial(policy_loss, surrogate=partial(ppo, dual=3.0), kl_coef=0.1, entropy_coef=0.1),
+    "ppo": partial(policy_loss, surrogate=partial(ppo, dual_clip=3.0), kl_coef=0.1, entropy_coef=0.1),
     "gspo": partial(policy_loss, surrogate=losses.gspo, correction=losses.truncated_importance),
     "cispo": partial(policy_loss, surrogate=losses.cispo, correction=losses.masked_importance),
     "gmpo": partial(policy_loss, surrogate=losses.gmpo, kl_coef=0.1, kl=losses.kl_k2),

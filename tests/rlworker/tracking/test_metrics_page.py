@@ -265,7 +265,16 @@ MADE_IN = (
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
 OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "default", "note_lost", "seed"}
-OTHER_KEYS |= {"aggregation", "advantage", "prompts", "time_save", "time_restart", "time_restore"}
+OTHER_KEYS |= {
+    "aggregation",
+    "advantage",
+    "center",
+    "surrogate",
+    "prompts",
+    "time_save",
+    "time_restart",
+    "time_restore",
+}
 """Keys there that are none: samples, turns, arguments, roles and states; and phases whose time nothing keeps."""
 
 
