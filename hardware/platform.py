@@ -113,6 +113,8 @@ class Platform(Protocol):
     """Name of the platform to try its runs with on any machine."""
     node: Node | None
     """The machine whose sizes recipes take; None leaves a recipe the sizes that it states."""
+    default_dtype: str
+    """Type of the engines' weights and activations on this platform where nothing else is said."""
     dist_backend: str
     interface_variables: tuple[str, ...]
     """Environment variables that name the network interface of its collectives."""
@@ -179,6 +181,10 @@ class Platform(Protocol):
         They name functions of its plan and attention. The self-test plants them in training processes. The controller
         asks for them too, so that this may import torch and not Megatron.
         """
+        ...
+
+    def explain_slow(self, dtype: str) -> str:
+        """Explain why engines of this type are slow on this machine; empty where they are not."""
         ...
 
     def get_driver_env(self) -> dict[str, str]:

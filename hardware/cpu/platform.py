@@ -5,6 +5,7 @@ This module is read to check settings, so it imports torch and Megatron only whe
 
 import contextlib
 import os
+from pathlib import Path
 from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
@@ -14,6 +15,9 @@ from hardware.platform import KernelMemory, RolloutWorkerClass
 # Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
 # Class of vLLM's worker for each backend, and the classes that build its attention's metadata and sample.
+_CPU_INFO = Path("/proc/cpuinfo")
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""What Linux calls instructions for bfloat16, on x86 and, the last, on Arm."""
 _ROLLOUT_WORKERS = {
     "vllm_cpu": ("PlainWorker", ("CPUAttentionMetadataBuilder", "ExactSampler")),
     "vllm_cpu_images": ("ImageRuleWorker", ("ImageRuleBuilder", "ExactSampler")),
@@ -29,6 +33,7 @@ class CpuPlatform:
     proven = "executed"
     stand_in = "cpu"
     node = None
+    default_dtype = "float32"
     dist_backend = "gloo"
     interface_variables = ("GLOO_SOCKET_IFNAME",)
     ray_options: ClassVar[dict] = {"num_cpus": 1}
@@ -83,6 +88,11 @@ class CpuPlatform:
         from hardware.cpu.faults import list_faults
 
         return list_faults()
+
+    def explain_slow(self, dtype: str) -> str:
+        if dtype != "bfloat16" or not _CPU_INFO.is_file() or _BF16_FLAGS & {*_CPU_INFO.read_text().split()}:
+            return ""
+        return "this CPU has no instructions for bfloat16 (avx512_bf16, amx_bf16); steps have taken 15 times as long"
 
     def get_driver_env(self) -> dict[str, str]:
         return _MEMORY

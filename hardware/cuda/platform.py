@@ -67,6 +67,7 @@ class CudaPlatform(_CudaAttention):
     proven = "untested"
     stand_in = "cuda-emulated"
     node = Node(devices=8, device_gb=80)
+    default_dtype = "bfloat16"
     dist_backend = "nccl"
     interface_variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     ray_options: ClassVar[dict] = {"num_cpus": 1, "num_gpus": 1}
@@ -99,6 +100,9 @@ class CudaPlatform(_CudaAttention):
 
     def wrap_forward(self, inputs):
         return contextlib.nullcontext()
+
+    def explain_slow(self, dtype: str) -> str:
+        return ""
 
     def get_driver_env(self) -> dict[str, str]:
         return {}

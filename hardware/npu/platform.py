@@ -67,6 +67,7 @@ class NpuPlatform(_NpuLayers):
     proven = "untested"
     stand_in = "npu-emulated"
     node = Node(devices=16, device_gb=64)
+    default_dtype = "bfloat16"
     dist_backend = "hccl"
     interface_variables = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     ray_options: ClassVar[dict] = {"num_cpus": 1, "resources": {"NPU": 1}}
@@ -119,6 +120,9 @@ class NpuPlatform(_NpuLayers):
         from hardware.npu.mindspeed import pass_lengths
 
         return pass_lengths(inputs)
+
+    def explain_slow(self, dtype: str) -> str:
+        return ""
 
     def get_driver_env(self) -> dict[str, str]:
         return {}

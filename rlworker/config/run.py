@@ -10,7 +10,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.attention.rules import compute_slot_unit
-from hardware.platforms import DEFAULT_PLATFORM, PlatformName
+from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
 from rlworker.config.model_checks import check_engines, check_sees_alike, check_trainable
 from rlworker.config.sections import (
     AlgorithmConfig,
@@ -122,9 +122,23 @@ class TrainingConfig:
         how many consecutive ones lie in one node."""
         raise NotImplementedError
 
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The type of the weights and activations of each section's engines."""
+        return {"actor": self.actor.dtype}
+
     def move_to_platform(self, name: PlatformName) -> Self:
-        """Move the run to another kind of machine. A recipe that takes its sizes from the machine overrides this."""
-        return replace(self, platform=name)
+        """Move the run to another kind of machine. Engines of the type that is usual on the one take the other's.
+
+        A recipe that takes its sizes from the machine overrides this.
+        """
+        usual, dtype = (get_platform(each).default_dtype for each in (self.platform, name))
+        engines = {
+            section: replace(getattr(self, section), dtype=dtype)
+            for section, own in self.dtypes.items()
+            if own == usual
+        }
+        return replace(self, platform=name, **engines)
 
 
 @dataclass(frozen=True)
@@ -278,8 +292,13 @@ class RunConfig(TrainingConfig):
         return importance == "truncated" or (importance == "auto" and is_off_policy)
 
     @property
+    def dtypes(self) -> dict[str, str]:
+        """The type of the weights and activations of each section's engines."""
+        return super().dtypes | {"rollout": self.rollout.dtype}
+
+    @property
     def _is_fp32(self) -> bool:
-        return self.actor.dtype == self.rollout.dtype == "float32"
+        return {*self.dtypes.values()} == {"float32"}
 
     def check_models(self) -> dict[str, ModelSpec]:
         """Read every model of the run by role, checked against the engines that will hold it.

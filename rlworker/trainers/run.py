@@ -149,7 +149,11 @@ class Run(Generic[Config]):
         config, clock = self.config, StepClock()
         self.folder.claim(config)
         self.running.callback(self.folder.release)
-        os.environ.update(get_platform(config.platform).get_driver_env())
+        platform = get_platform(config.platform)
+        for section, dtype in config.dtypes.items():
+            if reason := platform.explain_slow(dtype):
+                LOGGER.warning(f"{section}.dtype={dtype} is slow here: {reason}. Take --{section}.dtype float32")
+        os.environ.update(platform.get_driver_env())
         self.running.enter_context(limiting_stalls(config.recovery.stall_timeout_s))
         self.running.enter_context(running_ray(config.num_workers, config.platform))
         check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])

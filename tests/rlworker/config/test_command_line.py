@@ -70,6 +70,27 @@ def test_a_switch_takes_no_other_word():
     assert "maybe" in said and config == []
 
 
+@pytest.mark.parametrize(
+    ("default", "arguments", "dtypes"),
+    [
+        (RunConfig(), ["--platform", "cuda"], {"actor": "bfloat16", "rollout": "bfloat16"}),
+        (SftConfig(), ["--platform", "npu"], {"actor": "bfloat16"}),
+        (RunConfig(), ["--platform", "npu", "--actor.dtype", "float32"], {"actor": "float32", "rollout": "bfloat16"}),
+        (RunConfig(), ["--platform", "cuda-emulated"], {"actor": "float32", "rollout": "float32"}),
+        (RunConfig(), ["--platform", "npu-emulated"], {"actor": "float32", "rollout": "float32"}),
+        (RunConfig(), [], {"actor": "float32", "rollout": "float32"}),
+        (
+            RunConfig(actor=MegatronConfig(dtype="bfloat16")),
+            ["--platform", "cuda-emulated"],
+            {"actor": "bfloat16", "rollout": "float32"},
+        ),
+    ],
+)
+def test_engines_have_the_type_that_is_usual_on_the_platform(default, arguments, dtypes):
+    said, config = parse(default, *arguments)
+    assert said == "" and config.dtypes == dtypes
+
+
 def test_help_shows_what_is_in_no_section_and_names_the_sections():
     for word in ("--help", "-h"):
         done = run_recipe("grpo", word)

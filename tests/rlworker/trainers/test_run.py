@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from engines.config import VllmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CheckpointConfig
 from rlworker.errors import RunError
@@ -157,3 +158,36 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_message(counting, tmp_path, mo
     ):
         counting(config(tmp_path, save_every=1), at_step=fill).go()
     assert checkpoints(tmp_path)[-2:] == ["step_1", "step_2"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "warned"),
+    [
+        ("fpu avx512f avx512_vnni", "bfloat16", True),
+        ("fpu avx512f avx512_bf16", "bfloat16", False),
+        ("fpu amx_bf16", "bfloat16", False),
+        ("fpu avx512f", "float32", False),
+    ],
+)
+def test_bfloat16_without_its_instructions_is_warned_of_at_the_start(
+    counting, tmp_path, monkeypatch, capsys, flags, dtype, warned
+):
+    from hardware.cpu import platform
+    from rlworker.trainers import run
+
+    class Started(Exception):
+        pass
+
+    def start(*_):
+        raise Started
+
+    (tmp_path / "cpuinfo").write_text(f"processor: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(platform, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(run, "running_ray", start)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    config = RunConfig(run_dir=str(tmp_path / "run"), rollout=VllmConfig(dtype=dtype))
+    with pytest.raises(Started), counting(config):
+        pass
+    said = capsys.readouterr().out
+    assert ("rollout.dtype=bfloat16 is slow here: this CPU has no instructions for bfloat16" in said) == warned
+    assert "actor.dtype" not in said
