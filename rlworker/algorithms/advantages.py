@@ -155,7 +155,7 @@ def configure_advantage(critic: CriticConfig, advantage: AdvantageFn | None = No
     """
     passed = PassedFunction(advantage or (gae if critic.train else grpo), "advantage")
     if critic.train:
-        passed.give_settings("critic", critic, ("gamma", "lam"))
+        passed.give_settings("critic", CriticConfig(), gamma=critic.gamma, lam=critic.lam)
     return passed.build()
 
 

@@ -6,7 +6,6 @@ what the rollout engine computes otherwise than the trainer. Shapes are ``[N]`` 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -293,17 +292,18 @@ def configure_loss(
     Raises:
         ValueError: the user set one that the loss does not take, or that the code sets to another value.
     """
-    passed, clips = PassedFunction(loss, "loss"), ("clip_low", "clip_high", "dual_clip")
+    passed, default = PassedFunction(loss, "loss"), AlgorithmConfig()
+    clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip)
     if passed.inner is policy_loss:
         surrogate = PassedFunction(passed.bound.get("surrogate", ppo), "loss: surrogate")
-        surrogate.give_settings("algorithm", algorithm, clips)
+        surrogate.give_settings("algorithm", default, **clips)
         if surrogate.given:
             passed.given["surrogate"] = surrogate.build()
         if "center" not in passed.bound:
             passed.given["center"] = algorithm.score_centering > 0
-        clips = ()
-    in_loss = algorithm if algorithm.kl_in == "loss" else replace(algorithm, kl_in="loss", kl_coef=0.0)
-    passed.give_settings("algorithm", in_loss, (*clips, "kl_coef", "entropy_coef"))
+        clips = {}
+    kl_coef = algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0
+    passed.give_settings("algorithm", default, **clips, kl_coef=kl_coef, entropy_coef=algorithm.entropy_coef)
     if passed.takes("correction") or algorithm.importance == "truncated":
         is_set = algorithm.importance != "auto" or (truncates_importance and "correction" not in passed.bound)
         correction = truncated_importance if truncates_importance else None

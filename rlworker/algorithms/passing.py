@@ -1,6 +1,6 @@
 """Functions that code passes to a run, and the settings that they take by the names of their keyword parameters."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -58,12 +58,10 @@ class PassedFunction:
         elif is_set or (name in self._parameters and self._parameters[name].default is Parameter.empty):
             self.given[name] = value
 
-    def give_settings(self, section: str, config: Any, names: Collection[str]) -> None:
-        """Give it settings of a section by their own names, as ``give``; one of another value than its default counts
-        as set by the user."""
-        default = type(config)()
-        for name in names:
-            value = getattr(config, name)
+    def give_settings(self, section: str, default: Any, **settings: Any) -> None:
+        """Give it settings of a section by their own names, as ``give``; one of another value than in the ``default``
+        section counts as set by the user."""
+        for name, value in settings.items():
             self.give(name, value, f"{section}.{name}", value != getattr(default, name))
 
     def build(self) -> Callable:
