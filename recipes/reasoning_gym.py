@@ -1,0 +1,179 @@
+"""GRPO on a procedural task of reasoning-gym (Stojanovski et al. 2025, https://arxiv.org/abs/2505.24760).
+
+    python -m recipes.reasoning_gym --model FOLDER                              sums of two terms
+    python -m recipes.reasoning_gym --model FOLDER --task gcd --difficulty max_value=60
+
+``bash scripts/setup.sh reasoning`` installs the package. Questions are drawn by its generators, answers scored by the
+task's own ``score_answer``. Held-out questions come from another
+seed. The sizes are those of a model of 135 million parameters on two cores.
+"""
+
+import json
+import sys
+from ast import literal_eval
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le
+
+from recipes.common.toys import shuffle_advantage
+from recipes.grpo import NUMBER
+from rlworker import (
+    DataConfig,
+    MegatronConfig,
+    OptimizerConfig,
+    Row,
+    RunConfig,
+    VllmConfig,
+    advantages,
+    launch,
+    parse_config,
+)
+
+EASY = {"chain_sum": ("min_terms=2", "max_terms=2", "min_digits=1", "max_digits=2")}
+"""Settings of a generator where none are given."""
+MOST_ROWS = 1_000_000
+"""Rows of a seed, before those of the next begin."""
+
+
+@dataclass(frozen=True)
+class ReasoningConfig(RunConfig):
+    """Settings of the recipe: a RunConfig and the task that rows are drawn from."""
+
+    task: str = "chain_sum"
+    """A generator of reasoning-gym by its name."""
+    difficulty: tuple[str, ...] = ()
+    """Settings of the generator, such as min_terms=2; what is not named is as it comes, but chain_sum without any
+    has two terms of one or two digits."""
+    train_rows: Annotated[int, Ge(1), Le(MOST_ROWS)] = 4096
+    """Questions drawn to learn from, less those that are held out."""
+    heldout_rows: Annotated[int, Ge(1), Le(MOST_ROWS)] = 200
+    """Questions drawn from another seed, never trained on."""
+    shuffle_rewards: bool = False
+    """Control: hand out the same rewards at random. The model must then not get better."""
+
+
+DEFAULT = ReasoningConfig(
+    run_dir="runs/reasoning_gym",
+    data=DataConfig(max_prompt_tokens=256, instruction="Answer with the number alone."),
+    actor=MegatronConfig(
+        ranks=2,
+        micro_batch_tokens=2048,
+        optimizer=OptimizerConfig(lr=2e-5, lr_scheduler="constant"),
+    ),
+    rollout=VllmConfig(max_new_tokens=16, max_model_len=512, max_num_seqs=64, kv_cache_mb=512),
+    steps=60,
+    prompts_per_step=16,
+    samples_per_prompt=8,
+    eval_every=10,
+)
+
+
+def parse_difficulty(settings: tuple[str, ...]) -> dict[str, Any]:
+    """Parse ``NAME=VALUE`` settings; a value that is no Python literal is text.
+
+    Raises:
+        ValueError: one has another form.
+    """
+    difficulty = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not (name.isidentifier() and equals):
+            raise ValueError(f"difficulty: {setting!r} is not NAME=VALUE; write --difficulty max_terms=2 max_digits=1")
+        try:
+            difficulty[name] = literal_eval(value)
+        except (ValueError, SyntaxError):
+            difficulty[name] = value
+    return difficulty
+
+
+def make_dataset(task: str, difficulty: dict[str, Any], seed: int, size: int):
+    """Make a task's data set, whose rows are drawn when they are asked for.
+
+    Raises:
+        ValueError: the package is missing, or has no such task or setting.
+    """
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ValueError(f"reasoning_gym: {error}; install it by bash scripts/setup.sh reasoning") from None
+    try:
+        return reasoning_gym.create_dataset(task, seed=seed, size=size, **difficulty)
+    except (ValueError, TypeError, AssertionError) as error:
+        names = ", ".join(sorted(reasoning_gym.factory.DATASETS))
+        raise ValueError(f"task {task!r} with {difficulty}: {error}; the tasks are {names}") from None
+
+
+def write_rows(config: ReasoningConfig) -> ReasoningConfig:
+    """Write the rows of the run beside its folder; returns the settings that name their files.
+
+    A question that is held out is no row to learn from, wherever else the generator draws it. A file that is there
+    was written for the same run, and stays as it is.
+
+    Raises:
+        ValueError: there are rows of another task, difficulty or seed, or none is left to learn from.
+    """
+    difficulty = parse_difficulty(config.difficulty or EASY.get(config.task, ()))
+    folder, heldout = Path(f"{config.run_dir}_data"), set[str]()
+    files, first = {}, config.seed * 2 * MOST_ROWS
+    # A generator draws row i from the seed plus i, so that neighbouring seeds share their rows.
+    for name, seed, size in (
+        ("heldout", first + MOST_ROWS, config.heldout_rows),
+        ("train", first, config.train_rows),
+    ):
+        draw = {"task": config.task, "difficulty": difficulty, "seed": seed, "size": size}
+        entries = enumerate(make_dataset(**draw))
+        rows = [
+            {"prompt": entry["question"], "answer": str(entry["answer"]), "draw": draw, "index": index}
+            for index, entry in entries
+            if entry["question"] not in heldout
+        ]
+        if not rows:
+            raise ValueError(f"task {config.task!r}: every question is held out; raise --train-rows or the difficulty")
+        heldout |= {row["prompt"] for row in rows}
+        text, path = "".join(json.dumps(row) + "\n" for row in rows), folder / f"{name}.jsonl"
+        if path.exists() and path.read_text() != text:
+            raise ValueError(f"{path} has rows of another task, difficulty or seed; choose another --run-dir")
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        files[name] = str(path)
+    return replace(config, data=replace(config.data, **files))
+
+
+@cache
+def _recall_dataset(draw: str):
+    return make_dataset(**json.loads(draw))
+
+
+def find_answer(text: str, expected: str) -> str:
+    """Find what a text answers: what stands in its last <answer> tags; else its last number where one is expected, or
+    its last line."""
+    from reasoning_gym.utils import extract_answer
+
+    if (tagged := extract_answer(text)) is not None:
+        return tagged
+    if NUMBER.fullmatch(expected):
+        return (NUMBER.findall(text) or [""])[-1]
+    return text.strip().rpartition("\n")[2].strip()
+
+
+def reward(text: str, row: Row) -> float:
+    """Score the answer of a text as its task does."""
+    dataset = _recall_dataset(json.dumps(row.source["draw"]))
+    return dataset.score_answer(find_answer(text, row.answer), dataset[row.source["index"]])
+
+
+def main() -> None:
+    config = parse_config(DEFAULT, __doc__)
+    advantage = advantages.configure_advantage(config.critic)
+    try:
+        config = write_rows(config)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    launch(config, reward, advantage=shuffle_advantage(advantage) if config.shuffle_rewards else advantage)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The recipe of procedural tasks: its rows and its rewards, by the package's own generators."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes import reasoning_gym as recipe
+from rlworker.data.rows import Row
+
+
+def test_settings_are_python_literals_or_text():
+    settings = ("max_terms=2", "operators=('+', '-')", "style=plain", "ratio=0.5")
+    parsed = recipe.parse_difficulty(settings)
+    assert parsed == {"max_terms": 2, "operators": ("+", "-"), "style": "plain", "ratio": 0.5}
+    with pytest.raises(ValueError, match="'max_terms' is not NAME=VALUE"):
+        recipe.parse_difficulty(("max_terms",))
+
+
+def test_without_the_package_the_way_to_it_is_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"install it by bash scripts/setup\.sh reasoning"):
+        recipe.make_dataset("chain_sum", {}, 0, 1)
+
+
+@pytest.mark.large  # the package is none of the default run's: scripts/setup.sh reasoning
+def test_rows_are_scored_as_their_task_does_and_none_is_held_out_and_learned(tmp_path):
+    config = replace(recipe.DEFAULT, run_dir=str(tmp_path / "run"), train_rows=300, heldout_rows=100)
+    files = recipe.write_rows(config).data
+    train, heldout = ([json.loads(line) for line in Path(path).open()] for path in (files.train, files.heldout))
+    assert len(heldout) == 100 and 100 < len(train) < 300
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
+    for source in heldout[:20]:
+        row = Row("", (1,), source["answer"], source)
+        right, wrong = int(row.answer), int(row.answer) + 1
+        terms = source["prompt"].split(": ")[1].removesuffix(" =")
+        assert right == eval(terms)
+        for text in (f"{right}", f"{terms} = {right}", f"The answer is {right}.", f"<answer> {right}.0</answer> 1"):
+            assert recipe.reward(text, row) == 1, text
+        assert recipe.reward(f"{wrong}", row) < 1 and recipe.reward("", row) == 0
+    assert recipe.write_rows(config).data == files, "what is there stays"
+    with pytest.raises(ValueError, match="rows of another task, difficulty or seed"):
+        recipe.write_rows(replace(config, seed=1))
+    with pytest.raises(ValueError, match=r"task 'chain_product' .* the tasks are .*chain_sum"):
+        recipe.make_dataset("chain_product", {}, 0, 1)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    "task", ["gcd", "word_sorting", "simple_equations", "calendar_arithmetic", "prime_factorization"]
+)
+def test_the_answer_of_any_task_is_right(tmp_path, task):
+    config = replace(recipe.DEFAULT, run_dir=str(tmp_path / "run"), task=task, train_rows=20, heldout_rows=8)
+    for line in Path(recipe.write_rows(config).data.heldout).open():
+        source = json.loads(line)
+        row = Row("", (1,), source["answer"], source)
+        assert recipe.reward(f"I think it is <answer>{row.answer}</answer>.", row) == 1
+        assert recipe.reward(f"So:\n{row.answer}", row) == 1
