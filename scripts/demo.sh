@@ -1,22 +1,31 @@
 #!/usr/bin/env bash
 # Sets up, trains a tiny model to add by GRPO (Ray, Megatron-core and vLLM on this CPU) and opens the report.
-# Arguments go to the recipe: bash scripts/demo.sh --actor.tp 2
+#   bash scripts/demo.sh --real    trains SmolLM2-135M-Instruct, a pretrained model, on sums instead: about 20 minutes
+# Further arguments go to the recipe: bash scripts/demo.sh --actor.tp 2
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash scripts/setup.sh
-export HF_HUB_OFFLINE=1
+recipe=(-m recipes.demos.cpu) run=runs/demo_cpu
+if [ "${1:-}" = --real ]; then
+  shift
+  bash scripts/setup.sh reasoning
+  export HF_HUB_OFFLINE=1
+  .venv/bin/python -W ignore scripts/real_model.py smollm2 runs/models/smollm2
+  recipe=(-m recipes.reasoning_gym --model runs/models/smollm2 --steps 20) run=runs/demo_real
+else
+  bash scripts/setup.sh
+  export HF_HUB_OFFLINE=1
+fi
 
-run=runs/demo_cpu
 case " $* " in
 *" --resume "* | *" --run-dir"* | *" --help "* | *" -h "*) # the arguments say which folder, or none is needed
-  exec .venv/bin/python -W ignore -m recipes.demos.cpu "$@" ;;
+  exec .venv/bin/python -W ignore "${recipe[@]}" "$@" ;;
 esac
-n=1 # an earlier run keeps its folder; this one takes the next free
+base=$run n=1 # an earlier run keeps its folder; this one takes the next free
 while [ -e "$run/config.json" ]; do
-  run=runs/demo_cpu.$n
+  run=$base.$n
   n=$((n + 1))
 done
-.venv/bin/python -W ignore -m recipes.demos.cpu --run-dir "$run" "$@"
+.venv/bin/python -W ignore "${recipe[@]}" --run-dir "$run" "$@"
 if [ -n "${DISPLAY:-}${WAYLAND_DISPLAY:-}" ]; then
   .venv/bin/python -m webbrowser "file://$PWD/$run/report.html" >/dev/null || true
 fi

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned cpu profile and this project in it. Run it as often as you like: it does nothing twice.
 #   bash scripts/setup.sh npu    makes .venv-npu instead: of the npu profile what runs without an NPU, to test with
+#   bash scripts/setup.sh reasoning    adds what recipes.reasoning_gym needs to .venv; one package is built, by gcc
 #   PYTHON=python3.11        the interpreter to use
 #   PIP_FIND_LINKS=FOLDER    where the CPU wheel of torch lies; without it uv takes it from PyTorch's CPU index
 set -euo pipefail
@@ -20,7 +21,18 @@ profile=${1:-cpu}
 case $profile in
   cpu) folder=.venv ;;
   npu) folder=.venv-npu ;;
-  *) fail "there is no environment for $profile; give cpu or npu" ;;
+  reasoning)
+    bash "$0" cpu
+    if .venv/bin/python -m pip show --quiet reasoning-gym 2>/dev/null; then
+      exit 0
+    fi
+    echo "setup: adding reasoning-gym to .venv"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+      --constraint requirements/cpu.txt -e ".[reasoning]" ||
+      fail "installing reasoning-gym failed (see above); pycosat is built by gcc with Python's headers (python3-dev)"
+    exit 0
+    ;;
+  *) fail "there is no environment for $profile; give cpu, npu or reasoning" ;;
 esac
 torch=$(sed -n 's/^torch==//p' requirements/$profile.txt)
 inputs=(requirements/$profile.txt pyproject.toml requirements/rlworker_torchvision.py)
