@@ -96,13 +96,13 @@ def make_dataset(task: str, difficulty: dict[str, Any], seed: int, size: int):
         ValueError: the package is missing, or has no such task or setting.
     """
     try:
-        import reasoning_gym
+        from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]  in no list
     except ImportError as error:
         raise ValueError(f"reasoning_gym: {error}; install it by bash scripts/setup.sh reasoning") from None
     try:
-        return reasoning_gym.create_dataset(task, seed=seed, size=size, **difficulty)
+        return create_dataset(task, seed=seed, size=size, **difficulty)
     except (ValueError, TypeError, AssertionError) as error:
-        names = ", ".join(sorted(reasoning_gym.factory.DATASETS))
+        names = ", ".join(sorted(DATASETS))
         raise ValueError(f"task {task!r} with {difficulty}: {error}; the tasks are {names}") from None
 
 
@@ -150,7 +150,7 @@ def _recall_dataset(draw: str):
 def find_answer(text: str, expected: str) -> str:
     """Find what a text answers: what stands in its last <answer> tags; else its last number where one is expected, or
     its last line."""
-    from reasoning_gym.utils import extract_answer
+    from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]  in no list of pins
 
     if (tagged := extract_answer(text)) is not None:
         return tagged
