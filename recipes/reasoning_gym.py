@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
-from recipes.common.toys import shuffle_advantage
 from recipes.grpo import NUMBER
 from rlworker import (
     DataConfig,
@@ -167,12 +166,16 @@ def reward(text: str, row: Row) -> float:
 
 def main() -> None:
     config = parse_config(DEFAULT, __doc__)
-    advantage = advantages.configure_advantage(config.critic)
     try:
         config = write_rows(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    launch(config, reward, advantage=shuffle_advantage(advantage) if config.shuffle_rewards else advantage)
+    parts = {}
+    if config.shuffle_rewards:
+        from recipes.common.toys import shuffle_advantage
+
+        parts["advantage"] = shuffle_advantage(advantages.configure_advantage(config.critic))
+    launch(config, reward, **parts)
 
 
 if __name__ == "__main__":
