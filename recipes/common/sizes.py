@@ -1,9 +1,12 @@
-"""A recipe is spread over the machines of a platform: how many ranks train, how many engines sample."""
+"""A recipe is spread over the machines of a platform: how many ranks train, which part of the model each holds, and how
+many engines sample."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from engines.models.spec import ModelSpec
 from hardware.platform import Node
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
@@ -12,6 +15,20 @@ Recipe = TypeVar("Recipe", RunConfig, SftConfig)
 
 _WEIGHTS_GB = 16
 """GB that a rollout engine takes for the largest models that the recipes are for: 8 billion bfloat16 parameters."""
+
+
+def fit_to_model(recipe: Recipe) -> Recipe:
+    """Cut the model over as many tensor-parallel ranks as it can be, up to those that the recipe states; what is wrong
+    with the model itself is said where all is checked."""
+    with suppress(ValueError):
+        model, actor = ModelSpec.from_folder(recipe.model), recipe.actor
+        for tp in range(actor.tp, 0, -1):
+            replica_ranks = tp * actor.pp * actor.cp
+            fitted = replace(actor, tp=tp, ranks=max(1, actor.ranks // replica_ranks) * replica_ranks)
+            with suppress(ValueError):
+                fitted.check_model(model)
+                return replace(recipe, actor=fitted)
+    return recipe
 
 
 def fit_to_node(recipe: Recipe, node: Node | None) -> Recipe:

@@ -7,7 +7,7 @@ from typing import Self, TypeVar, cast
 from hardware.platforms import PlatformName, get_platform
 from recipes.common import motion, squares
 from recipes.common.addition import make_model, make_tokenizer, write_rows
-from recipes.common.sizes import fit_to_node
+from recipes.common.sizes import fit_to_model, fit_to_node
 from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
 from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, make_tiny_vlm
 
@@ -23,6 +23,9 @@ class RecipeConfig(RunConfig):
     smoke: bool = False
     """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
     sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+
+    def fit_to_model(self) -> Self:
+        return fit_to_model(self)
 
     def move_to_platform(self, name: PlatformName) -> Self:
         return fit_to_node(super().move_to_platform(name), get_platform(name).node)
@@ -43,6 +46,9 @@ class SftRecipeConfig(SftConfig):
     smoke: bool = False
     """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
     sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+
+    def fit_to_model(self) -> Self:
+        return fit_to_model(self)
 
     def move_to_platform(self, name: PlatformName) -> Self:
         return fit_to_node(super().move_to_platform(name), get_platform(name).node)

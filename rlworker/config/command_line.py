@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -25,7 +25,7 @@ def parse_config(
 
     Args:
         default: a frozen dataclass, whose fields that are dataclasses are its sections; what the command line does not
-            name is as it is there. Settings of a run are first moved to the platform that the command line names.
+            name is as it is there. Settings of a run are first fitted to the model and the platform that it names.
         description: of the program, for ``--help``; left out, the docstring of the default's class.
         args: in place of the program's own. prog: the program's name, in place of its file's.
 
@@ -34,7 +34,7 @@ def parse_config(
     """
     args = _spell_switches(sys.argv[1:] if args is None else args, default)
     if isinstance(default, TrainingConfig):
-        default = _move_to_platform(default, args)
+        default = _fit_default(default, args)
     parse = partial(tyro.cli, description=description, prog=prog)
     if help_options := {"-h", "--help"} & {*args}:
         _show_help(parse, default, args[args.index(help_options.pop()) + 1 :])
@@ -69,15 +69,18 @@ def _map_switches(config: Any, section: str = "") -> dict[str, str]:
     return offs
 
 
-def _move_to_platform(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig:
-    """Move a recipe's settings to the platform that the command line names, before the rest of it is read.
+def _fit_default(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig:
+    """Fit a recipe's settings to the model and the platform that the command line names, before the rest of it is read.
 
-    A recipe may take sizes from the platform (``TrainingConfig.move_to_platform``). They are defaults like the others,
-    so that a key that the user gives wins over them, and ``--help`` shows them.
+    A recipe may take sizes from both (``TrainingConfig.fit_to_model``, ``move_to_platform``). They are defaults like
+    the others, so that a key that the user gives wins over them, and ``--help`` shows them.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--platform", nargs="?")
-    name = parser.parse_known_args(args)[0].platform
+    for option_name in ("--platform", "--model"):
+        parser.add_argument(option_name, nargs="?")
+    named = parser.parse_known_args(args)[0]
+    default = replace(default, model=named.model or default.model).fit_to_model()
+    name = named.platform
     is_another = name in PLATFORMS and name != default.platform  # what is wrong with a name is said where all is read
     return default.move_to_platform(name) if is_another else default
 

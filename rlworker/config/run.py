@@ -127,6 +127,10 @@ class TrainingConfig:
         """The type of the weights and activations of each section's engines."""
         return {"actor": self.actor.dtype}
 
+    def fit_to_model(self) -> Self:
+        """Fit the run to its model. A recipe whose sizes depend on the model overrides this."""
+        return self
+
     def move_to_platform(self, name: PlatformName) -> Self:
         """Move the run to another kind of machine. Engines of the type that is usual on the one take the other's.
 

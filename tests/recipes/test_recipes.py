@@ -16,6 +16,7 @@ from recipes.common import motion, squares
 from recipes.common.addition import make_model
 from rlworker.algorithms.advantages import distill
 from rlworker.checks.plan import plan_recipe
+from rlworker.config.command_line import parse_config
 from rlworker.data.rows import Row, load_tokenizer
 from rlworker.tracking.log import read_metrics
 
@@ -179,6 +180,30 @@ def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
     assert default.actor.ranks == ranks and (not engines or default.rollout.engines == engines)
     (cache,) = re.findall(r"^rollout engines +[\d.]+ +0.000 +0.000 +([\d.]+)", text, re.M) or ["0"]
     assert float(cache) == kv_cache_gb, text
+
+
+SMALL = {"smollm2": (9, 3, 576, 1536), "qwen05": (14, 2, 896, 4864), "gemma270": (4, 1, 640, 2048)}
+"""Heads, key-value heads, hidden and ffn size of real models that four ranks cannot share."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "options", "sizes"),
+    [
+        ("grpo_gsm8k", "smollm2", (), (3, 6)),
+        ("grpo_gsm8k", "smollm2", ("--actor.tp", "1", "--actor.ranks", "8"), (1, 8)),
+        ("grpo_gsm8k", "smollm2", ("--platform", "npu"), (3, 6)),
+        ("sft_text", "smollm2", ("--platform", "npu"), (3, 15)),
+        ("grpo_gsm8k", "qwen05", (), (2, 8)),
+        ("sft_text", "gemma270", (), (1, 8)),
+    ],
+)
+def test_it_is_cut_over_as_many_ranks_as_the_model_can_be(tmp_path, recipe, model, options, sizes):
+    heads, kv_heads, hidden, ffn = SMALL[model]
+    shape = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden, intermediate_size=ffn)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | shape))
+    default = importlib.import_module(f"recipes.{recipe}").DEFAULT
+    actor = parse_config(default, args=["--model", str(tmp_path), *options]).actor
+    assert (actor.tp, actor.ranks) == sizes
 
 
 @pytest.mark.parametrize("recipe", ["demos.cpu", "demos.ppo", "grpo", "demos.vlm", "demos.video"])
