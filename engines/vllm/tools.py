@@ -6,7 +6,8 @@ import ast
 import difflib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,8 @@ from typing import Any
 
 _LIST = ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
 """vLLM's file and dictionary that hold the names of its parsers (0.32)."""
+_AROUND = re.compile(r"```\w*|</?\w+>|[\s,\[\]]")
+"""What may stand around the JSON of a call: a fence, half of the marks, a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,24 @@ def check_tool_parser(parser: str) -> None:
         close = difflib.get_close_matches(parser, known, 1)
         advice = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(known))}"
         raise ValueError(f"tools: vLLM has no parser {parser!r}; {advice}")
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError where a parser could not be given the schemas of tools."""
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(), "parameters": Mapping() | None}}:
+                continue
+            case {"function": {"name": str()} as function} if "parameters" not in function:
+                continue
+        raise ValueError(
+            'tools: a parser takes {"type": "function", "function": {"name": text, "parameters": {...}}}, got '
+            f"{tool!r:.200}"
+        )
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tools: schemas of tools are JSON, and one is not: {error}") from error
 
 
 def parse_tool_calls(
@@ -95,8 +116,41 @@ def _parse(reader, text: str, request) -> ToolCalls:
     content = found.content or ""
     if not errors and not calls and content.strip() != text.strip():
         errors.append("it begins like a call and holds none")
+    if (
+        not errors
+        and not calls
+        and (name := find_bare_call(text, {tool.function.name for tool in request.tools or ()}))
+    ):
+        errors.append(f"the JSON of a call of {name!r} stands without the marks of a call")
     errors += [f"the arguments of {name} are no JSON object" for name, arguments in calls if not _is_object(arguments)]
     return ToolCalls(text, error=errors[0]) if errors else ToolCalls(content, calls)
+
+
+def find_bare_call(text: str, tools: Collection[str]) -> str:
+    """Find the name in the JSON of a call that has none of the marks by which parsers know one; empty without such.
+
+    A call of one of ``tools`` counts wherever it stands, and one of any other where it is all that the text has.
+    """
+    decoder, start = json.JSONDecoder(), -1
+    while (start := text.find("{", start + 1)) >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except RecursionError:  # no call is nested so deep, and to look on would take long
+            return ""
+        except ValueError:
+            continue
+        name = _name_call(value)
+        if name in tools or (name and not _AROUND.sub("", text[:start] + text[end:])):
+            return name
+    return ""
+
+
+def _name_call(value: dict[str, Any]) -> str:
+    """Name the tool that a JSON object calls; empty where it does not look like a call."""
+    inner = value.get("function")
+    value = inner if isinstance(inner, dict) else value
+    name = value.get("name", inner)
+    return name if isinstance(name, str) and {"arguments", "parameters"} & value.keys() else ""
 
 
 @contextmanager
@@ -123,5 +177,5 @@ def _hearing_errors() -> Iterator[list[str]]:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

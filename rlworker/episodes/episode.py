@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.vllm.tools import check_tool_parser
+from engines.vllm.tools import check_tool_parser, check_tools
 from rlworker.config.sections import LARGEST_REWARD
 from rlworker.data.rows import Row
 from rlworker.episodes.chat import Chat
@@ -52,9 +52,10 @@ class Episode:
         tools: Sequence[Any] = (),
         tool_parser: str = "",
     ):
+        self.row, self.tools, self.tool_parser = row, tuple(map(_describe_tool, tools)), tool_parser
         if tool_parser:
             check_tool_parser(tool_parser)
-        self.row, self.tools, self.tool_parser = row, tuple(map(_describe_tool, tools)), tool_parser
+            check_tools(self.tools)
         self.turns = self.forks = 0
         self.rewards: list[tuple[int, float]] = []
         self.sequences: list[list[Piece]] = []

@@ -257,6 +257,9 @@ def test_calls_of_tools_are_read_where_vllm_is_and_faults_are_answers(rollouts):
         (),
     ) and number.error == "the arguments of add are no JSON object"
     assert one.calls == (("add", '{"a": 1}'),) and not one.error, "one text says nothing of the next"
+    json_alone, no_tag, answer = rollouts.parse_tools([CALL[11:-12], CALL[11:], '{"sum": 1}'], "hermes", [tool])
+    assert json_alone.error == no_tag.error == "the JSON of a call of 'add' stands without the marks of a call"
+    assert (json_alone.content, json_alone.calls) == (CALL[11:-12], ()) and not answer.error
     listed, called = rollouts.parse_tools(["[add(a=1), add(a='x')]", "[add(a=f())]"], "pythonic", [tool])
     assert listed.calls == (("add", '{"a": 1}'), ("add", '{"a": "x"}')) and "literals" in called.error
     (rubbish,) = rollouts.parse_tools(["<tool_call>rubbish</tool_call>"], "qwen3_xml", [tool])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.vllm.tools import check_tool_parser, list_tool_parsers
+from engines.vllm.tools import check_tool_parser, check_tools, find_bare_call, list_tool_parsers
 
 
 def test_a_parser_is_known_by_its_name_before_vllm_is_imported():
@@ -12,3 +12,39 @@ def test_a_parser_is_known_by_its_name_before_vllm_is_imported():
         check_tool_parser("herms")
     with pytest.raises(ValueError, match=r"^tools: vLLM has no parser 'zzz'; it has .*hermes, "):
         check_tool_parser("zzz")
+
+
+ADD = '{"name": "add", "arguments": {"a": {"b": 1}}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (ADD, "add"),
+        (f"I add them.\n```json\n{ADD}\n```", "add"),
+        (f"```json\n{ADD.replace('add', 'divide')}\n```", "divide"),
+        (f"[{ADD.replace('add', 'divide')}]\n</tool_call>", "divide"),
+        ('{"tool_calls": [{"type": "function", "function": {"name": "add", "parameters": "{}"}}]}', "add"),
+        ('{"function": "add", "arguments": {}}', "add"),
+        (f"it has {ADD.replace('add', 'divide')} in it", ""),
+        ('{"name": "Ada", "age": 36}', ""),
+        ('{"answer": {"name": "add"}}', ""),
+        ("{" * 50 + ADD[:-1], ""),
+        ('{"a":' * 100_000, ""),
+        ("367", ""),
+    ],
+)
+def test_the_json_of_a_call_is_found_without_the_marks_of_one(text, name):
+    assert find_bare_call(text, {"add"}) == name
+
+
+def test_schemas_that_no_parser_takes_are_refused():
+    schema = {"type": "object", "properties": {}}
+    check_tools(
+        [{"type": "function", "function": {"name": "add", "parameters": schema}}, {"function": {"name": "now"}}]
+    )
+    for tool in ({"name": "add", "parameters": schema}, {}, {"function": {"name": "add", "parameters": "none"}}):
+        with pytest.raises(ValueError, match=r"tools: a parser takes \{\"type\": .* got \{"):
+            check_tools([tool])
+    with pytest.raises(ValueError, match=r"schemas of tools are JSON, and one is not: .* set is not"):
+        check_tools([{"function": {"name": "add", "parameters": {"enum": {1, 2}}}}])
