@@ -106,6 +106,10 @@ class TrainingConfig:
         """The steps of which traces are taken."""
         return parse_steps(self.profile_steps, self.steps)
 
+    def keeps_samples(self, step: int) -> bool:
+        """Tell whether samples of a step are kept, where there are some, also without an evaluation."""
+        return step in (1, self.steps)
+
     @property
     def models(self) -> dict[str, str]:
         """The folder of each training engine's model, by role."""
@@ -160,6 +164,9 @@ class RunConfig(TrainingConfig):
     """Prompts sampled in a step."""
     samples_per_prompt: Annotated[int, Ge(1)] = 8
     """Completions of each prompt."""
+    samples_every: Annotated[int, Ge(0)] = 10
+    """Steps between those of which run_dir/rollouts keeps a few samples, beside the first, the last and evaluated ones;
+    0 keeps no others."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -222,6 +229,9 @@ class RunConfig(TrainingConfig):
                 "them with answers of the newest (ReMax); leave one of --rollout.staleness and "
                 "--algorithm.greedy-baseline out"
             )
+
+    def keeps_samples(self, step: int) -> bool:
+        return super().keeps_samples(step) or (self.samples_every > 0 and step % self.samples_every == 0)
 
     @property
     def image_memory_mb(self) -> int:

@@ -8,7 +8,7 @@ import torch
 from rlworker.rollouts.to_batch import Group, PromptGroup
 
 SAMPLES_KEPT = 8
-"""Samples kept of a step that is evaluated."""
+"""Samples kept of a step, where some are."""
 
 
 def summarise_groups(groups: Sequence[Group]) -> dict[str, float]:

@@ -10,7 +10,7 @@ Changes = dict[str, tuple[Any, Any]]
 """Key -> the value that the run had, and the one that it goes on with."""
 
 _OF_EACH_START = {"resume", "run_dir"}
-_MAY_CHANGE = {"steps", "eval_every", "trackers", "profile_steps"}
+_MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps"}
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
 _MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "reward.", "episodes.")
 _MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.")

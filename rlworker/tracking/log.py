@@ -71,7 +71,7 @@ class RunLog:
     def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
         self._path, self._prompts = folder / METRICS, folder / PROMPTS
         self._metrics = open(self._path, "a", encoding="utf-8")
-        self._rollouts = folder / "rollouts"
+        self._folder = folder
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
         self._steps = steps
         self._trackers, self._line = trackers, line
@@ -107,8 +107,8 @@ class RunLog:
 
     def rollouts(self, step: int, rows: list[dict]) -> None:
         """Keep some samples of a step."""
-        self._rollouts.mkdir(exist_ok=True)
-        path = self._rollouts / f"step_{step:06d}.jsonl"
+        path = name_samples(self._folder, step)
+        path.parent.mkdir(exist_ok=True)
         with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:  # JSON's escapes
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -130,6 +130,11 @@ class RunLog:
         self._bar.close()
         self._metrics.close()
         self._trackers.close()
+
+
+def name_samples(folder: Path, step: int) -> Path:
+    """Name the file of a run folder that has samples of a step."""
+    return folder / "rollouts" / f"step_{step:06d}.jsonl"
 
 
 def tell_skipped(skipped: dict[str, int]) -> None:

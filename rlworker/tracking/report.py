@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader
 from engines.images.decoding import DECODING_ERRORS, convert_to_rgb
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from rlworker.tracking.log import read_metrics
+from rlworker.tracking.log import name_samples, read_metrics
 from rlworker.tracking.run_folder import OUTAGES
 
 if TYPE_CHECKING:  # a run can do without plotly
@@ -88,7 +88,7 @@ def write_report(folder: Path) -> Path:
         plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
         phases=_tabulate_phases(steps),
         start=_tabulate_start(lines),
-        samples=_read_samples(folder),
+        samples=_read_samples(folder, lines[-1]["step"] if lines else 0),
         outages=outages,
         config=json.dumps(stored, indent=2),
         plotlyjs=get_plotlyjs(),
@@ -196,15 +196,18 @@ def _read_outages(folder: Path) -> list[tuple[str, str]]:
     return [(line["where"], ", ".join(f"{name} {fate}" for name, fate in line["lost"].items())) for line in lines]
 
 
-def _read_samples(folder: Path) -> list[dict]:
-    """Read the kept samples of the first and last steps: those of one turn, and episodes turn by turn."""
-    files = sorted((folder / "rollouts").glob("step_*.jsonl"))
-    steps = []
-    for file in files if len(files) <= 6 else [*files[:2], *files[-4:]]:
+def _read_samples(folder: Path, last: int) -> list[dict]:
+    """Read the kept samples of the first and last steps up to ``last``: those of one turn, and episodes turn by turn.
+
+    A run that has gone back to a checkpoint may have files of later steps, which it has not come to again.
+    """
+    numbers = sorted(int(file.stem.removeprefix("step_")) for file in (folder / "rollouts").glob("step_*.jsonl"))
+    numbers, steps = [number for number in numbers if number <= last], []
+    for number in numbers if len(numbers) <= 6 else [*numbers[:2], *numbers[-4:]]:
+        file = name_samples(folder, number)
         samples = [_show_sample(json.loads(line)) for line in file.open(encoding="utf-8")]
         episodes = [sample for sample in samples if sample["turns"]]
         completions = [sample for sample in samples if not sample["turns"]]
-        number = int(file.stem.removeprefix("step_"))
         steps.append({"number": number, "completions": completions, "episodes": episodes})
     return steps
 

@@ -279,7 +279,7 @@ class Run(Generic[Config]):
             last = self.steps_done == config.steps
             if last or is_due(self.steps_done, config.eval_every):
                 metrics |= self.evaluate()
-            if samples and (self.steps_done == 1 or self.score.name in metrics):
+            if samples and (config.keeps_samples(self.steps_done) or self.score.name in metrics):
                 self.log.rollouts(self.steps_done, samples)
             clock, written = StepClock(), None
             try:

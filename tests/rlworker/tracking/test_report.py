@@ -76,3 +76,27 @@ def test_an_episode_is_shown_turn_by_turn(folder):
     assert "&lt;b&gt;left&lt;/b&gt;" in rows[1] and 'class="fork"' in rows[3]
     assert rows[2].count("data:image/png;base64,") == 1 and "[gone.png]" in rows[2]
     assert "blocked" not in episodes[0] and '<b class="bad">blocked: turn 1: play.py:7</b>' in episodes[1]
+
+
+def test_samples_are_of_the_first_and_last_steps_that_the_run_has_come_to(folder):
+    """Of many; files of later steps are of before the run went back. Half a surrogate in one ends no report."""
+    from rlworker.tracking.log import RL_LINE, RunLog
+    from rlworker.tracking.trackers import TrackedRun, Trackers
+
+    steps = [1, 10, 20, 100, 30, 1_000_000, 2_000_000]
+    with RunLog(folder, 10, 0, Trackers([], TrackedRun(folder, 0, {})), RL_LINE) as log:
+        for step in [*steps, 3_000_000]:
+            sample = {
+                "prompt": f"prompt of {step}",
+                "completion": "2\ud83d",
+                "answer": "2",
+                "reward": 1.0,
+                "version": 3,
+            }
+            log.rollouts(step, [sample])
+        log.step(2_000_000, {})
+    (line,) = (folder / "rollouts" / "step_000020.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["completion"] == "2\ud83d"
+    page = write_report(folder).read_text()
+    shown = [step for step in (*steps, 3_000_000) if f"<h3>Step {step}</h3>" in page and f"prompt of {step}<" in page]
+    assert shown == [1, 10, 100, 30, 1_000_000, 2_000_000] and "2&#55357;<" in page

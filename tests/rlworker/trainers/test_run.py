@@ -1,9 +1,11 @@
 """When a run saves, what it keeps and what it says, without engines."""
 
+import itertools
 import json
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -33,7 +35,8 @@ def counting():
         def step(self):
             self.steps_done += 1
             self.at_step(self)
-            return {"reward": self.steps_done / 10}, []
+            sample = dict(prompt=f"of step {self.steps_done}", completion="2", answer="2", reward=1.0, version=3)
+            return {"reward": self.steps_done / 10}, [sample]
 
         def evaluate(self):
             score = next(self.scores, None)
@@ -95,6 +98,23 @@ def test_what_is_best_on_the_held_out_rows_is_saved_and_kept(counting, tmp_path)
     assert json.loads((tmp_path / "run/checkpoints/step_2/trainer.json").read_text())["heldout"] == 0.6
     plain = config(tmp_path / "plain", keep_best=False, **changes)
     assert counting(plain, scores).go().saved == [7] and checkpoints(tmp_path / "plain") == ["step_7"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        (dict(samples_every=3), [1, 3, 6, 7]),
+        (dict(samples_every=0), [1, 7]),
+        (dict(samples_every=3, eval_every=2), [1, 2, 3, 4, 6, 7]),
+        (dict(steps=21), [1, 10, 20, 21]),
+    ],
+)
+def test_samples_of_every_so_many_steps_are_kept(counting, tmp_path, settings, kept):
+    """Beside the first, the last and those that are evaluated; the tenth by default."""
+    counting(replace(config(tmp_path), **settings), itertools.repeat(0.5) if "eval_every" in settings else ()).go()
+    files = sorted((tmp_path / "run" / "rollouts").iterdir())
+    assert [int(file.stem[5:]) for file in files] == kept
+    assert [json.loads(file.read_text())["prompt"] for file in files] == [f"of step {step}" for step in kept]
 
 
 def test_asked_to_stop_it_saves_the_step_in_hand_and_the_same_settings_go_on(counting, tmp_path, capsys):
