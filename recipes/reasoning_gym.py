@@ -12,7 +12,6 @@ import json
 import sys
 from ast import literal_eval
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +32,7 @@ from rlworker import (
 
 EASY = {"chain_sum": ("min_terms=2", "max_terms=2", "min_digits=1", "max_digits=2")}
 """Settings of a generator where none are given."""
+_DATASETS: dict[str, Any] = {}  # what functools caches is pickled by its name, which no worker knows
 MOST_ROWS = 1_000_000
 """Rows of a seed, before those of the next begin."""
 
@@ -141,11 +141,6 @@ def write_rows(config: ReasoningConfig) -> ReasoningConfig:
     return replace(config, data=replace(config.data, **files))
 
 
-@cache
-def _recall_dataset(draw: str):
-    return make_dataset(**json.loads(draw))
-
-
 def find_answer(text: str, expected: str) -> str:
     """Find what a text answers: what stands in its last <answer> tags; else its last number where one is expected, or
     its last line."""
@@ -160,7 +155,10 @@ def find_answer(text: str, expected: str) -> str:
 
 def reward(text: str, row: Row) -> float:
     """Score the answer of a text as its task does."""
-    dataset = _recall_dataset(json.dumps(row.source["draw"]))
+    draw = row.source["draw"]
+    if (key := json.dumps(draw)) not in _DATASETS:
+        _DATASETS[key] = make_dataset(**draw)
+    dataset = _DATASETS[key]
     return dataset.score_answer(find_answer(text, row.answer), dataset[row.source["index"]])
 
 

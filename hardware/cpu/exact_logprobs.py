@@ -2,7 +2,7 @@
 
 torch's ``log_softmax`` adds up a row's exponentials in one fp32 accumulator for each vector lane on a CPU. Terms far
 below the sum so far are lost, and every logprob comes out too large: by 1.4e-5 with 49,152 tokens and 7.1e-5 with
-262,144 on average. ``logsumexp`` adds them up in pairs and stays within 1e-6.
+262,144 on average. ``Tensor.sum`` adds them up in blocks of blocks and stays within 1e-6.
 """
 
 import torch
@@ -13,8 +13,10 @@ from vllm.v1.sample.sampler import Sampler
 
 def compute_logprobs(logits: Tensor) -> Tensor:
     """Compute ``log softmax(logits)`` over the last dimension, in float32."""
-    logits = logits.float()
-    return logits - logits.logsumexp(-1, keepdim=True)
+    # Shifted by the largest first: the logarithm of the sum is then small, whatever the size of the logits, and rounds
+    # by as little.
+    shifted = logits.float() - logits.float().amax(-1, keepdim=True)
+    return shifted - shifted.exp().sum(-1, keepdim=True).log()
 
 
 class ExactSampler(Sampler):

@@ -34,12 +34,12 @@ def test_logprobs_keep_the_small_terms_of_a_large_vocabulary(measured, mode):
 
 @pytest.mark.large
 def test_greedy_and_prompt_logprobs_are_exact():
-    """Greedy tokens and prompts take ``compute_logprobs``, without a draw."""
+    """Greedy tokens and prompts take ``compute_logprobs``, without a draw; large logits are rounded no further."""
     from vllm.v1.sample.sampler import Sampler
 
     from hardware.cpu.exact_logprobs import ExactSampler
 
-    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 3
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 3 + 1000
     sampler = ExactSampler(Sampler("processed_logprobs"))
     metadata = SimpleNamespace(all_greedy=True, all_random=False, max_num_logprobs=0, logprob_token_ids=None)
     tokens, logprobs = sampler.sample(logits.clone(), metadata)
