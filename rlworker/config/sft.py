@@ -14,7 +14,7 @@ from rlworker.config.run import TrainingConfig, check_slots, set_decay
 @dataclass(frozen=True)
 class SftConfig(TrainingConfig):
     """Supervised training on the rows of RL: the model learns to say ``data.answer_field`` after the prompt, and then
-    the end-of-sequence token."""
+    the token with which the chat template ends an answer, or behind plain text the end-of-sequence token."""
 
     rows_per_step: Annotated[int, Ge(1)] = 64
     """Rows of an optimizer step."""

@@ -10,13 +10,14 @@ from engines.models.vision_spec import VisionSpec
 from rlworker.config.sft import SftConfig
 from rlworker.data.encoding import encode_after
 from rlworker.data.images import MARKER, VIDEO_MARKER, ImageReader
-from rlworker.data.rows import check_vocabulary, read_rows
+from rlworker.data.rows import Row, check_vocabulary, list_stop_tokens, read_rows
+from rlworker.data.turns import write_turn
 
 
 @dataclass(frozen=True)
 class Example:
-    """Prompt and answer in tokens, the end-of-sequence token last; ``prompt_length`` of them are the prompt, which has
-    ``images``."""
+    """Prompt and answer in tokens, the one that ends the answer last; ``prompt_length`` of them are the prompt, which
+    has ``images``."""
 
     ids: tuple[int, ...]
     prompt_length: int
@@ -32,10 +33,17 @@ def read_examples(
         ValueError: as ``read_rows``; an answer is too long or has an image token, or a token is not in the
             model's vocabulary.
     """
+    stops = list_stop_tokens(model.folder, tokenizer, model.vocab)
+    ends = tokenizer.convert_ids_to_tokens(stops)
     read = read_rows(path, tokenizer, config.data, image_reader)
     texts, examples, most = [], [], config.max_answer_tokens
     for row in read.rows:
-        answer = encode_after(tokenizer, row.prompt_ids[-1], row.answer)
+        try:
+            answer = _encode_answer(row, tokenizer, ends)
+        except Exception as error:  # of whatever kind the template has
+            raise ValueError(
+                f"data: {path}: the chat template refuses {row.answer[:80]!r} as the assistant's message: {error}"
+            ) from None
         if markers := [marker for marker in (MARKER, VIDEO_MARKER) if marker in row.answer and image_reader]:
             raise ValueError(f"data: {path}: the answer {row.answer[:80]!r} has {markers[0]}: only prompts have images")
         if banned := set(answer) & set(model.banned_tokens):
@@ -43,19 +51,27 @@ def read_examples(
                 f"data: {path}: the answer {row.answer[:80]!r} has tokens {sorted(banned)}, which stand for images; "
                 "leave them out"
             )
-        if len(answer) < most:
+        if len(answer) <= most:
             texts.append(row.prompt)
-            ids = (*row.prompt_ids, *answer, tokenizer.eos_token_id)
-            examples.append(Example(ids, len(row.prompt_ids), row.images))
+            examples.append(Example((*row.prompt_ids, *answer), len(row.prompt_ids), row.images))
         elif not config.data.skip_long_prompts:
             raise ValueError(
-                f"data: {path}: the answer {row.answer[:80]!r} has {len(answer)} tokens and an end, expected at most "
-                f"{most}; raise --max-answer-tokens or leave long ones out with --data.skip-long-prompts"
+                f"data: {path}: the answer {row.answer[:80]!r} has {len(answer) - 1} tokens and an end, expected at "
+                f"most {most}; raise --max-answer-tokens or leave long ones out with --data.skip-long-prompts"
             )
     if not examples:
         raise ValueError(f"data: {path}: all answers are longer than {most} tokens; raise --max-answer-tokens")
-    check_vocabulary(texts, [example.ids for example in examples], tokenizer, model.vocab)
+    check_vocabulary(texts, [example.ids for example in examples], model.vocab)
     return examples, read.skipped + len(read.rows) - len(examples)
+
+
+def _encode_answer(row: Row, tokenizer, ends: list[str]) -> list[int]:
+    """Encode the answer of a row, as it stands behind the prompt, with the token that ends it."""
+    text, has_end = row.answer, False
+    if row.messages:
+        text, has_end = write_turn(row.messages, {"role": "assistant", "content": row.answer}, tokenizer, ends)
+    ids = encode_after(tokenizer, row.prompt_ids[-1], text)
+    return ids if has_end else [*ids, tokenizer.eos_token_id]
 
 
 def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:

@@ -17,6 +17,7 @@ from rlworker.data.encoding import encode_prompts
 from rlworker.data.images import ImageReader, refuse_other_fields
 from rlworker.data.messages import check_messages, flatten_content, has_images, list_parts, render_messages
 from rlworker.data.sources import find_base_folder, iterate_rows
+from rlworker.data.turns import find_turn_end
 
 Item = TypeVar("Item")
 
@@ -79,20 +80,36 @@ def load_tokenizer(folder: str):
         raise ValueError(f"model: the tokenizer in {folder!r} cannot be read ({error}); save it there again") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set one")
+    tokenizer.clean_up_tokenization_spaces = False  # Llama 3's drops spaces that were sampled, as that before a comma
     return tokenizer
 
 
-def list_stop_tokens(folder: str, tokenizer: Any) -> tuple[int, ...]:
-    """List the tokens that end an answer: the tokenizer's, then what else ``generation_config.json`` names.
+def list_stop_tokens(folder: str, tokenizer: Any, vocab: int) -> tuple[int, ...]:
+    """List the tokens that end an answer: the tokenizer's, then what else ``generation_config.json`` names, or in its
+    stead ``config.json``, then the one with which the chat template ends an answer.
 
     A model that was tuned to chat ends its turns with a token that its tokenizer need not call the end (Gemma).
 
     Raises:
-        ValueError: the file cannot be read, or names no tokens.
+        ValueError: a file cannot be read or names no tokens, or the model of ``vocab`` tokens lacks one.
     """
-    path = Path(folder, "generation_config.json")
+    named = {f"{folder}/{name}": _read_ends(Path(folder, name)) for name in ("generation_config.json", "config.json")}
+    place, ids = next(((place, ids) for place, ids in named.items() if ids), ("", []))
+    for place, number in [("tokenizer", tokenizer.eos_token_id), *((place, number) for number in ids)]:
+        if not 0 <= number < vocab:
+            raise ValueError(
+                f"model: {place} has eos token {number}, the model has {vocab} tokens; take the files that belong to it"
+            )
+    end = tokenizer.convert_tokens_to_ids(find_turn_end(tokenizer) or tokenizer.eos_token)
+    return tuple(number for number in dict.fromkeys([tokenizer.eos_token_id, *ids, end]) if number < vocab)
+
+
+def _read_ends(path: Path) -> list[int]:
+    """Read the end-of-sequence tokens that a config names."""
     try:
-        named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        parts = [config, config.get("text_config") or {}]
+        named = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"model: {str(path)!r} cannot be read ({error}); save it there again") from None
     ids = named if isinstance(named, list) else [] if named is None else [named]
@@ -100,17 +117,15 @@ def list_stop_tokens(folder: str, tokenizer: Any) -> tuple[int, ...]:
         raise ValueError(
             f"model: {str(path)!r} has eos_token_id {named!r}, expected the number of a token or several in a list"
         )
-    return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))
+    return ids
 
 
-def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], tokenizer, vocab: int) -> None:
+def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], vocab: int) -> None:
     """Raise ValueError where the tokenizer knows tokens, used here, that the model of ``vocab`` tokens does not.
 
     Args:
         texts: what the message calls each of ``ids``.
     """
-    if tokenizer.eos_token_id >= vocab:
-        raise ValueError(f"model: the tokenizer's eos token is {tokenizer.eos_token_id}, the model has {vocab} tokens")
     for text, numbers in zip(texts, ids, strict=True):
         if max(numbers) >= vocab:
             raise ValueError(

@@ -42,7 +42,7 @@ def made(request, tmp_path_factory):
     tokenizer, reader = load_tokenizer(model.folder), build_image_reader(model, str(folder), 256)
     files = (str(folder / f"{part}.jsonl") for part in ("train", "heldout"))
     rows = [read_rows(file, tokenizer, data, reader).rows for file in files]
-    codec = Codec(tokenizer, list_stop_tokens(model.folder, tokenizer), reader, data)
+    codec = Codec(tokenizer, list_stop_tokens(model.folder, tokenizer, model.vocab), reader, data)
     return module.DEFAULT, toy, say, rows, codec, model
 
 

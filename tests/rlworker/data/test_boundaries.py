@@ -10,7 +10,6 @@ import pytest
 from support.episodes.tokenizers import KINDS, TEMPLATES, make_tokenizer
 
 from engines.models.spec import ModelSpec
-from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.encoding import decode_after, encode_after
 from rlworker.data.rows import Row
@@ -43,18 +42,53 @@ def test_text_behind_a_boundary_has_the_ids_of_the_whole(kind):
     assert encode_after(tokenizer, None, "The answer") == encode(tokenizer, "The answer")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_is_learned_with_the_ids_of_the_whole_conversation(kind, tmp_path, make_hf_model):
+def learn(tokenizer, folder, make_hf_model, *rows: dict) -> list:
+    """Read rows as supervised training does: its examples."""
     from rlworker.data.examples import read_examples
 
-    tokenizer, path = make_tokenizer(kind), tmp_path / "rows.jsonl"
-    texts = [("It is:", " 42"), ("It is:\n", "The answer"), ("4 + 4 =", "8")]
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in texts))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=len(tokenizer))
-    examples, _ = read_examples(str(path), tokenizer, SftConfig(data=DataConfig(train=str(path))), model)
-    for (prompt, answer), example in zip(texts, examples, strict=True):
+    return read_examples(str(folder / "rows.jsonl"), tokenizer, SftConfig(), model)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_is_learned_with_the_ids_of_the_whole(kind, tmp_path, make_hf_model):
+    tokenizer = make_tokenizer(kind)
+    texts = [("It is:", " 42"), ("It is:\n", "The answer"), ("4 + 4 =", "8")]
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in texts]
+    for (prompt, answer), example in zip(texts, learn(tokenizer, tmp_path, make_hf_model, *rows), strict=True):
         assert list(example.ids) == [*tokenizer(prompt + answer)["input_ids"], tokenizer.eos_token_id]
         assert list(example.ids[: example.prompt_length]) == tokenizer(prompt)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_in_a_chat_is_learned_as_the_template_writes_it_up_to_its_end(kind, tmp_path, make_hf_model):
+    """Phi-3's template writes another end behind it, Qwen's a newline: the model must produce neither."""
+    tokenizer, ends = make_tokenizer(kind), {"phi3": "<|end|>", "qwen": "<|im_end|>"}
+    for content in ("The answer is 42.", " 42 ", ""):
+        answer = SAY | {"content": content}
+        examples = learn(tokenizer, tmp_path, make_hf_model, {"prompt": [ASK], "answer": content})
+        whole = encode(tokenizer, tokenizer.apply_chat_template([ASK, answer], tokenize=False))
+        end = tokenizer.convert_tokens_to_ids(ends.get(kind, "</s>"))
+        prompt = encode(tokenizer, tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False))
+        assert list(examples[0].ids) == whole[: whole.index(end, len(prompt)) + 1]
+        assert examples[0].prompt_length == len(prompt)
+
+
+def test_an_answer_that_the_template_rewrites_is_learned_as_it_is(tmp_path, make_hf_model):
+    tokenizer = copy(make_tokenizer("qwen"))
+    for template, end in (
+        (TEMPLATES["qwen"].replace("m.content +", "m.content.split('T?')[-1] +"), "<|im_end|>"),
+        (TEMPLATES["qwen"].replace("assistant\\n' }}", "assistant\\n<T>' }}"), "<|im_end|>"),  # which it opens with
+        (TEMPLATES["qwen"].replace("'<|im_end|>\\n'", "'\\n'"), "<|endoftext|>"),  # no token ends it
+    ):
+        tokenizer.chat_template = template
+        (example,) = learn(tokenizer, tmp_path, make_hf_model, {"prompt": [ASK], "answer": "Hi T? 42"})
+        prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(example.ids) == prompt + "Hi T? 42" + end
+    tokenizer.chat_template = "{{ raise_exception('no ' + messages[1].role) if messages[1] else 'Hi' }}"
+    with pytest.raises(ValueError, match=r"refuses 'Hi T. 42' as the assistant's message: no assistant"):
+        learn(tokenizer, tmp_path, make_hf_model, {"prompt": [ASK], "answer": "Hi T? 42"})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,14 +1,14 @@
 import json
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from recipes.common.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config.sections import DataConfig
-from rlworker.data.rows import check_rows, check_vocabulary, list_stop_tokens, pick_rows, read_rows
+from rlworker.data.rows import check_rows, check_vocabulary, list_stop_tokens, load_tokenizer, pick_rows, read_rows
+from rlworker.episodes.codec import Codec
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -371,25 +371,62 @@ def test_heldout_additions_are_apart_and_without_pattern(tmp_path):
 
 
 def test_tokens_that_the_model_does_not_have_are_named():
-    tokenizer = SimpleNamespace(eos_token_id=2)
     texts, ids = ["ab", "cd"], [(5, 9), (5, 10)]
-    check_vocabulary(texts, ids, tokenizer, vocab=11)
+    check_vocabulary(texts, ids, vocab=11)
     with pytest.raises(ValueError, match="prompt 'cd' has token 10, the model has 10 tokens"):
-        check_vocabulary(texts, ids, tokenizer, vocab=10)
-    with pytest.raises(ValueError, match="eos token is 2, the model has 2 tokens"):
-        check_vocabulary([], [], tokenizer, vocab=2)
+        check_vocabulary(texts, ids, vocab=10)
 
 
-@pytest.mark.parametrize(("named", "stops"), [(None, (2,)), (2, (2,)), ([1, 106], (2, 1, 106)), (106, (2, 106))])
-def test_answers_end_with_what_generation_config_names_too(tmp_path, named, stops):
+STOPS = [(None, (2,)), (2, (2,)), ([1, 106], (2, 1, 106)), (106, (2, 106))]
+
+
+@pytest.mark.parametrize(("named", "stops"), STOPS)
+def test_answers_end_with_what_configs_name_too(tmp_path, named, stops):
+    """``generation_config.json``, or in its stead ``config.json``, of a vision-language model that of its text."""
+    tokenizer, folder = make_tokenizer(), str(tmp_path)
+    assert list_stop_tokens(folder, tokenizer, 128) == (2,), "a folder may have no generation_config.json"
+    for name, config in (
+        ("config.json", {"text_config": {"eos_token_id": named}}),
+        ("config.json", {"eos_token_id": named, "text_config": {"eos_token_id": 7}} if named else {}),
+        ("generation_config.json", {"eos_token_id": named}),
+    ):
+        (tmp_path / name).write_text(json.dumps(config))
+        assert list_stop_tokens(folder, tokenizer, 128) == stops
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert list_stop_tokens(folder, tokenizer, 128) == (stops if named else (2, 7, 8))
+
+
+def test_an_end_that_the_model_does_not_have_is_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 128]}))
+    with pytest.raises(ValueError, match=r"generation_config.json has eos token 128, the model has 128 tokens; take"):
+        list_stop_tokens(str(tmp_path), make_tokenizer(), 128)
+    with pytest.raises(ValueError, match="tokenizer has eos token 2, the model has 2 tokens"):
+        list_stop_tokens(str(tmp_path), make_tokenizer(), 2)
+
+
+def test_answers_end_with_what_the_chat_template_writes(tmp_path):
+    """As those of a base model do, whose configs do not name it."""
+    tokenizer = make_tokenizer("{% for m in messages %}<im>{{ m.content }}<end>\n{% endfor %}", ("<im>", "<end>"))
+    assert list_stop_tokens(str(tmp_path), tokenizer, 128) == (2, tokenizer.convert_tokens_to_ids("<end>"))
+    assert list_stop_tokens(str(tmp_path), tokenizer, 99) == (2,), "the model has no such token"
+    for template in ("{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}{% endfor %}", "<im>"):
+        tokenizer.chat_template = template
+        assert list_stop_tokens(str(tmp_path), tokenizer, 128) == (2,)
+
+
+def test_sampled_text_keeps_its_spaces(tmp_path):
+    """Whatever the tokenizer would tidy, rewards and parsers of tool calls see what was sampled."""
     tokenizer = make_tokenizer()
-    assert list_stop_tokens(str(tmp_path), tokenizer) == (2,), "a folder may have no generation_config.json"
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-    assert list_stop_tokens(str(tmp_path), tokenizer) == stops
+    tokenizer.clean_up_tokenization_spaces = True
+    ids, text = tokenizer("1 , 2 ? It 's")["input_ids"], "1 , 2 ? It 's"
+    assert tokenizer.decode(ids) != text
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert [Codec(loaded).decode(ids), *loaded.batch_decode([ids], skip_special_tokens=True)] == [text, text]
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"eos_token_id": "end"}', '{"eos_token_id": [1, null]}'])
 def test_a_broken_generation_config_is_named(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"model: .*generation_config.json. (cannot be read|has eos_token_id)"):
-        list_stop_tokens(str(tmp_path), make_tokenizer())
+        list_stop_tokens(str(tmp_path), make_tokenizer(), 128)
