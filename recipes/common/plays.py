@@ -19,7 +19,7 @@ from rlworker.algorithms.losses import sft_loss
 from rlworker.cluster.train_group import SHARD_BYTES
 from rlworker.data.rows import Row
 from rlworker.episodes import Episode, Model, Play, Sample
-from rlworker.episodes.codec import Codec, using_codec
+from rlworker.episodes.codec import Codec, Stops, using_codec
 from rlworker.episodes.model import PlayLimits, ToolCall
 from rlworker.episodes.record import CONTEXT
 
@@ -46,7 +46,7 @@ class Teacher:
     def __init__(self, say: Say, codec: Codec):
         self.say, self.codec = say, codec
 
-    async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Sequence[int | str]) -> Sample:
+    async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
         text = self.say(episode.row, episode.turns)
         ids = [*self.codec.tokenizer(text)["input_ids"], self.codec.stop_token_ids[0]]
         token_ids = np.asarray(ids, np.int32)

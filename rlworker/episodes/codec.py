@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ from rlworker.episodes.record import Piece
 
 Content = str | Sequence[int] | np.ndarray | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What the environment writes: text, ids, a chat message or several."""
+Stops = Sequence[int | str] | int | str
+"""Tokens that end a sample, by ids or by texts of one token each."""
 
 _current: ContextVar[Codec] = ContextVar("codec")
 
@@ -55,13 +58,14 @@ class Codec:
 
     Attributes:
         tokenizer: the model's. stop_token_ids: each ends a sample. image_reader: of a model that sees images.
-        data: how rows name their fields.
+        data: how rows name their fields. vocab: ids that the model has; 0 where that is not known.
     """
 
     tokenizer: Any
     stop_token_ids: tuple[int, ...] = ()
     image_reader: ImageReader | None = None
     data: DataConfig = field(default_factory=DataConfig)
+    vocab: int = 0
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Decode ids without special tokens; ids that the tokenizer does not know are left out."""
@@ -76,15 +80,15 @@ class Codec:
             arrays = [ids[ids < size] for ids in arrays]
         return self.tokenizer.batch_decode([ids.tolist() for ids in arrays], skip_special_tokens=skip_special)
 
-    def encode_stops(self, stops: Sequence[int | str]) -> tuple[int, ...]:
-        """Find the ids of tokens that end a sample.
+    def encode_stops(self, stops: Stops) -> tuple[int, ...]:
+        """Find the ids of the tokens that end a sample.
 
         Raises:
-            ValueError: a text is not one token.
+            ValueError: a text is not one token, or an id is none of the model's.
         """
         ids = []
-        for stop in stops:
-            token = [int(stop)] if not isinstance(stop, str) else self._encode_text(stop, ORDINARY)
+        for stop in [stops] if isinstance(stops, Integral | str) else stops:
+            token = self._encode_text(stop, ORDINARY) if isinstance(stop, str) else self._read_ids([stop], "sample")
             if len(token) != 1:
                 raise ValueError(f"sample: stop {stop!r} is {len(token)} tokens, expected one; name a token or its id")
             ids += token
@@ -97,12 +101,13 @@ class Codec:
             last: the id that they stand behind; None where they begin a sequence.
 
         Raises:
-            ValueError: there are places for another number of images, or one cannot be read.
+            ValueError: there are places for another number of images, or one cannot be read; or an id is none of the
+                model's.
         """
         read, ids = self._read_images(images), []
         for part in parts:
             before = ids[-1] if ids else last
-            ids += self._encode_text(part, before) if isinstance(part, str) else _read_ids(part)
+            ids += self._encode_text(part, before) if isinstance(part, str) else self._read_ids(part, "observe")
         if self.image_reader:
             ids, read = self.image_reader.expand_ids(ids, read, "observe", self.data)
         return Piece(np.array(ids, dtype=np.int32), images=read)
@@ -113,6 +118,14 @@ class Codec:
         if self.image_reader:
             text = self.image_reader.replace_markers(text, self.tokenizer)
         return encode_after(self.tokenizer, last, text)
+
+    def _read_ids(self, content: Any, where: str) -> list[int]:
+        ids = np.asarray(content)
+        if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
+            raise ValueError(f"{where}: expected text, ids, or messages of role and content, got {content!r:.80}")
+        if self.vocab and len(ids) and ids.max() >= self.vocab:
+            raise ValueError(f"{where}: id {ids.max()} is none of the model's, which end at {self.vocab - 1}")
+        return ids.tolist()
 
     def _read_images(self, images: Sequence[Any]) -> tuple[Image, ...]:
         if not images:
@@ -140,13 +153,6 @@ def _mend_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _read_ids(content: Any) -> list[int]:
-    ids = np.asarray(content)
-    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
-        raise ValueError(f"observe: expected text, ids, or messages of role and content, got {content!r:.80}")
-    return ids.tolist()
 
 
 def _name_image(image: Any) -> Any:

@@ -140,7 +140,10 @@ class Episode:
         if self.tools and not messages:
             raise ValueError("Episode: tools are shown by a chat template, and the prompt is no chat; give messages")
         self._chat = Chat(codec.tokenizer, messages, self.tools, codec.stop_token_ids) if messages else None
-        return codec.encode((self._chat.text if self._chat else content,), images)
+        piece = codec.encode((self._chat.text if self._chat else content,), images)
+        if not len(piece.token_ids):
+            raise ValueError("Episode: a sequence begins with no token, so that nothing predicts the first sample's")
+        return piece
 
     def _open_chat(self) -> Chat:
         """Return the chat so far; that of the row's own messages is opened where the first others follow."""

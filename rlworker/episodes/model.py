@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
+from numbers import Integral
 from random import Random
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -16,6 +17,7 @@ import numpy as np
 
 from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
+from rlworker.episodes.codec import Stops
 from rlworker.episodes.episode import Episode
 from rlworker.rewards.functions import check_arguments, check_reward, is_batch
 from rlworker.rewards.user_code import is_async, strip_partials
@@ -96,7 +98,7 @@ class Host(Protocol):
 
     limits: PlayLimits
 
-    async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Sequence[int | str]) -> Sample: ...
+    async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Stops) -> Sample: ...
 
     async def call_tool(
         self, model: Model, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
@@ -120,24 +122,22 @@ class Model:
         """Random numbers of this episode, the same whenever the run is repeated."""
         return Random(int(np.random.SeedSequence(self._seed).generate_state(1, np.uint64)[0]))
 
-    async def sample(
-        self, episode: Episode, *, max_tokens: int | None = None, stop: Sequence[int | str] = ()
-    ) -> Sample:
+    async def sample(self, episode: Episode, *, max_tokens: int | None = None, stop: Stops = ()) -> Sample:
         """Let the model go on from what the episode holds, and append what it writes; these tokens are trained.
 
         Args:
             max_tokens: most tokens; None takes ``rollout.max_new_tokens``, which is the most there may be.
-            stop: further tokens, ids or texts of one token each, that end the sample and belong to it.
+            stop: a further token, or several, that end the sample and belong to it: ids, or texts of one token each.
 
         Raises:
             EpisodeLimit: the episode has all the turns or tokens that it may have.
-            ValueError: a stop is no token, or max_tokens is below 1.
+            ValueError: a stop is no token, or max_tokens no whole number from 1.
         """
         limits = self._host.limits
         self.episode = episode
         most = limits.sample_tokens if max_tokens is None else min(max_tokens, limits.sample_tokens)
-        if most < 1:
-            raise ValueError(f"sample: max_tokens={max_tokens}, expected 1 or more")
+        if not isinstance(most, Integral) or most < 1:
+            raise ValueError(f"sample: max_tokens={max_tokens}, expected a whole number, 1 or more")
         if episode.turns >= limits.turns:
             raise EpisodeLimit(f"turn {episode.turns + 1} of at most {limits.turns}; raise --episodes.turns")
         room = limits.tokens - len(episode)
@@ -145,7 +145,7 @@ class Model:
             raise EpisodeLimit(
                 f"the sequence has {len(episode)} tokens and may have {limits.tokens}; raise --episodes.tokens"
             )
-        return await self._host.sample(self, episode, min(most, room), stop)
+        return await self._host.sample(self, episode, int(min(most, room)), stop)
 
     async def tool(
         self,
@@ -172,13 +172,21 @@ class Model:
 
         Raises:
             ToolFailure: it did not end in time, raised, died or returned what cannot be sent.
+            ValueError: a limit is none, or the call cannot be sent to another process.
         """
         limit = self._host.limits.tool_limit_s if limit_s is None else limit_s
+        if not (0 < limit <= _LONGEST_S and isinstance(memory_mb, Integral) and memory_mb > 0):
+            raise ValueError(
+                f"tool: limit_s={limit_s} and memory_mb={memory_mb}, expected seconds above 0, at most "
+                f"{_LONGEST_S:g}, and a whole number of MB, 1 or more"
+            )
         return await self._host.call_tool(self, call, args, keywords, limit, memory_mb)
 
 
 Play = Callable[[Model, Row], Awaitable[Episode]]
 """``async def play(model, row) -> Episode``: all that a user writes."""
+_LONGEST_S = 1e6
+"""Most seconds that a tool may be given: a timer takes no infinite number."""
 _REWARD = re.compile(r"(\w*_)?(reward|score)")
 _TEXT = re.compile(r"(text|completion|response|answer|output|solution)s?(_str)?")
 """Names of rewards, and of what they are given."""

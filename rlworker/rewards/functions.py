@@ -55,7 +55,7 @@ def check_reward(reward: Any) -> None:
 def check_arguments(function: Callable, call: str) -> None:
     """Raise ValueError where a function does not take two arguments, as in ``call``: ``"reward(text, row)"``."""
     try:
-        signature(function).bind(None, None)
+        signature(function, follow_wrapped=False).bind(None, None)  # a wrapper may take other arguments
     except TypeError as error:
         raise ValueError(
             f"{call.partition('(')[0]}: {name_function(function)} is called as {call}, which it does not take "

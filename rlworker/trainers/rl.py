@@ -82,10 +82,10 @@ class Trainer(Run[RunConfig]):
         check_scorer(reward)
         pickle_reward(reward, "play" if is_play(reward) else "reward")  # refused here where it cannot be sent
         self.models = config.check_models()
-        self.tokenizer = load_tokenizer(config.model)
-        self.stop_token_ids = list_stop_tokens(config.model, self.tokenizer, self.models["actor"].vocab)
+        self.tokenizer, vocab = load_tokenizer(config.model), self.models["actor"].vocab
+        self.stop_token_ids = list_stop_tokens(config.model, self.tokenizer, vocab)
         image_reader = build_image_reader(self.models["actor"], config.run_dir, config.image_memory_mb)
-        self.codec = Codec(self.tokenizer, self.stop_token_ids, image_reader, config.data)
+        self.codec = Codec(self.tokenizer, self.stop_token_ids, image_reader, config.data, vocab)
         read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
@@ -93,7 +93,7 @@ class Trainer(Run[RunConfig]):
         every = [*self.rows, *self.heldout]
         self.image_folders = list_image_folders(every)
         ids = [row.prompt_ids for row in every]
-        check_vocabulary([row.prompt for row in every], ids, self.models["actor"].vocab)
+        check_vocabulary([row.prompt for row in every], ids, vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
         critic, algorithm = config.critic, config.algorithm

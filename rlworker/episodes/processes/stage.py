@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar, copy_context
 from typing import Any
 
 import numpy as np
 
 from rlworker.data.rows import Row
-from rlworker.episodes.codec import Codec, using_codec
+from rlworker.episodes.codec import Codec, Stops, using_codec
 from rlworker.episodes.episode import Episode
 from rlworker.episodes.model import EpisodeLimit, Model, Play, PlayLimits, Sample, ToolFailure, read_calls
 from rlworker.episodes.processes.running import ReportFn, RunningPlay, StepTimer, TimedCoroutine, is_ours, locate_play
@@ -137,7 +137,7 @@ class Stage:
 
     # -- what a play asks for
 
-    async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Sequence[int | str]) -> Sample:
+    async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
         """Answer ``Model.sample``."""
         running = self._live.get(model.number)
         if running is None or running.model is not model:

@@ -50,7 +50,7 @@ def _bind(tool: Tool, arguments: Mapping[str, Any]) -> tuple[list, dict[str, Any
     """
     places, names = [], dict(arguments)
     try:
-        called = signature(tool)
+        called = signature(tool, follow_wrapped=False)  # a wrapper may take other arguments
     except ValueError:  # a builtin that has none says itself what it does not take
         return places, names
     only = [each for each in called.parameters.values() if each.kind is each.POSITIONAL_ONLY]

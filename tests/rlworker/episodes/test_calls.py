@@ -15,7 +15,6 @@ TOOLS = {
     "lay_out": tools.lay_out,
     "places": tools.take_places,
     "names": tools.take_names,
-    "hang": tools.say_nothing,
     "shout": tools.shout,
     "wrapped": tools.wrap_async,
     "stumble": tools.stumble,
@@ -31,6 +30,7 @@ TOOLS = {
     "sqrt": math.sqrt,
     "max": max,
     "getter": operator.itemgetter(1),
+    "wrapper": tools.search,
     "lambda": lambda x, y=[7]: [x, *y],
 }
 
@@ -45,7 +45,7 @@ def answer(*calls: ToolCall, error: str = "") -> list[str]:
         messages.extend(await answer_calls(model, replace(sample, calls=calls, call_error=error), TOOLS))
         return episode
 
-    (record,) = play_all(LocalPool(play, limits=replace(LIMITS, tool_limit_s=0.3)), make_rows("1+1="))
+    (record,) = play_all(LocalPool(play, limits=replace(LIMITS, tool_limit_s=30.0)), make_rows("1+1="))
     assert record.failure is None, "whatever a tool does, the episode goes on"
     assert all(message["role"] == "tool" for message in messages)
     return [message["content"] for message in messages]
@@ -65,6 +65,7 @@ def test_tools_are_called_as_python_calls_them():
         ("method", {"x": 2, "start": 10}, 4),
         ("class_method", {"x": 2}, 20),
         ("sqrt", {"x": 16}, 4.0),
+        ("wrapper", {"query": "ok"}, "a session: ok"),
         ("lambda", {"x": 2}, [2, 7]),
         ("shout", {"text": "ok"}, "OK"),
         ("wrapped", {"text": "ok"}, "OK"),
@@ -83,7 +84,6 @@ def test_what_goes_wrong_is_told():
         ("subtract", {}, "error: there is no tool 'subtract', there are lay_out, places, "),
         ("lay_out", {"b": 1}, "error: missing a required argument: 'a'"),
         ("places", {"a": 1, "d": 1}, "error: got an unexpected keyword argument 'd'"),
-        ("hang", {}, "): no end after 0.3 s"),
         ("max", {"iterable": [1, 2]}, "error: max: TypeError: max expected at least 1 argument, got 0"),
         ("getter", {"obj": [1, 2]}, "error: itemgetter"),
         ("stumble", {"how": "key"}, "error: stumble ("),

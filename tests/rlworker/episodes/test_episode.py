@@ -56,6 +56,9 @@ def test_a_fork_begins_another_sequence_of_the_same_turns(row):
         (lambda e: [e.reward(-1e6), e.reward(0), e.reward(1)], "reward 1 is no number, or makes an episode's more"),
         (lambda e: e.observe([1.5]), "expected text, ids, or messages"),
         (lambda e: e.observe([-1]), "expected text, ids, or messages"),
+        (lambda e: e.observe([99]), "observe: id 99 is none of the model's, which end at 98"),
+        (lambda e: e.fork([]), "a sequence begins with no token"),
+        (lambda e: Episode(e.row, ""), "a sequence begins with no token"),
         (lambda e: e.observe("look", ["a.png"]), "it has images, which this model cannot see"),
         (lambda e: e.observe({"role": "user", "content": "1"}), "follow a prompt that is no chat"),
         (lambda e: Episode(e.row, tools=[{}]), "the prompt is no chat; give messages"),
@@ -79,6 +82,10 @@ def test_ids_that_the_tokenizer_does_not_know_are_left_out_of_the_text(codec):
 
 def test_stops_are_single_tokens(codec):
     assert codec.encode_stops([">", 7]) == (*encode(">"), 7)
+    assert codec.encode_stops(">") == (*encode(">"),) and codec.encode_stops(7) == (7,), "one alone"
+    for stop in (99, -1, 2.5, None):
+        with pytest.raises(ValueError, match=r"sample: (id 99 is none of the model's|expected text, ids)"):
+            codec.encode_stops([stop])
     with pytest.raises(ValueError, match="stop 'ab' is 2 tokens"):
         codec.encode_stops(["ab"])
 
@@ -90,6 +97,34 @@ def test_one_turn_is_the_play_of_a_reward():
     assert wrong.reward == 0.0 and wrong.failure is None and wrong.turns == 1
     with pytest.raises(ValueError, match="a batch reward sees a prompt's whole group"):
         one_turn(batch_reward(lambda texts, rows: [0.0] * len(texts)))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda model, episode: model.sample(episode, max_tokens=2.5), "max_tokens=2.5, expected a whole number"),
+        (
+            lambda model, episode: model.sample(episode, max_tokens=0),
+            "max_tokens=0, expected a whole number, 1 or more",
+        ),
+        (
+            lambda model, episode: model.tool(print, limit_s=float("inf")),
+            "limit_s=inf and memory_mb=1024, expected sec",
+        ),
+        (lambda model, episode: model.tool(print, limit_s=0), "limit_s=0 and memory_mb=1024, expected seconds above 0"),
+        (lambda model, episode: model.tool(print, memory_mb=0.5), "memory_mb=0.5, expected .* whole number of MB"),
+    ],
+)
+def test_limits_that_are_none_are_refused_where_they_are_given(ask, message):
+    async def play(model, row):
+        episode = Episode(row)
+        with pytest.raises(ValueError, match=message):
+            await ask(model, episode)
+        await model.sample(episode)
+        return episode
+
+    (record,) = play_all(LocalPool(play), make_rows("1+1="))
+    assert record.failure is None
 
 
 async def write_twice(model, row):

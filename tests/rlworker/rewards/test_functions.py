@@ -4,7 +4,7 @@ import math
 import re
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -113,10 +113,15 @@ def test_a_play_of_other_arguments_is_refused_before_anything_starts():
     assert re.search(r"error: play: .*play \(.*\) is called as play\(model, row\), which it does", refuse(play))
 
 
+@wraps(score_like_verl)
+def wrapped(text, row):
+    return score_like_verl("gsm8k", text, row.answer)
+
+
 BOUND = partial(score_like_verl, "gsm8k", extra_info={})
 
 
-@pytest.mark.parametrize("function", [Judge(), Judge.score, Judge().score, max, BOUND])
+@pytest.mark.parametrize("function", [Judge(), Judge.score, Judge().score, max, BOUND, wrapped])
 def test_whatever_takes_a_text_and_its_row_is_a_reward(function):
     check_reward(function)
     assert not is_play(function) and not is_batch(function)

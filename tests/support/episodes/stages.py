@@ -22,7 +22,7 @@ from rlworker.episodes.rounds import Rounds
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-EOS = 2
+EOS, VOCAB = 2, 99
 LIMITS = PlayLimits(turns=4, tokens=40, sample_tokens=8, time_limit_s=0.5, tool_limit_s=2.0)
 
 
@@ -43,7 +43,7 @@ def make_rows(*prompts: str) -> list[Row]:
 
 def make_codec() -> Codec:
     """Make a codec whose tokenizer raises where it is asked to encode what was sampled."""
-    return Codec(GuardedTokenizer(load_tokenizer()), (EOS,))
+    return Codec(GuardedTokenizer(load_tokenizer()), (EOS,), vocab=VOCAB)
 
 
 def make_sample(text: str, finished: bool = True, version: int = 0) -> Completion:

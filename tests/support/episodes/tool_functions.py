@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import wraps
 
 
 def draw_slowly(most: int) -> int:
@@ -26,10 +27,6 @@ def take_places(a, b=2, c=3, /):
 def take_names(*, limit_s, memory_mb=5, keywords=6):
     """Has arguments of the names that ``Model.tool`` has."""
     return limit_s, memory_mb, keywords
-
-
-def say_nothing():
-    time.sleep(600)
 
 
 def tick():
@@ -84,3 +81,18 @@ class SlowScale(Scale):
 
     async def __call__(self, x):
         return x * self.factor + sum(range(1))
+
+
+def give_session(function):
+    """Make a function that takes one argument less; ``inspect.signature`` looks through it."""
+
+    @wraps(function)
+    def call(**arguments):
+        return function("a session", **arguments)
+
+    return call
+
+
+@give_session
+def search(session, query):
+    return f"{session}: {query}"
