@@ -17,6 +17,7 @@ from recipes.common.toys import ToyConfig
 from rlworker import TrainBatch, Trainer
 from rlworker.algorithms.losses import sft_loss
 from rlworker.cluster.train_group import SHARD_BYTES
+from rlworker.data.encoding import encode_after
 from rlworker.data.rows import Row
 from rlworker.episodes import Episode, Model, Play, Sample
 from rlworker.episodes.codec import Codec, Stops, using_codec
@@ -48,7 +49,7 @@ class Teacher:
 
     async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
         text = self.say(episode.row, episode.turns)
-        ids = [*self.codec.tokenizer(text)["input_ids"], self.codec.stop_token_ids[0]]
+        ids = [*encode_after(self.codec.tokenizer, episode.token_ids[-1], text), self.codec.stop_token_ids[0]]
         token_ids = np.asarray(ids, np.int32)
         episode.add_sample(token_ids)
         calls = [json.loads(call) for call in re.findall(r"<tool_call>(.*?)</tool_call>", text)]

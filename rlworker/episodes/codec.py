@@ -16,7 +16,7 @@ import numpy as np
 from engines.batch.samples import Image
 from engines.images.video import Video
 from rlworker.config.sections import DataConfig
-from rlworker.data.encoding import ORDINARY, encode_after
+from rlworker.data.encoding import ORDINARY, encode_after, encode_prompts
 from rlworker.data.images import ImageReader
 from rlworker.episodes.record import Piece
 
@@ -94,11 +94,14 @@ class Codec:
             ids += token
         return tuple(ids)
 
-    def encode(self, parts: Sequence[Content], images: Sequence[Any], last: int | None = None) -> Piece:
+    def encode(
+        self, parts: Sequence[Content], images: Sequence[Any], last: int | None = None, is_plain: bool = False
+    ) -> Piece:
         """Encode texts and ids that follow one another, with image tokens as rows have them.
 
         Args:
             last: the id that they stand behind; None where they begin a sequence.
+            is_plain: they are a text that begins one, with the special tokens that open it, as rows of text have them.
 
         Raises:
             ValueError: there are places for another number of images, or one cannot be read; or an id is none of the
@@ -107,16 +110,21 @@ class Codec:
         read, ids = self._read_images(images), []
         for part in parts:
             before = ids[-1] if ids else last
-            ids += self._encode_text(part, before) if isinstance(part, str) else self._read_ids(part, "observe")
+            if isinstance(part, str):
+                ids += self._encode_text(part, before, is_plain)
+            else:
+                ids += self._read_ids(part, "observe")
         if self.image_reader:
             ids, read = self.image_reader.expand_ids(ids, read, "observe", self.data)
         return Piece(np.array(ids, dtype=np.int32), images=read)
 
-    def _encode_text(self, text: str, last: int | None) -> list[int]:
+    def _encode_text(self, text: str, last: int | None, is_plain: bool = False) -> list[int]:
         """Encode text, in which special tokens and the markers of images may be written out, behind an id."""
         text = _mend_surrogates(text)
         if self.image_reader:
             text = self.image_reader.replace_markers(text, self.tokenizer)
+        if is_plain:
+            return encode_prompts(self.tokenizer, [text], [True])[0]
         return encode_after(self.tokenizer, last, text)
 
     def _read_ids(self, content: Any, where: str) -> list[int]:

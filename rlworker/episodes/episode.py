@@ -31,7 +31,8 @@ class Episode:
         episode.reward(float(sample.text == row.answer))
 
     Args:
-        prompt: ids, text or chat messages to begin with in the place of the row's prompt.
+        prompt: ids, text or chat messages to begin with in the place of the row's prompt; text comes after the special
+            tokens that the tokenizer opens one with, as a row's does.
         images: of that prompt.
         tools: that the chat template shows: JSON schemas, or functions with types and a docstring, of which
             transformers makes some.
@@ -140,7 +141,7 @@ class Episode:
         if self.tools and not messages:
             raise ValueError("Episode: tools are shown by a chat template, and the prompt is no chat; give messages")
         self._chat = Chat(codec.tokenizer, messages, self.tools, codec.stop_token_ids) if messages else None
-        piece = codec.encode((self._chat.text if self._chat else content,), images)
+        piece = codec.encode((self._chat.text if self._chat else content,), images, is_plain=not messages)
         if not len(piece.token_ids):
             raise ValueError("Episode: a sequence begins with no token, so that nothing predicts the first sample's")
         return piece

@@ -112,7 +112,9 @@ def test_observed_text_and_messages_have_the_ids_of_the_whole_conversation(kind)
         episode = Episode(row, "It is")
         for text in (" the answer", "\n", "The", " b", ""):
             episode.observe(text)
-    assert episode.token_ids == encode(tokenizer, "It is the answer\nThe b")
+        assert episode.token_ids == tokenizer("It is the answer\nThe b")["input_ids"]
+        episode.fork("It is")
+        assert episode.token_ids == tokenizer("It is")["input_ids"], "opened as rows of text are"
 
 
 @pytest.mark.parametrize("kind", KINDS)
