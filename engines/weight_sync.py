@@ -1,9 +1,11 @@
 """Weights on their way from a training engine to rollout engines: buckets of bytes, each with a checksum."""
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +24,20 @@ class WeightBucket:
         entries: ``(HF name, shape, torch dtype name, first byte)`` of each tensor.
         data: ``[bytes]`` uint8. checksum: xxh3-64 of ``data``.
         first: it begins an update, whatever came before it.
+        skipped: bytes of its one tensor that came in buckets before, where the tensor is cut into several.
     """
 
     entries: tuple[tuple[str, tuple[int, ...], str, int], ...]
     data: np.ndarray
     checksum: int
     first: bool = True
+    skipped: int = 0
+
+    @property
+    def is_piece(self) -> bool:
+        """It holds a part of a tensor."""
+        _, shape, dtype_name, _ = self.entries[0]
+        return len(self.data) < _count_bytes(shape, dtype_name)
 
     def check(self) -> None:
         """Raise ValueError where the bytes are not the ones that were packed."""
@@ -49,10 +59,39 @@ class WeightBucket:
         data = torch.from_numpy(self.data if self.data.flags.writeable else self.data.copy())
         views = []
         for name, shape, dtype_name, start in self.entries:
-            dtype = getattr(torch, dtype_name)
-            size = int(np.prod(shape)) * dtype.itemsize
-            views.append((name, data[start : start + size].view(dtype).view(shape)))
+            size = _count_bytes(shape, dtype_name)
+            views.append((name, data[start : start + size].view(getattr(torch, dtype_name)).view(shape)))
         return views
+
+
+class PieceJoiner:
+    """Joins tensors that were cut into pieces, which come one after another."""
+
+    def __init__(self):
+        self._name, self._data, self._end = "", np.empty(0, np.uint8), 0
+
+    def join(self, bucket: WeightBucket) -> WeightBucket | None:
+        """Take a bucket: one of whole tensors to hand on, or None while pieces are to come.
+
+        Raises:
+            ValueError: a piece of the tensor is missing.
+        """
+        name, shape, dtype_name, _ = bucket.entries[0]
+        if not bucket.is_piece:
+            return bucket
+        if bucket.skipped == 0:
+            self._name, self._data, self._end = name, np.empty(_count_bytes(shape, dtype_name), np.uint8), 0
+        if (name, bucket.skipped) != (self._name, self._end):
+            raise ValueError(
+                f"weight sync: a piece of {name!r} came that begins at byte {bucket.skipped}, expected byte "
+                f"{self._end} of {self._name!r}; send the update again from its first bucket"
+            )
+        self._data[self._end : self._end + len(bucket.data)] = bucket.data
+        self._end += len(bucket.data)
+        if self._end < len(self._data):
+            return None
+        data, self._name, self._data, self._end = self._data, "", np.empty(0, np.uint8), 0
+        return replace(bucket, data=data, checksum=xxhash.xxh3_64_intdigest(data.data), skipped=0)
 
 
 @dataclass(frozen=True)
@@ -85,32 +124,61 @@ def share_bucket(bucket: WeightBucket) -> Iterator[SharedBucket]:
         yield SharedBucket(replace(bucket, data=np.empty(0, dtype=np.uint8)), path)
 
 
+class _Part(NamedTuple):
+    """Bytes ``start`` to ``end`` of a tensor: all of them, or a piece."""
+
+    name: str
+    tensor: Tensor
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_piece(self) -> bool:
+        return self.nbytes < self.tensor.nbytes
+
+
 def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[WeightBucket, bool]]:
     """Cut a stream of weights into buckets: yields ``(bucket, is_last)``, one bucket in memory at a time.
 
     Args:
-        bucket_bytes: most bytes in a bucket; a tensor larger than this gets a bucket of its own.
+        bucket_bytes: most bytes in a bucket; a tensor larger than this is cut into pieces, each in a bucket of its own.
     """
-    pending: list[tuple[str, Tensor]] = []
+    pending: list[_Part] = []
     size, first = 0, True
-    for name, tensor in weights:
-        if pending and size + tensor.nbytes > bucket_bytes:
+    for part in _cut(weights, bucket_bytes):
+        if pending and (size + part.nbytes > bucket_bytes or part.is_piece or pending[-1].is_piece):
             yield replace(_pack(pending), first=first), False
             pending, size, first = [], 0, False
-        pending.append((name, tensor.detach().cpu().contiguous()))
-        size += tensor.nbytes
+        pending.append(part)
+        size += part.nbytes
     if pending:
         yield replace(_pack(pending), first=first), True
 
 
-def _pack(weights: list[tuple[str, Tensor]]) -> WeightBucket:
-    entries, end = [], 0
+def _cut(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[_Part]:
     for name, tensor in weights:
-        entries.append((name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), end))
-        end += -(-tensor.nbytes // _ALIGN) * _ALIGN
+        tensor = tensor.detach().cpu().contiguous()
+        for start in range(0, max(tensor.nbytes, 1), most):
+            yield _Part(name, tensor, start, min(start + most, tensor.nbytes))
+
+
+def _pack(parts: Sequence[_Part]) -> WeightBucket:
+    entries, end = [], 0
+    for name, tensor, first, last in parts:
+        start = -(-end // _ALIGN) * _ALIGN
+        entries.append((name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), start))
+        end = start + last - first
     # Written by torch: a tensor that numpy has seen could not be offloaded any more.
     packed = torch.zeros(end, dtype=torch.uint8)
-    for (_, _, _, start), (_, tensor) in zip(entries, weights, strict=True):
-        packed[start : start + tensor.nbytes] = tensor.view(-1).view(torch.uint8)
+    for (*_, start), part in zip(entries, parts, strict=True):
+        packed[start : start + part.nbytes] = part.tensor.view(-1).view(torch.uint8)[part.start : part.end]
     data = packed.numpy()
-    return WeightBucket(tuple(entries), data, xxhash.xxh3_64_intdigest(data.data))
+    return WeightBucket(tuple(entries), data, xxhash.xxh3_64_intdigest(data.data), skipped=parts[0].start)
+
+
+def _count_bytes(shape: tuple[int, ...], dtype_name: str) -> int:
+    return math.prod(shape) * getattr(torch, dtype_name).itemsize

@@ -1,6 +1,6 @@
 """Runs that lose processes and go on: each must end with the metrics of the run that lost none.
 
-    python tests/outages.py                            # every one of OUTAGES and NODES, and the control
+    python tests/outages.py                            # every one of OUTAGES, NODES and MEMORY, and the control
     python tests/outages.py engine-sync rank-stopped   # some of them
     python tests/outages.py --json outages.json        # the figures of all of them, for a table
     python tests/outages.py --calm 15                  # minutes under the load of 20 processes: nobody may be ended
@@ -9,7 +9,8 @@
 Where rollouts run ahead no two runs are equal. Then each step must have the same fields and the same prompts.
 
 Each run has a real Ray, two trainer ranks and two vLLM engines. It is told whom to kill or to stop, and in which step
-and phase. Workers that were not lost are handed on from run to run.
+and phase, or whom to let take memory until Ray's monitor ends it. Workers that were not lost are handed on from run to
+run.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 from kill_chain import make_config, read_metrics_without_times, read_weights, reward
 
 from rlworker.config.run import RunConfig, TrainingConfig
@@ -40,7 +42,8 @@ from rlworker.errors import RunError
 STEPS = 5
 STALL_TIMEOUT_S = 20.0
 NAMED_S, NODE_NAMED_S = 10.0, 40.0
-"""Seconds until a lost worker is named, beyond the stall timeout for one that stands still; and until a node is."""
+"""Seconds until a lost worker is named, beyond the stall timeout for one that stands still; and until a node is, or a
+worker that takes memory until it is lost."""
 LOAD = 20
 BUCKET_BYTES = 2**16
 """So small that an update of the model takes several."""
@@ -52,7 +55,7 @@ class Outage:
 
     Attributes:
         delay_ms: into the phase; 0 is before it begins. resends: whether a new engine gets the weights.
-        supervised: whether the run has no rollouts.
+        supervised: whether the run has no rollouts. eats: takes memory, for which Ray's monitor ends it.
     """
 
     victim: str
@@ -62,6 +65,11 @@ class Outage:
     delay_ms: float = 0.0
     resends: bool = True
     supervised: bool = False
+    eats: bool = False
+
+    @property
+    def way(self) -> str:
+        return "memory" if self.eats else "SIGSTOP" if self.stops else "SIGKILL"
 
 
 OUTAGES = {
@@ -79,7 +87,15 @@ OUTAGES = {
 }
 NODES = {"node-rollout": Outage("node", False, 3, "rollout"), "node-update": Outage("node", False, 4, "update")}
 """Outages of all workers of a node, while another one is free. Both are Ray's on this machine, with its address."""
+MEMORY = {
+    "memory-update": Outage("actor rank 1", False, 4, "update", 20, eats=True),
+    "memory-rollout": Outage("rollout engine 0", False, 3, "rollout", eats=True),
+}
+"""Outages by Ray's memory monitor, which may end others beside the victim. Their Ray has a limit of its own."""
+MEMORY_GIB = 7
+"""Memory above what the machine uses, at which that Ray's monitor ends workers. The runs take some five of them."""
 CONTROL = Outage("rollout engine 1", False, 3, "rollout", resends=False)
+EVERY = OUTAGES | NODES | MEMORY
 AHEAD = 1
 """Staleness of rollouts that run ahead."""
 
@@ -87,7 +103,7 @@ AHEAD = 1
 def make_outage_config(folder: Path, name: str, supervised: bool = False, staleness: int = 0) -> TrainingConfig:
     """Make the settings of a run, saved after every other step; one of RL has two engines."""
     config = make_config(folder, name, STEPS)
-    recovery = RecoveryConfig(stall_timeout_s=STALL_TIMEOUT_S, restarts=2)
+    recovery = RecoveryConfig(stall_timeout_s=STALL_TIMEOUT_S, restarts=6 if name in MEMORY else 2)
     if not supervised:
         rollout, rewards = (
             replace(config.rollout, engines=2, staleness=staleness),
@@ -104,8 +120,14 @@ def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], N
 
     import rlworker.trainers.rl as rl
     from rlworker.cluster.rollout_group import Rollouts
+    from rlworker.cluster.watch import LIVENESS
     from rlworker.trainers.outages import Outages
     from rlworker.trainers.sft import SftTrainer
+
+    def eat(_worker):
+        eaten = []
+        while True:
+            eaten.append(bytearray(b"x" * 2**26))
 
     times: dict[str, float] = {}
     is_rl = isinstance(config, RunConfig)
@@ -115,8 +137,8 @@ def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], N
         def start(self):
             super().start()
             if outage and not kill_node:
-                victim = self.name_workers()[outage.victim]
-                (self.pid,) = ray.get([victim.__ray_call__.remote(lambda _: os.getpid())])
+                self.victim = self.name_workers()[outage.victim]
+                (self.pid,) = ray.get([self.victim.__ray_call__.remote(lambda _: os.getpid())])
 
         def strike(self):
             if kill_node:
@@ -124,6 +146,9 @@ def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], N
                 times["struck"] = time.monotonic()
                 return
             times["struck"] = time.monotonic()
+            if outage and outage.eats:
+                self.victim.__ray_call__.options(concurrency_group=LIVENESS).remote(eat)
+                return
             os.kill(self.pid, signal.SIGSTOP if outage and outage.stops else signal.SIGKILL)
 
         def send_weights(self, engines):
@@ -195,7 +220,7 @@ def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None, s
         AssertionError: the run's metrics or weights differ, or the outage was named late, or another one was.
         RunError: the run did not go on.
     """
-    outage = (OUTAGES | NODES)[name]
+    outage = EVERY[name]
     if staleness and outage.phase == "reward":
         outage = replace(outage, phase="rollout")  # beside which rewards are scored
     whole = "whole-supervised" if outage.supervised else "whole"
@@ -206,13 +231,13 @@ def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None, s
     lines = (folder / name / "outages.jsonl").read_text().splitlines()
     lost = [json.loads(line)["lost"] for line in lines]
     assert kill_node or any(outage.victim in each for each in lost), lost
+    assert not outage.eats or any(outage.victim in each and "monitor" in each[outage.victim] for each in lost), lost
     assert all(json.loads(line)["where"].startswith("step ") for line in lines), lines
     assert f"<th>outages</th><td>{len(lines)}</td>" in (folder / name / "report.html").read_text()
     (compare_ahead if staleness and not outage.supervised else compare_whole)(folder, whole, name)
     named = times["named"] - times["struck"]
-    assert named < outage.stops * STALL_TIMEOUT_S + (NODE_NAMED_S if kill_node else NAMED_S), (
-        f"named after {named:.1f} s"
-    )
+    limit_s = outage.stops * STALL_TIMEOUT_S + (NODE_NAMED_S if kill_node or outage.eats else NAMED_S)
+    assert named < limit_s, f"named after {named:.1f} s"
     seconds = {"replaced": round(times["replaced"] - times["named"], 1)} if "replaced" in times else {}
     return {"lost": lost, "named": round(named, 1)} | seconds
 
@@ -275,9 +300,9 @@ def play_all(
         result = check_control(folder, staleness) if control else play(folder, name, kill_node, staleness)
         print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
         if isinstance(result, dict):
-            outage = (OUTAGES | NODES)[name]
+            outage = EVERY[name]
             row = {"lost": outage.victim + ", supervised" * outage.supervised}
-            row |= {"by": "SIGSTOP" if outage.stops else "SIGKILL", "in": outage.phase}
+            row |= {"by": outage.way, "in": outage.phase}
             row |= {"named after s": result["named"], "replaced after s": result.get("replaced", "")}
             what = "prompts of each step" if staleness else "metrics and weights"
             yield row | {what: "those of the run that lost none"}
@@ -285,7 +310,7 @@ def play_all(
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = [*OUTAGES, "control", *NODES]
+    every = [*OUTAGES, "control", *NODES, *MEMORY]
     parser.add_argument("names", nargs="*", default=every, metavar="NAME", help=", ".join(every))
     parser.add_argument("--json", type=Path, help="write the figures here, as scripts/tables.py takes them")
     parser.add_argument("--ahead", action="store_true", help="let rollouts run ahead, by one update")
@@ -311,12 +336,19 @@ def main(options: argparse.Namespace) -> None:
             with running_ray(8, "cpu"), keeping_workers():  # else most of the time would go into starts
                 stay_calm(folder, options.calm)
             return
-        if alone := [name for name in options.names if name not in NODES]:
+        if alone := [name for name in options.names if name not in NODES | MEMORY]:
             with running_ray(8, "cpu"), keeping_workers():
                 rows += play_all(folder, alone, staleness=staleness)
         if apart := [name for name in options.names if name in NODES]:
             with open_nodes() as kill_node:
                 rows += play_all(folder, apart, kill_node, staleness)
+        if hungry := [name for name in options.names if name in MEMORY]:
+            memory = psutil.virtual_memory()
+            limit = 1 - memory.available / memory.total + MEMORY_GIB * 2**30 / memory.total
+            assert limit < 0.95, "this machine has too little memory left to play these"
+            os.environ |= {"RAY_memory_usage_threshold": f"{limit:.4f}", "RAY_memory_monitor_refresh_ms": "50"}
+            with running_ray(8, "cpu"), keeping_workers():
+                rows += play_all(folder, hungry, staleness=staleness)
     if options.json:
         options.json.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
 

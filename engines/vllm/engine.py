@@ -22,7 +22,7 @@ from engines.models.spec import ModelSpec
 from engines.vllm.processes import unlink_shared_memory
 from engines.vllm.prompts import make_prompt
 from engines.vllm.sleep import Sleep
-from engines.weight_sync import WeightBucket, share_bucket
+from engines.weight_sync import PieceJoiner, WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
 from hardware.platform import Platform
 
@@ -98,6 +98,7 @@ class VllmEngine:
         self.model, self.config = model, config
         self.version = self._newest = 0
         self._names: set[str] = set()
+        self._joiner: PieceJoiner | None = None  # of the update that has begun
         backend = find_rollout_backend(platform.rollout_backends, model.rules, config.attention_override)
         worker = platform.find_rollout_worker(backend)
         if config.kv_cache_mb:
@@ -289,18 +290,19 @@ class VllmEngine:
         self._sleep.require("load_weights", "weights")
         bucket.check()
         if bucket.first:
-            self._names = set()
+            self._names, self._joiner = set(), PieceJoiner()
             self.llm.collective_rpc("begin_sync")
-        elif not self._names:
+        elif not self._joiner:
             raise ValueError(
                 f"weight sync: a bucket of version {version} came to an engine that has not got the first one; send "
                 "the update again from its first bucket"
             )
-        self._hand_on(bucket)
-        self._names |= {name for name, *_ in bucket.entries}  # what failed is missing at the end
+        if whole := cast(PieceJoiner, self._joiner).join(bucket):
+            self._hand_on(whole)
+            self._names |= {name for name, *_ in whole.entries}  # what failed is missing at the end
         if not last:
             return
-        names, self._names = self._names, set()
+        names, self._names, self._joiner = self._names, set(), None
         if names != self.model.list_hf_names():
             missing, extra = (
                 sorted(x)[:5] for x in (self.model.list_hf_names() - names, names - self.model.list_hf_names())

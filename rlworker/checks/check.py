@@ -14,7 +14,8 @@ from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
 from rlworker.checks.trainer import TRAINER_CHECKS, Finding, list_platform_limits
-from rlworker.cluster.train_group import BUCKET_BYTES
+from rlworker.cluster.process_state import explain, get_last_line
+from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.data.rows import Row
 from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 
@@ -49,7 +50,7 @@ def check_all(engines: CheckedEngines, version: int, only: str = "") -> list[Fin
         try:
             findings += check()
         except RayError as error:
-            text = f"raised: {str(error).strip().splitlines()[-1]}"
+            text = f"raised: {explain(error) or get_last_line(error)}"
             if engines.config.actor.ranks > 1:
                 text += "; the checks after it were not run"
                 return [*findings, engines.trainer.make_finding(name, "", False, text)]

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from rlworker.cluster.placement import list_nodes, pin_to
+from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.errors import RunError
 
 _ANSWER_S = 300.0
@@ -88,7 +89,7 @@ def _wait_for_answer(reference: Any) -> dict[str, str] | str:
     except GetTimeoutError:
         return f"no answer within {_ANSWER_S:.0f} s"
     except RayError as error:
-        return str(error).strip().splitlines()[-1]
+        return explain(error) or get_last_line(error)
 
 
 def _compare(expected: Mapping[str, str], found: Mapping[str, str] | str) -> Iterator[str]:

@@ -1,17 +1,35 @@
-"""The state of a process: one that is starved or busy is told from one that stands still.
+"""The state of a process: one that is starved or busy is told from one that stands still, and how one was lost.
 
 Without torch or an engine: a node's answer is given by a small process of Ray.
 """
 
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.actor import ActorHandle
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
 
 from rlworker.cluster.placement import pin_to
+from rlworker.errors import MONITOR
 
 _LOOKS, _LOOK_S = 20, 0.05
 """Looks at a process, and the seconds between two of them."""
@@ -21,6 +39,28 @@ _COMPUTING = "RD"
 """States of a thread that has work: it runs or waits for a core, or for the memory or disk that it reads from."""
 _ANSWER_S = 6.0
 """Seconds that another node has to tell of a process."""
+
+LOSSES = (
+    RayActorError,
+    OutOfMemoryError,  # of Ray's memory monitor, which ends processes before the kernel would
+    WorkerCrashedError,
+    NodeDiedError,
+    LocalRayletDiedError,
+    ActorUnschedulableError,  # its node has gone
+    TaskUnschedulableError,
+)
+"""Errors by which Ray tells that a process is gone, or cannot be reached."""
+DRIVER_LOST = "lost Ray, which crashed or was killed on the machine of this program"
+"""Fate of every process once Ray has gone from under the driver, which can start no other."""
+_DIED = "died (killed, out of memory or crashed; Ray's logs say more)"
+_NODE_DIED = "died with its machine, or with Ray there"
+_FULL = {
+    ObjectStoreFullError: "Ray's object store is full: start Ray with more (`ray start --object-store-memory BYTES`)",
+    OutOfDiskError: "the disk is full that Ray keeps its files on: make room there, or set TMPDIR to another folder",
+}
+_NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
+_OWN_MEMORY = r"\(Actor\({}\)[^\n]* actual memory used=([\d.]+)GB"
+"""What the monitor writes of a node, and of an actor that it ended; its GB are GiB (Ray 2.60)."""
 
 
 @dataclass(frozen=True)
@@ -70,3 +110,47 @@ def _read_state(task: Path) -> str:
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
+
+
+def is_lost(error: RayError) -> bool:
+    """Tell whether an error of a call means that the process that was called is lost.
+
+    What was raised in a process, which is a RayTaskError, may be of the same kinds: it then tells of another one.
+    """
+    return isinstance(error, LOSSES) and not isinstance(error, RayTaskError)
+
+
+def explain(error: BaseException, worker: ActorHandle | None = None) -> str | None:
+    """Say in a line what became of a process or an object of Ray's, to follow its name; None of any other error.
+
+    Args:
+        worker: the process; left out, its own memory is not told.
+    """
+    while isinstance(error, RayTaskError):
+        error = error.cause
+    text = str(error)
+    if isinstance(error, OutOfMemoryError):
+        own = worker and re.search(_OWN_MEMORY.format(worker._actor_id.hex()), text)
+        node = _NODE_MEMORY.search(text)
+        held = f", holding {own[1]} GiB" if own else ""
+        return MONITOR + held + (f", when {node[1]} of {node[2]} GiB of its machine were in use" if node else "")
+    if isinstance(error, ObjectStoreFullError | OutOfDiskError):
+        return _FULL[type(error)]
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return f"did not start ({get_last_line(error)})"
+    if isinstance(error, ActorUnavailableError):
+        return "could not be reached"
+    if "owner has died" in text and "node has crashed" in text:
+        return DRIVER_LOST
+    if isinstance(error, ObjectLostError):
+        return f"was lost ({type(error).__name__})"
+    if isinstance(error, NodeDiedError | LocalRayletDiedError | ActorUnschedulableError | TaskUnschedulableError):
+        return _NODE_DIED
+    if isinstance(error, LOSSES):
+        return _NODE_DIED if "its node has died" in text else _DIED
+    return None
+
+
+def get_last_line(error: BaseException) -> str:
+    """Return the last line of an error's text, which says what was raised where the others say where."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

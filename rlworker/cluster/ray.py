@@ -1,51 +1,76 @@
 """Ray: how it starts, and how imports go fast in its processes."""
 
+import errno
 import gc
 import os
+import shutil
 import signal
+import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from hardware.platform import list_ray_resources
 from hardware.platforms import get_platform
+from rlworker.cluster.process_state import explain, get_last_line
+from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.errors import RunError
+from rlworker.tracking.terminal import LOGGER
 
+_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
+"""Variable by which Ray connects so often to a cluster; each attempt takes 41 s where nothing answers, and Ray makes
+20 (2.60, _private/node.py)."""
+_CONNECT_S = 10.0
+"""Seconds that the machine of RAY_ADDRESS has to take a connection."""
+_CLUSTER_ADVICE = "start the cluster (scripts/ray_up.sh), or unset RAY_ADDRESS to run on this machine alone"
+_SOCKET_BYTES, _SOCKET = 107, "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""Most bytes in the path of a socket (unix(7), sun_path), and the longest path of Ray's below its folder."""
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_SHM = "/dev/shm"
+_BUCKETS = 3
+"""Buckets of weights in the object store: one that is loaded, one that was just put there, one that goes."""
+_LEAST_STORE = 75 * 2**20
+"""Bytes of the smallest object store that Ray starts (2.60, OBJECT_STORE_MINIMUM_MEMORY_BYTES)."""
 _HELD_BACK = threading.Event()
 """Set while a SIGTERM waits for the end of ``ray.init``."""
 
 
 @contextmanager
-def running_ray(workers: int, platform: str) -> Iterator[None]:
+def running_ray(workers: int, platform: str, batch_bytes: int = 0) -> Iterator[None]:
     """Run Ray with room for some workers of a platform: this program's, the cluster of RAY_ADDRESS, or a new one.
 
     A new one belongs to this program alone. A small machine may hold more workers than it has cores: they take turns.
     What was started (or joined) here is left at the end.
+
+    Args:
+        batch_bytes: that a batch takes on its way between the processes.
 
     Raises:
         RunError: Ray does not start, or has too few CPUs or devices for the workers, which would wait for ever.
     """
     mine = not ray.is_initialized()
     if mine:
+        check_ray()
         # Ray would otherwise warn at every start about devices that processes without one can see.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         quiet: dict[str, Any] = dict(logging_level="ERROR", log_to_driver=False)
         try:
             with _keeping_handler():
                 if os.environ.get("RAY_ADDRESS"):
-                    ray.init(**quiet)
+                    _join(quiet)
                 else:
                     cpus = max(workers, os.cpu_count() or 1)
-                    new: dict[str, Any] = dict(num_cpus=cpus, include_dashboard=False, object_store_memory=2**30)
-                    ray.init(address="local", **new, **quiet)
+                    store = _size_store(batch_bytes)
+                    ray.init(
+                        address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet
+                    )
         except Exception as error:  # Ray's own are of the plainest kind
-            raise RunError(
-                f"ray: it did not start ({error}); where this machine is busy, try again, and where RAY_ADDRESS names "
-                "a cluster, see that it runs"
-            ) from error
+            raise RunError(f"ray: it did not start ({get_last_line(error)}); {_advise(error)}") from error
     try:
         have = ray.cluster_resources()
         for name, each in list_ray_resources(get_platform(platform)).items():
@@ -55,9 +80,76 @@ def running_ray(workers: int, platform: str) -> Iterator[None]:
                     "it with more"
                 )
         yield
+    except RayError as error:  # between the phases of a run, in which whoever failed is named
+        raise RunError(f"ray: {type(error).__name__}: {explain(error) or error}") from error
     finally:
         if mine:
             ray.shutdown()
+
+
+def _size_store(batch_bytes: int) -> int:
+    """Size the object store of a new Ray by what is in it at once; it takes memory as it fills.
+
+    That is a batch, and of the weights no more than buckets of one size, whatever the model. A small /dev/shm holds
+    less than that, of which the user is warned.
+    """
+    need = _BUCKETS * BUCKET_BYTES + batch_bytes
+    free = shutil.disk_usage(_SHM).free if os.path.isdir(_SHM) else 0
+    if free < need:
+        LOGGER.warning(
+            f"ray: {_SHM} has {free / 2**30:.2f} GiB free, and a batch and the weights on their way take up to "
+            f"{need / 2**30:.2f} GiB: the rest goes over the disk of TMPDIR, which is slow; give the container "
+            "more, by --shm-size, or lower --prompts-per-step or --rows-per-step"
+        )
+    return max(min(max(need, 2**30), free), _LEAST_STORE)
+
+
+def check_ray() -> None:
+    """Check what a start of Ray would fail by, or wait for in vain: a cluster that is gone, a long path of sockets.
+
+    Raises:
+        RunError: nobody listens at RAY_ADDRESS, or TMPDIR is too long.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if ray.is_initialized() or address in ("auto", "local"):
+        return
+    if address:
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if not (host and port.isdecimal()):
+            raise RunError(f"ray: RAY_ADDRESS={address!r} is no host:port; {_CLUSTER_ADVICE}")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        except OSError as error:
+            raise RunError(f"ray: nobody answers at RAY_ADDRESS={address} ({error}); {_CLUSTER_ADVICE}") from error
+        return
+    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "TMPDIR")
+    folder = os.environ.get(name, "/tmp")
+    if (length := len(os.fsencode(folder))) > _SOCKET_BYTES - len(_SOCKET):
+        raise RunError(
+            f"ray: {name}={folder} has {length} bytes, and Ray's sockets are {len(_SOCKET)} bytes below it, where a "
+            f"path of a socket has at most {_SOCKET_BYTES}; set {name} to a folder of at most "
+            f"{_SOCKET_BYTES - len(_SOCKET)} bytes, such as /tmp"
+        )
+
+
+def _join(settings: dict[str, Any]) -> None:
+    """Connect to the cluster of RAY_ADDRESS, or give up after one attempt where the user has not said how many."""
+    is_ours = _ATTEMPTS not in os.environ
+    os.environ.setdefault(_ATTEMPTS, "1")
+    try:
+        ray.init(**settings)
+    finally:
+        if is_ours:  # a Ray that is started here later would wait a second for its own server
+            del os.environ[_ATTEMPTS]
+
+
+def _advise(error: Exception) -> str:
+    """Advise what to do about an error by which Ray did not start."""
+    if os.environ.get("RAY_ADDRESS"):
+        return _CLUSTER_ADVICE
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return f"make room in {tempfile.gettempdir()!r}, or set TMPDIR to a folder that can be written to"
+    return "where this machine is busy, try again"
 
 
 @contextmanager

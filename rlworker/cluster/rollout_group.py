@@ -5,13 +5,12 @@ Without torch at its top, so that the processes can start while the controller i
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from engines.batch.balance import balance_costs
 from engines.batch.samples import Completions, Prompt, make_seed
@@ -19,6 +18,7 @@ from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.vllm.tools import check_tool_parser
 from rlworker.cluster.placement import Seat, choose_seat, list_engine_seats
+from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
@@ -145,8 +145,11 @@ class Rollouts:
     def call_living(self, method: str, *args: Any) -> None:
         """Call ``method(*args)`` on every engine that is there. Who asks a lost one next hears that it is lost."""
         for call in [getattr(worker, method).remote(*args) for worker in self.workers]:
-            with suppress(RayActorError):
+            try:
                 wait_for([call])
+            except RayError as error:
+                if not is_lost(error):
+                    raise
 
     def _ask(self, method: str, questions: Mapping[int, tuple]) -> list:
         """Call a method with arguments of its own on each engine that has some; the results in order.
@@ -156,17 +159,19 @@ class Rollouts:
         answers: dict[int, Any] = {}
         while missing := questions.keys() - answers.keys():
             calls = {index: getattr(self.workers[index], method).remote(*questions[index]) for index in missing}
-            lost: dict[int, RayActorError] = {}
+            lost: dict[int, RayError] = {}
             for index, call in calls.items():
                 try:
                     (answers[index],) = wait_for([call])
-                except RayActorError as error:
+                except RayError as error:
+                    if not is_lost(error):
+                        raise
                     lost[index] = error
             if lost:
                 self.replace_or_raise(lost)
         return [answers[index] for index in sorted(questions)]
 
-    def replace_or_raise(self, lost: Mapping[int, RayActorError]) -> None:
+    def replace_or_raise(self, lost: Mapping[int, RayError]) -> None:
         """Replace engines of some indices; where none may be, raise what one of them was found lost by."""
         if not self._note:
             raise next(iter(lost.values()))

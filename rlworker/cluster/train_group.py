@@ -22,8 +22,6 @@ from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
 from rlworker.tracking.digests import FileDigest
 
-BUCKET_BYTES = 64 * 2**20
-"""Weights travel to the rollout engines in buckets of this size, of which two are on their way at a time."""
 SHARD_BYTES = 4 * 2**30
 """A saved HuggingFace model is cut into files of this size."""
 

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
+
+from rlworker.cluster.process_state import is_lost
 
 if TYPE_CHECKING:
     from engines.weight_sync import WeightBucket
+
+BUCKET_BYTES = 64 * 2**20
+"""Weights travel to the rollout engines in buckets of at most this size, whatever the model, of which two are on their
+way at a time."""
 
 
 def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: list[ActorHandle], version: int) -> None:
@@ -42,8 +48,8 @@ def _wait(loading: dict[int, Any], alive: dict[int, ActorHandle]) -> RayError | 
     for index, call in loading.items():
         try:
             ray.get(call)
-        except RayActorError:
-            alive.pop(index, None)  # whoever asks it next hears so
         except RayError as error:
-            return error
+            if not is_lost(error):
+                return error
+            alive.pop(index, None)  # whoever asks it next hears so
     return None

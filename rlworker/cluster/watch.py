@@ -8,10 +8,18 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError, RayTaskError
 
-from rlworker.cluster.process_state import ProcessPlace, find_own_place, is_computing
-from rlworker.errors import RunError
+from rlworker.cluster.process_state import (
+    DRIVER_LOST,
+    LOSSES,
+    ProcessPlace,
+    explain,
+    find_own_place,
+    is_computing,
+    is_lost,
+)
+from rlworker.errors import MONITOR, RunError
 from rlworker.tracking.terminal import LOGGER
 
 LIVENESS = "liveness"
@@ -26,6 +34,11 @@ _ASK_EVERY_S = 4.0
 """Seconds between two questions to a worker."""
 _MOST_REPRIEVES = 10
 """Stall timeouts in a row that a worker may be silent for while it computes."""
+_LESS_MEMORY = (
+    "lower what processes hold there (`rlworker plan` says how much: --actor.micro-batch-tokens, "
+    "--rollout.kv-cache-mb, more --actor.ranks on more machines), or the monitor's limit is raised by "
+    "RAY_memory_usage_threshold where Ray starts"
+)
 _ANSWER_S, _LATE_ANSWER_S = 3.0, 7.0
 """Seconds that workers have to say that they live, once one has failed; and that watched ones have beyond that."""
 
@@ -57,10 +70,9 @@ class _Watched:
         try:
             self.place = ray.get(self.question)
             self.answered, self.silent_s, self.reprieves = time.monotonic(), 0.0, 0
-        except ActorDiedError:
-            self.is_dead = True  # whoever waits for it hears so as well
-        except RayError:
-            pass  # it cannot be reached at the moment: that is silence too
+        except RayError as error:
+            # Whoever waits for a lost one hears so as well. One that cannot be reached at the moment is silent.
+            self.is_dead = is_lost(error) and not isinstance(error, ActorUnavailableError)
         self.question = None
 
     def is_due(self) -> bool:
@@ -214,16 +226,26 @@ def naming_failures(
     try:
         yield
     except RayError as error:
-        lost = find_lost(name_workers())
-        raise WorkerFailure(f"{where}: {describe_lost(lost) or error}{advice}", where, lost) from error
+        lost = find_lost(name_workers()) or _find_unnamed(error)
+        text = f"{where}: {describe_lost(lost) or explain(error) or error}{advice}"
+        raise WorkerFailure(text, where, {} if DRIVER_LOST in lost.values() else lost) from error
+
+
+def _find_unnamed(error: RayError) -> dict[str, str]:
+    """Find what an error says was lost where every worker answers; nothing where it says something else."""
+    kinds = {"an object in Ray's store": (ObjectLostError,), "a process of Ray's": LOSSES}
+    return next(({name: explain(error) or ""} for name, kind in kinds.items() if isinstance(error, kind)), {})
 
 
 def describe_lost(lost: Mapping[str, str]) -> str:
-    """Say in a line which workers were lost: the names that share a fate, then the fate."""
+    """Say in a line which workers were lost: the names that share a fate, then the fate, and what to change."""
     groups: dict[str, list[str]] = {}
     for name, fate in lost.items():
         groups.setdefault(fate, []).append(name)
-    return "; ".join(f"{', '.join(names)} {fate}" for fate, names in groups.items())
+    parts = [f"{', '.join(names)} {fate}" for fate, names in groups.items()]
+    if any(fate.startswith(MONITOR) for fate in groups):
+        parts.append(_LESS_MEMORY)
+    return "; ".join(parts)
 
 
 def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
@@ -242,11 +264,9 @@ def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
         name = questions[reference]
         try:
             ray.get(reference)
-        except RayActorError:
-            lost[name] = _tell_fate(workers[name])
+        except RayTaskError:
+            pass  # it answered
+        except RayError as error:
+            watched = _watch.workers.get(workers[name])
+            lost[name] = (watched and watched.fate) or explain(error, workers[name]) or str(error)
     return dict(sorted(lost.items()))
-
-
-def _tell_fate(worker: ActorHandle) -> str:
-    watched = _watch.workers.get(worker)
-    return watched.fate if watched and watched.fate else "died (killed, out of memory or crashed; Ray's logs say more)"

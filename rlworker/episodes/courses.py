@@ -15,7 +15,7 @@ from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
 from rlworker.episodes.record import (
     CONTEXT,
-    DIED,
+    HELD,
     Answer,
     Ending,
     EpisodeRecord,
@@ -26,7 +26,7 @@ from rlworker.episodes.record import (
     Reply,
     digest_ids,
 )
-from rlworker.errors import RunError
+from rlworker.errors import MONITOR, RunError
 from rlworker.tracking.terminal import LOGGER
 
 _BLAMES = 2
@@ -212,11 +212,13 @@ class Courses:
                 raise RunError(f"episodes: {lost.name} {lost.fate}, {_LOSSES} times in a row, while no play ran")
             return self._tell_lost(lost)
         course.losses += 1
-        if self._note_lost and not lost.where and course.losses < _BLAMES:
+        is_monitors = lost.fate.startswith(MONITOR)  # which chooses by other things than what a process holds
+        if (self._note_lost or is_monitors) and not lost.where and course.losses < _BLAMES:
             self._suspected[lost.number] = lost
             return None
         self._suspected.pop(lost.number, None)
-        kind, message = ("died", _DIED) if lost.fate == DIED else ("blocked", f"{_HELD}, {lost.where or _UNSEEN}")
+        died = "died", f"its process {lost.fate}" if is_monitors else _DIED
+        kind, message = ("blocked", f"{_HELD}, {lost.where or _UNSEEN}") if lost.fate == HELD else died
         course.end(Ending(lost.number, (), (kind, f"turn {lost.turn}: {message}")))
         return lost.number
 

@@ -21,8 +21,8 @@ CONTEXT = -1
 
 IDLE = -1
 """Number of an episode that a process reports when it takes a step of none."""
-DIED, HELD = "died", "got no further and was ended"
-"""What becomes of processes."""
+HELD = "got no further and was ended"
+"""What becomes of a process that a play held, or that stood still."""
 
 FailureKind = Literal["timeout", "blocked", "raised", "limit", "unsampled", "no_episode", "died"]
 """How a play failed. ``timeout``: it awaited for too long something other than a sample; ``blocked``: it held its

@@ -7,6 +7,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+from rlworker.cluster.process_state import explain
 from rlworker.rewards.progress import WorkerNode
 
 _END_S = 10.0
@@ -54,11 +55,11 @@ def end_worker(part: Part) -> None:
 
 
 def explain_death(reference: ray.ObjectRef) -> str | None:
-    """Return what Ray says of the worker that died in a call; None where it did not."""
+    """Return what became of the worker that died in a call, in a line; None where it did not."""
     try:
         ray.get(reference)
     except RayTaskError:
         raise
     except RayError as error:
-        return str(error)
+        return explain(error) or str(error)
     return None

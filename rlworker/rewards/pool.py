@@ -18,14 +18,16 @@ import ray
 from ray.actor import ActorHandle
 from ray.cloudpickle.cloudpickle_fast import dumps
 
+from rlworker.cluster.watch import describe_lost
 from rlworker.config.sections import RewardConfig
 from rlworker.data.rows import Row
-from rlworker.errors import RunError
+from rlworker.errors import MONITOR, RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn, is_batch
 from rlworker.rewards.part import Part, end_worker, explain_death
 from rlworker.rewards.processes import GRACE_S, POLL_S, START_S, STARTS, WorkerProcesses
 from rlworker.rewards.progress import NodeLost
 from rlworker.rewards.worker import Outcome, RewardWorker, find_call_bounds
+from rlworker.tracking.terminal import LOGGER
 
 REWARD_LOG = "rewards.log"
 """File of a run folder that has what the reward function prints and logs. Every node but the driver's has one of its
@@ -212,8 +214,8 @@ class RewardPool(WorkerProcesses):
         Returns:
             what is left to be done: start and end, or nothing.
         """
-        reason = "It got no further." if stalled else explain_death(part.reference)
-        if reason:
+        fate = "got no further and was ended" if stalled else explain_death(part.reference)
+        if fate:
             end_worker(part)
         try:
             scored = self._collect(part, outcomes)
@@ -225,26 +227,25 @@ class RewardPool(WorkerProcesses):
         at = part.start + (scored or 0)
         self._failed_starts = self._failed_starts + 1 if scored is None else 0
         self._clear_texts(part.start, at)
-        if not reason:
+        if not fate:
             self._proven.add(part.worker)
             return []
-        fate = "got no further and was ended" if stalled else "died"
         if scored is None and part.worker in self._proven:
             self._note_lost(part.slot, fate)
         if self._failed_starts == STARTS:
-            raise RunError(f"reward: its process does not start, {STARTS} times in a row. {reason}")
+            raise RunError(f"reward: its process does not start, {STARTS} times in a row: the last {fate}")
         self.workers[part.slot] = self._start_worker(part.slot)
         next_call = at
         # The call it was at is to blame, unless it never came to one, or came to another after it had seemed to hang.
         if scored is not None and at < part.end and not (stalled and scored > part.progress):
-            if self._note and at not in self._suspected:
+            is_monitors = fate.startswith(MONITOR)  # which chooses by other things than what a process holds
+            if (self._note or is_monitors) and at not in self._suspected:
                 self._suspected[at] = part.slot, fate
                 return [(at, part.end)]
             next_call = bounds[bisect_right(bounds, at)]
             limit = self.config.time_limit_s
-            outcomes[at:next_call] = [("timeout", _OVERDUE.format(limit)) if stalled else ("died", _DIED)] * (
-                next_call - at
-            )
+            died = "died", f"its process {fate}" if is_monitors else _DIED
+            outcomes[at:next_call] = [("timeout", _OVERDUE.format(limit)) if stalled else died] * (next_call - at)
         return [(next_call, part.end)] if next_call < part.end else []
 
     def _clear_texts(self, start: int, end: int) -> None:
@@ -253,8 +254,11 @@ class RewardPool(WorkerProcesses):
             self._note_lost(*self._suspected.pop(text))
 
     def _note_lost(self, slot: int, fate: str) -> None:
+        lost = {self.name_worker(slot): fate}
         if self._note:
-            self._note({self.name_worker(slot): fate})
+            self._note(lost)
+        elif fate.startswith(MONITOR):
+            LOGGER.warning(f"reward: {describe_lost(lost)}; its texts are scored anew")
 
     def _collect(self, part: Part, outcomes: list[Outcome]) -> int | None:
         """Copy what was scored of a part to its place among all ``outcomes``: how much; None where it had not begun."""

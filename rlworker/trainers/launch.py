@@ -6,10 +6,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from rlworker.cluster.placement import Demand, check_room
-from rlworker.cluster.ray import pausing_collection, running_ray
+from rlworker.cluster.ray import check_ray, pausing_collection, running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
+from rlworker.config.sizes import count_batch_bytes
 from rlworker.data.rows import check_rows
 from rlworker.episodes.model import Play, check_scorer
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
@@ -44,7 +45,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: 
             with ThreadPoolExecutor(1, initializer=leave_signals) as beside:
                 building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
-                running.enter_context(running_ray(config.num_workers, config.platform))
+                running.enter_context(running_ray(config.num_workers, config.platform, count_batch_bytes(config)))
                 check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
                 tell_start("Ray is up")
                 rollouts = None
@@ -86,6 +87,7 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     Raises:
         ValueError: something is wrong with one of them.
     """
+    check_ray()
     config.check_models()
     folder = RunFolder(config.run_dir)
     folder.check(config)

@@ -16,7 +16,8 @@ from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_gr
 from rlworker.algorithms.losses import Aggregation, check_centering, configure_loss, policy_loss, token_mean, value_loss
 from rlworker.cluster.node_checks import list_image_folders
 from rlworker.cluster.rollout_group import Rollouts
-from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
+from rlworker.cluster.train_group import StartingGroup, WorkerGroup
+from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.watch import wait_for
 from rlworker.config.run import RunConfig
 from rlworker.data.images import build_image_reader

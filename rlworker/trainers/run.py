@@ -26,6 +26,7 @@ from rlworker.cluster.traces import tracing
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup, digest_on_ranks, save_groups
 from rlworker.cluster.watch import limiting_stalls, naming_failures
 from rlworker.config.run import TrainingConfig
+from rlworker.config.sizes import count_batch_bytes
 from rlworker.episodes.processes.pool import PlayPool
 from rlworker.errors import RunError
 from rlworker.rewards.pool import RewardPool
@@ -155,7 +156,7 @@ class Run(Generic[Config]):
                 LOGGER.warning(f"{section}.dtype={dtype} is slow here: {reason}. Take --{section}.dtype float32")
         os.environ.update(platform.get_driver_env())
         self.running.enter_context(limiting_stalls(config.recovery.stall_timeout_s))
-        self.running.enter_context(running_ray(config.num_workers, config.platform))
+        self.running.enter_context(running_ray(config.num_workers, config.platform, count_batch_bytes(config)))
         check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
         check_nodes(sorted(set(config.models.values())), sorted(self.image_folders), self.folder.path)
         self.start_engines(clock)

@@ -141,9 +141,11 @@ def train_supervised(
     with running_ray(config.ranks, platform), StartingGroup("actor", platform, roles, seed) as starting:
         with naming_failures("phase start_trainers", starting.name_workers):
             group = starting.wait()["actor"]
-        for batch in batches:
-            losses.append(take_optimizer_step(group, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
+        for step, batch in enumerate(batches, 1):
+            with naming_failures(f"sft: step {step}", starting.name_workers):
+                losses.append(take_optimizer_step(group, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
             if len(losses) >= 10 and sum(losses[-10:]) / 10 < stop_below:
                 break
-        group.call("save_hf", output, SHARD_BYTES)
+        with naming_failures("sft: save", starting.name_workers):
+            group.call("save_hf", output, SHARD_BYTES)
     return losses

@@ -34,7 +34,8 @@ from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from rlworker.checks.tiny_models import make_tiny_text
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
-from rlworker.cluster.train_group import BUCKET_BYTES, StartingGroup, WorkerGroup
+from rlworker.cluster.train_group import StartingGroup, WorkerGroup
+from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.workers import Role
 
 PARSER = make_parser(__doc__)

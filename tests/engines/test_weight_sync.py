@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.weight_sync import WeightBucket, pack_buckets, share_bucket
+from engines.weight_sync import PieceJoiner, WeightBucket, pack_buckets, share_bucket
 
 
 def weights():
@@ -18,15 +18,27 @@ def weights():
     ]
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 10**9])
+@pytest.mark.parametrize("bucket_bytes", [1, 7, 100, 10**9])
 def test_what_is_packed_comes_out(bucket_bytes):
+    """A tensor larger than a bucket too, so that none is larger than it may be."""
     buckets = list(pack_buckets(iter(weights()), bucket_bytes))
     assert [last for _, last in buckets] == [False] * (len(buckets) - 1) + [True]
     assert [bucket.first for bucket, _ in buckets] == [True] + [False] * (len(buckets) - 1)
-    assert len(buckets) == {1: 4, 100: 3, 10**9: 1}[bucket_bytes]
-    out = [pair for bucket, _ in buckets for pair in bucket.tensors()]
+    assert len(buckets) == {1: 60 + 14 + 64 + 256, 7: 9 + 2 + 10 + 37, 100: 5, 10**9: 1}[bucket_bytes]
+    assert bucket_bytes == 10**9 or max(len(bucket.data) for bucket, _ in buckets) <= bucket_bytes
+    joiner = PieceJoiner()
+    out = [pair for bucket, _ in buckets if (whole := joiner.join(bucket)) for pair in whole.tensors()]
     for (name, tensor), (want_name, want) in zip(out, weights(), strict=True):
         assert name == want_name and tensor.dtype == want.dtype and torch.equal(tensor, want)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_piece_that_is_lost_is_missed(lost):
+    pieces = [bucket for bucket, _ in pack_buckets(iter([("a", torch.arange(10.0))]), 8)]
+    del pieces[lost]
+    joiner = PieceJoiner()
+    with pytest.raises(ValueError, match=rf"piece of 'a' came that begins at byte \d+, expected byte {8 * lost}"):
+        [joiner.join(piece) for piece in pieces]
 
 
 def test_no_weights_make_no_bucket():

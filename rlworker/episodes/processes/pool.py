@@ -18,7 +18,7 @@ from ray.cloudpickle.cloudpickle_fast import dumps
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, PlayLimits
 from rlworker.episodes.processes.worker import PlayWorker
-from rlworker.episodes.record import DIED, HELD, IDLE, LostWorker, Message, Reply
+from rlworker.episodes.record import HELD, IDLE, LostWorker, Message, Reply
 from rlworker.errors import RunError
 from rlworker.rewards.part import explain_death
 from rlworker.rewards.pool import pickle_reward
@@ -111,14 +111,14 @@ class PlayPool(WorkerProcesses):
         ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
         for reference in ready:
             slot = calls.pop(reference).slot
-            reason = explain_death(reference)
-            replies[slot] = self._replace(slot, DIED, reason) if reason else self._read(reference)
+            fate = explain_death(reference)
+            replies[slot] = self._replace(slot, fate) if fate else self._read(reference)
         for reference in late:
             if self._is_stalled(calls[reference]):
                 slot = calls.pop(reference).slot
                 ray.kill(self.workers[slot])
                 ray.wait([reference], timeout=_END_S)
-                replies[slot] = self._replace(slot, HELD, "It got no further.")
+                replies[slot] = self._replace(slot, HELD)
         return replies
 
     def _read(self, reference: ray.ObjectRef) -> Reply:
@@ -138,7 +138,7 @@ class PlayPool(WorkerProcesses):
         limit = self._limits.time_limit_s + grace if progress else self._idle_s
         return time.monotonic() - call.changed > limit
 
-    def _replace(self, slot: int, fate: str, reason: str) -> LostWorker:
+    def _replace(self, slot: int, fate: str) -> LostWorker:
         """Start another process in the place of one that has ended, and tell what it was at."""
         node, progress, block = self.places[slot], [], []
         try:
@@ -147,7 +147,8 @@ class PlayPool(WorkerProcesses):
             self._leave_node(node, error)
         self._failed_starts = 0 if progress else self._failed_starts + 1
         if self._failed_starts == STARTS:
-            raise RunError(f"episodes: the process of plays does not start, {STARTS} times in a row. {reason}")
+            text = f"does not start, {STARTS} times in a row: the last {fate}"
+            raise RunError(f"episodes: the process of plays {text}")
         self.workers[slot] = self._start_worker(slot)
         _, number, turn = progress or (0, IDLE, 0)
         if fate == HELD and block[:1] == [number]:

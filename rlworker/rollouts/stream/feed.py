@@ -7,9 +7,10 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from engines.batch.samples import Completions, Request, make_seed
+from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.worker_pool import POLL
 
@@ -29,7 +30,7 @@ class _Engine:
     worker: ActorHandle
     open: dict[tuple, Request] = field(default_factory=dict)
     load: float = 0.0
-    loss: RayActorError | None = None
+    loss: RayError | None = None
     is_polled: bool = False
 
     def add(self, key: tuple, request: Request) -> None:
@@ -108,7 +109,9 @@ class Feed:
             call = self._calls.pop(reference)
             try:
                 result = ray.get(reference)
-            except RayActorError as error:
+            except RayError as error:
+                if not is_lost(error):
+                    raise
                 call.engine.loss, call.engine.is_polled = error, False
                 call.otherwise()
                 continue
@@ -146,7 +149,7 @@ class Feed:
         """Ray's references of what engines are asked."""
         return list(self._calls)
 
-    def list_lost(self) -> dict[int, RayActorError]:
+    def list_lost(self) -> dict[int, RayError]:
         """List the engines that are lost and have not been replaced: their numbers, and how they were found to be."""
         serving = self._rollouts.serving
         numbered = enumerate(self._engines)

@@ -1,11 +1,15 @@
 import gc
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from support.program import run_recipe
 
 from rlworker.errors import RunError
 
@@ -38,6 +42,66 @@ def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
         pass
 
 
+def test_a_cluster_that_is_gone_is_named_before_anything_is_read(monkeypatch, tmp_path):
+    """Nobody listens there; Ray itself would try for 14 minutes."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    options = "--model", tmp_path, "--run-dir", tmp_path / "run", "--data.train", tmp_path / "rows.jsonl"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for given, said in ((address, f"nobody answers at RAY_ADDRESS={address} "), ("head", "'head' is no host:port")):
+            monkeypatch.setenv("RAY_ADDRESS", given)
+            done = run_recipe("grpo", *options)
+            assert done.returncode == 1 and said in done.stderr and "unset RAY_ADDRESS" in done.stderr, done.stderr
+
+
+def test_a_listener_that_is_no_cluster_is_given_up_after_one_attempt(monkeypatch):
+    import ray
+
+    from rlworker.cluster.ray import _ATTEMPTS, running_ray
+
+    def init(**_):
+        assert os.environ[_ATTEMPTS] == "1"
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    given_up = pytest.raises(RunError, match=r"Failed to connect to Ray cluster\); start the cluster")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        with given_up, running_ray(1, "cpu"):
+            pass
+    assert _ATTEMPTS not in os.environ
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_too_long_for_rays_sockets_is_named(monkeypatch, name):
+    import ray
+
+    from rlworker.cluster.ray import check_ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    folder = "/tmp/" + "é" * 40
+    monkeypatch.setenv(name, folder)
+    with pytest.raises(RunError, match=rf"^ray: {name}={folder} has 85 bytes.* at most 107; set {name} to .* 39 bytes"):
+        check_ray()
+    monkeypatch.setenv(name, "/tmp/" + "x" * 34)
+    check_ray()
+
+
+@pytest.mark.large
+def test_the_longest_folder_that_is_taken_holds_rays_sockets(monkeypatch):
+    """By Ray's own check of paths, and a path of the longest number of a process."""
+    from ray._private.utils import validate_socket_filepath
+
+    from rlworker.cluster.ray import _SOCKET
+
+    validate_socket_filepath("/tmp/" + "x" * 34 + _SOCKET)
+
+
 def test_who_failed_is_named_among_workers_that_hang(cluster, by_value):
     import ray
 
@@ -65,6 +129,11 @@ def test_whoever_found_ray_there_leaves_it_there(cluster):
         pass
     with pytest.raises(RuntimeError, match="need 40 CPUs"), running_ray(40, "cpu"):
         pass
+    with (
+        pytest.raises(RunError, match=r"^ray: LocalRayletDiedError: died with its machine, or with Ray there$"),
+        running_ray(1, "cpu"),
+    ):
+        raise ray.exceptions.LocalRayletDiedError
     assert ray.is_initialized()
 
 
@@ -85,6 +154,59 @@ def test_a_ray_of_ones_own_has_room_for_the_workers_and_ends_with_them(monkeypat
         raise KeyError
     (settings,) = started
     assert (settings["address"], settings["num_cpus"]) == ("local", max(workers, os.cpu_count())) and ended == [True]
+
+
+@pytest.mark.parametrize(
+    "batch, free, size, warning",
+    [
+        (0, 2**34, 2**30, ""),
+        (2**32, 2**34, 2**32 + 192 * 2**20, ""),
+        (2**30, 2**30, 2**30, "1.00 GiB free, .* up to 1.19 GiB: the rest goes over the disk"),
+        (0, 2**26, 75 * 2**20, "0.06 GiB free, .* up to 0.19 GiB: .*--shm-size"),  # a container by default
+    ],
+)
+def test_the_object_store_holds_a_batch_and_the_buckets_on_their_way(monkeypatch, batch, free, size, warning):
+    import ray
+
+    from rlworker.cluster.ray import running_ray
+    from rlworker.tracking.terminal import LOGGER
+
+    started, told = [], []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **settings: started.append(settings))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1000})
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(LOGGER, "warning", told.append)
+    with running_ray(1, "cpu", batch):
+        pass
+    assert started[0]["object_store_memory"] == size
+    assert re.search(warning, told[0]) if warning else not told
+
+
+def test_a_batch_is_counted_as_it_is():
+    """The widest one that there is, against its own tensors."""
+    import torch
+
+    from engines.batch.batch import COLUMNS, TrainBatch
+    from rlworker import RunConfig, SftConfig
+    from rlworker.config.sections import AlgorithmConfig
+    from rlworker.config.sizes import count_batch_bytes
+
+    config = RunConfig(algorithm=AlgorithmConfig(score_centering=4))
+    tokens = config.samples_per_step * config.longest
+    ints = {"positions": torch.zeros(64, 3, dtype=torch.long), "image_block": torch.zeros(64, dtype=torch.long)}
+    ints |= {name: torch.zeros(64, dtype=torch.int32) for name in ("versions", "turn")}
+    wide = {"rollout_top_ids": torch.zeros(64, 4, dtype=torch.int32), "rollout_top_logprobs": torch.zeros(64, 4)}
+    wide |= {"old_top_logprobs": torch.zeros(64, 5)}
+    batch = TrainBatch.from_ids([[1] * 65], [1])
+    rest = [name for name in COLUMNS if getattr(batch, name) is None and COLUMNS[name] != "sequence"]
+    floats = {name: torch.zeros(64) for name in rest if name not in ints | wide}
+    columns = replace(batch, **floats, **ints, **wide).columns().values()
+    taken = sum(column.nbytes for column in columns) / 64 * tokens
+    assert taken <= count_batch_bytes(config) / 2 <= 1.5 * taken
+    assert count_batch_bytes(SftConfig(rows_per_step=8, max_answer_tokens=100)) > 8 * 100 * 50
 
 
 @pytest.mark.large

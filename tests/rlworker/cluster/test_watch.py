@@ -1,7 +1,10 @@
 """Waits that name who died or stands still. Workers are tiny ones of Ray, in processes of their own."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections import deque
 from itertools import repeat
@@ -110,3 +113,179 @@ def test_a_wait_ends_with_the_first_that_dies(start):
     ):
         watch.wait_for(calls)
     assert list(failure.value.lost) == ["actor rank 1"]
+
+
+MONITORS_WORDS = """2 worker(s) were killed due to the node running low on memory. \
+Memory on the node (IP: 10.0.0.2, ID: 89aa05) was 22.18GB used / 23.54GB limit (0.942461)
+OOM kill reason: Memory usage 23815602176B exceeded threshold of 23759919595B (94.0% of 25276510208B limit)
+Considered workers: [
+Selected to kill: (Actor(ab): job ID=01, task name=A.__init__, pid=7812, actual memory used=0.06GB, worker ID=30)
+Selected to kill: (Actor(cd): job ID=01, task name=A.__init__, pid=7813, actual memory used=9.31GB, worker ID=ae)
+]
+Refer to the documentation on how to address the out of memory issue."""
+"""Of Ray 2.60, shortened."""
+
+
+def list_losses() -> dict[str, tuple[Exception, str]]:
+    """List errors of Ray's by which something is lost, and what is to be said of each."""
+    from ray import exceptions as of
+
+    monitors = of.OutOfMemoryError(MONITORS_WORDS)
+    memory = (
+        r"was ended by Ray's memory monitor, holding 9.31 GiB, when 22.18 of 23.54 GiB .*--actor.micro-batch-tokens"
+    )
+    died, node = r"died \(killed.*say more\)", "died with its machine, or with Ray there"
+    return {
+        "memory": (monitors, memory),
+        "told": (
+            of.RayTaskError("sync", "Traceback", monitors),
+            "was ended by Ray's memory monitor",
+        ),
+        "crash": (of.WorkerCrashedError(), died),
+        "actor": (of.ActorDiedError(), died),
+        "silence": (of.ActorUnavailableError("no answer", b"a" * 16), "could not be reached"),
+        "node": (of.NodeDiedError("The node died"), node),
+        "raylet": (of.LocalRayletDiedError(), node),
+        "place": (of.ActorUnschedulableError("its node is dead"), node),
+        "object": (of.ObjectLostError("ab", None, ""), r"was lost \(ObjectLostError\)"),
+        "owner": (of.OwnerDiedError("ab", None, ""), r"was lost \(OwnerDiedError\)"),
+        "reconstruction": (of.ObjectReconstructionFailedError("ab"), r"was lost \(ObjectReconstructionFailedError\)"),
+    }
+
+
+LOSSES = "memory", "told", "crash", "actor", "silence", "node", "raylet", "place", "object", "owner", "reconstruction"
+
+
+class Lost:
+    """Stands for a handle whose calls end by an error of Ray's. None answers."""
+
+    def __init__(self, error: Exception | None):
+        from types import SimpleNamespace
+
+        self.error, self._actor_id = error, SimpleNamespace(hex=lambda: "cd")
+
+    @property
+    def __ray_call__(self):
+        return self
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *_):
+        import ray
+
+        return ray.put(self.error)  # which ray.get raises
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_whatever_is_lost_is_told_in_a_line_and_may_be_replaced(cluster, kind):
+    """By the one who is asked first, and by whoever else knows of it."""
+    import ray
+
+    from rlworker.cluster import watch
+
+    error, expected = list_losses()[kind]
+    lost_worker = not isinstance(error, ray.exceptions.RayTaskError | ray.exceptions.ObjectLostError)
+    workers = {"actor rank 0": Lost(None), "actor rank 1": Lost(error if lost_worker else None)}
+    with (
+        pytest.raises(watch.WorkerFailure, match=f"(?s)^step 2, phase update: .*{expected}") as failure,
+        watch.naming_failures("step 2, phase update", lambda: workers, ". Go on"),
+    ):
+        watch.wait_for([ray.put(error)])
+    (name,) = failure.value.lost
+    assert (name == "actor rank 1") == lost_worker
+    text = str(failure.value)
+    assert "\n" not in text and len(text) < 500 and text.endswith(". Go on")
+
+
+def test_a_full_store_is_told_in_a_line_and_comes_again(cluster):
+    from ray import exceptions as of
+
+    from rlworker.cluster import watch
+
+    for error in (of.ObjectStoreFullError("full"), of.OutOfDiskError("ab", b"\0", "")):
+        with (
+            pytest.raises(watch.WorkerFailure, match=r"^sync: .* full.*: [^\n]*$") as failure,
+            watch.naming_failures("sync", lambda: {"actor rank 0": Lost(None)}),
+        ):
+            raise error
+        assert failure.value.lost == {}
+
+
+def test_who_has_ended_is_asked_no_more_and_who_did_not_start_says_why(cluster, by_value):
+    import ray
+
+    from rlworker.cluster import watch
+
+    watched = watch._Watched("actor rank 0", ray.put(ray.exceptions.OutOfMemoryError(MONITORS_WORDS)))
+    watched.listen(True)
+    assert watched.is_dead and not watched.is_due()
+
+    class Broken:
+        def __init__(self):
+            raise RuntimeError("node 10.0.0.2: no network interface holds it")
+
+    worker = ray.remote(num_cpus=0)(Broken).remote()
+    lost = watch.find_lost({"actor rank 0": worker})
+    assert lost == {"actor rank 0": "did not start (RuntimeError: node 10.0.0.2: no network interface holds it)"}
+
+
+def test_without_a_ray_under_the_driver_nothing_is_replaced(cluster):
+    import ray
+
+    from rlworker.cluster import watch
+
+    died = ray.exceptions.ActorDiedError()
+    died.error_msg = "The actor is dead because its owner has died. Worker exit detail: Owner's node has crashed."
+    workers = {f"actor rank {rank}": Lost(died) for rank in range(2)}
+    with (
+        pytest.raises(watch.WorkerFailure, match=r"^sync: actor rank 0, actor rank 1 lost Ray") as failure,
+        watch.naming_failures("sync", lambda: workers),
+    ):
+        raise died
+    assert failure.value.lost == {}
+
+
+MEMORY_PROGRAM = """
+import os, sys, time
+import psutil
+used = 1 - psutil.virtual_memory().available / psutil.virtual_memory().total
+gib = 2**30 / psutil.virtual_memory().total
+os.environ |= {"RAY_memory_usage_threshold": str(used + 3 * gib), "RAY_memory_monitor_refresh_ms": "50"}
+import ray
+from rlworker.cluster.ray import running_ray
+from rlworker.cluster.watch import LIVENESS, WorkerFailure, naming_failures, wait_for, watch_workers
+
+class Worker:
+    def idle(self, seconds):
+        time.sleep(seconds)
+    def eat(self):
+        while True:
+            self.eaten = [*getattr(self, "eaten", []), bytearray(os.urandom(1) * 2**26)]
+
+with running_ray(2, "cpu"):
+    kind = ray.remote(concurrency_groups={LIVENESS: 1})(Worker).options(num_cpus=0)
+    workers = {f"actor rank {rank}": kind.remote() for rank in range(2)}
+    watch_workers(workers)
+    wait_for([worker.idle.remote(0) for worker in workers.values()])
+    try:
+        with naming_failures("step 2, phase update", lambda: workers, ". Go on"):
+            wait_for([workers["actor rank 0"].idle.remote(60), workers["actor rank 1"].eat.remote()])
+    except WorkerFailure as failure:
+        assert "actor rank 1" in failure.lost, failure.lost
+        print(failure)
+"""
+
+
+@pytest.mark.large
+@pytest.mark.timeout(180)
+def test_the_memory_monitor_of_a_real_ray_is_named():
+    """Its limit is 3 GiB above what this machine uses, and one worker takes as much."""
+    command = [sys.executable, "-W", "ignore", "-c", MEMORY_PROGRAM]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = (
+        r"step 2, phase update: .*actor rank 1 was ended by Ray's memory monitor, holding \d\.\d+ GiB, when .* Go on\n"
+    )
+    assert re.fullmatch(said, done.stdout), done.stdout

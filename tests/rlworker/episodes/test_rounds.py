@@ -100,6 +100,16 @@ def test_an_episode_is_to_blame_where_its_process_is_lost_twice(rows):
     assert first.failure and second.failure is None, "where none may be lost, the episode is to blame at once"
 
 
+def test_an_episode_is_not_to_blame_for_what_rays_memory_monitor_ends(rows):
+    """Where none may be lost too; the second time it is."""
+    fate = "was ended by Ray's memory monitor, holding 3 GiB"
+    pool, again = LocalPool(chat, lose={0: 0}), LocalPool(chat, lose={0: 0, 1: 0})
+    pool.fate = again.fate = fate
+    assert tell_all(play_all(pool, rows[:2])) == tell_all(play_all(LocalPool(chat), rows[:2]))
+    first, second = play_all(again, rows[:2])
+    assert first.failure == ("died", f"turn 1: its process {fate}") and second.failure is None
+
+
 def test_processes_that_are_lost_time_and_again_end_the_run(rows):
     with pytest.raises(RunError, match="play worker 0 died, 3 times in a row, while no play ran"):
         play_all(LocalPool(chat, lose=dict.fromkeys(range(9), -1)), rows)

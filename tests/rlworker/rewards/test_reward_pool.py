@@ -367,8 +367,24 @@ def test_a_lost_process_is_told_from_a_text_that_ends_it(make_pool, tmp_path):
     rows = [make_row(how, calls) for how in (None, "killed", "os._exit", "masked signal", None)]
     scores = pool.score(["0", "1", "2", "3", "4"], rows)
     assert scores.values == [0.0, 1.0, DEFAULT, DEFAULT, 4.0]
-    assert scores.failures == {"died": 1, "timeout": 1} and lost == [{"reward worker 0": "died"}]
+    assert scores.failures == {"died": 1, "timeout": 1} and [list(each) for each in lost] == [["reward worker 0"]]
+    assert lost[0]["reward worker 0"].startswith("died (killed")
     assert calls.read_text().split() == ["0", "1", "1", "2", "2", "3", "3", "4"]
+
+
+def test_a_text_is_not_to_blame_for_what_rays_memory_monitor_ends(make_pool, tmp_path, monkeypatch):
+    """Where none may be lost too; the second time it is."""
+    from rlworker.errors import MONITOR
+    from rlworker.rewards import pool as reward_pool
+
+    explain = reward_pool.explain_death
+    monkeypatch.setattr(reward_pool, "explain_death", lambda part: explain(part) and f"{MONITOR}, holding 3 GiB")
+    pool, calls = make_pool(die_at_first), tmp_path / "calls"
+    calls.touch()
+    scores = pool.score(["0", "1", "2"], [make_row(how, calls) for how in (None, "killed", "os._exit")])
+    assert scores.values == [0.0, 1.0, DEFAULT] and scores.failures == {"died": 1}
+    assert scores.examples[0].message == f"its process {MONITOR}, holding 3 GiB"
+    assert calls.read_text().split() == ["0", "1", "1", "2", "2"]
 
 
 def test_a_process_that_stands_still_between_two_calls_is_named_and_replaced(make_pool):

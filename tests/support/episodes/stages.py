@@ -75,7 +75,7 @@ class LocalPool:
     ):
         self.make = lambda: Stage(play, make_codec(), limits)
         self.stages = [self.make() for _ in range(workers)]
-        self.lose, self.messages = lose or {}, []
+        self.lose, self.messages, self.fate = lose or {}, [], "died"
         if block_file:
             watch_stage(self.stages[0], block_file)
 
@@ -89,7 +89,7 @@ class LocalPool:
         if number in self.lose and 0 in replies:
             self.stages[0].close()
             self.stages[0] = self.make()
-            replies[0] = LostWorker("play worker 0", "died", self.lose[number], 1, "")
+            replies[0] = LostWorker("play worker 0", self.fate, self.lose[number], 1, "")
         return replies
 
 

@@ -1,0 +1,18 @@
+"""Sizes that follow from the settings of a run."""
+
+from rlworker.config.run import RunConfig, TrainingConfig
+from rlworker.config.sft import SftConfig
+
+_TOKEN_BYTES = 100
+"""Bytes of a token in a batch that has every column of ``TrainBatch`` with one entry."""
+_TOP_BYTES = 12
+"""Bytes of one of its likeliest ids: the id, and two log-probabilities."""
+
+
+def count_batch_bytes(config: TrainingConfig) -> int:
+    """Count the bytes that the largest batch of a run takes between its processes, with the results beside it."""
+    if isinstance(config, RunConfig):
+        top = _TOP_BYTES * config.algorithm.score_centering
+        return 2 * (_TOKEN_BYTES + top) * config.samples_per_step * config.longest
+    assert isinstance(config, SftConfig), "there are two kinds of runs"
+    return 2 * _TOKEN_BYTES * config.rows_per_step * config.longest
