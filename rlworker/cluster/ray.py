@@ -70,7 +70,9 @@ def running_ray(workers: int, platform: str, batch_bytes: int = 0) -> Iterator[N
                         address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet
                     )
         except Exception as error:  # Ray's own are of the plainest kind
-            raise RunError(f"ray: it did not start ({get_last_line(error)}); {_advise(error)}") from error
+            address = os.environ.get("RAY_ADDRESS")
+            what = f"no cluster at RAY_ADDRESS={address}" if address else "it did not start"
+            raise RunError(f"ray: {what} ({get_last_line(error)}); {_advise(error)}") from error
     try:
         have = ray.cluster_resources()
         for name, each in list_ray_resources(get_platform(platform)).items():

@@ -68,7 +68,7 @@ def test_a_listener_that_is_no_cluster_is_given_up_after_one_attempt(monkeypatch
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    given_up = pytest.raises(RunError, match=r"Failed to connect to Ray cluster\); start the cluster")
+    given_up = pytest.raises(RunError, match=r"^ray: no cluster at RAY_ADDRESS=127.0.0.1:\d+ \(Failed .*\); start")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
         with given_up, running_ray(1, "cpu"):
