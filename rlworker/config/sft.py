@@ -14,12 +14,14 @@ from rlworker.config.run import TrainingConfig, check_slots, set_decay
 @dataclass(frozen=True)
 class SftConfig(TrainingConfig):
     """Supervised training on the rows of RL: the model learns to say ``data.answer_field`` after the prompt, and then
-    the token with which the chat template ends an answer, or behind plain text the end-of-sequence token."""
+    the token with which the chat template ends an answer, or behind plain text the end-of-sequence token. Rows may have
+    whole conversations in a field messages, and tools; what the assistant says is then learned."""
 
     rows_per_step: Annotated[int, Ge(1)] = 64
     """Rows of an optimizer step."""
     max_answer_tokens: Annotated[int, Ge(1)] = 1024
-    """A longer answer, its end included, is an error that names its row, or is skipped with data.skip_long_prompts."""
+    """A longer answer, its end included, is an error that names its row, or is skipped with data.skip_long_prompts; a
+    conversation may have data.max_prompt_tokens more in all."""
 
     def __post_init__(self):
         super().__post_init__()

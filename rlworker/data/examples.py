@@ -2,26 +2,43 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.images.columns import make_image_columns
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from rlworker.config.sft import SftConfig
+from rlworker.data.conversations import ConversationEncoder, has_conversations, iterate_conversations
 from rlworker.data.encoding import encode_after
 from rlworker.data.images import MARKER, VIDEO_MARKER, ImageReader
-from rlworker.data.rows import Row, check_vocabulary, list_stop_tokens, read_rows
+from rlworker.data.rows import Row, check_vocabulary, list_stop_tokens, read_images, read_rows
+from rlworker.data.sources import find_base_folder
 from rlworker.data.turns import write_turn
 
 
 @dataclass(frozen=True)
 class Example:
-    """Prompt and answer in tokens, the one that ends the answer last; ``prompt_length`` of them are the prompt, which
-    has ``images``."""
+    """A sequence to learn from.
+
+    Attributes:
+        ids: prompt and answer, the token that ends the answer last; or a conversation.
+        prompt_length: how many come before the first that is learned.
+        turns: where each turn of the model in a conversation begins and ends; without them all after the prompt is one.
+    """
 
     ids: tuple[int, ...]
     prompt_length: int
     images: tuple[Image, ...] = ()
+    turns: tuple[tuple[int, int], ...] = ()
+
+    def mark_learned(self) -> np.ndarray:
+        """Mark the ids that are learned: ``[T]`` bool."""
+        learned = np.zeros(len(self.ids), bool)
+        for first, end in self.turns or ((self.prompt_length, len(self.ids)),):
+            learned[first:end] = True
+        return learned
 
 
 def read_examples(
@@ -29,11 +46,16 @@ def read_examples(
 ) -> tuple[list[Example], int]:
     """Read the rows at ``path`` as examples, and how many were skipped because they are too long.
 
+    A row has a prompt and its answer, or a conversation, of which the model learns what the assistant says.
+
     Raises:
-        ValueError: as ``read_rows``; an answer is too long or has an image token, or a token is not in the
-            model's vocabulary.
+        ValueError: as ``read_rows``; an answer or a conversation is too long or has an image token, or a token is not
+            in the model's vocabulary.
     """
     stops = list_stop_tokens(model.folder, tokenizer, model.vocab)
+    if has_conversations(path, config.data):
+        encoder = ConversationEncoder(tokenizer, stops, config.data, image_reader)
+        return _read_conversations(path, encoder, config, model)
     ends = tokenizer.convert_ids_to_tokens(stops)
     read = read_rows(path, tokenizer, config.data, image_reader)
     texts, examples, most = [], [], config.max_answer_tokens
@@ -65,6 +87,39 @@ def read_examples(
     return examples, read.skipped + len(read.rows) - len(examples)
 
 
+def _read_conversations(
+    path: str, encoder: ConversationEncoder, config: SftConfig, model: ModelSpec
+) -> tuple[list[Example], int]:
+    """Read conversations as ``read_examples``; one that the template rewrites on its way is of several examples."""
+    data, base, examples, places, skipped = config.data, find_base_folder(path), [], [], 0
+    for each in iterate_conversations(path, data):
+        images = read_images(each.source, list(each.messages), each.where, data, base, encoder.image_reader)
+        sequences = encoder.encode(each, images)
+        if (size := max(len(ids) for ids, _, _ in sequences)) > config.longest:
+            if not data.skip_long_prompts:
+                raise ValueError(
+                    f"{each.where}: the conversation has {size} tokens, expected at most data.max_prompt_tokens + "
+                    f"max_answer_tokens = {config.longest}; raise one of them or leave long ones out with "
+                    "--data.skip-long-prompts"
+                )
+            skipped += 1
+            continue
+        for ids, turns, shown in sequences:
+            said = {token for first, end in turns for token in ids[first:end]}
+            if banned := said & set(model.banned_tokens):
+                raise ValueError(
+                    f"{each.where}: the assistant says tokens {sorted(banned)}, which stand for images; leave them out"
+                )
+            examples.append(Example(ids, turns[0][0], shown, turns))
+            places.append(each.where)
+    if not examples:
+        raise ValueError(
+            f"data: {path}: all conversations are longer than {config.longest} tokens; raise --data.max-prompt-tokens"
+        )
+    check_vocabulary(places, [example.ids for example in examples], model.vocab)
+    return examples, skipped
+
+
 def _encode_answer(row: Row, tokenizer, ends: list[str]) -> list[int]:
     """Encode the answer of a row, as it stands behind the prompt, with the token that ends it."""
     text, has_end = row.answer, False
@@ -75,7 +130,7 @@ def _encode_answer(row: Row, tokenizer, ends: list[str]) -> list[int]:
 
 
 def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:
-    """Batch the examples' tokens; the answers' are those that count."""
+    """Batch the examples' tokens; those that are learned count."""
     ids = [example.ids for example in examples]
     columns = make_image_columns(ids, [example.images for example in examples], vision) if vision else {}
-    return TrainBatch.from_ids(ids, [example.prompt_length for example in examples], **columns)
+    return TrainBatch.from_ids(ids, sampled=[example.mark_learned() for example in examples], **columns)

@@ -160,19 +160,11 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
     """
     places, sources, texts, images, chats = [], [], [], [], []
     for where, source in _iterate_checked(path, data):
-        row_images: tuple[Image, ...] = ()
-        if image_reader:
-            row_images = image_reader.read_row(source, where, data, find_base_folder(path))
-            # What a row holds as bytes is on disk now: not every process that sees the row need hold it.
-            if paths := [image.path for image in row_images if not isinstance(image, Video)]:
-                named: dict[str, Any] = {data.image_field: paths}
-                source = source | named
-        elif source.get(data.image_field) or source.get(data.video_field) or has_images(source[data.prompt_field]):
-            raise ValueError(
-                f'{where}: field "{data.image_field}", "{data.video_field}" or the prompt has images or videos, which '
-                "this model cannot see; take a vision-language model, or name other fields with --data.image-field "
-                "and --data.video-field"
-            )
+        row_images = read_images(source, source[data.prompt_field], where, data, find_base_folder(path), image_reader)
+        # What a row holds as bytes is on disk now: not every process that sees the row need hold it.
+        if paths := [image.path for image in row_images if not isinstance(image, Video)]:
+            named: dict[str, Any] = {data.image_field: paths}
+            source = source | named
         messages = _make_messages(source[data.prompt_field], data)
         text = _apply_template(messages, tokenizer, where, data) if messages else source[data.prompt_field]
         places.append(where)
@@ -203,6 +195,21 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
     return Rows(rows, skipped=len(encoded) - len(rows))
 
 
+def read_images(
+    source: dict, prompt: Any, where: str, data: DataConfig, base: Path, image_reader: ImageReader | None
+) -> tuple[Image, ...]:
+    """Read the images and videos of a row as ``ImageReader.read_row``; ValueError where the model sees none."""
+    if image_reader:
+        return image_reader.read_row(source, where, data, base)
+    if source.get(data.image_field) or source.get(data.video_field) or has_images(prompt):
+        raise ValueError(
+            f'{where}: field "{data.image_field}", "{data.video_field}" or the prompt has images or videos, which this '
+            "model cannot see; take a vision-language model, or name other fields with --data.image-field and "
+            "--data.video-field"
+        )
+    return ()
+
+
 def _iterate_checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
     """Iterate over the rows, each after where it stands, its fields checked. Rows of a table count from 0, lines of a
     file from 1."""
@@ -230,28 +237,33 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
         raise ValueError(
             f"{prompt_place} has messages as the text of JSON, got {prompt[:80]!r}; store them as a list of objects"
         )
-    messages = list_parts(prompt)
-    check_messages(messages, prompt_place)
-    if any(set(part) - {"type", "text"} for m in messages for part in list_parts(m.get("content"))):
-        raise ValueError(
-            f"{prompt_place} has a part with more than its type and text; an image is named in the field "
-            f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone; so is a video in '
-            f'"{data.video_field}"'
-        )
-    if messages and data.instruction:
-        raise ValueError(
-            f"{prompt_place} has messages, which data.instruction does not go into; write it into them and set "
-            '--data.instruction ""'
-        )
+    check_chat(list_parts(prompt), prompt_place, data)
     if not isinstance(answer, str):
         raise ValueError(
             f"{answer_place} must be text, got {type(answer).__name__}, the row has {', '.join(source)}; make it text "
             "or name another field with --data.answer-field"
         )
-    texts = [text for m in messages for text in (m["role"], flatten_content(m.get("content")) or "")] or [prompt]
-    for text in texts:
-        _check_encodable(prompt_place, text)
-    _check_encodable(answer_place, answer)
+    for place, text in ((prompt_place, prompt), (answer_place, answer)):
+        if isinstance(text, str):
+            _check_encodable(place, text)
+
+
+def check_chat(messages: Sequence[Any], place: str, data: DataConfig) -> None:
+    """Raise ValueError, by ``place``, where a row's messages cannot be what a chat template is given."""
+    check_messages(messages, place)
+    if any(set(part) - {"type", "text"} for m in messages for part in list_parts(m.get("content"))):
+        raise ValueError(
+            f"{place} has a part with more than its type and text; an image is named in the field "
+            f'"{data.image_field}" of the row, and its part says {{"type": "image"}} alone; so is a video in '
+            f'"{data.video_field}"'
+        )
+    if messages and data.instruction:
+        raise ValueError(
+            f"{place} has messages, which data.instruction does not go into; write it into them and set "
+            '--data.instruction ""'
+        )
+    for text in (text for m in messages for text in (m["role"], flatten_content(m.get("content")) or "")):
+        _check_encodable(place, text)
 
 
 def _is_chat_json(text: str) -> bool:

@@ -29,9 +29,12 @@ def find_base_folder(path: str) -> Path:
     return Path(path) if Path(path).is_dir() else Path(path.rpartition(":")[0])
 
 
-def iterate_rows(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
+def iterate_rows(path: str, data: DataConfig | None = None) -> Iterator[tuple[str, dict]]:
     """Iterate over the rows at ``path``, which ``DataConfig.train`` describes, after where it stands. Rows of a table
     count from 0, lines of a file from 1.
+
+    Args:
+        data: names the columns that a table must have for prompts and answers; without it any will do.
 
     Raises:
         ValueError: there are no such rows, or they cannot be read.
@@ -68,13 +71,14 @@ def _read_lines(path: str) -> Iterator[tuple[str, dict]]:
             yield where, row
 
 
-def _number_rows(path: str, table: _Table, data: DataConfig) -> Iterator[tuple[str, dict]]:
-    """Iterate over the rows of a table, after where it stands; the columns must be there.
+def _number_rows(path: str, table: _Table, data: DataConfig | None) -> Iterator[tuple[str, dict]]:
+    """Iterate over the rows of a table, after where it stands; the columns that ``data`` names must be there.
 
     Messages and tools come as JSON has them: a table gives each the keys of all, null where there are none.
     """
     columns, rows = table
-    for option, name in (("prompt-field", data.prompt_field), ("answer-field", data.answer_field)):
+    names = (("prompt-field", data.prompt_field), ("answer-field", data.answer_field)) if data else ()
+    for option, name in names:
         if name not in columns:
             raise ValueError(
                 f'data: {path}: no column "{name}", there are {", ".join(columns)}; name one with --data.{option}'

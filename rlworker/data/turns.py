@@ -23,7 +23,11 @@ def find_turn_end(tokenizer: Any) -> str:
 
 
 def write_turn(
-    messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], tokenizer: Any, ends: Sequence[str]
+    messages: Sequence[Mapping[str, Any]],
+    answer: Mapping[str, Any],
+    tokenizer: Any,
+    ends: Sequence[str],
+    tools: Sequence = (),
 ) -> tuple[str, bool]:
     """Write what the model has to say behind the prompt of some messages for its answer, as the template has it.
 
@@ -40,8 +44,8 @@ def write_turn(
     Raises:
         jinja2.TemplateError: the template refuses these messages.
     """
-    prompt, content = render_messages(messages, tokenizer), flatten_content(answer.get("content")) or ""
-    whole = render_messages([*messages, answer], tokenizer, goes_on=False)
+    prompt, content = render_messages(messages, tokenizer, tools), flatten_content(answer.get("content")) or ""
+    whole = render_messages([*messages, answer], tokenizer, tools, goes_on=False)
     for text in (content, content.strip()):
         place = whole.find(text, len(prompt)) if whole.startswith(prompt) else -1
         if place >= 0:

@@ -11,6 +11,7 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.config.sizes import count_batch_bytes
+from rlworker.data.conversations import check_examples
 from rlworker.data.rows import check_rows
 from rlworker.episodes.model import Play, check_scorer
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
@@ -92,9 +93,10 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     folder = RunFolder(config.run_dir)
     folder.check(config)
     check_trackers(config.trackers)
-    check_rows(config.data.train, config.data)
+    check = check_rows if isinstance(config, RunConfig) else check_examples
+    check(config.data.train, config.data)
     if config.data.heldout:
-        check_rows(config.data.heldout, config.data)
+        check(config.data.heldout, config.data)
     folder.claim(config)
     return folder
 

@@ -25,7 +25,7 @@ RECIPES = {
     "ppo_gsm8k": (),
     "dapo_math": (),
     "distill": ("--algorithm.reference",),
-    "sft_text": (),
+    "sft": (),
     "grpo_geo3k": (),
     "ppo_geo3k": (),
     "sft_vlm": (),
@@ -48,6 +48,7 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }
 """The shape of Llama 3.1 8B."""
+TURNS = "{% for m in messages %}{{ m.content + (eos_token if m.role == 'assistant' else ' ') }}{% endfor %}"
 TRACED = ("--profile-steps", "2:2")
 INTERN = ("--smoke-model", "internvl")
 GEMMA = ("--smoke-model", "gemma3")
@@ -155,6 +156,30 @@ def test_small_it_can_start(monkeypatch, tmp_path, recipe, options, platform):
     assert ("reference" in trainer.models, trainer.advantage is distill) == (recipe != "dapo_math", recipe == "distill")
 
 
+def test_conversations_are_rows_of_supervised_training(monkeypatch, tmp_path):
+    import rlworker.trainers.launch
+    from rlworker.trainers.launch import check_run
+    from rlworker.trainers.sft import SftTrainer
+
+    def build(config):
+        check_run(config).release()
+        built.append(SftTrainer(config))
+
+    built, say = [], [{"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "7"}]
+    for name, turns in (("train", 2), ("heldout", 1)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": say * turns}) + "\n")
+    model = make_model(tmp_path / "model", 0, chat_template=TURNS)
+    monkeypatch.setattr(rlworker.trainers.launch, "launch_supervised", build)
+    sizes = ["--data.max-prompt-tokens", 48, "--max-answer-tokens", 16, "--run-dir", tmp_path / "run"]
+    rows = [word for name in ("train", "heldout") for word in (f"--data.{name}", tmp_path / f"{name}.jsonl")]
+    done = run_recipe("sft", "--model", model, *rows, *sizes)
+    assert done.returncode == 0, done.stderr
+    ((example,), tokenizer) = built[0].train, built[0].tokenizer
+    assert tokenizer.decode(example.ids) == "3+4? 7<eos>" * 2
+    assert [tokenizer.decode(example.ids[first:end]) for first, end in example.turns] == ["7<eos>"] * 2
+    assert len(built[0].heldout) == 1
+
+
 SIZES = {
     ("cpu", False): (8, 4, 32),
     ("npu", False): (8, 8, 24),
@@ -164,7 +189,7 @@ SIZES = {
 """By platform and whether it is supervised training: ranks, rollout engines and GiB for the keys and values of each."""
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "sft"])
 @pytest.mark.parametrize("platform", ["cpu", "npu"])
 def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
     """Of 80 GB as the recipe states, of a node's sixteen cards as its platform does."""
@@ -192,9 +217,9 @@ SMALL = {"smollm2": (9, 3, 576, 1536), "qwen05": (14, 2, 896, 4864), "gemma270":
         ("grpo_gsm8k", "smollm2", (), (3, 6)),
         ("grpo_gsm8k", "smollm2", ("--actor.tp", "1", "--actor.ranks", "8"), (1, 8)),
         ("grpo_gsm8k", "smollm2", ("--platform", "npu"), (3, 6)),
-        ("sft_text", "smollm2", ("--platform", "npu"), (3, 15)),
+        ("sft", "smollm2", ("--platform", "npu"), (1, 16)),
         ("grpo_gsm8k", "qwen05", (), (2, 8)),
-        ("sft_text", "gemma270", (), (1, 8)),
+        ("ppo_gsm8k", "gemma270", (), (1, 8)),
     ],
 )
 def test_it_is_cut_over_as_many_ranks_as_the_model_can_be(tmp_path, recipe, model, options, sizes):

@@ -184,6 +184,43 @@ def test_an_answer_may_not_have_image_tokens(model, tmp_path):
         read_examples(str(path), load_tokenizer(model.folder), config, model)
 
 
+TURNS = "{% for m in messages %}{{ ('red ' if m.role == 'assistant' else '? ') + m.content + ' ' + eos_token + ' ' }}"
+TURNS += "{% endfor %}{{ 'red ' if add_generation_prompt }}"
+
+
+def test_images_take_their_places_in_a_conversation(read, model, tmp_path):
+    """Each stands where the same messages have it as a prompt; what is said between them is learned."""
+    from rlworker.data.examples import read_examples
+
+    tokenizer = load_tokenizer(model.folder)
+    tokenizer.chat_template = TURNS
+    asks = [{"role": "user", "content": text} for text in ("<image> ?", [{"type": "image"}, {"type": "image"}], "?")]
+    says = [{"role": "assistant", "content": text} for text in ("blue 2", "red 1", "red")]
+    messages = [message for pair in zip(asks, says, strict=True) for message in pair]
+    config = SftConfig(model=model.folder, data=replace(DATA, max_prompt_tokens=99))
+    reader = build_image_reader(model, str(tmp_path / "run"), 64)
+
+    def learn(row: dict) -> list:
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        return read_examples(str(tmp_path / "rows.jsonl"), tokenizer, config, model, reader)[0]
+
+    row = {"messages": messages, "images": ["a.png", "b.png", "b.png"]}
+    (example,) = learn(row)
+    (prompt,) = learn({"prompt": messages[:-1], "answer": "red", "images": row["images"]})
+    assert example.ids[: len(prompt.ids)] == prompt.ids and example.images == prompt.images
+    assert [image.grid for image in example.images] == [(1, 4, 6), (1, 2, 2), (1, 2, 2)]
+    said = [tokenizer.decode(example.ids[first:last]) for first, last in example.turns]
+    assert said == [f"{say['content']} {tokenizer.eos_token}" for say in says]
+    for broken, message in (
+        (row | {"images": row["images"][:2]}, "has places for 2 images, the row has 1"),
+        (row | {"images": [*row["images"], "a.png"]}, "has places for 0 images, the row has 1"),
+        (row | {"messages": [asks[0], says[0] | {"content": "<image>"}]}, "'<image>' has an image: only others"),
+        (row | {"messages": [asks[0], says[0] | {"content": "<|image_pad|>"}], "images": ["a.png"]}, "assistant says"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            learn(broken)
+
+
 def test_another_kind_of_vision_language_model_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
     with pytest.raises(ValueError, match=r"model_type 'llava', expected one of .*qwen3_vl"):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.common.smoke import SftRecipeConfig, shrink_supervised
-from rlworker.config.sections import CheckpointConfig
+from rlworker.config.sections import CheckpointConfig, DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
 from rlworker.tracking.log import read_metrics
@@ -19,9 +19,10 @@ from rlworker.tracking.log import read_metrics
 
 def make_config(folder: Path) -> SftRecipeConfig:
     """Two ranks, sixteen questions, eight a step."""
-    from recipes.sft_text import DEFAULT
+    from recipes.sft import DEFAULT
 
-    config = shrink_supervised(replace(DEFAULT, run_dir=str(folder / "sft")))
+    data = DataConfig(instruction="Reason step by step, and end with #### and the final answer.")
+    config = shrink_supervised(replace(DEFAULT, run_dir=str(folder / "sft"), data=data))
     optimizer = replace(config.actor.optimizer, lr=1e-2, lr_warmup_steps=0, lr_scheduler="constant")
     actor = replace(config.actor, optimizer=optimizer)
     return replace(config, actor=actor, steps=3, checkpoint=CheckpointConfig(save_every=1), eval_every=1)

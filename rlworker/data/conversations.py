@@ -1,0 +1,186 @@
+"""Whole conversations to learn from: what the assistant says in them is learned, all else is context."""
+
+import reprlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.batch.samples import Image
+from engines.images.video import Video
+from engines.models.vision_spec import VisionSpec
+from engines.validation import fits
+from rlworker.config.sections import DataConfig
+from rlworker.data.encoding import encode_after
+from rlworker.data.images import MARKER, VIDEO_MARKER, ImageReader
+from rlworker.data.messages import flatten_content, render_messages
+from rlworker.data.rows import check_chat, check_rows
+from rlworker.data.sources import iterate_rows
+from rlworker.data.turns import write_turn
+
+FIELD, TOOLS = "messages", "tools"
+"""Fields of a row that has a conversation in place of a prompt and its answer, and of the schemas of its tools."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a row, the JSON schemas of the tools that its assistant may call, and where it stands."""
+
+    messages: tuple[dict, ...]
+    tools: tuple[dict, ...]
+    source: dict
+    where: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a conversation's text; what the model says has its end in it unless ``is_open``."""
+
+    text: str
+    is_said: bool = False
+    is_open: bool = False
+
+
+def has_conversations(path: str, data: DataConfig) -> bool:
+    """Tell by their first whether the rows at ``path`` are conversations: they have ``messages`` and no prompt, or
+    messages for a prompt and no answer."""
+    source: dict = next((source for _, source in iterate_rows(path)), {})
+    prompt, answer = source.get(data.prompt_field), source.get(data.answer_field)
+    return source.get(FIELD) is not None if prompt is None else isinstance(prompt, list) and answer is None
+
+
+def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]:
+    """Iterate over the conversations at ``path``, their fields checked.
+
+    Raises:
+        ValueError: one is broken, by place, row and field.
+    """
+    for where, source in iterate_rows(path):
+        field = data.prompt_field if source.get(data.prompt_field) is not None else FIELD
+        place, messages = f'{where}: field "{field}"', source.get(field)
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(
+                f"{place} must be a list of messages, as in the first row, got {reprlib.repr(messages)}; keep rows of "
+                "prompt and answer in a file of their own"
+            )
+        check_chat(messages, place, data)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError(f"{place} has no message of the assistant, so that nothing is learned; leave the row out")
+        if not fits(list[dict[str, Any]], tools := source.get(TOOLS) or []):
+            raise ValueError(f'{where}: field "{TOOLS}" must be a list of JSON schemas, got {reprlib.repr(tools)}')
+        yield Conversation(tuple(messages), tuple(tools), source, where)
+
+
+def check_examples(path: str, data: DataConfig) -> None:
+    """Look at every row's fields, as ``check_rows`` does, where it may have a conversation.
+
+    Raises:
+        ValueError: there are no such rows, or a broken one, by place, row and field.
+    """
+    if has_conversations(path, data):
+        for _ in iterate_conversations(path, data):
+            pass
+    else:
+        check_rows(path, data)
+
+
+def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequence[str]) -> list[list[Piece]]:
+    """Write a conversation as the chat template does: one sequence, or where the template rewrites what came before,
+    such as thinking that it drops, another from there on. Every message of the assistant is said in one of them.
+
+    Args:
+        ends: texts of the tokens that end what the model says.
+
+    Raises:
+        jinja2.TemplateError: the template refuses these messages.
+        ValueError: what is said would lack a call of a tool.
+    """
+    messages, tools, written = conversation.messages, conversation.tools, None
+    sequences: list[list[Piece]] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render_messages(messages[:number], tokenizer, tools)
+        said, has_end = write_turn(messages[:number], message, tokenizer, ends, tools)
+        if message.get("tool_calls"):
+            _refuse_lost_calls(render_messages(messages[: number + 1], tokenizer, tools, goes_on=False), prompt + said)
+        if written is None or not prompt.startswith(written):
+            sequences.append([])
+            written = ""
+        sequences[-1] += [Piece(prompt[len(written) :]), Piece(said, True, not has_end)]
+        written = prompt + said
+    whole = render_messages(messages, tokenizer, tools, goes_on=False)
+    if messages[-1]["role"] == "assistant" and written and whole.startswith(written):
+        sequences[-1].append(Piece(whole[len(written) :]))
+    return sequences
+
+
+def _refuse_lost_calls(whole: str, written: str) -> None:
+    if not whole.startswith(written):
+        raise ValueError("it begins a message that calls tools otherwise than it has the model begin one")
+
+
+class ConversationEncoder:
+    """Encodes conversations.
+
+    Args:
+        ends: ids of the tokens that end what the model says; the tokenizer's own goes where the template has none.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Sequence[int], data: DataConfig, image_reader: ImageReader | None = None):
+        self.tokenizer, self.data, self.image_reader = tokenizer, data, image_reader
+        self.ends = tokenizer.convert_ids_to_tokens(list(ends))
+
+    def encode(
+        self, conversation: Conversation, images: tuple[Image, ...]
+    ) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[Image, ...]]]:
+        """Encode a conversation: of each sequence the ids, the places of what is learned, from the first to before the
+        last, and the images in the order of their places.
+
+        Raises:
+            ValueError: the template refuses the messages, the assistant shows an image, or there are places for another
+                number of images.
+        """
+        where = conversation.where
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"{where} has messages, but the tokenizer has no chat template; give prompt and answer")
+        for message in conversation.messages if self.image_reader else ():
+            said = flatten_content(message.get("content")) or ""
+            if message["role"] == "assistant" and (MARKER in said or VIDEO_MARKER in said):
+                raise ValueError(f"{where}: the assistant's message {said[:80]!r} has an image: only others have some")
+        try:
+            sequences = write_conversation(conversation, self.tokenizer, self.ends)
+        except Exception as error:  # it refuses roles and orders with one kind, and computes with what messages hold
+            raise ValueError(f"{where}: the chat template refuses these messages: {error}") from None
+        last = len(sequences) - 1  # which shows every image
+        return [self._encode_sequence(pieces, images, where, n == last) for n, pieces in enumerate(sequences)]
+
+    def _encode_sequence(
+        self, pieces: Sequence[Piece], images: tuple[Image, ...], where: str, takes_all: bool = False
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[Image, ...]]:
+        ids: list[int] = []
+        learned, shown, left = [], [], list(images)
+        last_prompt = max(number for number, piece in enumerate(pieces) if piece.is_said) - 1
+        for number, piece in enumerate(pieces):
+            text = piece.text
+            if self.image_reader and not piece.is_said:
+                text = self.image_reader.replace_markers(text, self.tokenizer)
+            added = encode_after(self.tokenizer, ids[-1] if ids else None, text)
+            if piece.is_said:
+                added += [self.tokenizer.eos_token_id] * piece.is_open
+                learned.append((len(ids), len(ids) + len(added)))
+            elif self.image_reader:
+                takes_rest = takes_all and number == last_prompt
+                own = left if takes_rest else _pick_images(added, left, self.image_reader.vision)
+                left = [image for image in left if all(image is not other for other in own)]
+                added, ordered = self.image_reader.expand_ids(added, tuple(own), where, self.data)
+                shown += ordered
+            ids += added
+        return tuple(ids), tuple(learned), tuple(shown)
+
+
+def _pick_images(ids: Sequence[int], images: Sequence[Image], vision: VisionSpec) -> list[Image]:
+    """Pick the first images and videos that ids have places for."""
+    stills = [image for image in images if not isinstance(image, Video)]
+    videos = [image for image in images if isinstance(image, Video)]
+    count = 0 if vision.video_token is None else ids.count(vision.video_token)
+    return [*stills[: ids.count(vision.image_token)], *videos[:count]]

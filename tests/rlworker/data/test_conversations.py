@@ -1,0 +1,175 @@
+"""Conversations that supervised training learns from: their ids are the template's, their marks transformers' own."""
+
+import json
+from copy import copy
+from dataclasses import replace
+
+import pytest
+from support.episodes.tokenizers import KINDS, TEMPLATES, make_tokenizer
+
+from engines.models.spec import ModelSpec
+from rlworker.config.sections import DataConfig
+from rlworker.config.sft import SftConfig
+from rlworker.data.conversations import check_examples
+
+ASK, SAY = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "The answer is 42."}
+CHAT = [ASK, SAY, ASK | {"content": "a = 4"}, SAY | {"content": "ok"}, ASK, SAY | {"content": "Hi, hello"}]
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 4}}}
+CALLS = [
+    {"role": "system", "content": "Hi there."},
+    ASK,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "42"},
+    SAY,
+]
+GENERATION = (
+    "{% if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>' + call | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""A template of Qwen's kind that says itself, for transformers, what the assistant says."""
+
+
+def read(tokenizer, folder, make_hf_model, *rows: dict, **settings) -> tuple[list, int]:
+    from rlworker.data.examples import read_examples
+
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SftConfig(**settings)
+    check_examples(str(path), config.data)
+    model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=len(tokenizer))
+    return read_examples(str(path), tokenizer, config, model)
+
+
+def make_generation_tokenizer():
+    tokenizer = copy(make_tokenizer("qwen"))
+    tokenizer.chat_template = GENERATION
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_ids_are_those_of_the_whole_conversation_and_every_answer_is_learned_to_its_end(
+    kind, tmp_path, make_hf_model
+):
+    tokenizer = make_tokenizer(kind)
+    ((example,), skipped) = read(tokenizer, tmp_path, make_hf_model, {"messages": CHAT})
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert list(example.ids) == tokenizer(whole, add_special_tokens=False)["input_ids"] and skipped == 0
+    end = {"phi3": "<|end|>", "qwen": "<|im_end|>"}.get(kind, "</s>")
+    said = [tokenizer.decode(example.ids[first:last]) for first, last in example.turns]
+    assert [text.replace(" ", "") for text in said] == [
+        f"{m['content']}{end}".replace(" ", "") for m in CHAT if m["role"] == "assistant"
+    ]
+
+
+@pytest.mark.parametrize(("messages", "tools"), [(CHAT, []), (CALLS, [TOOL]), ([*CHAT, *CALLS[1:]], [TOOL])])
+def test_what_is_learned_is_what_transformers_marks_as_the_assistants(tmp_path, make_hf_model, messages, tools):
+    """Calls of tools among it; the tools, what they return and all else is seen alone."""
+    from rlworker.data.examples import to_batch
+
+    tokenizer = make_generation_tokenizer()
+    ((example,), _) = read(tokenizer, tmp_path, make_hf_model, {"messages": messages, "tools": tools})
+    want = tokenizer.apply_chat_template(
+        messages, tools=tools or None, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert list(example.ids) == want["input_ids"]
+    assert example.mark_learned().tolist() == [bool(mark) for mark in want["assistant_masks"]]
+    batch = to_batch([example, example])
+    assert batch.mask.tolist() == [bool(mark) for mark in want["assistant_masks"][1:]] * 2
+    assert sum(want["assistant_masks"]) > 4
+
+
+def test_a_template_that_drops_thinking_makes_a_sequence_of_each_turn(tmp_path, make_hf_model):
+    """The model learns behind what it will see: a turn has its own thinking, those before it theirs no longer."""
+    tokenizer = copy(make_tokenizer("qwen"))
+    thinking = "(m.content if loop.last else m.content.split('T?')[-1]) +"
+    tokenizer.chat_template = TEMPLATES["qwen"].replace("m.content +", thinking)
+    says = [SAY | {"content": f"Hi T?{number}"} for number in range(3)]
+    messages = [message for say in says for message in (ASK, say)]
+    examples, _ = read(tokenizer, tmp_path, make_hf_model, {"messages": messages})
+    for number, example in enumerate(examples):
+        before = messages[: 2 * number + 1]
+        prompt = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
+        ((first, last),) = example.turns
+        assert tokenizer.decode(example.ids[:first]) == prompt
+        assert tokenizer.decode(example.ids[first:last]) == f"Hi T?{number}<|im_end|>"
+    assert len(examples) == 3
+
+
+def test_a_turn_that_the_template_does_not_end_is_ended_by_the_tokenizer(tmp_path, make_hf_model):
+    tokenizer = copy(make_tokenizer("qwen"))
+    tokenizer.chat_template = TEMPLATES["qwen"].replace("'<|im_end|>\\n'", "'\\n'")
+    ((example,), _) = read(tokenizer, tmp_path, make_hf_model, {"messages": [ASK, SAY]})
+    ((first, last),) = example.turns
+    assert tokenizer.decode(example.ids[first:last]) == "The answer is 42.<|endoftext|>"
+
+
+def test_messages_for_a_prompt_without_an_answer_are_a_conversation_too(tmp_path, make_hf_model):
+    tokenizer = make_tokenizer("qwen")
+    named = read(tokenizer, tmp_path, make_hf_model, {"chat": CHAT, "id": 4}, data=DataConfig(prompt_field="chat"))
+    assert named == read(tokenizer, tmp_path, make_hf_model, {"messages": CHAT})
+
+
+def test_a_table_gives_the_same_conversations(tmp_path, make_hf_model):
+    pytest.importorskip("pyarrow")
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    from rlworker.data.examples import read_examples
+
+    tokenizer, rows = (
+        make_generation_tokenizer(),
+        [{"messages": CHAT, "tools": None}, {"messages": CALLS, "tools": [TOOL]}],
+    )
+    want = read(tokenizer, tmp_path, make_hf_model, *rows)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=len(tokenizer))
+    assert read_examples(str(tmp_path / "rows.parquet"), tokenizer, SftConfig(), model) == want
+
+
+def test_long_conversations_are_an_error_or_left_out(tmp_path, make_hf_model):
+    tokenizer, rows = make_tokenizer("qwen"), [{"messages": CHAT}, {"messages": CHAT[:2]}]
+    short = dict(max_answer_tokens=8)
+    data = DataConfig(max_prompt_tokens=32)
+    with pytest.raises(
+        ValueError, match=r"line 1: the conversation has \d+ tokens, expected at most .* = 40; raise one"
+    ):
+        read(tokenizer, tmp_path, make_hf_model, *rows, data=data, **short)
+    skip = replace(data, skip_long_prompts=True)
+    examples, skipped = read(tokenizer, tmp_path, make_hf_model, *rows, data=skip, **short)
+    assert (len(examples), skipped) == (1, 1)
+    with pytest.raises(ValueError, match="all conversations are longer than 40 tokens"):
+        read(tokenizer, tmp_path, make_hf_model, rows[0], data=skip, **short)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [ASK]}, 'line 2: field "messages" has no message of the assistant'),
+        ({"prompt": "x", "answer": "y"}, 'line 2: field "prompt" must be a list of messages, as in the first row'),
+        ({"id": 4}, 'line 2: field "messages" must be a list of messages, as in the first row, got None'),
+        ({"messages": json.dumps(CHAT)}, "must be a list of messages, as in the first row"),
+        ({"messages": [*CHAT, {"role": "tool", "content": 42}]}, r"message 6 \(from 0\), of role 'tool'"),
+        ({"messages": CHAT, "tools": json.dumps([TOOL])}, 'field "tools" must be a list of JSON schemas'),
+        ({"messages": [SAY | {"content": "\ud83d"}]}, "is no valid Unicode text"),
+        ({"messages": CHAT, "images": ["a.png"]}, "has images or videos, which this model cannot see"),
+    ],
+)
+def test_a_broken_conversation_is_named(tmp_path, make_hf_model, row, message):
+    with pytest.raises(ValueError, match=message):
+        read(make_tokenizer("qwen"), tmp_path, make_hf_model, {"messages": CHAT}, row)
+
+
+def test_what_the_template_refuses_is_named(tmp_path, make_hf_model):
+    tokenizer = copy(make_tokenizer("qwen"))
+    for template, messages, message in (
+        ("{{ raise_exception('no ' + messages[0].role) }}", CHAT, "line 1: the chat template refuses .*: no user"),
+        (GENERATION.replace("assistant\\n' }}", "assistant\\n<T>' }}"), CALLS, "calls tools otherwise"),
+        (None, CHAT, "line 1 has messages, but the tokenizer has no chat template"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=message):
+            read(tokenizer, tmp_path, make_hf_model, {"messages": messages})
