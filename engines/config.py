@@ -25,7 +25,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 VLLM_OWN = _names(
-    "model dtype max_model_len max_num_seqs enforce_eager logprobs_mode worker_extension_cls disable_log_stats "
+    "model dtype max_model_len max_num_seqs logprobs_mode worker_extension_cls disable_log_stats "
     "max_logprobs skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
     "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls "
     "enable_sleep_mode scheduling_policy"

@@ -139,6 +139,8 @@ class Platform(Protocol):
     this platform rolls out, the one to be preferred first."""
     rollout_block_tokens: int
     """Tokens whose keys and values vLLM keeps together."""
+    rollout_settings: dict[str, Any]
+    """Arguments of vLLM's LLM where the settings leave them open."""
     rollout_kv_cache_mb: int
     """Memory for keys and values where the settings leave it open."""
 

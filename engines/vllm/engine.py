@@ -51,7 +51,6 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         tensor_parallel_size=config.tp,
         # One process for each device beside this one, or none: within a placement group of Ray's vLLM would take Ray.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
-        enforce_eager=True,
         # log_softmax(logits / temperature): what the trainer computes.
         logprobs_mode="processed_logprobs",
         max_logprobs=model.vocab,  # a limit of what may be asked for, by which nothing is sized
@@ -104,7 +103,8 @@ class VllmEngine:
         if config.kv_cache_mb:
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
         sleeps = takes_turns and platform.can_sleep
-        self.llm = LLM(**(_make_settings(model, config, worker.name, sleeps) | cast(dict[str, Any], config.vllm)))
+        settings = platform.rollout_settings | _make_settings(model, config, worker.name, sleeps)
+        self.llm = LLM(**(settings | cast(dict[str, Any], config.vllm)))
         self.llm.llm_engine.engine_core.set_weight_version("0")
         self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:

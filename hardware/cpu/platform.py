@@ -45,7 +45,17 @@ class CpuPlatform:
     repeats = True
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
     rollout_backends = ("vllm_cpu", "vllm_cpu_images")
-    rollout_block_tokens = 128  # vllm 0.32, platforms/cpu
+    rollout_block_tokens = 32  # the least that vllm 0.32, v1/attention/backends/cpu_attn, takes
+    rollout_settings: ClassVar[dict] = {
+        "block_size": rollout_block_tokens,
+        "enforce_eager": True,  # see TORCH_COMPILE_DISABLE
+        "kv_transfer_config": {
+            "kv_connector": "SharedPrompts",
+            "kv_connector_module_path": "hardware.cpu.shared_prompts",
+            # No engine takes anything. What vLLM does for one that does, to images above all, is left out so.
+            "kv_role": "kv_producer",
+        },
+    }
 
     @property
     def rollout_kv_cache_mb(self) -> int:

@@ -80,6 +80,7 @@ class CudaPlatform(_CudaAttention):
     rollout_backends = ("vllm_cuda",)
     rollout_block_tokens = 16  # vllm, config/cache
     rollout_kv_cache_mb = 16 * 1024
+    rollout_settings: ClassVar[dict] = {}  # CUDA graphs, as vllm takes them; untested
 
     def init_process(self, local_rank: int):
         import torch

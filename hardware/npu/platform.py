@@ -79,6 +79,7 @@ class NpuPlatform(_NpuLayers):
     rollout_backends = ("vllm_ascend",)
     rollout_block_tokens = 128  # vllm-ascend 0.23, utils.refresh_block_size
     rollout_kv_cache_mb = 16 * 1024
+    rollout_settings: ClassVar[dict] = {"enforce_eager": True}  # untested: vllm-ascend's graphs beside sleep mode
 
     def init_process(self, local_rank: int):
         import torch

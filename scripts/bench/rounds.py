@@ -1,6 +1,6 @@
 """Measure what a round of requests costs beside the same completions by ``generate``, and plays beside a reward.
 
-    python scripts/bench/rounds.py [--rounds 9] [--tiny] [--json FILE]
+    python scripts/bench/rounds.py [--rounds 9] [--model FOLDER] [--tiny] [--json FILE]
 
 One vLLM engine in its Ray process and a model of half a million parameters. Completions of one turn are sampled in
 three ways, in turn: *generate*, by prompts; *sample*, a round of requests; *loop*, requests that are handed in, and
@@ -10,6 +10,9 @@ tokens, the first two the same ones.
 Then what a step draws before its update, with the same engine: *reward*, completions and the rewards of a function;
 *plays*, an episode of one turn for each, by ``one_turn`` of that function. Here CPU-seconds are also those of the
 processes that score and play.
+
+With ``--model`` it measures something else, on that model: *shared*, where the samples of a prompt share its keys and
+values, and *alone*, where each computes its own (``--rollout.vllm enable_prefix_caching False``).
 """
 
 import statistics
@@ -18,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ from rlworker.tracking.log import StepClock
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--rounds", type=int, default=9, help="of which medians are taken")
+PARSER.add_argument("--model", type=Path, metavar="FOLDER", help="measure how samples of a prompt share it, here")
 OPTIONS = PARSER.parse_args()
 SIZES = ((4, 2, 4),) if OPTIONS.tiny else ((256, 8, 4), (2048, 1, 4), (256, 1, 16), (32, 8, 16))
 """Prompts, completions of each, tokens of each."""
@@ -65,6 +70,26 @@ def poll(rollouts: Rollouts, requests: list[Request]) -> Completions:
     while len(taken) < len(requests):
         taken |= dict(ray.get(worker.take.options(concurrency_group=POLL).remote(60.0)))
     return Completions.concatenate([taken[key] for key in range(len(requests))])
+
+
+def measure_sharing(folder: Path) -> list[dict]:
+    """Measure completions of prompts of 50 tokens, by an engine that shares prompts and one that does not."""
+    model, size = ModelSpec.from_folder(folder), (8, 8, 16)
+    prompts, count, tokens = size
+    ids = np.random.default_rng(0).integers(4, model.vocab, (prompts, 50))
+    rows, sampling = [Row("", tuple(row), "", {}) for row in ids.tolist()], Sampling(count, 1.0, tokens, STREAM, ())
+    shared = VllmConfig(max_new_tokens=tokens, max_model_len=128, kv_cache_mb=256)
+    alone = replace(shared, vllm={"enable_prefix_caching": False})
+    with Rollouts(DEFAULT_PLATFORM, 1) as first, Rollouts(DEFAULT_PLATFORM, 1) as second:
+        engines = {"shared": first.start(model, shared).wait(), "alone": second.start(model, alone).wait()}
+        calls = {name: partial(rollouts.generate, rows, sampling) for name, rollouts in engines.items()}
+        lengths = prompts * count * tokens
+        medians = measure(
+            calls,
+            [*first.workers, *second.workers],
+            lambda results: {len(found.token_ids) for found in results.values()} == {lengths},
+        )
+        return list_rows(size, medians)
 
 
 def measure(calls: Mapping[str, Callable[[], Any]], workers: list, check: Callable[[dict[str, Any]], bool]) -> dict:
@@ -152,6 +177,9 @@ def measure_plays(rollouts: Rollouts, config: VllmConfig, size: tuple[int, int, 
 
 
 def main() -> None:
+    if OPTIONS.model:
+        with running_ray(2, DEFAULT_PLATFORM):
+            return write_figures(OPTIONS.json, measure_sharing(OPTIONS.model))
     with running_ray(1, DEFAULT_PLATFORM), tempfile.TemporaryDirectory() as folder:
         model = ModelSpec.from_folder(make_tiny_text(Path(folder), "qwen2", VOCAB))
         config = VllmConfig(max_new_tokens=16, max_model_len=64, kv_cache_mb=256)

@@ -85,9 +85,12 @@ def leave_caches(worker, left: bool) -> None:
 
 
 def test_new_weights_in_flight_are_those_of_the_next_token(rollouts, folder, measured):
-    """Both segments of a completion are HuggingFace's under their own weights; with the old keys the second is not."""
+    """Both segments of a completion are HuggingFace's under their own weights; with the old keys the second is not.
+
+    Two completions share a prompt, before and after.
+    """
     (worker,) = rollouts.workers
-    prompts, old, new = make_prompts(8, 150), load_folder(folder), nudge(folder)
+    prompts, old, new = make_prompts(4, 150) * 2, load_folder(folder), nudge(folder)
     for left in (False, True):
         first = send(worker, name_weights(old))
         if left:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support.models import VOCAB
 from support.rollout_workers import ask, send
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Prompt, Sampling
+from engines.batch.samples import Completions, Prompt, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
@@ -139,13 +140,69 @@ def test_new_weights_arrive_whole(rollout, bucket_bytes):
 
 def test_a_cached_prompt_is_computed_anew_after_a_sync(rollout):
     worker, folder, tied = rollout
-    prompt = [Prompt(tuple(3 + i % 90 for i in range(230)))]  # longer than a cache block of 128 tokens
+    prompt = [Prompt(tuple(3 + i % 90 for i in range(230)))]  # longer than a cache block
     old, new = load_folder(folder), changed(folder)
     for model in (old, new):
         send(worker, weights_of(model, tied))
         first, again = (ask(worker.generate, prompt, sampling(count=2)) for _ in range(2))
         assert worst(model, first, prompts=prompt) <= 1e-5
         assert first == again, "bit for bit: a call does not depend on what the one before it left in the cache"
+
+
+def count_computed(worker, prompts, sampling) -> tuple[int, Completions]:
+    """Sample, and count the tokens that forward passes computed meanwhile."""
+    scheduler = worker.engine.llm.llm_engine.engine_core.engine_core.scheduler
+    with patch.object(scheduler, "schedule", wraps=scheduler.schedule) as schedule:
+        steps = []
+        schedule.side_effect = lambda *args: steps.append(type(scheduler).schedule(scheduler, *args)) or steps[-1]
+        completions = worker.loop.call(worker.engine.generate, prompts, sampling)
+    return sum(step.total_num_scheduled_tokens for step in steps), completions
+
+
+def read_settings(worker) -> tuple[int, bool]:
+    config = worker.engine.llm.llm_engine.vllm_config
+    return config.cache_config.block_size, config.model_config.enforce_eager
+
+
+LENGTHS = (50, 64, 33, 7)
+"""Of prompts: with a part of a block, with none, with a block but for a token, and without a block."""
+
+
+def test_a_prompt_is_computed_once_for_all_of_its_samples(rollout):
+    """But for its last token, from which each of them is sampled."""
+    worker, folder, tied = rollout
+    prompts = [Prompt(tuple(20 + (i * 7 + length) % 70 for i in range(length))) for length in LENGTHS]
+    assert ask(worker.__ray_call__, read_settings) == (32, True), "those of the platform"
+    model = changed(folder)
+    send(worker, weights_of(model, tied))
+    asked = replace(sampling(count=5, max_tokens=3), stop_token_ids=())
+    computed, completions = ask(worker.__ray_call__, count_computed, prompts, asked)
+    assert computed == sum(LENGTHS) + len(LENGTHS) * (4 * 1 + 5 * 2)
+    assert worst(model, completions, prompts=prompts) <= 1e-5
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("seqs", [3, 64])
+@pytest.mark.parametrize("tokens", [40, 90])
+def test_samples_that_begin_and_end_at_other_times_share_a_prompt(cluster, make_hf_model, measured, seqs, tokens):
+    """Few at a time; with keys and values given up for want of memory and computed again; and from one to another."""
+    from rlworker.cluster.rollout_group import Rollouts
+
+    folder = make_hf_model("qwen2", False)
+    prompts = [Prompt(tuple(20 + (i * 7 + length) % 70 for i in range(length))) for length in (50, 75, 120)]
+    with Rollouts("cpu", 1) as rollouts:
+        config = replace(CONFIG, max_num_seqs=seqs, kv_cache_mb=2, max_new_tokens=tokens)
+        (worker,) = rollouts.start(ModelSpec.from_folder(folder), config).wait().workers
+        first, again = (ask(worker.generate, prompts, sampling(count=12, max_tokens=tokens)) for _ in range(2))
+        other = replace(config, vllm={"enable_prefix_caching": False, "block_size": 64})
+        (worker,) = rollouts.start(ModelSpec.from_folder(folder), other).wait().workers
+        assert ask(worker.__ray_call__, read_settings) == (64, True), "what a user sets comes before the platform's"
+        alone, _ = ask(worker.__ray_call__, count_computed, prompts, sampling(count=12, max_tokens=tokens))
+    found = measure_differences(load_folder(folder), prompts, first)
+    measured({f"{seqs} at a time": float(found.max())})
+    assert found.mean() <= 2e-6 and found.max() <= 1e-4
+    assert first == again, "bit for bit"
+    assert alone >= 12 * (50 + 75 + 120), "and not where the prefix cache is off"
 
 
 def test_a_dropped_tensor_and_an_unknown_one_are_refused(rollout):

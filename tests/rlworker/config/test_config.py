@@ -303,7 +303,7 @@ def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where,
 
 
 def test_other_names_are_those_of_the_installed_packages():
-    assert VllmConfig(vllm={"enable_prefix_caching": False, "block_size": 64}).vllm["block_size"] == 64
+    assert VllmConfig(vllm={"enforce_eager": False, "block_size": 64}).vllm["block_size"] == 64
     assert MegatronConfig(megatron={"barrier_with_L1_time": False, "cp_comm_type": "p2p"}).megatron
     with pytest.raises(
         ValueError, match="vllm has 'blok_size', which is not there to be set; did you mean 'block_size'"
@@ -358,11 +358,11 @@ def test_the_engines_set_nothing_that_is_passed_through_too(file, own):
 def test_the_longest_sequence_must_fit_the_memory_for_keys_and_values(
     make_hf_model, tmp_path, monkeypatch, space, have
 ):
-    """4 layers, 2 key-value heads of 32 in fp32 take 2 KiB a token, and vLLM needs one block of 128 tokens more."""
+    """4 layers, 2 key-value heads of 32 in fp32 take 2 KiB a token, and vLLM needs one block of 32 tokens more."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
     folder = make_hf_model("qwen2", False)
     saved = json.loads(Path(folder, "config.json").read_text())
-    longest = have * 2**20 // 2048 - 128
+    longest = have * 2**20 // 2048 - 32
     for name in Path(folder).iterdir():
         shutil.copy(name, tmp_path)
     Path(tmp_path, "config.json").write_text(json.dumps(saved | {"max_position_embeddings": 10**7}))
