@@ -103,8 +103,8 @@ class VllmEngine:
         if config.kv_cache_mb:
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
         sleeps = takes_turns and platform.can_sleep
-        settings = platform.rollout_settings | _make_settings(model, config, worker.name, sleeps)
-        self.llm = LLM(**(settings | cast(dict[str, Any], config.vllm)))
+        arguments = platform.rollout_settings | _make_settings(model, config, worker.name, sleeps)
+        self.llm = LLM(**(arguments | cast(dict[str, Any], config.vllm)))
         self.llm.llm_engine.engine_core.set_weight_version("0")
         self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:

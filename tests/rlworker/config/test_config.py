@@ -23,7 +23,7 @@ from engines.validation import read_installed_fields
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, list_override_warnings
 from hardware.platform import list_ray_resources, make_ray_options
-from hardware.platforms import get_platform
+from hardware.platforms import PLATFORMS, get_platform
 from rlworker.config.keys import flatten_config
 from rlworker.config.model_checks import check_engines
 from rlworker.config.run import RunConfig
@@ -352,6 +352,14 @@ def test_the_engines_set_nothing_that_is_passed_through_too(file, own):
         for keyword in node.value.keywords
     }
     assert len(names) > 5 and names <= own
+
+
+def test_what_a_platform_sets_of_vllm_a_user_may_set():
+    settings = {name: get_platform(name).rollout_settings for name in PLATFORMS}
+    known = read_installed_fields("vllm", ("engine/arg_utils.py", "EngineArgs"))
+    assert all(known.keys() - VLLM_OWN - VLLM_REFUSED >= given.keys() for given in settings.values())
+    eager = {name for name, given in settings.items() if given.get("enforce_eager")}
+    assert eager == PLATFORMS.keys() - {"cuda"}, "vLLM takes graphs unless told otherwise"
 
 
 @pytest.mark.parametrize(("space", "have"), [("1", 1024), ("", 1024), ("3", 3072)])
