@@ -28,7 +28,7 @@ VLLM_OWN = _names(
     "model dtype max_model_len max_num_seqs logprobs_mode worker_extension_cls disable_log_stats "
     "max_logprobs skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
     "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls "
-    "enable_sleep_mode scheduling_policy"
+    "enable_sleep_mode scheduling_policy config_format load_format"
 )
 """Arguments of vLLM's LLM that the engine sets itself."""
 
@@ -37,7 +37,7 @@ VLLM_REFUSED = _names(
     "generation_config override_generation_config logits_processors watermark_config diffusion_config "
     "speculative_config spec_method spec_model spec_tokens runner convert pooler_config "
     # another model than the folder's, or other weights
-    "hf_overrides hf_config_path config_format model_class_overrides model_weights load_format ignore_patterns "
+    "hf_overrides hf_config_path model_class_overrides model_weights ignore_patterns "
     "quantization quantization_config enable_lora disable_sliding_window "
     # other pixels than the trainer sees
     "mm_processor_kwargs media_io_kwargs "

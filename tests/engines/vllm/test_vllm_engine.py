@@ -194,6 +194,7 @@ def test_samples_that_begin_and_end_at_other_times_share_a_prompt(cluster, make_
         config = replace(CONFIG, max_num_seqs=seqs, kv_cache_mb=2, max_new_tokens=tokens)
         (worker,) = rollouts.start(ModelSpec.from_folder(folder), config).wait().workers
         first, again = (ask(worker.generate, prompts, sampling(count=12, max_tokens=tokens)) for _ in range(2))
+    with Rollouts("cpu", 1) as rollouts:
         other = replace(config, vllm={"enable_prefix_caching": False, "block_size": 64})
         (worker,) = rollouts.start(ModelSpec.from_folder(folder), other).wait().workers
         assert ask(worker.__ray_call__, read_settings) == (64, True), "what a user sets comes before the platform's"
