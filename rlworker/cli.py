@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,12 +39,13 @@ def check(config: CheckConfig) -> None:
     from rlworker.checks.tiny_models import make_tiny_model
 
     with TemporaryDirectory(prefix="rlworker-check-") as folder:
-        tell = (lambda line: None) if config.json else print
+        start = time.monotonic()
+        tell = lambda line: print(f"{time.monotonic() - start:6.0f} s  {line}", file=sys.stderr, flush=True)  # noqa: E731
         if config.self_test:
             findings = run_self_test(replace(config, self_test=False), folder, tell)
         else:
             made = config if config.model else replace(config, model=make_tiny_model(folder, config.tiny), tiny="qwen2")
-            findings = run_check(made)
+            findings = run_check(made, tell)
     if config.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:

@@ -1,5 +1,6 @@
 """The shape of a model, read from a HuggingFace folder's config.json alone, before anything heavy starts."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -190,6 +191,10 @@ class ModelSpec:
     def find_hf_shape(self, name: str) -> tuple[int, ...]:
         """Find the shape of a tensor of ``list_hf_names`` or ``list_optional_hf_names``."""
         return self._hf_shapes[name]
+
+    def count_weights(self) -> int:
+        """Count the elements of the tensors of ``list_hf_names``."""
+        return sum(math.prod(self.find_hf_shape(name)) for name in self.list_hf_names())
 
     @cached_property
     def _hf_shapes(self) -> dict[str, tuple[int, ...]]:

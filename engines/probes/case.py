@@ -47,6 +47,38 @@ class ProbeCase:
         size = sum(self.lengths) // len(self.columns)
         return [copy * size + column for copy, column in enumerate(self.columns)]
 
+    def place(self) -> tuple[np.ndarray, np.ndarray]:
+        """Place each token ``[N]``: its sequence, and its position in it."""
+        positions = [np.arange(n) for n in self.lengths]
+        return np.repeat(np.arange(len(self.lengths)), self.lengths), np.concatenate(positions)
+
+    def judge(
+        self, layer: int, effects: np.ndarray, allowed: np.ndarray, required: np.ndarray, pads: int
+    ) -> "Influence":
+        """Sort by kind the effects ``[N, columns]`` beyond what is allowed, and what is required and has no effect."""
+        sequence, position = self.place()
+        leaks = {"padding": pads} if pads else {}
+        words = [f"{pads} tokens see padding"] if pads else []
+        for i, column in zip(*np.nonzero(effects & ~allowed)):
+            j = self.columns[column]
+            kind = self._classify_leak(int(i), int(j), sequence, position)
+            leaks[kind] = leaks.get(kind, 0) + 1
+            words.append(f"sequence {sequence[i]} at {position[i]} sees sequence {sequence[j]} at {position[j]}")
+        missing = np.argwhere(required & ~effects)
+        words += [
+            f"sequence {sequence[i]} at {position[i]} does not see its own token at {position[self.columns[c]]}"
+            for i, c in missing[:1]
+        ]
+        return Influence(layer, leaks, len(missing), words[0] if words else "")
+
+    def _classify_leak(self, i: int, j: int, sequence: np.ndarray, position: np.ndarray) -> str:
+        if sequence[i] != sequence[j]:
+            return "a neighbour in the pack"
+        if position[j] <= position[i]:
+            return "outside the window or chunk"
+        images = self.image_block
+        return "across image blocks" if images[i] >= 0 and images[j] >= 0 else "the future"
+
 
 @dataclass(frozen=True)
 class Influence:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from unittest.mock import patch
 
+from engines.models.spec import ModelSpec
 from engines.probes import form_faults
 from hardware.attention.faults import ATTENTION_FAULTS, Patch, collect_faults
 
@@ -37,12 +38,12 @@ _PLANTED = ExitStack()
 
 
 def plant(engine, name: str) -> None:
-    """Put a fault of ``FAULTS`` into this process.
+    """Put a fault of ``FAULTS`` or ``REAL_FAULTS`` into this process.
 
     Raises:
         ValueError: it is one of masks, and the engine's platform has no place for it.
     """
-    make = FAULTS[name].patches
+    make = (FAULTS | REAL_FAULTS)[name].patches
     for owner, attribute, wrap in make() if make else collect_faults(engine.platform)[name]:
         _PLANTED.enter_context(patch.object(owner, attribute, wrap(getattr(owner, attribute))))
 
@@ -72,6 +73,25 @@ def _wrong_positions() -> list[Patch]:
     def wrap(call):
         # This rank's slots are counted from 0. Without context parallelism that is no fault: distances stay right.
         return lambda self, position, dtype: call(self, torch.arange(position.numel()).view_as(position), dtype)
+
+    return [(Rotary, "__call__", wrap)]
+
+
+def _rotary_base_doubled() -> list[Patch]:
+    import copy
+
+    import torch
+
+    from engines.megatron.rotary import Rotary
+
+    def wrap(call):
+        def turn_slower(self, position, dtype):
+            slower, frequencies = copy.copy(self), self.inverse_frequency
+            steps = torch.arange(frequencies.shape[-1], device=frequencies.device) / frequencies.shape[-1]
+            slower.inverse_frequency = frequencies * 2.0**-steps
+            return call(slower, position, dtype)
+
+        return turn_slower
 
     return [(Rotary, "__call__", wrap)]
 
@@ -197,6 +217,22 @@ def _stale_weights() -> list[Patch]:
     return [(WeightSyncExtension, "take_weights", wrap)]
 
 
+def _all_weights_stale() -> list[Patch]:
+    from engines.vllm.worker import WeightSyncExtension
+
+    return [(WeightSyncExtension, "take_weights", lambda _: lambda self, weights: None)]
+
+
+def _small_terms_lost() -> list[Patch]:
+    import torch
+
+    def wrap(_):
+        # torch's log_softmax on a CPU loses the small terms of a large vocabulary; what it takes off is its logsumexp.
+        return lambda x, dim, keepdim=False: (x - x.log_softmax(dim)).mean(dim, keepdim)
+
+    return [(torch.Tensor, "logsumexp", wrap)]
+
+
 def _tied_head_left_behind() -> list[Patch]:
     from engines.vllm import worker
 
@@ -250,3 +286,21 @@ FAULTS: dict[str, Fault] = {
     "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", cp=2),
 }
 """Every fault by its name."""
+
+_LARGE_VOCAB = 200_000
+"""Tokens from which on log_softmax's bias on a CPU is above the limit between rollout and trainer."""
+REAL_FAULTS: dict[str, Fault] = {
+    "a rotary base of twice the size": Fault(_rotary_base_doubled, "layouts"),
+    "all weights stale": Fault(_all_weights_stale, "weight sync", where="rollouts"),
+    "stale weights": FAULTS["stale weights"],
+    "a tied head left behind": FAULTS["a tied head left behind"],
+    "log_softmax of a large vocabulary": Fault(_small_terms_lost, "rollout", where="rollouts"),
+}
+"""Faults that a given model shows, whatever its family."""
+
+
+def list_real_faults(model: ModelSpec) -> dict[str, Fault]:
+    """List the faults of ``REAL_FAULTS`` that a model can show, by name."""
+    absent = set() if model.tied else {"a tied head left behind"}
+    absent |= set() if model.vocab >= _LARGE_VOCAB else {"log_softmax of a large vocabulary"}
+    return {name: fault for name, fault in REAL_FAULTS.items() if name not in absent}

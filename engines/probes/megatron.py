@@ -6,8 +6,10 @@ outputs bit by bit: what a mask hides is multiplied by an exact zero.
 """
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import replace
 from typing import cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import TokenOutputs, require_tokens
 from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn
+from engines.megatron import engine as engine_module
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.groups import get_data_and_context_group
 from engines.megatron.weights import export_weights, load_weights
@@ -29,7 +32,7 @@ from engines.probes.case import Influence, ProbeCase
 from hardware.attention.rules import Rule
 
 _PASS_SLOTS, _PASS_LOGITS = 2**14, 2**26
-"""Tokens that one pass of a layer's attention takes, and logits that one pass of the model makes."""
+"""Tokens that one pass takes, and logits that it makes at most."""
 _LOUD = 64.0
 """Keys and values are changed by this much, so that one among thousands of tokens is heard in bf16 too."""
 
@@ -69,7 +72,7 @@ def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
         layout = engine.layout(case.lengths)
     dtype, tp, model = engine.transformer.params_dtype, engine.config.tp, engine.model
     spec = layout.build_mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
-    rotary = engine.rotary(layout.pack(_axes(engine, _positions(case.lengths)).to(engine.device)), dtype)
+    rotary = engine.rotary(layout.pack(_axes(engine, torch.from_numpy(case.place()[1])).to(engine.device)), dtype)
     inputs = engine.platform.build_attention_inputs(spec, rotary, engine.config.attention_override)
 
     def draw(changed=(), padding: float = 0.0) -> list[Tensor]:
@@ -102,7 +105,8 @@ def _explain(
     attend, draw = _attention(engine, kind, rule, case)
     visible, before = case.compute_visible(rule)[:, list(case.columns)], attend(layer, draw())
     single = np.concatenate([_changes(before, attend(layer, draw((j,))), 1) for j in case.columns]).T
-    return _compare(layer.layer_number, single if (single != visible).any() else effects, visible, visible, case, pads)
+    heard = single if (single != visible).any() else effects
+    return case.judge(layer.layer_number, heard, visible, visible, pads)
 
 
 # -- the whole model
@@ -122,20 +126,23 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
     required = np.logical_or.reduce(list(visible.values()))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, engine.model.vocab - 1, (sum(case.lengths),), generator=generator)
-    effects, pads = [], 0
-    for part in case.passes(max(1, _PASS_LOGITS // engine.model.vocab), engine.platform.max_pack_sequences):
-        repeated = part.repeated()
-        baseline = ids.repeat(len(part.columns))
-        changed = baseline.index_add(0, torch.tensor(repeated.changed), torch.ones(len(part.columns), dtype=torch.long))
-        before, after = _predictions(engine, kind, repeated, baseline), _predictions(engine, kind, repeated, changed)
-        with _pad_id(engine, engine.model.vocab - 1):
-            padded = _predictions(engine, kind, repeated, baseline)
-        if before is not None and after is not None and padded is not None:
-            effects.append(_changes(before, after, len(part.columns)).T)
-            pads = max(pads, int(_changes(before, padded, 1).sum()))
-    if not effects:
+    effects, unchanged = [], {}
+    for part in case.passes(_PASS_SLOTS, engine.platform.max_pack_sequences):
+        repeated, copies = part.repeated(), len(part.columns)
+        baseline = ids.repeat(copies)
+        changed = baseline.index_add(0, torch.tensor(repeated.changed), torch.ones(copies, dtype=torch.long))
+        if copies not in unchanged:
+            unchanged[copies] = _predictions(engine, kind, repeated, baseline)
+        before, after = unchanged[copies], _predictions(engine, kind, repeated, changed)
+        if before is not None and after is not None:
+            effects.append(_changes(before, after, copies).T)
+    before = _predictions(engine, kind, case, ids)
+    with patch.object(engine, "pad_id", engine.model.vocab - 1):
+        padded = _predictions(engine, kind, case, ids)
+    if before is None or padded is None:
         return []
-    influence = _compare(0, np.concatenate(effects, axis=1), reach[:, columns] > 0, required[:, columns], case, pads)
+    pads, heard = int(_changes(before, padded, 1).sum()), np.concatenate(effects, axis=1)
+    influence = case.judge(0, heard, reach[:, columns] > 0, required[:, columns], pads)
     return [influence] if influence.leaks or influence.missing else []
 
 
@@ -158,16 +165,18 @@ def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]
 
 
 def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor) -> Tensor | None:
-    """Compute ``[N, 2]``: at every token, the logprob of a target that is always the same, and the entropy."""
+    """Compute ``[N, 2]``: at every token, the logprob of a target that is always the same, and the entropy; by
+    ``_some_logits``."""
     batch = TrainBatch(
         case.lengths,
         ids,
-        _axes(engine, _positions(case.lengths)),
+        _axes(engine, torch.from_numpy(case.place()[1])),
         torch.zeros_like(ids),
         torch.ones(len(ids), dtype=torch.bool),
         torch.tensor(case.image_block),
     )
-    with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)), _blind(engine):
+    as_text = patch.object(engine, "vision", None)  # image tokens are embedded as text is: there are no images
+    with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)), as_text, _some_logits(engine):
         outputs = compute_outputs(engine, kind, batch)
     return None if outputs is None else torch.stack([outputs.logprobs, outputs.entropy], dim=1)
 
@@ -221,10 +230,9 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
     return {number: schedule.restore_order(torch.cat(parts)) for number, parts in states.items()}
 
 
-def compute_gradients(
-    engine: MegatronEngine, kind: str, batch: TrainBatch, loss: LossFn, denominator: float
-) -> dict[str, Tensor]:
-    """Compute the gradient of ``sum(loss) / denominator``: HF name -> whole tensor, on the first replica's leader.
+def take_gradients(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: LossFn, denominator: float) -> float:
+    """Take the gradient of ``sum(loss) / denominator`` into the buffers of every rank, reduced over all replicas;
+    returns the square of the norm over this rank's parameters.
 
     Args:
         batch: that of all replicas; each takes its share.
@@ -232,13 +240,31 @@ def compute_gradients(
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, engine.dp_size)
         engine.backward(schedule.shards(batch)[engine.dp_rank], loss, denominator)
-    gradients = gather_gradients(engine)
+    _gather_buffers(engine)
+    return sum(float(p.main_grad.norm()) ** 2 for p in engine.module.parameters() if p.requires_grad)
+
+
+def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, Tensor]:
+    """Read some of the gradients in the buffers: HF name -> whole tensor, on the first replica's leader."""
+    gradients = gather_gradients(engine, names)
     return gradients if engine.is_leader and engine.dp_rank == 0 else {}
 
 
-def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
-    """Gather what the last backward pass left, reduced over all replicas: HF name -> whole tensor, on every rank."""
-    # The distributed optimizer leaves each rank the reduced part of the buffer that it steps; gather the rest.
+def gather_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dict[str, Tensor]:
+    """Gather what the last backward pass left, reduced over all replicas: HF name -> whole tensor, on every rank.
+
+    Args:
+        names: those to gather; none of them is all.
+    """
+    _gather_buffers(engine)
+    gradient = lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)  # noqa: E731 (a frozen one has none)
+    exported = export_weights(engine.decoder, engine.model, gradient)
+    return {name: tensor.clone().cpu() for name, tensor in exported if not names or name in names}
+
+
+def _gather_buffers(engine: MegatronEngine) -> None:
+    """Gather the reduced gradients into every rank's buffers: the distributed optimizer leaves each rank the part of
+    the buffer that it steps."""
     group = get_data_and_context_group()
     for buffer in cast(list, engine.module.buffers):  # a method in torch's class, a list in Megatron's
         for bucket in buffer.buckets:
@@ -246,19 +272,17 @@ def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
             reduced = [torch.empty_like(part) for part in parts]
             dist.all_gather(reduced, parts[group.rank()].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(reduced))
-    gradient = lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)  # noqa: E731 (a frozen one has none)
-    exported = export_weights(engine.decoder, engine.model, gradient)
-    return {name: tensor.clone().cpu() for name, tensor in exported}
 
 
 # -- weights
 
 
 @torch.no_grad()
-def scale_weights(engine: MegatronEngine, factor: float) -> None:
-    """Multiply every weight: other weights, the same on every rank that shares one."""
+def step_weights(engine: MegatronEngine, rate: float) -> None:
+    """Go down the gradient in the buffers: other weights, the same on every rank that shares one."""
     for parameter in engine.module.parameters():
-        parameter.mul_(factor)
+        if parameter.requires_grad:
+            parameter.add_(parameter.main_grad, alpha=-rate)
 
 
 def restore_weights(engine: MegatronEngine) -> None:
@@ -274,37 +298,27 @@ def _padded(engine: MegatronEngine) -> dict:
     return {"pad_to_multiple_of": max(engine.config.pad_to_multiple_of, 4), "slots": 0}
 
 
-@contextlib.contextmanager
 def _settings(engine: MegatronEngine, **changes):
     """Give the engine other settings for a while."""
-    config, engine.config = engine.config, replace(engine.config, **changes)
-    try:
-        yield
-    finally:
-        engine.config = config
+    return patch.object(engine, "config", replace(engine.config, **changes))
 
 
 @contextlib.contextmanager
-def _blind(engine: MegatronEngine):
-    """Let image tokens be embedded as text is, for sequences without images."""
-    vision, engine.vision = engine.vision, None
-    try:
+def _some_logits(engine: MegatronEngine):
+    """Let the head score every n-th token, as many as ``_PASS_LOGITS`` allows. Of the others, each of which it would
+    take by itself, two sums of the last hidden state stand in for logprob and entropy."""
+    score = engine_module.score_tokens
+
+    def score_some(hidden: Tensor, weight: Tensor, target: Tensor, **settings) -> TokenOutputs:
+        rows = slice(None, None, max(1, -(-len(hidden) * engine.model.vocab // _PASS_LOGITS)))
+        found = score(hidden[rows], weight, target[rows], **settings)
+        states = hidden.float()
+        outputs = TokenOutputs(states.sum(-1), states @ torch.linspace(1, 2, states.shape[1], device=states.device))
+        outputs.logprobs[rows], outputs.entropy[rows] = found.logprobs, found.entropy
+        return outputs
+
+    with patch.object(engine_module, "score_tokens", score_some):
         yield
-    finally:
-        engine.vision = vision
-
-
-@contextlib.contextmanager
-def _pad_id(engine: MegatronEngine, pad_id: int):
-    previous, engine.pad_id = engine.pad_id, pad_id
-    try:
-        yield
-    finally:
-        engine.pad_id = previous
-
-
-def _positions(lengths: tuple[int, ...]) -> Tensor:
-    return torch.cat([torch.arange(n) for n in lengths])
 
 
 def _axes(engine: MegatronEngine, positions: Tensor) -> Tensor:
@@ -317,33 +331,3 @@ def _changes(before: Tensor, after: Tensor, copies: int) -> np.ndarray:
     """Compare outputs ``[N, ...]``: ``[copies, N / copies]`` bool, did anything change at a token? NaN is a change."""
     same = (before == after).flatten(1).all(1)
     return ~same.cpu().numpy().reshape(copies, -1)
-
-
-def _compare(
-    layer: int, effects: np.ndarray, allowed: np.ndarray, required: np.ndarray, case: ProbeCase, pads: int
-) -> Influence:
-    """Sort by kind the effects ``[N, columns]`` beyond what is allowed, and what is required and has no effect."""
-    # [N] each: the sequence of a token, and its position in it.
-    place = np.repeat(np.arange(len(case.lengths)), case.lengths), _positions(case.lengths).numpy()
-    columns = case.columns
-    leaks = {"padding": pads} if pads else {}
-    words = [f"{pads} tokens see padding"] if pads else []
-    for i, column in zip(*np.nonzero(effects & ~allowed)):
-        j = columns[column]
-        kind = _classify_leak(int(i), int(j), *place, np.asarray(case.image_block))
-        leaks[kind] = leaks.get(kind, 0) + 1
-        words.append(f"sequence {place[0][i]} at {place[1][i]} sees sequence {place[0][j]} at {place[1][j]}")
-    missing = np.argwhere(required & ~effects)
-    words += [
-        f"sequence {place[0][i]} at {place[1][i]} does not see its own token at {place[1][columns[c]]}"
-        for i, c in missing[:1]
-    ]
-    return Influence(layer, leaks, len(missing), words[0] if words else "")
-
-
-def _classify_leak(i: int, j: int, sequence: np.ndarray, position: np.ndarray, image: np.ndarray) -> str:
-    if sequence[i] != sequence[j]:
-        return "a neighbour in the pack"
-    if position[j] <= position[i]:
-        return "outside the window or chunk"
-    return "across image blocks" if image[i] >= 0 and image[j] >= 0 else "the future"

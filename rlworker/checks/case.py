@@ -1,7 +1,7 @@
 """The case that a check runs on: sequences of awkward lengths, and images for a model that sees them."""
 
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,10 @@ _VIDEO_FRAMES = 3
 _PREFIXES = (3, 1, 5, 0, 2, 0, 4)
 _ALL_COLUMNS, _FEW_COLUMNS = 200, 12
 """Tokens of a stream whose influence is looked for: all of a stream that is no longer, else so many of it."""
+_LONG, _TOKENS = (97, 83, 101, 89), 512
+"""Lengths of further sequences that numbers are compared on, until there are so many tokens."""
+_SMALL_MODEL = 10**7
+"""Weights up to which all columns are looked for through a whole model."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,15 @@ class Case:
     """Sequences to check with.
 
     Attributes:
-        probe: what masks are probed with. batch: what numbers are compared on.
+        probe: what masks are probed with. window_probe: the same, longer than the model's windows.
+        token_probe: for the whole model; of a large one with fewer columns. batch: what numbers are compared on.
         denominator: of the loss. prompts: what the rollout engine continues.
         others: for each image another of its size.
     """
 
     probe: ProbeCase
+    window_probe: ProbeCase
+    token_probe: ProbeCase
     batch: TrainBatch
     denominator: float
     prompts: list[Prompt]
@@ -52,8 +59,7 @@ def _padding_tokens(folder: str) -> set[int]:
 
 
 def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
-    """Make sequences for a model: longer than its windows, within its positions; as many for each data-parallel
-    replica.
+    """Make sequences for a model: longer than its windows, within its positions, some for each data-parallel replica.
 
     Args:
         folder: for images.
@@ -70,7 +76,12 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     generator = torch.Generator().manual_seed(1)
     special = {*model.banned_tokens, *list_margin_tokens(model), *_padding_tokens(model.folder)}
     text = torch.tensor(sorted(set(range(model.vocab)) - special))
-    ids = [text[torch.randint(len(text), (n + 1,), generator=generator)].tolist() for n in lengths * replicas]
+    every = [*lengths * replicas]
+    for n in cycle(_LONG):
+        if sum(every) >= _TOKENS:
+            break
+        every.append(min(n, model.max_positions - 1))
+    ids = [text[torch.randint(len(text), (n + 1,), generator=generator)].tolist() for n in every]
     prompts = [1 + min(i % 3, len(s) - 1) for i, s in enumerate(ids)]
     sampled_prompts = [Prompt(tuple(s[:4])) for s in ids[: len(lengths)] if len(s) > 4]
     images, others, columns = [()] * len(ids), {}, {}
@@ -78,15 +89,19 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
         processor = ImageProcessor(model.folder, model.vision)
         pairs = [_make_images(processor, Path(folder), row) for row in range(len(lengths))] * replicas
         others = dict(chain(*pairs))
-        images = [tuple(image for image, _ in own) for own in pairs]
+        images = [tuple(image for image, _ in own) for own in pairs] + [()] * (len(ids) - len(pairs))
         ids = [_insert_images(s, n, own, model) for s, n, own in zip(ids, prompts, images, strict=True)]
-        prompts = [len(s) - was + n for s, n, was in zip(ids, prompts, (n + 1 for n in lengths * replicas))]
+        prompts = [len(s) - was + n for s, n, was in zip(ids, prompts, (n + 1 for n in every))]
         sampled_prompts = [Prompt(tuple(s[: n + 1]), own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]
         sampled_prompts = sampled_prompts[: len(lengths)]
         columns = make_image_columns(ids, images, model.vision)
     batch = TrainBatch.from_ids(ids, prompts, **columns)
     batch = replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
-    return Case(make_probe_case(lengths), batch, float(batch.mask.sum()), sampled_prompts, others)
+    window_probe = make_probe_case(lengths)
+    probe = window_probe if sum(lengths) <= _ALL_COLUMNS else make_probe_case()
+    thin = min(1 + model.count_weights() // _SMALL_MODEL, len(probe.columns) // _FEW_COLUMNS)
+    token_probe = replace(probe, columns=probe.columns[::thin])
+    return Case(probe, window_probe, token_probe, batch, float(batch.mask.sum()), sampled_prompts, others)
 
 
 def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:

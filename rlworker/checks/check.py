@@ -4,6 +4,7 @@ Masks are probed for what they let through, layouts compared with each other and
 logprobs with the trainer's, before and after new weights are sent. Everything goes through the engines that train.
 """
 
+from collections.abc import Callable, Collection
 from functools import partial
 
 from ray.exceptions import RayError
@@ -13,27 +14,34 @@ from engines.batch.shard import get_logprobs
 from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
+from rlworker.checks.huggingface import compare_outputs, probe_loss
 from rlworker.checks.trainer import TRAINER_CHECKS, Finding, list_platform_limits
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.data.rows import Row
 from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 
-_SCALE = 1.25
-"""Weights are multiplied by this before they are sent: logprobs then move by far more than any limit."""
+_AWAY = {"float32": 1000.0, "bfloat16": 5.0}
+"""By how many times the limit other weights move logprobs, on average."""
+_STEPS = 6
+"""Steps after which they must have done so."""
 
 
-def run_check(config: CheckConfig) -> list[Finding]:
-    """Start the engines, run every check once, end them."""
-    with start_engines(config) as engines:
+def run_check(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]:
+    """Start the engines, run every check once, end them.
+
+    Args:
+        tell: is told what begins.
+    """
+    with start_engines(config, tell) as engines:
         return [*check_all(engines, version=1), *list_platform_limits(get_platform(config.platform))]
 
 
-def check_all(engines: CheckedEngines, version: int, only: str = "") -> list[Finding]:
+def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ()) -> list[Finding]:
     """Make every check, in the order in which one explains the next. New weights are sent as ``version``.
 
     Args:
-        only: the name of the one check to make.
+        only: the names of the checks to make, where not all are.
 
     A worker that raises is a check that failed, and says what it raised. The others may still wait for it in a
     collective, so that nothing more is asked of several ranks after that.
@@ -45,7 +53,7 @@ def check_all(engines: CheckedEngines, version: int, only: str = "") -> list[Fin
         "weight sync": partial(check_weight_sync, engines, version),
     }
     for name, check in checks.items():
-        if only not in ("", name):
+        if only and name not in only:
             continue
         try:
             findings += check()
@@ -60,25 +68,43 @@ def check_all(engines: CheckedEngines, version: int, only: str = "") -> list[Fin
 
 def check_rollout(engines: CheckedEngines) -> list[Finding]:
     """Check the rollout's logprobs of its own samples against the trainer's, at the weights that both have."""
+    engines.trainer.tell("rollout")
     return _compare_rollouts(engines, "rollout", "against trainer")
 
 
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
-    """Send other weights, on whose samples both must agree; then the first weights come back."""
+    """Send weights that are a step away, on whose samples both must agree; then the first weights come back."""
     trainer = engines.trainer
-    before = trainer.compute_outputs(engines.config.actor.layout)
-    trainer.call_ranks("scale_weights", _SCALE)
     try:
-        moved = float((before.logprobs - trainer.compute_outputs(engines.config.actor.layout).logprobs).abs().mean())
+        moved, target = _move_weights(engines)
+        trainer.tell("weight sync: other weights are sent")
         send_weights(engines, version)
         findings = _compare_rollouts(engines, "weight sync", "after new weights")
-        if not moved > 5 * engines.rollout_limits[0]:
-            text = f"moved logprobs by {moved:.1e} on average"
-            findings.append(trainer.make_finding("weight sync", "new weights", False, text))
+        passed, text = moved >= target, f"logprobs moved by {moved:.1e} on average, expected {target:.1e}"
+        findings.append(trainer.make_finding("weight sync", "new weights", passed, text))
     finally:
         trainer.call_ranks("restore_weights")
         send_weights(engines, version + 1)
     return findings
+
+
+def _move_weights(engines: CheckedEngines) -> tuple[float, float]:
+    """Go down the gradient until logprobs have moved far beyond the limit: by how much, and by how much they had to."""
+    trainer, actor = engines.trainer, engines.config.actor
+    target = _AWAY["float32" if engines.is_exact else "bfloat16"] * engines.rollout_limits[0]
+    trainer.tell("weight sync: a step is taken")
+    before = trainer.compute_outputs(actor.layout)
+    case = actor.layout, trainer.case.batch, probe_loss, trainer.case.denominator
+    squares = trainer.call_ranks("take_gradients", *case)
+    # To first order a step of this rate lowers the mean loss, which is logprobs times about 1, by the target.
+    rate, moved = target / (sum(squares) / (actor.dp * actor.cp)), 0.0
+    for _ in range(_STEPS):
+        trainer.call_ranks("step_weights", rate)
+        moved = compare_outputs(trainer.compute_outputs(actor.layout), before)["logprob mean"]
+        if moved >= target:
+            break
+        rate *= 2
+    return moved, target
 
 
 def send_weights(engines: CheckedEngines, version: int) -> None:

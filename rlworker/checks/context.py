@@ -1,9 +1,11 @@
 """The engines under check, of one model at one size."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
+
+import torch
 
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
@@ -16,6 +18,8 @@ from rlworker.cluster.watch import naming_failures
 from rlworker.cluster.workers import Role
 
 _PROBES = "engines.probes.megatron:"
+_FLOOR, _MOST = 5.0, 0.5
+"""In bfloat16 rollout and trainer may differ by so many times HuggingFace's own rounding, and by so many nats."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +34,26 @@ class CheckedEngines:
     @property
     def rollout_limits(self) -> tuple[float, float]:
         """Mean and largest |rollout - trainer logprob|, by the coarser dtype of both."""
-        both = {self.config.actor.dtype, self.config.rollout.dtype}
-        limits = LIMITS["float32" if both == {"float32"} else "bfloat16"]
-        return limits["rollout mean"], limits["rollout max"]
+        limits = LIMITS["float32" if self.is_exact else "bfloat16"]
+        mean, reference = limits["rollout mean"], self.trainer.reference
+        if self.config.actor.dtype == "bfloat16" and reference and reference.rounding:
+            mean = min(_FLOOR * reference.rounding.outputs["logprob mean"], _MOST)
+        return mean, limits["rollout max"]
+
+    @property
+    def is_exact(self) -> bool:
+        """Both compute in float32."""
+        return {self.config.actor.dtype, self.config.rollout.dtype} == {"float32"}
 
 
 @contextmanager
-def start_engines(config: CheckConfig, rollouts: Rollouts | None = None) -> Iterator[CheckedEngines]:
-    """Start the engines; HuggingFace computes beside them.
+def start_engines(
+    config: CheckConfig, tell: Callable[[str], None], rollouts: Rollouts | None = None
+) -> Iterator[CheckedEngines]:
+    """Start the engines, after HuggingFace has computed: memory may not have room for both.
 
     Args:
-        rollouts: engines that run already.
+        tell: is told what begins. rollouts: engines that run already.
     """
     model = config.check_model()
     temperature = config.rollout.temperature
@@ -53,15 +66,17 @@ def start_engines(config: CheckConfig, rollouts: Rollouts | None = None) -> Iter
                 f"check: prompts with images and their answers take up to {longest} tokens; raise "
                 f"--rollout.max-model-len from {config.rollout.max_model_len}"
             )
+        reference = None
+        if config.huggingface:
+            sizes = case.denominator, temperature, getattr(torch, config.actor.dtype)
+            reference = compute_reference(model, case.batch, probe_loss, *sizes, tell)
+        tell("engines start")
         if rollouts is None:
             running.enter_context(running_ray(config.actor.ranks + config.rollout.devices, config.platform))
             rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
             rollouts.start(model, config.rollout)
         role = Role("actor", model, config.actor, temperature)
         actor = running.enter_context(StartingGroup("actor", config.platform, (role,), seed=0))
-        reference = None
-        if config.huggingface:
-            reference = compute_reference(model, case.batch, probe_loss, case.denominator, temperature)
         with naming_failures("check: start", lambda: actor.name_workers() | rollouts.name_workers()):
             group = actor.wait()["actor"]
             trainer = CheckedTrainer(
@@ -71,6 +86,7 @@ def start_engines(config: CheckConfig, rollouts: Rollouts | None = None) -> Iter
                 case,
                 reference,
                 lambda function, *args: group.call("run", _PROBES + function, *args),
+                tell=tell,
             )
             engines = CheckedEngines(config, trainer, group, rollouts.wait())
         yield engines

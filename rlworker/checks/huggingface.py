@@ -5,11 +5,16 @@ own loss of one label at a time, in ``tests/rlworker/checks/test_reference.py``.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+import psutil
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, join_outputs
@@ -24,21 +29,71 @@ if TYPE_CHECKING:
 Arguments = Callable[[TrainBatch], dict[str, Tensor]]
 """A function that makes the arguments that transformers' forward is given of a sequence beside its ids."""
 
+_SCORES_AT_ONCE = 2**25
+"""Logits that are scored together: what scoring them keeps is several times as large."""
+_LEAST_NORM = 1e-3
+"""Share of the largest gradient's norm that a tensor's difference is at least held against: softmax takes no notice of
+a bias that all keys share, so that its gradient is rounding alone."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far HuggingFace's own model is from the reference when it computes in the engine's type.
+
+    Attributes:
+        outputs: as ``Reference.compare_outputs``. hidden: layer number -> as ``Reference.compare_hidden``.
+        gradient: the largest of ``Reference.compare_gradient``.
+    """
+
+    outputs: dict[str, float]
+    hidden: dict[int, float]
+    gradient: float
+
 
 @dataclass(frozen=True)
 class Reference:
     """Numbers of a batch without padding, packing or parallelism.
 
     Attributes:
-        logprobs, entropy: ``[N]`` float32.
-        hidden: layer number, from 1 -> ``[N, hidden]``, what the layer gives out.
-        gradients: HF name -> gradient of ``sum(loss) / denominator``.
+        logprobs, entropy: ``[N]``, float64 where that was computed.
+        hidden: layer number, from 1 -> ``[N, hidden]`` float32, what the layer gives out.
+        gradients: HF name -> gradient of ``sum(loss) / denominator``, float32.
+        rounding: None where memory was short of float64, so that these are HuggingFace's numbers in float32.
     """
 
     logprobs: Tensor
     entropy: Tensor
     hidden: dict[int, Tensor]
     gradients: dict[str, Tensor]
+    rounding: Rounding | None = None
+
+    def compare_outputs(self, outputs: TokenOutputs) -> dict[str, float]:
+        """Compare outputs with these, by ``compare_outputs``."""
+        return compare_outputs(outputs, TokenOutputs(self.logprobs, self.entropy))
+
+    def compare_hidden(self, number: int, states: Tensor) -> float:
+        """Compare a layer's hidden states: the largest difference, as a share of the token's norm."""
+        want = self.hidden[number]
+        return float(((states.float() - want).norm(dim=1) / want.norm(dim=1)).max())
+
+    def compare_gradient(self, name: str, gradient: Tensor) -> float:
+        """Compare the gradient of a tensor: the norm of the difference, as a share of the norm."""
+        want = self.gradients[name]
+        return float((gradient.float() - want).norm() / want.norm().clamp(min=self._least_norm))
+
+    @cached_property
+    def _least_norm(self) -> float:
+        return max(_LEAST_NORM * max(float(gradient.norm()) for gradient in self.gradients.values()), 1e-12)
+
+
+def compare_outputs(a: TokenOutputs, b: TokenOutputs) -> dict[str, float]:
+    """Compare outputs of the same tokens: mean and largest difference of a logprob and of an entropy, in nats; NaN
+    where one is NaN or they are not equally many."""
+    found = {}
+    for name, x, y in (("logprob", a.logprobs, b.logprobs), ("entropy", a.entropy, b.entropy)):
+        apart = (x.double() - y.double()).abs() if x.shape == y.shape else torch.tensor([torch.nan])
+        found |= {f"{name} mean": float(apart.mean()), f"{name} max": float(apart.max())}
+    return found
 
 
 @dataclass(frozen=True)
@@ -55,19 +110,88 @@ class ForwardPass:
 
 
 def compute_reference(
-    spec: ModelSpec, batch: TrainBatch, loss: LossFn, denominator: float, temperature: float
+    spec: ModelSpec,
+    batch: TrainBatch,
+    loss: LossFn,
+    denominator: float,
+    temperature: float,
+    dtype: torch.dtype = torch.float32,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Reference:
-    """Compute the reference of a batch for a model, read from its HuggingFace folder."""
-    model = load_huggingface(spec)
-    states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
-    result = run_forward(model, spec, batch, loss, temperature=temperature)
-    (result.loss / denominator).backward()
-    return Reference(
-        result.outputs.logprobs.detach(),
-        result.outputs.entropy.detach(),
-        {number: torch.cat(hidden) for number, hidden in states.items()},
-        name_gradients(model, spec),
+    """Compute the reference of a batch for a model, read from its HuggingFace folder, in float64.
+
+    Args:
+        dtype: the engine's, in which HuggingFace computes once more, for ``Reference.rounding``.
+        tell: is told of each pass as it begins.
+    """
+
+    def compute(dtype: torch.dtype) -> Reference:
+        tell(f"HuggingFace, {dtype}".replace("torch.", ""))
+        return _compute_in(dtype, spec, batch, loss, denominator, temperature)
+
+    need, have = _estimate_bytes(spec, batch), psutil.virtual_memory().available
+    if need > have:
+        tell(f"float64 needs {need / 2**30:.1f} GiB and {have / 2**30:.1f} are free: limits are estimated")
+        return compute(torch.float32)
+    truth, own = compute(torch.float64), compute(dtype)
+    rounding = Rounding(
+        truth.compare_outputs(TokenOutputs(own.logprobs, own.entropy)),
+        {number: truth.compare_hidden(number, states) for number, states in own.hidden.items()},
+        max(truth.compare_gradient(name, gradient) for name, gradient in own.gradients.items()),
     )
+    return replace(truth, rounding=rounding)
+
+
+def _compute_in(
+    dtype: torch.dtype, spec: ModelSpec, batch: TrainBatch, loss: LossFn, denominator: float, temperature: float
+) -> Reference:
+    """Compute the numbers of a batch by HuggingFace's model in a type; a sequence's logits are in memory at a time."""
+    with computing_in_double() if dtype == torch.float64 else nullcontext():
+        model = load_huggingface(spec, dtype)
+        states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
+        rows, outputs = max(1, _SCORES_AT_ONCE // spec.vocab), []
+        for one, logits in iterate_logits(model, batch, make_image_arguments(spec)):
+            parts = [
+                checkpoint(score_tokens, *part, spec.banned_tokens, temperature, use_reentrant=False)
+                for part in zip(logits.split(rows), one.targets.split(rows))
+            ]
+            outputs.append(join_outputs(parts))
+            (loss(outputs[-1], one)[0] / denominator).backward()
+    joined = join_outputs([replace(o, logprobs=o.logprobs.detach(), entropy=o.entropy.detach()) for o in outputs])
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[spec.find_folder_name(name)], parameter.grad = parameter.grad.float(), None
+    hidden = {number: torch.cat(parts).float() for number, parts in states.items()}
+    return Reference(joined.logprobs, joined.entropy, hidden, gradients)
+
+
+def _estimate_bytes(spec: ModelSpec, batch: TrainBatch) -> int:
+    """Estimate what float64 takes at most: weights, their gradients, the logits of a sequence and what scores them."""
+    weights = spec.count_weights()
+    logits = max(batch.lengths) * spec.vocab
+    return 8 * (2 * weights + 4 * logits + 6 * min(logits, _SCORES_AT_ONCE)) + 2**30
+
+
+class _Doubling(TorchFunctionMode):
+    """Puts float64 in the place of float32 wherever torch is asked for that by name."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        swap = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
+        func = Tensor.double if func is Tensor.float else func
+        return func(*map(swap, args), **{name: swap(value) for name, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def computing_in_double() -> Iterator[None]:
+    """Compute all of a float64 model in float64: transformers casts norms, rotary embeddings and softmax to float32."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Doubling():
+            yield
+    finally:
+        torch.set_default_dtype(previous)
 
 
 def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
@@ -164,7 +288,8 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
             (videos, "pixel_values_videos", "video_grid_thw"),
         ):
             if shown:
-                inputs[pixels] = torch.cat([processor.patches([image]) for image in shown])
+                patches = torch.cat([processor.patches([image]) for image in shown])
+                inputs[pixels] = patches.to(torch.get_default_dtype())
             if shown and vision.axes:
                 inputs[grid] = torch.tensor([image.grid for image in shown])
         return inputs

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 from engines.models.spec import ModelSpec
-from engines.probes.faults import FAULTS, Fault
+from engines.probes.faults import FAULTS, REAL_FAULTS, Fault, list_real_faults
 from hardware.attention.faults import collect_faults
 from hardware.platforms import get_platform
 from rlworker.checks.check import check_all, send_weights
@@ -19,12 +20,12 @@ from rlworker.cluster.rollout_group import Rollouts
 
 
 def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None]) -> list[Finding]:
-    """Run every check without a fault; then with each fault of ``engines.probes.faults`` the one that must find it.
+    """Run checks without a fault; then with each fault of ``engines.probes.faults`` the one that must find it.
 
     Args:
-        config: its sizes are not used: faults show on one rank, or on two under context parallelism, and on engines of
-            one device, in whose own process they are planted.
-        folder: for the tiny models that they show on.
+        config: with a model, the faults that it can show. Its sizes are not used: faults show on one rank, or on two
+            under context parallelism, and on engines of one device, in whose own process they are planted.
+        folder: for the tiny models that they show on where none is given.
         tell: is told of every fault as it is done.
 
     Returns:
@@ -38,33 +39,40 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     collect_faults(platform)
     config = replace(config, rollout=replace(config.rollout, tp=1))
     with running_ray(2 + config.rollout.devices, config.platform):
+        if config.model:
+            faults = list_real_faults(ModelSpec.from_folder(config.model))
+            findings += _test_model(config, Path(config.model).name, faults, tell)
+            return [*findings, *list_platform_limits(platform)]
         for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
             model = make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind))
             kinds, actor = list_kinds(config.platform, config.actor, ModelSpec.from_folder(model)), config.actor
             if actor.layout not in kinds:
                 actor = replace(actor, layout=kinds[0])
-            findings += _test_model(replace(config, model=model, actor=actor), kind, tell)
+            faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
+            findings += _test_model(replace(config, model=model, actor=actor), kind, faults, tell)
     return [*findings, *list_platform_limits(platform)]
 
 
-def _test_model(config: CheckConfig, kind: str, tell: Callable[[str], None]) -> list[Finding]:
-    """Test the faults that show on one kind of model, through rollout engines of its own."""
+def _test_model(config: CheckConfig, kind: str, faults: dict[str, Fault], tell: Callable[[str], None]) -> list[Finding]:
+    """Test the faults that show on one model, through rollout engines of its own; before them, the checks that must
+    find them must find nothing."""
     findings: list[Finding] = []
-    faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
     with ExitStack() as running:
         rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
         rollouts.start(config.check_model(), config.rollout)
         version = 1
         for cp in sorted({fault.cp for fault in faults.values()}):
-            sizes = replace(config.actor, ranks=cp, tp=1, pp=1, cp=cp)
-            with start_engines(replace(config, actor=sizes), rollouts) as engines:
-                failed = [finding for finding in check_all(engines, version) if finding.outcome == "FAILED"]
-                tell(f"without a fault, {kind}, cp={cp}: {len(failed)} findings")
-                where, trainer = f"{kind}, cp={cp}", engines.trainer
-                findings += failed or [trainer.make_finding("no fault", where, True, "nothing found")]
+            sizes, here = replace(config.actor, ranks=cp, tp=1, pp=1, cp=cp), f"{kind}, cp={cp}"
+            with start_engines(replace(config, actor=sizes), tell, rollouts) as engines:
+                needed = {fault.found_by for fault in faults.values()} if faults.keys() <= REAL_FAULTS.keys() else ()
+                found = check_all(engines, version, needed)
+                failed = [finding for finding in found if finding.outcome == "FAILED"]
+                tell(f"without a fault, {here}: {len(failed)} findings")
+                findings += failed or [engines.trainer.make_finding("no fault", here, True, "nothing found")]
                 for name, fault in faults.items():
                     if fault.cp == cp:
                         version += 3
+                        tell(f"fault: {name}")
                         findings.append(_test_fault(engines, name, fault, version))
                         tell(f"{findings[-1].outcome:6s} {name}: {findings[-1].text}")
                 version += 3
@@ -77,7 +85,7 @@ def _test_fault(engines: CheckedEngines, name: str, fault: Fault, version: int) 
     engines = replace(engines, trainer=replace(engines.trainer, ends_early=True))
     group.call("run", "engines.probes.faults:plant", name)
     try:
-        findings = check_all(engines, version, fault.found_by)
+        findings = check_all(engines, version, (fault.found_by,))
     finally:
         group.call("run", "engines.probes.faults:mend")
         send_weights(engines, version + 2)  # what the fault may have kept back

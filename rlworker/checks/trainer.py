@@ -5,7 +5,7 @@ Nothing here needs Ray or a rollout engine: ``rlworker check`` makes these check
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,7 +24,7 @@ from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform, describe
 from hardware.platforms import get_platform
 from rlworker.checks.case import Case
-from rlworker.checks.huggingface import Reference, probe_loss
+from rlworker.checks.huggingface import Reference, compare_outputs, probe_loss
 
 KINDS: tuple[LayoutKind, ...] = ("bshd", "thd")
 RULES = (
@@ -39,18 +39,21 @@ RULES = (
 """Rules to probe with; of the images, one is longer than the window."""
 _JUMP = 5.0
 """A layer at which the difference grows by this factor is where it comes from."""
-_LEAST_NORM = 1e-3
-"""Share of the largest gradient's norm that a tensor's difference is at least held against: softmax takes no notice of
-a bias that all keys share, so that its gradient is rounding alone."""
-
-
+_FACTORS = {"float32": 4.0, "bfloat16": 2.0}
+"""By the type of weights: how far ours may be from float64, next to HuggingFace in that type; means and gradients."""
+_LARGEST = 4.0
+"""The same of the largest difference of a token."""
+_LEAST_APART = 1e-6
+"""Share of a gradient's norm by which any two sums differ: more than that is allowed to ours."""
+_GRADIENTS_AT_ONCE = 2**26
+"""Elements of gradients that come from the ranks together."""
 LIMITS = {
     "float32": {"logprobs": 1e-4, "gradients": 1e-4, "layers": 1e-6, "rollout mean": 2e-5, "rollout max": 5e-3},
     "bfloat16": {"logprobs": 0.2, "gradients": 0.1, "layers": 1e-2, "rollout mean": 0.05, "rollout max": math.inf},
 }
-"""Limits by the type of weights: largest difference of a logprob, ``|difference| / |gradient|`` of a tensor, what a
-layer adds by rounding alone to the relative difference of a token's hidden state, mean and largest |rollout - trainer
-logprob|."""
+"""Limits by the type of weights, estimated where a model's own rounding is not known: largest difference of a logprob,
+``|difference| / |gradient|`` of a tensor, what a layer adds by rounding alone to the relative difference of a token's
+hidden state. Mean and largest |rollout - trainer logprob|."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class CheckedTrainer:
             returns what each of them returned.
         ends_early: masks are probed up to the first rule under which one is wrong. A wrong mask may see a whole pack,
             whose square takes its time.
+        tell: is told of each part of a check as it begins.
     """
 
     platform: str
@@ -89,6 +93,7 @@ class CheckedTrainer:
     reference: Reference | None
     call_ranks: Callable[..., list]
     ends_early: bool = False
+    tell: Callable[[str], None] = lambda line: None
 
     @property
     def limits(self) -> dict[str, float]:
@@ -145,7 +150,9 @@ def check_attention(trainer: CheckedTrainer) -> list[Finding]:
             except ValueError as error:
                 findings.append(Finding("attention", f"{kind}, {rule}", "refused", str(error), "table"))
                 continue
-            influences = list(chain(*trainer.call_ranks("probe_attention", kind, rule, trainer.case.probe)))
+            trainer.tell(f"attention: {kind}, {rule}")
+            probe = trainer.case.window_probe if rule in trainer.model.rules else trainer.case.probe
+            influences = list(chain(*trainer.call_ranks("probe_attention", kind, rule, probe)))
             findings.append(
                 trainer.make_finding("attention", f"{kind}, {rule}", not influences, _describe_influences(influences))
             )
@@ -158,7 +165,9 @@ def check_tokens(trainer: CheckedTrainer) -> list[Finding]:
     """Check who influences whom through the whole model, from token ids to the entropy of what is predicted."""
     findings = []
     for kind in trainer.kinds:
-        influences = list(chain(*trainer.call_ranks("probe_tokens", kind, trainer.model.rules, trainer.case.probe)))
+        trainer.tell(f"tokens: {kind}")
+        probe = trainer.case.token_probe
+        influences = list(chain(*trainer.call_ranks("probe_tokens", kind, trainer.model.rules, probe)))
         findings.append(
             trainer.make_finding("tokens", f"{kind}, whole model", not influences, _describe_influences(influences))
         )
@@ -173,6 +182,7 @@ def check_images(trainer: CheckedTrainer) -> list[Finding]:
         return []
     starts, shown, image_block = np.cumsum([0, *batch.lengths]), batch.images or (), batch.require_column("image_block")
     for kind in trainer.kinds:
+        trainer.tell(f"images: {kind}")
         before, leaks, missing = trainer.compute_outputs(kind), 0, 0
         for image, other in others.items():  # wherever it is: as many images are then seen, split in the same way
             images = tuple(tuple(other if one == image else one for one in own) for own in shown)
@@ -207,21 +217,35 @@ def _describe_influences(influences: list) -> str:
 
 
 def check_layouts(trainer: CheckedTrainer) -> list[Finding]:
-    """Check logprobs and entropies of both layouts against each other and against HuggingFace."""
-    limit = trainer.limits["logprobs"]
-    outputs = {kind: trainer.compute_outputs(kind) for kind in trainer.kinds}
-    findings = []
+    """Check logprobs and entropies of both layouts against HuggingFace and against each other."""
+    outputs, findings = {}, []
+    for kind in trainer.kinds:
+        trainer.tell(f"layouts: {kind}")
+        outputs[kind] = trainer.compute_outputs(kind)
     for kind, reference in trainer.list_comparisons():
-        distance = _find_largest(outputs[kind], TokenOutputs(reference.logprobs, reference.entropy))
-        text = f"{distance:.1e}, limit {limit:.0e}"
-        if not distance <= limit:
+        passed, text = _judge_outputs(trainer, reference.compare_outputs(outputs[kind]))
+        if not passed:
             text += f"; {find_first_difference(trainer, kind, reference)}"
-        findings.append(trainer.make_finding("layouts", f"{kind} against HuggingFace", distance <= limit, text))
+        findings.append(trainer.make_finding("layouts", f"{kind} against HuggingFace", passed, text))
     if len(outputs) == len(KINDS):
-        distance = _find_largest(outputs["bshd"], outputs["thd"])
-        text = f"{distance:.1e}, limit {limit:.0e}"
-        findings.append(trainer.make_finding("layouts", "bshd against thd", distance <= limit, text))
+        found = compare_outputs(outputs["bshd"], outputs["thd"])
+        findings.append(trainer.make_finding("layouts", "bshd against thd", *_judge_outputs(trainer, found)))
     return findings
+
+
+def _judge_outputs(trainer: CheckedTrainer, found: dict[str, float]) -> tuple[bool, str]:
+    """Judge what ``compare_outputs`` has found by HuggingFace's own rounding: whether it passes, and the figures."""
+    if not (trainer.reference and trainer.reference.rounding):
+        limit = trainer.limits["logprobs"]
+        over = [value for value in found.values() if not value <= limit]
+        return not over, f"{(over or [max(found.values())])[0]:.1e}, limit {limit:.0e}, estimated"
+    own = trainer.reference.rounding.outputs
+    factors = {"mean": _FACTORS[trainer.settings.dtype], "max": _LARGEST}
+    limits = {name: factors[name.split()[-1]] * value for name, value in own.items()}
+    over = [name for name, value in found.items() if not value <= limits[name]]
+    shown = over or ["logprob mean", "logprob max"]
+    text = [f"{name} {found[name]:.1e} (HuggingFace {own[name]:.1e}, limit {limits[name]:.1e})" for name in shown]
+    return not over, ", ".join(text)
 
 
 def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Reference) -> str:
@@ -232,9 +256,10 @@ def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Referen
         for n, hidden in part.items()
     }
     before = trainer.limits["layers"]
-    for number, want in sorted(reference.hidden.items()):
-        apart = float(((states[number] - want).norm(dim=1) / want.norm(dim=1)).max())
-        if not apart <= _JUMP * before:
+    for number in sorted(reference.hidden):
+        apart = reference.compare_hidden(number, states[number])
+        own = reference.rounding.hidden[number] if reference.rounding else 0.0
+        if not apart <= _JUMP * max(before, own):
             return f"layer {number} of {len(states)} is the first to differ, by {apart:.1e} of a token's hidden state"
         before = max(before, apart)
     return f"all {len(states)} layers agree: what differs is the output layer or its targets"
@@ -242,33 +267,40 @@ def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Referen
 
 def check_gradients(trainer: CheckedTrainer) -> list[Finding]:
     """Check gradients of a loss that differs at every token, against HuggingFace; each tensor by its own norm."""
-    findings, limit = [], trainer.limits["gradients"]
+    findings = []
     for kind, reference in trainer.list_comparisons():
-        results = trainer.call_ranks(
-            "compute_gradients", kind, trainer.case.batch, probe_loss, trainer.case.denominator
-        )
-        gradients = next(part for part in results if part)
-        wanted = {
-            name: want
-            for name, want in reference.gradients.items()
-            if trainer.model.find_part(name) not in trainer.settings.freeze
-        }
-        least = _LEAST_NORM * max(float(want.norm()) for want in wanted.values())
-        apart = {
-            name: float((gradients[name] - want).norm() / want.norm().clamp(min=max(least, 1e-12)))
-            for name, want in wanted.items()
-        }
+        trainer.tell(f"gradients: {kind}")
+        trainer.call_ranks("take_gradients", kind, trainer.case.batch, probe_loss, trainer.case.denominator)
+        apart: dict[str, float] = {}
+        for names in _cut_names(trainer, reference):
+            gradients = next(part for part in trainer.call_ranks("read_gradients", names) if part)
+            apart |= {name: reference.compare_gradient(name, gradients[name]) for name in names}
         worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
-        text = f"{apart[worst]:.1e} of the norm at most, in {worst}, limit {limit:.0e}"
+        text = f"{apart[worst]:.1e} of the norm at most, in {worst}"
+        if reference.rounding:
+            own = reference.rounding.gradient
+            limit = _FACTORS[trainer.settings.dtype] * own + _LEAST_APART
+            text += f" (HuggingFace {own:.1e}, limit {limit:.1e})"
+        else:
+            limit = trainer.limits["gradients"]
+            text += f", limit {limit:.0e}, estimated"
         findings.append(trainer.make_finding("gradients", f"{kind} against HuggingFace", apart[worst] <= limit, text))
     return findings
 
 
-def _find_largest(a: TokenOutputs, b: TokenOutputs) -> float:
-    """Find the largest difference of a logprob or an entropy; NaN where one is NaN or they are not equally many."""
-    if a.logprobs.shape != b.logprobs.shape:
-        return math.nan
-    return max(float((x - y).abs().max()) for x, y in ((a.logprobs, b.logprobs), (a.entropy, b.entropy)))
+def _cut_names(trainer: CheckedTrainer, reference: Reference) -> Iterator[list[str]]:
+    """Cut the names of gradients that are compared into parts of about ``_GRADIENTS_AT_ONCE`` elements."""
+    names, size = [], 0
+    for name, want in reference.gradients.items():
+        if trainer.model.find_part(name) in trainer.settings.freeze:
+            continue
+        if names and size + want.numel() > _GRADIENTS_AT_ONCE:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += want.numel()
+    if names:
+        yield names
 
 
 TRAINER_CHECKS = {

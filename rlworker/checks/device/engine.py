@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -79,8 +80,8 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
     # HuggingFace computes where nothing of torch is patched for Megatron.
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         for kind in kinds:
-            model, case, reference = process.submit(make_reference, folder, kind).result()
-            for dtype in DTYPES:
+            model, case, references = process.submit(make_references, folder, kind).result()
+            for dtype, reference in references.items():
                 findings += _check_model(device, model, case, reference, MegatronConfig(dtype=dtype), kind)
     if kinds != MODELS:
         text = "not run: transformers' image processor needs torchvision; pip install torchvision"
@@ -88,13 +89,14 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
     return findings
 
 
-def make_reference(folder: Path, kind: Tiny) -> tuple[ModelSpec, Case, Reference]:
-    """Make a tiny model, sequences for it, and what HuggingFace computes of them."""
+def make_references(folder: Path, kind: Tiny) -> tuple[ModelSpec, Case, dict[str, Reference]]:
+    """Make a tiny model, sequences for it, and what HuggingFace computes of them for each type of weights."""
     model = ModelSpec.from_folder(make_tiny_model(folder / kind, kind))
     images = folder / f"{kind}_images"  # another kind may see a video where this one sees an image
     images.mkdir()
     case = make_case(model, 1, str(images))
-    return model, case, compute_reference(model, case.batch, probe_loss, case.denominator, 1.0)
+    compute = partial(compute_reference, model, case.batch, probe_loss, case.denominator, 1.0)
+    return model, case, {dtype: compute(getattr(torch, dtype)) for dtype in DTYPES}
 
 
 def _check_model(

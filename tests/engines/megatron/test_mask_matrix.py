@@ -80,7 +80,7 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
     """For each layout and rule of ``places``: what the probes found on this rank, and the leader's logits and
     gradients. Where not ``probed``, the logits alone."""
     engine = build_engine(rank, world, address, folder, settings, platform)
-    from engines.probes.megatron import compute_gradients, probe_attention, probe_tokens
+    from engines.probes.megatron import probe_attention, probe_tokens, read_gradients, take_gradients
 
     batch, results = batch_with_images(), {}
     for kind, name in places:
@@ -89,7 +89,8 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
         engine.config = dataclasses.replace(engine.config, layout=kind)
         if probed:
             leaks = [*probe_attention(engine, kind, rule, PROBED), *probe_tokens(engine, kind, (rule,), PROBED)]
-            gradients = compute_gradients(engine, kind, batch, probe_loss, float(batch.mask.sum()))
+            take_gradients(engine, kind, batch, probe_loss, float(batch.mask.sum()))
+            gradients = read_gradients(engine, engine.model.list_hf_names())
         schedule, shard = plan(engine, batch)
         logits = gather_logits(engine, shard)
         results[kind, name] = leaks, None if logits is None else schedule.restore_order(logits), gradients
@@ -166,17 +167,32 @@ def test_the_reference_masks_differ(reference):
     assert all(float((a - b).abs().max()) > 0.1 for i, a in enumerate(logits) for b in logits[:i])
 
 
-def test_the_probe_hears_a_wrong_rule(one_rank, make_hf_model):
-    """The same probe, told another rule than the engine runs: what it is for."""
+@pytest.mark.parametrize("logits", [2**26, 2**13], ids=["the head for all", "the head for some"])
+def test_the_probe_hears_a_wrong_rule(one_rank, make_hf_model, logits):
+    """The same probe, told another rule than the engine runs: what it is for. Of a large vocabulary the head scores
+    some of the tokens, as many as are said."""
 
-    def call(rank, world, address, folder):
+    def call(rank, world, address, folder, logits):
         engine = build_engine(rank, world, address, folder, {})
-        from engines.probes.megatron import probe_tokens
+        from unittest.mock import patch
+
+        from engines.megatron import engine as engine_module
+        from engines.probes import megatron as probes
 
         engine.model = dataclasses.replace(engine.model, rules=(Rule(window=2),))
-        return [probe_tokens(engine, kind, (CAUSAL,), PROBED) for kind in ("bshd", "thd")]
+        scored, score = [], engine_module.score_tokens
 
-    for (influence,) in one_rank.run(call, draw_address(), make_hf_model("qwen2", True))[0]:
+        def count(hidden, *args, **settings):
+            scored.append(len(hidden))
+            return score(hidden, *args, **settings)
+
+        with patch.object(probes, "_PASS_LOGITS", logits), patch.object(engine_module, "score_tokens", count):
+            found = [probes.probe_tokens(engine, kind, (CAUSAL,), PROBED) for kind in ("bshd", "thd")]
+        return found, max(scored) * engine.model.vocab
+
+    found, most = one_rank.run(call, draw_address(), make_hf_model("qwen2", True), logits)[0]
+    assert most <= logits
+    for (influence,) in found:
         # Four layers of two tokens reach back four places; the sequence of 14 has 45 pairs further apart, that of nine
         # 10 and that of six 1.
         assert influence.missing == sum(max(0, n - 5) * (n - 4) // 2 for n in PROBED.lengths)

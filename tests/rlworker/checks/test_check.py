@@ -1,9 +1,11 @@
 """``rlworker check`` on the real engines, and the faults that it must find."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from support.program import run_program
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.probes.case import Influence
-from engines.probes.faults import FAULTS
+from engines.probes.faults import FAULTS, list_real_faults
 from rlworker import cli
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
@@ -28,11 +30,18 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
     from rlworker.checks.check import run_check
 
     sizes = MegatronConfig(ranks=ranks, pp=2, pad_to_multiple_of=2, slots=128)
-    found = run_check(CheckConfig(model=make_hf_model("llama", False), actor=sizes))
+    told = []
+    found = run_check(CheckConfig(model=make_hf_model("llama", False), actor=sizes), told.append)
     assert {(finding.outcome, finding.evidence) for finding in found} == {("ok", "executed")}
     checks = [finding.check for finding in found]
-    assert [checks.count(name) for name in dict.fromkeys(checks)] == [14, 2, 3, 2, 1, 1]
+    assert [checks.count(name) for name in dict.fromkeys(checks)] == [14, 2, 3, 2, 1, 2]
     assert list(dict.fromkeys(checks)) == ["attention", "tokens", "layouts", "gradients", "rollout", "weight sync"]
+    begun = list(dict.fromkeys(line.split(":")[0] for line in told))
+    assert begun == ["HuggingFace, float64", "HuggingFace, float32", "engines start", *dict.fromkeys(checks)]
+    lines = {finding.check: finding.text for finding in found}
+    assert "(HuggingFace " in lines["layouts"] and "(HuggingFace " in lines["gradients"]
+    moved = re.fullmatch(r"logprobs moved by (\S+) on average, expected (\S+)", lines["weight sync"])
+    assert float(moved[1]) >= float(moved[2]) >= 100 * 2e-5, "a step away, and not a little"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +57,7 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
 def test_a_model_that_sees_images_passes(cluster, tmp_path, tiny, sizes):
     from rlworker.checks.check import run_check
 
-    found = run_check(CheckConfig(model=make_tiny_model(tmp_path, tiny), actor=sizes))
+    found = run_check(CheckConfig(model=make_tiny_model(tmp_path, tiny), actor=sizes), print)
     assert {finding.outcome for finding in found if finding.check != "attention"} == {"ok"}, found
     images = [finding.where for finding in found if finding.check == "images"]
     assert images == ["bshd, whole model", "thd, whole model", "tower"]
@@ -91,7 +100,7 @@ def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
     failed = Finding("attention", "thd, causal", "FAILED", "3 pairs see the future", "executed")
     refused = Finding("attention", "thd, images", "refused", "no backend", "table")
     for found, status in (([failed, refused], 1), ([refused], 0)):
-        monkeypatch.setattr(check, "run_check", lambda config, found=found: found)
+        monkeypatch.setattr(check, "run_check", lambda config, tell, found=found: found)
         with pytest.raises(SystemExit) as ended:
             cli.check(CheckConfig())
         assert ended.value.code == status
@@ -114,14 +123,25 @@ def test_the_case_is_longer_than_the_window_and_within_the_positions(make_hf_mod
     case = make_case(ModelSpec.from_folder(make_hf_model("qwen2-window", False)), 3, str(tmp_path))
     assert all(part.num_tokens for part in case.batch.split(3)), "every replica has its share"
     assert max(case.batch.lengths) >= 4 + 6 and {0, 1} < set(case.batch.lengths)
-    assert case.probe.columns == tuple(range(sum(case.probe.lengths)))
+    assert case.batch.num_tokens >= 512, "so many, that one of them does not decide"
+    assert case.probe.columns == tuple(range(sum(case.probe.lengths))) and case.probe == case.token_probe
     config = json.loads(Path(make_tiny_model(tmp_path, "qwen2"), "config.json").read_text())
     config |= {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    case = make_case(ModelSpec.from_folder(tmp_path), 1, str(tmp_path)).probe
+    made = make_case(ModelSpec.from_folder(tmp_path), 1, str(tmp_path))
+    case = made.window_probe
     assert case.lengths[-1] == 246, "the last token does not see the first six"
     last, window = sum(case.lengths) - 1, 240
     assert {last - window, last - window + 1} < set(case.columns), "both sides of the window's edge"
+    assert max(made.probe.lengths) < window, "for the window's own rule alone are copies so long"
+
+
+def test_of_a_large_model_fewer_columns_are_looked_for(tmp_path, monkeypatch):
+    """Each takes a forward pass of all sequences."""
+    model = ModelSpec.from_folder(make_tiny_model(tmp_path, "qwen2"))
+    monkeypatch.setattr(ModelSpec, "count_weights", lambda model: 134_515_008)
+    case = make_case(model, 1, str(tmp_path))
+    assert len(case.token_probe.columns) == 12 and len(case.probe.columns) == sum(case.probe.lengths)
 
 
 @pytest.fixture
@@ -147,10 +167,29 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused_before_anything_starts
     assert done.returncode == 1 and "has tie_word_embeddings true, but lm_head.weight in" in done.stderr
 
 
-def test_the_self_test_is_of_its_own_model():
-    for changes in (dict(model="m"), dict(huggingface=False), dict(rollout=VllmConfig(dtype="bfloat16"))):
-        with pytest.raises(ValueError, match="faults show on its own tiny model"):
+def test_the_self_test_is_exact():
+    for changes in (dict(huggingface=False), dict(rollout=VllmConfig(dtype="bfloat16"))):
+        with pytest.raises(ValueError, match="faults show in float32 and against HuggingFace"):
             CheckConfig(self_test=True, **changes)
+
+
+def test_a_given_model_is_tested_with_the_faults_that_it_can_show(make_hf_model):
+    assert CheckConfig(model="folder", self_test=True).self_test
+    tied, untied = (ModelSpec.from_folder(make_hf_model("qwen2", tied)) for tied in (True, False))
+    always = ["a rotary base of twice the size", "all weights stale", "stale weights"]
+    assert list(list_real_faults(untied)) == always
+    large = replace(tied, vocab=262_144)
+    assert list(list_real_faults(large)) == [*always, "a tied head left behind", "log_softmax of a large vocabulary"]
+
+
+@pytest.mark.large
+def test_faults_are_found_in_a_given_model(make_hf_model):
+    """On a real one they are told in docs/masks.md."""
+    command = [Path(sys.executable).parent / "rlworker", "check", make_hf_model("qwen2", True), "--json", "--self-test"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    found = {finding["where"]: finding["outcome"] for finding in json.loads(done.stdout)}
+    names = ["a rotary base of twice the size", "all weights stale", "stale weights", "a tied head left behind"]
+    assert done.returncode == 0 and all(found[name] == "ok" for name in names), (found, done.stderr)
 
 
 def test_padding_stands_in_no_text_of_a_check(make_hf_model, tmp_path):

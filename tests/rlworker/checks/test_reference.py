@@ -5,10 +5,15 @@ processors for sampling divide by the temperature and suppress tokens, its own i
 torch's ``Categorical`` has the entropy. The weighted loss is added up here, one target after another.
 """
 
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,10 +21,23 @@ from support.factors import IMAGE_FAMILIES
 from support.models import make_vlm
 from support.ranks.engines_cases import make_batch
 from support.ranks.vlm_cases import make_images, make_vlm_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engines.batch.batch import TrainBatch
+from engines.batch.shard import TokenOutputs
+from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import compute_reference, load_huggingface, probe_loss
+from rlworker.checks.case import make_case
+from rlworker.checks.huggingface import (
+    compute_reference,
+    computing_in_double,
+    load_huggingface,
+    probe_loss,
+    run_forward,
+)
+from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts
 
 TEMPERATURE = 0.7
 ROWS = ((), (0,), (1, 3))
@@ -112,3 +130,79 @@ def test_model_that_sees_images(tmp_path, family):
     batch = make_vlm_batch(spec, paths, ROWS)
     assert set(batch.targets.tolist()) & set(spec.banned_tokens)
     check(spec, batch, [[paths[number] for number in row] for row in ROWS])
+
+
+class Types(TorchDispatchMode):
+    """The operators that take or give floating point numbers of a type, by the type."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self.seen.setdefault(value.dtype, set()).add(str(operator))
+        return result
+
+
+@pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.large), "gemma3"])
+def test_no_operator_of_the_truth_computes_in_float32(tmp_path, kind):
+    """Forward and backward; images come in float32, and are cast. Norms, rotary embeddings and softmax as transformers
+    has them would show."""
+    (tmp_path / "images").mkdir()
+    spec = ModelSpec.from_folder(make_tiny_model(tmp_path / "model", kind))
+    case, seen = make_case(spec, 1, str(tmp_path / "images")), []
+    batch = replace(case.batch, advantages=case.batch.advantages.double()).select(0, 3)
+    for double in (True, False):
+        with computing_in_double() if double else nullcontext():
+            model = load_huggingface(spec, torch.float64)
+            with Types() as types:
+                run_forward(model, spec, batch, probe_loss).loss.backward()
+        seen.append(types.seen)
+    casts = {"aten._to_copy.default"} if spec.vision else set()
+    assert set(seen[0]) <= {torch.float64, torch.float32} and seen[0].get(torch.float32, set()) <= casts, seen[0]
+    assert {"aten.mul.Tensor", "aten._softmax.default", "aten.cos.default"} <= seen[1][torch.float32]
+
+
+class Ranks:
+    """Ranks that computed what HuggingFace did, and a share of its rounding more."""
+
+    def __init__(self, reference, share: float):
+        self.reference, self.share, self.shifted = reference, share, []
+
+    def __call__(self, function, *args):
+        if function == "compute_outputs":
+            shift = self.share * self.reference.rounding.outputs["logprob mean"]
+            return [TokenOutputs(self.reference.logprobs + shift, self.reference.entropy)]
+        if function == "read_gradients":
+            scale = 1 + self.share * self.reference.rounding.gradient
+            return [{}, {name: self.reference.gradients[name] * scale for name in args[0]}]
+        assert function in ("take_gradients", "hidden_states")
+        return [self.reference.hidden]
+
+
+def test_limits_are_a_models_own_rounding(make_hf_model, tmp_path, monkeypatch):
+    """Four times that of HuggingFace in float32, twice that in bfloat16; estimated where memory is short."""
+    spec = ModelSpec.from_folder(make_hf_model("llama", False))
+    case = make_case(spec, 1, str(tmp_path))
+    case = replace(case, batch=case.batch.select(0, 3))
+    compute = partial(compute_reference, spec, case.batch, probe_loss, case.denominator, 1.0)
+    for dtype, factor in (("float32", 4), ("bfloat16", 2)):
+        reference, settings = compute(getattr(torch, dtype)), MegatronConfig(dtype=dtype)
+        for share, outcome in ((0.9 * factor, "ok"), (1.2 * factor, "FAILED")):
+            trainer = CheckedTrainer("cpu", settings, spec, case, reference, Ranks(reference, share))
+            found = [finding for finding in check_layouts(trainer) if "HuggingFace" in finding.where]
+            found += check_gradients(trainer)
+            assert [finding.outcome for finding in found] == [outcome] * 4, found
+            own = reference.rounding.outputs["logprob mean"], reference.rounding.gradient
+            for finding, value in zip(found, (own[0], own[0], own[1], own[1])):
+                assert f"(HuggingFace {value:.1e}, limit " in finding.text
+    told = []
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    short = compute(torch.float32, told.append)
+    assert short.rounding is None and short.logprobs.dtype == torch.float32
+    assert "limits are estimated" in told[0] and told[1:] == ["HuggingFace, float32"]
+    trainer = CheckedTrainer("cpu", MegatronConfig(), spec, case, short, Ranks(reference, 0.0))
+    assert all(finding.text.endswith("limit 1e-04, estimated") for finding in check_layouts(trainer))

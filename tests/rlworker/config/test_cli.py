@@ -42,7 +42,7 @@ def test_help_shows_the_platforms_to_choose_from():
 def test_check_makes_the_tiny_model_that_it_is_asked_for(monkeypatch, kind):
     asked = []
 
-    def find_nothing(config):
+    def find_nothing(config, tell):
         asked.append(json.loads(Path(config.model, "config.json").read_text())["model_type"])
         return []
 
