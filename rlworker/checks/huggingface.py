@@ -38,7 +38,7 @@ a bias that all keys share, so that its gradient is rounding alone."""
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far HuggingFace's own model is from the reference when it computes in the engine's type.
+    """HuggingFace's own model in the engine's type, by its distance from the reference.
 
     Attributes:
         outputs: as ``Reference.compare_outputs``. hidden: layer number -> as ``Reference.compare_hidden``.
