@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,7 +86,7 @@ class Codec:
             ValueError: a text is not one token, or an id is none of the model's.
         """
         ids = []
-        for stop in [stops] if isinstance(stops, Integral | str) else stops:
+        for stop in [stops] if isinstance(stops, int | np.integer | str) else stops:
             token = self._encode_text(stop, ORDINARY) if isinstance(stop, str) else self._read_ids([stop], "sample")
             if len(token) != 1:
                 raise ValueError(f"sample: stop {stop!r} is {len(token)} tokens, expected one; name a token or its id")

@@ -14,12 +14,13 @@ BatchRewardFn = Callable[[list[str], list[Row]], Sequence[float]]
 
 def batch_reward(reward: BatchRewardFn) -> BatchRewardFn:
     """Mark ``reward(texts, rows) -> one number per text``: it is called once for all completions of a prompt."""
+    marked: Any = reward
     try:
-        reward.batch = True
+        marked.batch = True
     except AttributeError:  # a method of an object
-        reward = partial(reward)
-        reward.batch = True
-    return reward
+        marked = partial(reward)
+        marked.batch = True
+    return marked
 
 
 def is_batch(reward: Any) -> bool:
