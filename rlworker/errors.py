@@ -7,3 +7,7 @@ class RunError(RuntimeError):
 
 MONITOR = "was ended by Ray's memory monitor"
 """Fate of a process that was ended because its machine was short of memory, whoever held how much of it."""
+
+
+class NothingScored(RunError):
+    """No text of a step got a reward. What was learned before is whole, and is saved."""

@@ -15,7 +15,7 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, pick_rows
 from rlworker.episodes.processes.pool import EPISODE_LOG
-from rlworker.errors import RunError
+from rlworker.errors import NothingScored, RunError
 from rlworker.rewards.pool import REWARD_LOG, RewardPool, Scores, join_scores
 from rlworker.rollouts.metrics import SAMPLES_KEPT, pick_completions, summarise_groups
 from rlworker.rollouts.plays import Player, batch_played, describe_episode, score_episodes, summarise_episodes
@@ -75,7 +75,7 @@ class Sampler:
         left either where nothing was sampled, as every play failed before: there is no token to learn from.
 
         Raises:
-            RunError: the reward of every text failed.
+            NothingScored: the reward of every text failed.
         """
         config, further = self.config, self.config.algorithm.dynamic_sampling
         kept_groups, zero_variance, parts = [], [], []
@@ -88,7 +88,10 @@ class Sampler:
                 (zero_variance if further and group.has_zero_variance else kept_groups).append(group)
             if len(kept_groups) >= config.prompts_per_step:
                 break
-        self._check_scored(scores := join_scores(parts))
+        scores = join_scores(parts)
+        if scores.all_failed:
+            self.rollouts_done -= len(parts)  # a run that goes on is asked the same once more
+            raise NothingScored(self._explain_failures(scores))
         failures = scores.count_failures("episode" if self.plays else "reward")
         drawn_groups = kept_groups + zero_variance
         metrics = summarise_groups(drawn_groups) | (summarise_episodes(drawn_groups) if self.plays else {})
@@ -218,15 +221,14 @@ class Sampler:
                 groups, scores = score_completions(self.tokenizer, self.scorer, rows, completions)
         return self._tell_failures(groups, scores)
 
-    def _check_scored(self, scores: Scores) -> None:
-        """Raise RunError where every reward of a step failed, so that there is no use in going on."""
-        if scores.all_failed:
-            what, section, log = ("play", "episodes", EPISODE_LOG) if self.plays else ("reward", "reward", REWARD_LOG)
-            raise RunError(
-                f"{what}: {scores.summarise()}. A step without one reward teaches nothing. Mend the {what} ({log} has "
-                f"what it printed): let it give a number where a text is wrong, or raise --{section}.time-limit-s "
-                "where it had too little time. Then go on with --resume"
-            )
+    def _explain_failures(self, scores: Scores) -> str:
+        """Say why there is no use in going on where every text of a step failed."""
+        what, section, log = ("play", "episodes", EPISODE_LOG) if self.plays else ("reward", "reward", REWARD_LOG)
+        return (
+            f"{what}: {scores.summarise()}. A step without one reward teaches nothing. Mend the {what} ({log} has what "
+            f"it printed): let it give a number where a text is wrong, or raise --{section}.time-limit-s where it had "
+            "too little time. What was learned before is saved: go on from it with --resume"
+        )
 
     def _tell_failures(self, groups: list, scores: Scores) -> tuple[list, Scores]:
         if scores.failures:

@@ -28,7 +28,7 @@ from rlworker.cluster.watch import limiting_stalls, naming_failures
 from rlworker.config.run import TrainingConfig
 from rlworker.config.sizes import count_batch_bytes
 from rlworker.episodes.processes.pool import PlayPool
-from rlworker.errors import RunError
+from rlworker.errors import NothingScored, RunError
 from rlworker.rewards.pool import RewardPool
 from rlworker.tracking.digests import FileDigest
 from rlworker.tracking.log import RunLog, StepClock, is_due, tell_skipped
@@ -204,9 +204,8 @@ class Run(Generic[Config]):
         self.steps_done = state["step"] if state else 0
         tracked = TrackedRun(self.folder.path, self.steps_done, asdict(config))
         trackers = Trackers(config.trackers, tracked, self.trackers)
-        self.log = self.running.enter_context(
-            RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line)
-        )
+        log = RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line)
+        self.log = self.running.enter_context(log)
         self.has_begun = True
         LOGGER.info(text)
         if (platform := get_platform(config.platform)).proven != "executed":
@@ -231,8 +230,7 @@ class Run(Generic[Config]):
         return best and best[0]
 
     def fit(self) -> dict[str, float]:
-        """Run to the last step, or to the end of the one in which the program is asked to stop; evaluate and save on
-        the way.
+        """Run to the last step, or to the end of that in which the program is asked to stop, evaluate and save.
 
         Returns:
             the metrics of the last step.
@@ -276,7 +274,11 @@ class Run(Generic[Config]):
             self.log.step(0, self.evaluate() | self.start_seconds | self.skipped | self.outages.count())
         while self.steps_done < config.steps and not self.stop_request.signal:
             self.stop_request.in_hand = f"step {self.steps_done + 1}"
-            metrics, samples = self.step()
+            try:
+                metrics, samples = self.step()
+            except NothingScored:
+                self.save(metrics)
+                raise
             last = self.steps_done == config.steps
             if last or is_due(self.steps_done, config.eval_every):
                 metrics |= self.evaluate()
@@ -291,8 +293,7 @@ class Run(Generic[Config]):
             if written:
                 self._finish_checkpoint(*written, metrics)
         if self.steps_done < config.steps:
-            if self._saved_step < self.steps_done:
-                self.save(metrics)
+            self.save(metrics)
             LOGGER.info(f"stopped after step {self.steps_done} of {config.steps}; the same with --resume goes on")
         else:
             self.stop_request.in_hand = ""
@@ -308,12 +309,13 @@ class Run(Generic[Config]):
         return score is not None and (self._best is None or self.score.sign * (score - self._best) > 0)
 
     def save(self, metrics: Mapping[str, float]) -> None:
-        """Write a checkpoint (engines, state, each model as a HuggingFace folder) and remove those that it replaces.
+        """Write a checkpoint of the step that is done, unless it has one, and remove those that it replaces.
 
         Args:
             metrics: of the step that was done; a held-out score among them is the checkpoint's.
         """
-        self._finish_checkpoint(*self._write_checkpoint(StepClock()), metrics)
+        if self._saved_step < self.steps_done:
+            self._finish_checkpoint(*self._write_checkpoint(StepClock()), metrics)
 
     def _write_checkpoint(self, clock: StepClock) -> tuple[Path, dict[str, FileDigest]]:
         """Write what the engines hold, on the clock: a folder that does not count yet, and the digests of its files."""

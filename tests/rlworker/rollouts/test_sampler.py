@@ -274,6 +274,7 @@ def test_a_reward_that_fails_for_every_text_of_a_step_ends_the_run(further):
     said = f"reward: {count} of {count} rewards failed: {count - 1 - further} raised, {1 + further} timeout; raised on "
     assert str(error.value).startswith(said) and "KeyError: 'level', at reward.py:3. " in str(error.value)
     assert "rewards.log has what it printed" in str(error.value) and "--reward.time-limit-s" in str(error.value)
+    assert drawn.rollouts_done == 0, "a run that goes on is asked the same once more"
     drawn.scorer = FailingRewards(scored=1)
     assert drawn.sample(StepClock(), 0)[1]["reward_failures"] == count - 1
 

@@ -12,7 +12,7 @@ import pytest
 from engines.config import VllmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CheckpointConfig
-from rlworker.errors import RunError
+from rlworker.errors import NothingScored, RunError
 from rlworker.tracking import digests
 from rlworker.tracking import run_folder as checkpoint
 from rlworker.tracking.log import RL_LINE, read_metrics
@@ -135,6 +135,20 @@ def test_asked_to_stop_it_saves_the_step_in_hand_and_the_same_settings_go_on(cou
     starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
     assert [start["step"] for start in starts] == [0, 2], "each start of the program says where it comes from"
     assert all(start["commit"] and start["versions"] and start["platform"] == "cpu (executed)" for start in starts)
+
+
+def test_a_step_that_nothing_is_scored_of_ends_the_run_and_loses_none_before(counting, tmp_path, capsys):
+    def fail(counting):
+        if counting.steps_done == 3:
+            counting.steps_done -= 1  # the step is not taken
+            raise NothingScored("reward: 8 of 8 rewards failed")
+
+    settings = config(tmp_path, resume=True)
+    with pytest.raises(RunError, match="8 of 8 rewards failed"):
+        counting(settings, at_step=fail).go()
+    assert checkpoints(tmp_path) == ["step_2"]
+    assert counting(settings).go().steps_done == 7
+    assert "run: goes on from step 2" in capsys.readouterr().out
 
 
 def test_seconds_of_a_save_are_on_its_steps_line_before_it_counts(counting, tmp_path, monkeypatch):
