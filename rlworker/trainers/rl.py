@@ -328,9 +328,10 @@ class Trainer(Run[RunConfig]):
     # -- checkpoints
 
     def get_state(self) -> dict[str, float]:
-        state = {"rollouts": self.sampler.rollouts_done, "completion_tokens": self.sampler.completion_tokens}
-        own = {"version": self.version, "empty_steps": self.empty_steps}
-        return own | state | {"prompts": self.sampler.prompts_done}
+        sampler = self.sampler
+        state = {"rollouts": sampler.rollouts_done, "prompts": sampler.prompts_done}
+        state |= {"version": self.version, "empty_steps": self.empty_steps}
+        return state | {"completion_tokens": sampler.completion_tokens}
 
     def restore(self, state: dict) -> None:
         rollouts = state.get("rollouts", state["step"])  # older runs had one of each
