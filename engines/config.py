@@ -149,7 +149,7 @@ class MegatronConfig:
     attention_override: tuple[str, ...] = ()
     """Cells of the capability table that are refused and used all the same, such as flash_varlen/thd/cp/window."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations; the optimizer keeps fp32 masters."""
+    """Type of weights and activations, where left open the platform's; the optimizer keeps fp32 masters."""
     micro_batch_tokens: Annotated[int, Ge(1)] = 16384
     """Most slots, tokens and their padding, in one forward pass of a replica; a longer sequence goes alone."""
     recompute: Literal["none", "core", "full"] = "none"
@@ -242,7 +242,7 @@ class VllmConfig:
     kv_cache_mb: Annotated[int, Ge(0)] = 0
     """Memory for keys and values on each device; 0 leaves it to vLLM (1 GiB on a CPU)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations."""
+    """Type of weights and activations, where left open the platform's."""
     image_memory_mb: Annotated[int, Ge(1)] = 8192
     """Memory that an engine's images may take at once while they are decoded; the other prompts wait for these to be
     answered."""

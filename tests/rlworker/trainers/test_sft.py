@@ -104,6 +104,23 @@ def test_a_resumed_run_is_the_unbroken_one(finished, tmp_path, capsys):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_run_that_goes_on_with_another_batch_takes_the_rows_that_come_next(config):
+    """Half an epoch of sixteen rows in steps of four, the rest in steps of two: every row once."""
+    from rlworker.trainers.sft import SftTrainer
+
+    taken, state = [], {"step": 0}
+    for rows_per_step, steps in ((4, 2), (2, 4)):
+        trainer = SftTrainer(replace(config, rows_per_step=rows_per_step))
+        trainer.group, trainer.list_learners = None, list
+        trainer.take_step = lambda group, batch, *_: (taken.extend(batch.split(len(batch))), ({"loss": 0.0}, None))[1]
+        trainer.restore(state)
+        for _ in range(steps):
+            trainer.step()
+        state = {"step": 2} | trainer.get_state()
+    rows = {tuple(row.targets.tolist()) for row in taken}
+    assert len(taken) == len(rows) == 16 and state["rows"] == 16
+
+
 def test_long_answers_are_an_error_or_left_out(config):
     from rlworker.trainers.sft import SftTrainer
 
