@@ -85,27 +85,42 @@ def load_tokenizer(folder: str):
 
 
 def list_stop_tokens(folder: str, tokenizer: Any, vocab: int) -> tuple[int, ...]:
-    """List the tokens that end an answer: the tokenizer's, then what else ``generation_config.json`` names, or in its
-    stead ``config.json``, then the one with which the chat template ends an answer.
+    """List the tokens that end an answer: the tokenizer's, those of ``read_ends``, and the one with which the chat
+    template ends an answer.
 
     A model that was tuned to chat ends its turns with a token that its tokenizer need not call the end (Gemma).
 
     Raises:
+        ValueError: as ``read_ends``, and where the model of ``vocab`` tokens lacks the tokenizer's.
+    """
+    ids = [tokenizer.eos_token_id, *read_ends(folder, vocab)]
+    if ids[0] >= vocab:
+        raise ValueError(f"model: the tokenizer's eos token is {ids[0]}, the model has {vocab} tokens")
+    if end := find_turn_end(tokenizer):
+        ids.append(tokenizer.convert_tokens_to_ids(end))
+    return tuple(number for number in dict.fromkeys(ids) if number < vocab)
+
+
+def read_ends(folder: str, vocab: int) -> list[int]:
+    """Read the end-of-sequence tokens that ``generation_config.json`` names, or in its stead ``config.json``.
+
+    Raises:
         ValueError: a file cannot be read or names no tokens, or the model of ``vocab`` tokens lacks one.
     """
-    named = {f"{folder}/{name}": _read_ends(Path(folder, name)) for name in ("generation_config.json", "config.json")}
-    place, ids = next(((place, ids) for place, ids in named.items() if ids), ("", []))
-    for place, number in [("tokenizer", tokenizer.eos_token_id), *((place, number) for number in ids)]:
-        if not 0 <= number < vocab:
+    for path in (Path(folder, name) for name in ("generation_config.json", "config.json")):
+        ids = _read_ends(path)
+        if lacking := [number for number in ids if not 0 <= number < vocab]:
             raise ValueError(
-                f"model: {place} has eos token {number}, the model has {vocab} tokens; take the files that belong to it"
+                f"model: {str(path)!r} has eos_token_id {lacking[0]}, the model has {vocab} tokens; take the files "
+                "that belong to it"
             )
-    end = tokenizer.convert_tokens_to_ids(find_turn_end(tokenizer) or tokenizer.eos_token)
-    return tuple(number for number in dict.fromkeys([tokenizer.eos_token_id, *ids, end]) if number < vocab)
+        if ids:
+            return ids
+    return []
 
 
 def _read_ends(path: Path) -> list[int]:
-    """Read the end-of-sequence tokens that a config names."""
+    """Read the end-of-sequence tokens that a config names, of a vision-language model that of its text."""
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         parts = [config, config.get("text_config") or {}]

@@ -12,7 +12,7 @@ from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.config.sizes import count_batch_bytes
 from rlworker.data.conversations import check_examples
-from rlworker.data.rows import check_rows
+from rlworker.data.rows import check_rows, read_ends
 from rlworker.episodes.model import Play, check_scorer
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.tracking.run_folder import RunFolder
@@ -89,7 +89,8 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
         ValueError: something is wrong with one of them.
     """
     check_ray()
-    config.check_models()
+    actor = config.check_models()["actor"]
+    read_ends(actor.folder, actor.vocab)
     folder = RunFolder(config.run_dir)
     folder.check(config)
     check_trackers(config.trackers)

@@ -191,6 +191,7 @@ CONTRADICTIONS = st.sampled_from(
 
 SIZES = [key for key in CONFIG if key not in ("model_type", "rms_norm_eps")]
 NOT_SIZE = st.one_of(st.integers(max_value=0), st.floats(), st.booleans(), st.text(), st.just([]), st.just({}))
+NO_END = st.one_of(st.integers(40), st.integers(max_value=-1), st.sampled_from([[1, 40], [None], {}]), st.text())
 OTHER_KEYS = [
     ("rms_norm_eps", st.one_of(st.floats(max_value=0), st.just(math.nan), st.text(), st.just([]), st.booleans())),
     ("model_type", st.one_of(st.text(), st.integers(), st.just([]), st.just({}), st.none())),
@@ -210,6 +211,7 @@ OTHER_KEYS = [
     ("partial_rotary_factor", st.floats(0.1, 0.9)),
     ("torch_dtype", st.one_of(st.text(), st.integers())),
     ("bos_token_id", st.text()),
+    ("eos_token_id", NO_END),
 ]
 WRONG_KEY = st.one_of(
     st.sampled_from(SIZES).flatmap(lambda key: NOT_SIZE.map(lambda value: (key, value))),
@@ -238,6 +240,7 @@ WRONG_FILE = st.one_of(
     st.sampled_from([INDEX, {}, [], {"weight_map": {"a": 1}}, {"weight_map": {"a": "other.safetensors"}}]).map(
         lambda x: ("model.safetensors.index.json", json.dumps(x).encode(), r"index\.json")
     ),
+    NO_END.map(lambda x: ("generation_config.json", json.dumps({"eos_token_id": x}).encode(), "has eos_token_id")),
     st.just(("config.json", None, r"has no config\.json")),
     st.just(("model.safetensors", None, r"has no \*\.safetensors")),
     st.just(("more.safetensors", WHOLE, r"more\.safetensors .* both hold")),
@@ -260,6 +263,8 @@ WRONG_TENSOR = st.one_of(
 
 NOT_TEXT = st.one_of(st.integers(), st.booleans(), st.none(), st.just({}), st.just([]), st.just([1]))
 MESSAGES = st.sampled_from([["text"], [{"role": "user"}], [{"content": "x"}], [{"role": 1, "content": "x"}]])
+MESSAGES |= st.sampled_from([{"a": 1}, ["x"], 1, None]).map(lambda x: [{"role": "user", "content": x}])
+MESSAGES |= st.just('[{"role": "user", "content": "x"}]')
 WRONG_ROW = st.tuples(
     st.sampled_from(["train", "heldout"]),
     st.integers(0, 3),
@@ -341,6 +346,11 @@ def refuse_all(inputs: st.SearchStrategy, most: int) -> int:
 def test_the_input_that_is_broken_below_is_good(nothing_starts):
     with pytest.raises(Started):
         launch()
+
+
+def test_an_end_beyond_the_vocabulary_is_refused_before_anything_starts(nothing_starts):
+    said = launch(of_file("generation_config.json", b'{"eos_token_id": [1, 40]}', ""))
+    assert "generation_config.json' has eos_token_id 40, the model has 40 tokens" in said
 
 
 @pytest.mark.parametrize("cases_each", [15, pytest.param(60, marks=pytest.mark.large)])

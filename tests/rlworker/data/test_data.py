@@ -398,10 +398,10 @@ def test_answers_end_with_what_configs_name_too(tmp_path, named, stops):
 
 def test_an_end_that_the_model_does_not_have_is_named(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 128]}))
-    with pytest.raises(ValueError, match=r"generation_config.json has eos token 128, the model has 128 tokens; take"):
+    with pytest.raises(ValueError, match=r"generation_config.json' has eos_token_id 128, the model has 128 tokens"):
         list_stop_tokens(str(tmp_path), make_tokenizer(), 128)
-    with pytest.raises(ValueError, match="tokenizer has eos token 2, the model has 2 tokens"):
-        list_stop_tokens(str(tmp_path), make_tokenizer(), 2)
+    with pytest.raises(ValueError, match="the tokenizer's eos token is 2, the model has 2 tokens"):
+        list_stop_tokens(str(tmp_path / "none"), make_tokenizer(), 2)
 
 
 def test_answers_end_with_what_the_chat_template_writes(tmp_path):
