@@ -151,31 +151,40 @@ class ConversationEncoder:
             sequences = write_conversation(conversation, self.tokenizer, self.ends)
         except Exception as error:  # it refuses roles and orders with one kind, and computes with what messages hold
             raise ValueError(f"{where}: the chat template refuses these messages: {error}") from None
-        last = len(sequences) - 1  # which shows every image
-        return [self._encode_sequence(pieces, images, where, n == last) for n, pieces in enumerate(sequences)]
+        return [
+            self._expand(self._encode_pieces(pieces), images, where, pieces is sequences[-1]) for pieces in sequences
+        ]
 
-    def _encode_sequence(
-        self, pieces: Sequence[Piece], images: tuple[Image, ...], where: str, takes_all: bool = False
-    ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[Image, ...]]:
-        ids: list[int] = []
-        learned, shown, left = [], [], list(images)
-        last_prompt = max(number for number, piece in enumerate(pieces) if piece.is_said) - 1
-        for number, piece in enumerate(pieces):
+    def _encode_pieces(self, pieces: Sequence[Piece]) -> list[tuple[list[int], bool]]:
+        """Encode pieces that follow one another: the ids of each, and whether they are said."""
+        encoded, last = [], None
+        for piece in pieces:
             text = piece.text
             if self.image_reader and not piece.is_said:
                 text = self.image_reader.replace_markers(text, self.tokenizer)
-            added = encode_after(self.tokenizer, ids[-1] if ids else None, text)
-            if piece.is_said:
-                added += [self.tokenizer.eos_token_id] * piece.is_open
-                learned.append((len(ids), len(ids) + len(added)))
-            elif self.image_reader:
-                takes_rest = takes_all and number == last_prompt
-                own = left if takes_rest else _pick_images(added, left, self.image_reader.vision)
+            ids = encode_after(self.tokenizer, last, text) + [self.tokenizer.eos_token_id] * piece.is_open
+            encoded.append((ids, piece.is_said))
+            last = ids[-1] if ids else last
+        return encoded
+
+    def _expand(
+        self, pieces: Sequence[tuple[list[int], bool]], images: tuple[Image, ...], where: str, shows_all: bool
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[Image, ...]]:
+        """Put pieces together, with the tokens of images in those that are not said, as ``encode``."""
+        whole, learned, shown, left = [], [], [], list(images)
+        if shows_all and self.image_reader:
+            seen = [token for ids, is_said in pieces if not is_said for token in ids]
+            self.image_reader.check_places(seen, images, where, self.data)
+        for ids, is_said in pieces:
+            if self.image_reader and not is_said:
+                own = _pick_images(ids, left, self.image_reader.vision)
                 left = [image for image in left if all(image is not other for other in own)]
-                added, ordered = self.image_reader.expand_ids(added, tuple(own), where, self.data)
+                ids, ordered = self.image_reader.expand_ids(ids, tuple(own), where, self.data)
                 shown += ordered
-            ids += added
-        return tuple(ids), tuple(learned), tuple(shown)
+            if is_said:
+                learned.append((len(whole), len(whole) + len(ids)))
+            whole += ids
+        return tuple(whole), tuple(learned), tuple(shown)
 
 
 def _pick_images(ids: Sequence[int], images: Sequence[Image], vision: VisionSpec) -> list[Image]:

@@ -158,6 +158,20 @@ class ImageReader:
         text = text.replace(MARKER, f"{margin}{start}{image}{end}{margin}")
         return text.replace(VIDEO_MARKER, *video) if video else text
 
+    def check_places(self, ids: Sequence[int], images: Sequence[Image], where: str, data: "DataConfig") -> None:
+        """Raise ValueError where ids have places for another number of images, or of videos."""
+        videos = sum(isinstance(image, Video) for image in images)
+        for token, kind, marker, count, option in (
+            (self.vision.image_token, "images", MARKER, len(images) - videos, "image_field"),
+            (self.vision.video_token, "videos", VIDEO_MARKER, videos, "video_field"),
+        ):
+            if (places := list(ids).count(token) if token is not None else 0) != count:
+                raise ValueError(
+                    f"{where}: the prompt has places for {places} {kind}, the row has {count} in its field "
+                    f'"{getattr(data, option)}"; write {marker} once for each, or name another field with '
+                    f"--data.{option.replace('_', '-')}"
+                )
+
     def expand_ids(
         self, ids: Sequence[int], images: tuple[Image, ...], where: str, data: "DataConfig"
     ) -> tuple[list[int], tuple[Image, ...]]:
@@ -178,16 +192,7 @@ class ImageReader:
         videos = [image for image in images if isinstance(image, Video)]
         if vision.tower.no_videos and vision.video_token in ids:
             raise ValueError(f"{where}: the prompt has the token of a video; give images")
-        for token, kind, marker, row, option in (
-            (vision.image_token, "images", MARKER, stills, "image_field"),
-            (vision.video_token, "videos", VIDEO_MARKER, videos, "video_field"),
-        ):
-            if (places := ids.count(token) if token is not None else 0) != len(row):
-                raise ValueError(
-                    f"{where}: the prompt has places for {places} {kind}, the row has {len(row)} in its field "
-                    f'"{getattr(data, option)}"; write {marker} once for each, or name another field with '
-                    f"--data.{option.replace('_', '-')}"
-                )
+        self.check_places(ids, images, where, data)
         check_margins(ids, vision, self.newlines, where)
         expanded: list[int] = []
         ordered: list[Image] = []

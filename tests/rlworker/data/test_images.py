@@ -212,8 +212,8 @@ def test_images_take_their_places_in_a_conversation(read, model, tmp_path):
     said = [tokenizer.decode(example.ids[first:last]) for first, last in example.turns]
     assert said == [f"{say['content']} {tokenizer.eos_token}" for say in says]
     for broken, message in (
-        (row | {"images": row["images"][:2]}, "has places for 2 images, the row has 1"),
-        (row | {"images": [*row["images"], "a.png"]}, "has places for 0 images, the row has 1"),
+        (row | {"images": row["images"][:2]}, "has places for 3 images, the row has 2"),
+        (row | {"images": [*row["images"], "a.png"]}, "has places for 3 images, the row has 4"),
         (row | {"messages": [asks[0], says[0] | {"content": "<image>"}]}, "'<image>' has an image: only others"),
         (row | {"messages": [asks[0], says[0] | {"content": "<|image_pad|>"}], "images": ["a.png"]}, "assistant says"),
     ):
