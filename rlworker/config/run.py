@@ -89,7 +89,8 @@ class TrainingConfig:
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
     """Decides the order of prompts and every sample."""
     resume: bool = False
-    """Go on from the newest checkpoint in run_dir; where there is no run yet, begin one."""
+    """Go on from the newest checkpoint in run_dir, where rates, batch and steps may be other ones; where there is no
+    run yet, begin one."""
     profile_steps: str = ""
     """Steps A:B, from the A-th to the B-th, of which run_dir/profile receives traces of what every engine computes in
     every phase; empty takes none."""
