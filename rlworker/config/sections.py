@@ -16,8 +16,9 @@ class DataConfig:
     """Rows to learn from."""
 
     train: str = ""
-    """A JSONL or .parquet file, a folder of Dataset.save_to_disk (FOLDER:SPLIT for a DatasetDict's), or a data set of
-    the HuggingFace hub (hf:OWNER/NAME:SPLIT, hf:OWNER/NAME/CONFIG:SPLIT)."""
+    """A JSONL or .parquet file, a folder of parquet files or a pattern of them ('FOLDER/train-*.parquet'), a folder of
+    Dataset.save_to_disk (FOLDER:SPLIT for a DatasetDict's), or a data set of the HuggingFace hub (hf:OWNER/NAME:SPLIT,
+    hf:OWNER/NAME/CONFIG:SPLIT)."""
     heldout: str = ""
     """Rows of the same form, never trained on; empty evaluates nothing."""
     prompt_field: str = "prompt"

@@ -2,9 +2,12 @@
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from glob import glob, has_magic
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +19,22 @@ _BATCH = 100
 _CHAT_KEYS = {"role", "function"}
 """A message has the one, a tool's schema the other."""
 
+_SAVED = ("dataset_dict.json", "state.json")
+"""Files of a folder that datasets.save_to_disk wrote."""
+
 _Table = tuple[list[str], Iterator[dict]]
 """Names of a table's columns, and its rows."""
 
 
 def find_base_folder(path: str) -> Path:
-    """Find where paths within the rows at ``path`` start: their file's folder, their own, or the working directory."""
+    """Find where paths within the rows at ``path`` start: their file's folder, their own, or the working directory;
+    of a pattern of files what is before its first wildcard."""
     if path.startswith("hf:"):
         return Path()
     if Path(path).is_file():
         return Path(path).parent
+    if has_magic(path) and not Path(path).exists():
+        return Path(*takewhile(lambda part: not has_magic(part), Path(path).parts))
     return Path(path) if Path(path).is_dir() else Path(path.rpartition(":")[0])
 
 
@@ -43,8 +52,9 @@ def iterate_rows(path: str, data: DataConfig | None = None) -> Iterator[tuple[st
         raise ValueError("data: no rows were given; set --data.train, such as --data.train train.jsonl")
     if path.startswith("hf:"):
         yield from _number_rows(path, _read_hub(path), data)
-    elif path.endswith(".parquet") and Path(path).is_file():
-        yield from _number_rows(path, _read_parquet(path), data)
+    elif shards := _list_shards(path):
+        for shard in shards:
+            yield from _number_rows(shard, _read_parquet(shard), data)
     elif Path(path).is_file():
         yield from _read_lines(path)
     else:
@@ -103,6 +113,30 @@ def _drop_nulls(value: Any) -> Any:
     return value
 
 
+def _list_shards(path: str) -> list[str]:
+    """List the parquet files of which a path is one, the folder, or the pattern, by name; none where it is neither.
+
+    Raises:
+        ValueError: the folder has files of several splits.
+    """
+    place = Path(path)
+    if place.is_file():
+        return [path] if path.endswith(".parquet") else []
+    if not place.is_dir():
+        return (
+            sorted(name for name in glob(path, recursive=True) if name.endswith(".parquet")) if has_magic(path) else []
+        )
+    if any((place / name).exists() for name in _SAVED):
+        return []
+    names = sorted(file.name for file in place.glob("*.parquet"))
+    if len(splits := sorted({re.split(r"[-_.]?\d|\.parquet", name)[0] for name in names})) > 1:
+        raise ValueError(
+            f"data: {path}: the folder has parquet files of {', '.join(splits)}, expected those of one split; name "
+            f"them by a pattern, such as '{place / splits[0]}*.parquet'"
+        )
+    return [str(place / name) for name in names]
+
+
 def _read_parquet(path: str) -> _Table:
     """Iterate over the rows of a parquet file."""
     import pyarrow as pa
@@ -132,7 +166,8 @@ def _read_saved(path: str) -> _Table:
     if not Path(folder).is_dir() or not folder:
         raise ValueError(
             f"data: {path!r} does not exist; set --data.train and --data.heldout to a JSONL or parquet file, a folder "
-            "of datasets.save_to_disk (FOLDER or FOLDER:SPLIT) or hf:OWNER/NAME:SPLIT"
+            "or pattern of parquet files, a folder of datasets.save_to_disk (FOLDER or FOLDER:SPLIT) or "
+            "hf:OWNER/NAME:SPLIT"
         )
     splits = Path(folder) / "dataset_dict.json"
     if splits.is_file():

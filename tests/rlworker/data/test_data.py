@@ -1,6 +1,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from recipes.common.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config.sections import DataConfig
 from rlworker.data.rows import check_rows, check_vocabulary, list_stop_tokens, load_tokenizer, pick_rows, read_rows
+from rlworker.data.sources import find_base_folder
 from rlworker.episodes.codec import Codec
 
 DATA = DataConfig(max_prompt_tokens=20)
@@ -221,6 +223,36 @@ def test_a_missing_column_is_named_beside_those_there(tmp_path, form):
     said = message_of(check_rows, path, DataConfig(prompt_field="question", answer_field="solution"))
     assert 'no column "solution", there are question, answer; name one with --data.answer-field' in said
     check_rows(path, DataConfig(prompt_field="question"))
+
+
+def test_shards_of_parquet_are_read_in_their_order(tmp_path, tokenizer):
+    """From a folder or a pattern; never two splits as one, and a broken row is named in its own file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    def write_shard(name: str, *answers: str | None) -> None:
+        rows = [{"prompt": f"{answer}=", "answer": answer} for answer in answers]
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+
+    def read_answers(path: Path | str) -> list[str]:
+        check_rows(str(path), DATA)
+        return [row.answer for row in read_rows(str(path), tokenizer, DATA).rows]
+
+    write_shard("shards/train-00001-of-00002-a1b2.parquet", "3")
+    write_shard("shards/train-00000-of-00002-c3d4.parquet", "1", "2")
+    (tmp_path / "shards" / "README.md").write_text("rows")
+    assert read_answers(tmp_path / "shards") == ["1", "2", "3"]
+    write_shard("shards/test-00000-of-00001.parquet", "4")
+    assert read_answers(f"{tmp_path}/shards/train-*.parquet") == ["1", "2", "3"]
+    assert read_answers(f"{tmp_path}/s*/test-*") == ["4"]
+    said = message_of(check_rows, f"{tmp_path}/shards", DATA)
+    assert "the folder has parquet files of test, train, expected those of one split; name them by a pattern" in said
+    assert "does not exist; set --data.train" in message_of(check_rows, f"{tmp_path}/shards/none-*.parquet", DATA)
+    write_shard("shards/train-00002-of-00003.parquet", "5", None)
+    said = message_of(check_rows, f"{tmp_path}/shards/train-*.parquet", DATA)
+    assert said.startswith(f"data: {tmp_path}/shards/train-00002-of-00003.parquet, row 1 (from 0)"), said
+    assert find_base_folder(f"{tmp_path}/s*/train-*") == tmp_path and find_base_folder("*.parquet") == Path()
 
 
 def test_a_parquet_file_that_cannot_be_read(tmp_path):
