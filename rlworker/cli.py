@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import tyro
 from tyro.conf import Positional
 
+from engines.models.hub import find_model
 from rlworker.checks.config import CheckConfig
 from rlworker.config.command_line import parse_config
 from rlworker.errors import RunError
@@ -44,8 +45,8 @@ def check(config: CheckConfig) -> None:
         if config.self_test:
             findings = run_self_test(replace(config, self_test=False), folder, tell)
         else:
-            made = config if config.model else replace(config, model=make_tiny_model(folder, config.tiny), tiny="qwen2")
-            findings = run_check(made, tell)
+            model = find_model(config.model) or make_tiny_model(folder, config.tiny)
+            findings = run_check(replace(config, model=model, tiny="qwen2"), tell)
     if config.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:

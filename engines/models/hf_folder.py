@@ -16,6 +16,7 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from engines.models.family import EMBEDDING
+from engines.models.hub import FOREIGN, SETTINGS
 from engines.validation import read_object
 
 if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch
@@ -24,12 +25,8 @@ if TYPE_CHECKING:  # a folder is checked before anything takes the time to impor
 
     from engines.models.spec import ModelSpec
 
-_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".bpe")
-"""Endings of the configuration and tokenizer files that a saved model takes along."""
 _TEMPLATES = "additional_chat_templates"
 """Folder in which transformers saves the chat templates of a tokenizer that has several, but for the main one."""
-_FOREIGN = "consolidated*.safetensors"
-"""Files that hold the weights once more, in the form of their maker's own library (Mistral's)."""
 
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -126,7 +123,7 @@ def _find_weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"model: {str(folder)!r} has no *.safetensors file; weights are read from safetensors only")
-    foreign, index = {*folder.glob(_FOREIGN)}, folder / _INDEX
+    foreign, index = {*folder.glob(FOREIGN)}, folder / _INDEX
     if not index.is_file():
         if foreign and len(files) > len(foreign):
             raise ValueError(
@@ -212,17 +209,30 @@ def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> Stat
 
 def _copy_settings(model: ModelSpec, target: Path, dtypes: set[torch.dtype]) -> None:
     """Copy configuration and tokenizer of the model's folder, with the type of the weights and the head trained."""
-    source = Path(model.folder)
-    for path in (*source.iterdir(), *source.glob(f"{_TEMPLATES}/*")):
-        if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
-            copy = target / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
+    for name in _list_settings(Path(model.folder)):
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(Path(model.folder, name), target / name)
     config = _set_dtype(read_object(target / "config.json"), dtypes)
     if model.head == "value":
         config |= {"architectures": [model.architecture], "classifier_dropout": 0.0}
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _list_settings(folder: Path) -> list[str]:
+    """List the configuration and tokenizer files of a model, by their paths from its folder."""
+    files = sorted(path for path in (*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")) if path.is_file())
+    names = [str(path.relative_to(folder)) for path in files if path.suffix in SETTINGS]
+    return [name for name in names if not name.endswith(".index.json")]
+
+
+def list_model_files(folder: str) -> list[str]:
+    """List the files that a model is read from, by their paths from its folder: configuration, tokenizer, weights.
+
+    Raises:
+        ValueError: it has no weights, or other files than its index names.
+    """
+    return _list_settings(Path(folder)) + [path.name for path in _find_weight_files(Path(folder))]
 
 
 def _set_dtype(config: dict, dtypes: set[torch.dtype]) -> dict:

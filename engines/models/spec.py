@@ -8,6 +8,7 @@ from pathlib import Path
 from engines.models.families import find_family
 from engines.models.family import OUTPUT, Family, Head, Part, Weight
 from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, read_rope, refuse_unsupported
+from engines.models.hub import find_here
 from engines.models.vision_spec import VisionSpec, extract_language_config
 from engines.validation import read_object
 from hardware.attention.rules import Rule
@@ -56,7 +57,10 @@ class ModelSpec:
         path = Path(folder) / "config.json"
         if not path.is_file():
             problem = "has no config.json" if Path(folder).is_dir() else "does not exist"
-            raise ValueError(f"model: folder {str(folder)!r} {problem}; give the path of a saved HuggingFace model")
+            raise ValueError(
+                f"model: folder {str(folder)!r} {problem}; give the path of a saved HuggingFace model, or hf:ORG/NAME "
+                "for one of the hub"
+            )
         config = read_object(path)
         family, vision = find_family(config.get("model_type"), path), None
         if family.select:
@@ -97,6 +101,14 @@ class ModelSpec:
         if vision:
             vision.check_language(spec.hidden, spec.head_dim, spec.vocab, path)
         return spec
+
+    def move_here(self) -> "ModelSpec":
+        """Return the same model in the folder that has it on this machine: caches of the hub may lie elsewhere.
+
+        Raises:
+            ValueError: it is of the hub's cache, and this machine's lacks it.
+        """
+        return replace(self, folder=find_here(self.folder))
 
     def require_vision(self) -> VisionSpec:
         """Return the vision tower of a model that must have one; ValueError for a language model."""

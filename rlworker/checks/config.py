@@ -17,7 +17,7 @@ class CheckConfig:
     """Settings that say what ``rlworker check`` proves, and of which model."""
 
     model: Positional[str] = ""
-    """HuggingFace folder; without one a tiny model is made on the spot."""
+    """HuggingFace folder or hf:ORG/NAME; without one a tiny model is made on the spot."""
     tiny: Tiny = "qwen2"
     """Kind of that tiny model."""
     platform: PlatformName = DEFAULT_PLATFORM

@@ -15,6 +15,7 @@ import psutil
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import MicroBatch, get_itemsize
 from engines.megatron.memory.estimate import RankMemory, compute_rank_memory, estimate_padding, list_parameters
+from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import compute_slot_unit
 from hardware.platforms import get_platform
@@ -91,6 +92,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
         raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, of which config.json is read")
     models = {}
     for role, folder in config.models.items():
+        folder = find_model(folder, files=["config.json"])
         models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
         config.actor.check_model(models[role])
     plan = make_plan(config, models)

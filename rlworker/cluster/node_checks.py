@@ -6,7 +6,7 @@ Without torch: a node answers before anything heavy is imported there.
 import hashlib
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,12 +16,15 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from engines.models.hub import find_here, name_snapshot
 from rlworker.cluster.placement import list_nodes, pin_to
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.errors import RunError
 
 _ANSWER_S = 300.0
 """Seconds that a node may take to look, which includes the start of a process there."""
+_DOWNLOAD_S = 7200.0
+"""The same where it may have to download a model of the hub first."""
 _PACKAGES = ("torch", "megatron-core", "vllm", "ray", "transformers", "numpy")
 _CODE = ("rlworker", "engines", "hardware")
 _REMEDY = "let every node see the same folders at the same paths and install the same packages, then begin again"
@@ -53,6 +56,7 @@ def check_nodes(models: Sequence[str], images: Sequence[str], run_dir: Path) -> 
     with _writing_token(run_dir) as token:
         needs = Needs(tuple(models), tuple(images), str(token))
         expected = look(needs)
+        limit = _DOWNLOAD_S if any(name_snapshot(folder)[0] for folder in models) else _ANSWER_S
         asked: dict[str, Any] = {
             node.address: ray.remote(look)
             .options(num_cpus=0, max_retries=0, scheduling_strategy=pin_to(node.name))
@@ -62,32 +66,27 @@ def check_nodes(models: Sequence[str], images: Sequence[str], run_dir: Path) -> 
         wrong = [
             f"node {address}: {what}"
             for address, reference in asked.items()
-            for what in _compare(expected, _wait_for_answer(reference))
+            for what in _compare(expected, _wait_for_answer(reference, limit))
         ]
     if wrong:
         raise RunError(f"start: {'; '.join(wrong)}. The driver has them otherwise: {_REMEDY}")
 
 
-def list_image_folders(rows: Iterable[Any]) -> set[str]:
-    """List the folders of the images that rows or examples have."""
-    return {os.path.dirname(image.path) for row in rows for image in row.images}
-
-
 def look(needs: Needs) -> dict[str, str]:
     """Describe what this node has: one line of text for each thing, the same where the things are the same."""
-    seen = {f"model {folder!r}": _describe_folder(Path(folder)) for folder in needs.models}
+    seen = {f"model {folder!r}": _describe_model(folder) for folder in needs.models}
     seen |= {f"image folder {folder!r}": _describe_entry(Path(folder)) for folder in needs.images}
     seen |= {f"run folder {str(Path(needs.token).parent)!r}": _try_folder(Path(needs.token))}
     seen |= {f"package {name}": _find_version(name) for name in _PACKAGES}
     return seen | {"code of rlworker, engines and hardware": _digest_code()}
 
 
-def _wait_for_answer(reference: Any) -> dict[str, str] | str:
+def _wait_for_answer(reference: Any, limit: float) -> dict[str, str] | str:
     """Return what a node has, or why it gave no answer."""
     try:
-        return ray.get(reference, timeout=_ANSWER_S)
+        return ray.get(reference, timeout=limit)
     except GetTimeoutError:
-        return f"no answer within {_ANSWER_S:.0f} s"
+        return f"no answer within {limit:.0f} s"
     except RayError as error:
         return explain(error) or get_last_line(error)
 
@@ -124,8 +123,13 @@ def _try_folder(token: Path) -> str:
     return "seen and writable"
 
 
-def _describe_folder(folder: Path) -> str:
-    """Describe a model: its files with their sizes, and the bytes of those that are no weights."""
+def _describe_model(name: str) -> str:
+    """Describe a model: its files with their sizes, and the bytes of those that are no weights. What is of the hub's
+    cache is looked for in this node's own, and downloaded where it is not there."""
+    try:
+        folder = Path(find_here(name))
+    except ValueError as error:
+        return f"not to be had ({error})"
     if not folder.is_dir():
         return "not there"
     digest = hashlib.sha256()

@@ -124,7 +124,7 @@ class TrainWorker(_Worker):
             init_distributed(self.platform, roles[0].config, self.rank, address, seed, self.__dict__.pop("store", None))
             for role in roles:
                 engine = MegatronEngine(
-                    role.model,
+                    role.model.move_here(),
                     role.config,
                     self.platform,
                     self.device,
@@ -238,6 +238,7 @@ class RolloutWorker(_Worker):
             gc.freeze()  # vLLM collects five times of its own while it starts
             cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
             config = replace(config, kv_cache_mb=cache_mb)
+            model = model.move_here()
             self.loop = EngineLoop(lambda: VllmEngine(model, config, self.platform, self.takes_turns))
             self._update_limit, self._open_at_update = UpdateLimit(), 0
 

@@ -7,6 +7,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.images.placeholders import list_margin_tokens
 from engines.images.processor import ImageProcessor
 from engines.models.hf_folder import SafetensorsFolder
+from engines.models.hub import FindModel
 from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rollouts import find_rollout_backend, list_parts
@@ -43,6 +44,40 @@ def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str
     if model.vision:
         _check_processor(model.folder)
         list_margin_tokens(model)
+
+
+def check_beside_actor(
+    role: str,
+    name: str,
+    find: FindModel,
+    actor: ModelSpec,
+    config: MegatronConfig,
+    platform_name: str,
+    longest: int,
+) -> ModelSpec:
+    """Read the critic or the reference, checked against the actor beside which it runs.
+
+    Args:
+        name: of the model. find: finds its folder. longest: tokens of the longest sequence.
+
+    Raises:
+        ValueError: it cannot be held, sees other images, or knows fewer tokens or positions than the actor uses.
+    """
+    option = {"critic": "--critic.model", "reference": "--algorithm.reference"}[role]
+    try:
+        model = ModelSpec.from_folder(find(name), head="value" if role == "critic" else "language")
+        check_trainable(model, config, platform_name)
+        check_sees_alike(model, actor)
+    except ValueError as error:
+        raise ValueError(f"{role} ({option}): {error}") from None
+    requirements = (("tokens in its vocabulary", model.vocab, actor.vocab), ("positions", model.max_positions, longest))
+    for what, have, need in requirements:
+        if have < need:
+            raise ValueError(
+                f"{role} ({option}): the model in {name!r} has {have} {what}, expected at least {need}; take one of "
+                "the actor's tokenizer and length"
+            )
+    return model
 
 
 def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:

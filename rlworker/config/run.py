@@ -7,11 +7,12 @@ from typing import Annotated, Literal, Self
 from annotated_types import Ge, Le
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.models.hub import FindModel, find_model
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.attention.rules import compute_slot_unit
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
-from rlworker.config.model_checks import check_engines, check_sees_alike, check_trainable
+from rlworker.config.model_checks import check_beside_actor, check_engines
 from rlworker.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -72,7 +73,8 @@ class TrainingConfig:
     """Settings that every run which trains has."""
 
     model: str = ""
-    """Folder of a saved HuggingFace model with its tokenizer."""
+    """Folder of a saved HuggingFace model with its tokenizer, or a model of the hub: hf:ORG/NAME or
+    hf:ORG/NAME@REVISION. It is downloaded into the hub's cache; --resume keeps the commit that the run began with."""
     run_dir: str = ""
     """Folder that receives everything the run writes."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -315,36 +317,24 @@ class RunConfig(TrainingConfig):
     def _is_fp32(self) -> bool:
         return {*self.dtypes.values()} == {"float32"}
 
-    def check_models(self) -> dict[str, ModelSpec]:
+    def check_models(self, find: FindModel = find_model) -> dict[str, ModelSpec]:
         """Read every model of the run by role, checked against the engines that will hold it.
+
+        Args:
+            find: finds the folder that the name of a model means.
 
         Raises:
             ValueError: one cannot be held, the reference does not know the actor's vocabulary, or scores are to be
                 centered by more tokens than that has.
         """
-        specs = {"actor": check_engines(self.model, self.platform, self.actor, self.rollout)}
+        specs = {"actor": check_engines(find(self.model), self.platform, self.actor, self.rollout)}
         if (top := self.algorithm.score_centering) > (vocab := specs["actor"].vocab):
             raise ValueError(
                 f"config: algorithm.score_centering={top} is above the {vocab} tokens of the model's vocabulary; lower "
                 "--algorithm.score-centering"
             )
         for role, folder in self.models.items():
-            if role == "actor":
-                continue
-            option = {"critic": "--critic.model", "reference": "--algorithm.reference"}[role]
-            try:
-                spec = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
-                check_trainable(spec, self.actor, self.platform)
-                check_sees_alike(spec, specs["actor"])
-            except ValueError as error:
-                raise ValueError(f"{role} ({option}): {error}") from None
-            requirements = (("tokens in its vocabulary", spec.vocab, specs["actor"].vocab),)
-            requirements += (("positions", spec.max_positions, self.longest),)
-            for what, have, need in requirements:
-                if have < need:
-                    raise ValueError(
-                        f"{role} ({option}): the model in {folder!r} has {have} {what}, expected at least {need}; take "
-                        "one of the actor's tokenizer and length"
-                    )
-            specs[role] = spec
+            if role != "actor":
+                spec = check_beside_actor(role, folder, find, specs["actor"], self.actor, self.platform, self.longest)
+                specs[role] = spec
         return specs

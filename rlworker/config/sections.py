@@ -62,8 +62,8 @@ class AlgorithmConfig:
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL penalty: in the loss, or in each token's reward."""
     reference: str = ""
-    """HuggingFace folder of the reference, which then runs whatever kl_coef is (a teacher, say); without one it is the
-    starting model."""
+    """HuggingFace folder or hf:ORG/NAME of the reference, which then runs whatever kl_coef is (a teacher, say); without
+    one it is the starting model."""
     importance: Literal["auto", "truncated", "none"] = "auto"
     """Factor of each token's loss: none, or truncated, trainer's over rollout's probability held to 2 at most; auto
     truncates where an engine is bfloat16 or rollouts run ahead. A loss of the recipe's own takes it as correction."""
@@ -94,7 +94,8 @@ class CriticConfig:
     train: bool = False
     """Train a critic; advantages then come from generalised advantage estimation."""
     model: str = ""
-    """HuggingFace folder to start from, of a language model or a critic; without one the actor's. A new head is 0."""
+    """HuggingFace folder or hf:ORG/NAME to start from, of a language model or a critic; without one the actor's. A new
+    head is 0."""
     lr: Annotated[float, Ge(0), FINITE] = 1e-5
     """Peak learning rate; its lr scheduler has the shape of the actor's."""
     clip: Annotated[float, Ge(0), FINITE] = 0.0

@@ -6,6 +6,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from engines.config import MegatronConfig
+from engines.models.hub import FindModel, find_model
 from engines.models.spec import ModelSpec
 from rlworker.config.model_checks import check_trainable
 from rlworker.config.run import TrainingConfig, check_slots, set_decay
@@ -61,13 +62,16 @@ class SftConfig(TrainingConfig):
         """Name, ranks, devices of a rank and consecutive ranks in one node of the one group of workers."""
         return [("actor", self.actor.ranks, 1, self.actor.tp)]
 
-    def check_models(self) -> dict[str, ModelSpec]:
+    def check_models(self, find: FindModel = find_model) -> dict[str, ModelSpec]:
         """Return the one model by its role, checked against the engine that will hold it.
+
+        Args:
+            find: finds the folder that the name of a model means.
 
         Raises:
             ValueError: it cannot be held, or has fewer positions than the longest row takes.
         """
-        model = ModelSpec.from_folder(self.model)
+        model = ModelSpec.from_folder(find(self.model))
         check_trainable(model, self.actor, self.platform)
         if self.longest > model.max_positions:
             raise ValueError(

@@ -113,6 +113,13 @@ def _drop_nulls(value: Any) -> Any:
     return value
 
 
+def list_files(path: str) -> list[str]:
+    """List the files that have the rows at ``path`` and nothing else: JSONL or parquet; none for a data set."""
+    if path.startswith("hf:"):
+        return []
+    return [path] if Path(path).is_file() else _list_shards(path)
+
+
 def _list_shards(path: str) -> list[str]:
     """List the parquet files of which a path is one, the folder, or the pattern, by name; none where it is neither.
 
@@ -123,9 +130,8 @@ def _list_shards(path: str) -> list[str]:
     if place.is_file():
         return [path] if path.endswith(".parquet") else []
     if not place.is_dir():
-        return (
-            sorted(name for name in glob(path, recursive=True) if name.endswith(".parquet")) if has_magic(path) else []
-        )
+        names = glob(path, recursive=True) if has_magic(path) else []
+        return sorted(name for name in names if name.endswith(".parquet"))
     if any((place / name).exists() for name in _SAVED):
         return []
     names = sorted(file.name for file in place.glob("*.parquet"))

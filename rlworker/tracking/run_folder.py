@@ -25,6 +25,7 @@ from rlworker.tracking.digests import (
     list_files,
     read_digests,
 )
+from rlworker.tracking.inputs import Inputs
 from rlworker.tracking.lock import lock
 from rlworker.tracking.provenance import collect_provenance
 from rlworker.tracking.step_lines import METRICS, PROMPTS, count_later, keep_steps, write_whole
@@ -48,14 +49,15 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, starts.jsonl, metrics.jsonl, prompts.jsonl, outages.jsonl, rewards.log,
-    rollouts/, profile/, checkpoints/, report.html."""
+    """Everything one run writes: config.json, inputs.json, starts.jsonl, metrics.jsonl, prompts.jsonl, outages.jsonl,
+    rewards.log, rollouts/, profile/, checkpoints/, report.html."""
 
     def __init__(self, path: str):
         self.given = path
         self.path = Path(path).absolute()  # other processes may run elsewhere
         self._lock: IO | None = None
         self._changes: Changes = {}
+        self.inputs = Inputs(self.path)
 
     def check(self, config: TrainingConfig) -> None:
         """See whether the folder can hold the run, without making it.
@@ -151,6 +153,7 @@ class RunFolder:
             RunError: the newest checkpoint is damaged.
         """
         if not (self.path / "config.json").exists():
+            self.inputs.write()
             self._write_config(config)
             return None, f"run: begins in {self.path}" + (", which holds none to resume" if config.resume else "")
         newest, changes = self.find_newest(), self._list_changes(config)
@@ -173,6 +176,7 @@ class RunFolder:
                     text += f"; what {path.name} had so far is kept as {aside.name}"
         for path in files:
             keep_steps(path, last)
+        text += self.inputs.write()
         if changes:
             self._changes = changes
             self._write_config(config)

@@ -89,15 +89,16 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
         ValueError: something is wrong with one of them.
     """
     check_ray()
-    actor = config.check_models()["actor"]
-    read_ends(actor.folder, actor.vocab)
     folder = RunFolder(config.run_dir)
     folder.check(config)
+    actor = config.check_models(folder.inputs.find_model)["actor"]
+    read_ends(actor.folder, actor.vocab)
     check_trackers(config.trackers)
     check = check_rows if isinstance(config, RunConfig) else check_examples
     check(config.data.train, config.data)
     if config.data.heldout:
         check(config.data.heldout, config.data)
+    folder.inputs.hold(config.data)
     folder.claim(config)
     return folder
 

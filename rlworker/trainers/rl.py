@@ -14,7 +14,6 @@ from engines.interfaces import LossFn
 from hardware.attention.rollouts import list_rollout_warnings
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_group_size, configure_advantage
 from rlworker.algorithms.losses import Aggregation, check_centering, configure_loss, policy_loss, token_mean, value_loss
-from rlworker.cluster.node_checks import list_image_folders
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.transport import BUCKET_BYTES
@@ -82,19 +81,20 @@ class Trainer(Run[RunConfig]):
         self.reward, self.aggregation = reward, aggregation
         check_scorer(reward)
         pickle_reward(reward, "play" if is_play(reward) else "reward")  # refused here where it cannot be sent
-        self.models = config.check_models()
-        self.tokenizer, vocab = load_tokenizer(config.model), self.models["actor"].vocab
-        self.stop_token_ids = list_stop_tokens(config.model, self.tokenizer, vocab)
-        image_reader = build_image_reader(self.models["actor"], config.run_dir, config.image_memory_mb)
-        self.codec = Codec(self.tokenizer, self.stop_token_ids, image_reader, config.data, vocab)
+        self.models = config.check_models(self.folder.inputs.find_model)
+        actor = self.models["actor"]
+        self.tokenizer = load_tokenizer(actor.folder)
+        self.stop_token_ids = list_stop_tokens(actor.folder, self.tokenizer, actor.vocab)
+        image_reader = build_image_reader(actor, config.run_dir, config.image_memory_mb)
+        self.codec = Codec(self.tokenizer, self.stop_token_ids, image_reader, config.data, actor.vocab)
         read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
         self.rows, self.heldout = train.rows, heldout.rows
         every = [*self.rows, *self.heldout]
-        self.image_folders = list_image_folders(every)
+        self.folder.inputs.hold(config.data, self.models, every)
         ids = [row.prompt_ids for row in every]
-        check_vocabulary([row.prompt for row in every], ids, vocab)
+        check_vocabulary([row.prompt for row in every], ids, actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
         critic, algorithm = config.critic, config.algorithm

@@ -92,7 +92,6 @@ class Run(Generic[Config]):
         check_trackers(config.trackers)
         self.steps_done = 0
         self.skipped: dict[str, int] = {}
-        self.image_folders: set[str] = set()
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
         self.processes: list[Rollouts | StartingGroup | RewardPool | PlayPool] = []
@@ -158,7 +157,7 @@ class Run(Generic[Config]):
         self.running.enter_context(limiting_stalls(config.recovery.stall_timeout_s))
         self.running.enter_context(running_ray(config.num_workers, config.platform, count_batch_bytes(config)))
         check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
-        check_nodes(sorted(set(config.models.values())), sorted(self.image_folders), self.folder.path)
+        check_nodes(*self.folder.inputs.list_folders(), self.folder.path)
         self.start_engines(clock)
         self.begin()
         self.start_seconds = clock.seconds

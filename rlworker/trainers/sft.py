@@ -9,7 +9,6 @@ from engines.batch.shard import get_logprobs
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.algorithms.losses import sft_loss
-from rlworker.cluster.node_checks import list_image_folders
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import SHARD_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.watch import naming_failures
@@ -52,15 +51,15 @@ class SftTrainer(Run[SftConfig]):
         trackers: Sequence[Tracker] = (),
     ):
         super().__init__(config, folder, stop, trackers)
-        self.model = config.check_models()["actor"]
-        self.tokenizer = load_tokenizer(config.model)
+        self.model = config.check_models(self.folder.inputs.find_model)["actor"]
+        self.tokenizer = load_tokenizer(self.model.folder)
         image_reader = build_image_reader(self.model, config.run_dir, config.actor.image_memory_mb)
         read = partial(
             read_examples, tokenizer=self.tokenizer, config=config, model=self.model, image_reader=image_reader
         )
         self.train, skipped = read(config.data.train)
         self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
-        self.image_folders = list_image_folders([*self.train, *self.heldout])
+        self.folder.inputs.hold(config.data, {"actor": self.model}, [*self.train, *self.heldout])
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
         tell_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
 

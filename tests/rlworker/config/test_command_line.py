@@ -144,7 +144,7 @@ def test_the_commands_of_rlworker_have_the_same_help():
     [
         (["--actor.tp", "2", "--actor.ranks", "3"], "tp=2 x pp=1 x cp=1 needs a multiple of 2 ranks, got 3"),
         (["--actor.tpp", "2"], "--actor.tp"),
-        (["--model", "nowhere"], "model: folder 'nowhere' does not exist"),
+        (["--model", "nowhere", "--run-dir", "none"], "model: folder 'nowhere' does not exist"),
         (["--actor.lr", "1e-3"], "error: there is no option --actor.lr, take --actor.optimizer.lr"),
         (["--actor.lr-decay=linear"], "there is no option --actor.lr-decay, take --actor.optimizer.lr-scheduler"),
         (["--actor.adam_beta2", "0.9"], "no option --actor.adam-beta2, take --actor.optimizer.adam-beta2"),

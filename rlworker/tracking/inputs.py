@@ -1,0 +1,127 @@
+"""Inputs of a run, in digests: by them --resume notices rows or a model that changed since the run began."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from engines.models.hf_folder import list_model_files
+from engines.models.hub import PREFIX, find_model, name_snapshot
+from engines.models.spec import ModelSpec
+from rlworker.config.sections import DataConfig
+from rlworker.data.sources import iterate_rows, list_files
+from rlworker.tracking.digests import FileDigest, digest_files
+from rlworker.tracking.step_lines import write_whole
+
+Digests = dict[str, dict[str, str]]
+"""Input, such as "actor" or "data.train" -> part of it, such as a file -> what that holds, in short."""
+INPUTS = "inputs.json"
+_HUB = "hub"
+"""The input whose parts are models of the hub by their names, each with its commit."""
+
+
+class Inputs:
+    """The inputs of the run in a folder, whose ``inputs.json`` has their digests."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._held = folder, Digests()
+        self._model_folders: set[str] = set()
+        self._image_folders: set[str] = set()
+
+    def find_model(self, name: str) -> str:
+        """Find a model as ``engines.models.hub.find_model``, one of the hub at the commit that the run began with."""
+        commits = self._read().get(_HUB, {}) | self._held.get(_HUB, {})
+        folder = find_model(name, commits.get(name, ""))
+        if name.startswith(PREFIX) and (commit := name_snapshot(folder)[1]):
+            self._held[_HUB] = commits | {name: commit}
+        return folder
+
+    def hold(self, data: DataConfig, models: Mapping[str, ModelSpec] | None = None, rows: Sequence[Any] = ()) -> None:
+        """Hold a run to its inputs.
+
+        Args:
+            data: whose rows are read, if they are not held yet.
+            models: by role. rows: as they were read, with their images.
+
+        Raises:
+            ValueError: the run in the folder began with other inputs, which are named.
+        """
+        self._model_folders |= {model.folder for model in (models or {}).values()}
+        self._image_folders |= {os.path.dirname(image.path) for row in rows for image in row.images}
+        paths = {"data.train": data.train, "data.heldout": data.heldout}
+        found = {name: _digest_rows(path) for name, path in paths.items() if path and name not in self._held}
+        found |= _digest_models(models or {}) | _digest_images(rows)
+        if changes := list(_list_changes(self._read(), found)):
+            raise ValueError(
+                f"run_dir: {str(self._folder)!r} cannot be resumed with another model or other data: "
+                f"{'; '.join(changes)}. Put back what it began with, or begin another run in another --run-dir, from "
+                f"this one's weights with --model {self._folder}/checkpoints/step_N/hf"
+            )
+        self._held |= found
+
+    def list_folders(self) -> tuple[list[str], list[str]]:
+        """List the folders of the models, and those of the images."""
+        return sorted(self._model_folders), sorted(self._image_folders)
+
+    def write(self) -> str:
+        """Write the digests of what is held into the folder; returns what is to be said of those before."""
+        lacks = (self._folder / "config.json").exists() and not (self._folder / INPUTS).exists()
+        write_whole(self._folder / INPUTS, json.dumps(self._read() | self._held, indent=1) + "\n")
+        return f"; NOTE it had no {INPUTS}, so that other data or models would not be noticed" if lacks else ""
+
+    def _read(self) -> Digests:
+        """Read the digests that the run in the folder began with; none where there is no run, or it has none."""
+        if not (self._folder / "config.json").exists() or not (path := self._folder / INPUTS).exists():
+            return {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"run_dir: {str(path)!r} cannot be read: {error}; put back what the run wrote") from None
+
+
+def _digest_rows(path: str) -> dict[str, str]:
+    """Digest the files that have the rows, or the rows themselves where files may hold the same in other bytes."""
+    if files := list_files(path):
+        return _spell_digests(digest_files("", files))
+    count, state = 0, xxhash.xxh3_128()
+    for _, source in iterate_rows(path):
+        count += 1
+        state.update(json.dumps(source, sort_keys=True, default=_digest_value).encode())
+    return {path: f"{count} rows, digest {state.hexdigest()}"}
+
+
+def _digest_value(value: Any) -> str:
+    """Write what JSON cannot hold: the bytes of an image, a date."""
+    return xxhash.xxh3_128_hexdigest(value) if isinstance(value, bytes) else repr(value)
+
+
+def _spell_digests(digests: Mapping[str, FileDigest]) -> dict[str, str]:
+    return {name: f"{one.size} bytes, digest {one.digest}" for name, one in digests.items()}
+
+
+def _digest_images(rows: Sequence[Any]) -> Digests:
+    """Digest images and videos, of which rows may have the paths alone."""
+    digests = [image.digest for row in rows for image in row.images]
+    return (
+        {"data": {"images": f"{len(digests)}, digest {xxhash.xxh3_128_hexdigest(''.join(digests).encode())}"}}
+        if digests
+        else {}
+    )
+
+
+def _digest_models(models: Mapping[str, ModelSpec]) -> Digests:
+    """Digest the files of models; of one in the hub's cache its commit says as much."""
+    folders = {model.folder for model in models.values() if not name_snapshot(model.folder)[0]}
+    of_folder = {folder: _spell_digests(digest_files(folder, list_model_files(folder))) for folder in folders}
+    return {role: of_folder[model.folder] for role, model in models.items() if model.folder in folders}
+
+
+def _list_changes(before: Digests, now: Digests) -> Iterator[str]:
+    for name in sorted(before.keys() & now.keys()):
+        old, new = before[name], now[name]
+        for part in sorted(old.keys() | new.keys()):
+            if (was := old.get(part, "not there")) != (found := new.get(part, "not there")):
+                yield f"{name} {part} was {was}, is {found}"

@@ -1,0 +1,163 @@
+"""--resume on a model or rows that changed since the run began: refused by name, however well the change hides."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+from recipes.common.addition import make_tokenizer
+from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
+from rlworker.config.sections import DataConfig
+from rlworker.config.sft import SftConfig
+
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(4)]
+STEP = "checkpoints/step_N/hf"
+
+
+@pytest.fixture(scope="module")
+def made(make_hf_model, tmp_path_factory) -> Path:
+    """A folder that has a model and rows of it, and a model that sees with its rows and images."""
+    folder = tmp_path_factory.mktemp("inputs")
+    shutil.copytree(make_hf_model("qwen2", True), folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    make_tiny_vlm(folder / "seeing", "qwen2_5_vl", make_tokenizer(None, IMAGE_TOKENS), 128)
+    for name in ("train", "heldout"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    shown = [{"prompt": "<image>", "answer": "1", "images": [name]} for name in ("a.png", "b.png")]
+    (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
+    for name, colour in (("a", 0), ("b", 255)):
+        Image.new("L", (28, 28), colour).save(folder / f"{name}.png")
+    return folder
+
+
+def begin(config: SftConfig) -> str:
+    """Begin a run, or go on with it, up to where its engines would start; returns what is told of it."""
+    from rlworker.trainers.sft import SftTrainer
+
+    folder = SftTrainer(config).folder
+    folder.claim(config)
+    _, told = folder.begin(config)
+    folder.release()
+    return told
+
+
+@pytest.fixture
+def begun(made, tmp_path):
+    """``begun(**changes)`` -> the settings of a run that has begun and its folder of inputs, as copies."""
+    folder = tmp_path / "inputs"
+    shutil.copytree(made, folder)
+
+    def begin_run(model: str = "model", train: str = "train.jsonl", save=lambda folder: None) -> tuple[SftConfig, Path]:
+        save(folder)
+        data = DataConfig(str(folder / train), str(folder / "heldout.jsonl"), max_prompt_tokens=16)
+        data = data if train == "train.jsonl" else replace(data, heldout="")
+        config = SftConfig(str(folder / model), str(tmp_path / "run"), data, rows_per_step=2, max_answer_tokens=8)
+        begin(config)
+        return replace(config, resume=True), folder
+
+    return begin_run
+
+
+def keep_times(path: Path, change: Callable[[Path], object]) -> None:
+    """Change a file so that neither its size nor its time tells."""
+    before = path.stat()
+    change(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size and path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def train_one_row(path: Path) -> None:
+    """Change one row of one weight, as little as training does."""
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][5] += np.float32(1e-6)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def swap(old: str, new: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(path.read_text().replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "train.jsonl",
+            swap('"2"', '"3"'),
+            r"data\.train \S+train\.jsonl was 136 bytes, digest \w+, is 136 bytes, digest",
+        ),
+        (
+            "heldout.jsonl",
+            swap("2+2", "3+3"),
+            r"data\.heldout \S+heldout\.jsonl was 136 bytes, digest \w+, is 136 bytes",
+        ),
+        ("model/model.safetensors", train_one_row, r"actor model\.safetensors was \d+ bytes, digest \w+, is \d+ bytes"),
+        ("model/tokenizer.json", swap("9", "8"), r"actor tokenizer\.json was \d+ bytes, digest \w+, is \d+ bytes"),
+        ("model/config.json", swap("1e-06", "1e-05"), r"actor config\.json was \d+ bytes, digest \w+, is \d+ bytes"),
+    ],
+    ids=["row", "heldout", "weight", "tokenizer", "config"],
+)
+def test_a_changed_input_is_named_however_alike_the_file_looks(begun, name, change, message):
+    config, folder = begun()
+    begin(config)
+    keep_times(folder / name, change)
+    with pytest.raises(
+        ValueError, match=rf"^run_dir: .* cannot be resumed with another model or other data: {message}"
+    ):
+        begin(config)
+    with pytest.raises(ValueError, match=rf"Put back what it began with, or begin another run .* --model \S+{STEP}"):
+        begin(config)
+
+
+def test_everything_that_changed_is_named_rows_before_anything_is_imported(begun):
+    from rlworker.trainers.launch import check_run
+
+    config, folder = begun()
+    with (folder / "train.jsonl").open("a") as file:
+        file.write(json.dumps(ROWS[0]))
+    with pytest.raises(ValueError, match=r"data: data\.train .* was 136 bytes, .* is 169 bytes"):
+        check_run(config)
+    (folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(
+        ValueError, match=r"actor chat_template\.jinja was not there, is 14 bytes, .*; data\.train .* is 1"
+    ):
+        begin(config)
+
+
+def test_rows_of_a_data_set_are_what_they_say_however_its_files_lie(begun):
+    from datasets import Dataset
+
+    saved = [Dataset.from_list(rows) for rows in (ROWS, ROWS, [*ROWS[:3], ROWS[0]])]
+    config, folder = begun(train="saved", save=lambda folder: saved[0].save_to_disk(folder / "saved"))
+    for number, again in enumerate(saved[1:]):
+        shutil.rmtree(folder / "saved")
+        again.save_to_disk(folder / "saved", num_shards=2)
+        if number == 0:
+            begin(config)
+    with pytest.raises(ValueError, match=r"data\.train \S+saved was 4 rows, digest \w+, is 4 rows, digest \w+"):
+        begin(config)
+
+
+def test_another_image_under_the_same_path_is_named(begun):
+    config, folder = begun("seeing", "shown.jsonl")
+    begin(config)
+    Image.new("L", (28, 28), 7).save(folder / "b.png")
+    with pytest.raises(ValueError, match=r"data images was 2, digest \w+, is 2, digest \w+\. Put back"):
+        begin(config)
+
+
+def test_a_run_of_before_there_were_digests_says_so_and_has_them_from_then_on(begun):
+    config, _ = begun()
+    path = Path(config.run_dir) / "inputs.json"
+    path.unlink()
+    assert "NOTE it had no inputs.json" in begin(config)
+    assert "NOTE" not in begin(config) and {"actor", "data.train"} <= json.loads(path.read_text()).keys()
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"inputs\.json' cannot be read: .*; put back what the run wrote"):
+        begin(config)
