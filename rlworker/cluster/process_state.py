@@ -3,6 +3,7 @@
 Without torch or an engine: a node's answer is given by a small process of Ray.
 """
 
+import errno
 import os
 import re
 import time
@@ -54,6 +55,11 @@ DRIVER_LOST = "lost Ray, which crashed or was killed on the machine of this prog
 """Fate of every process once Ray has gone from under the driver, which can start no other."""
 _DIED = "died (killed, out of memory or crashed; Ray's logs say more)"
 _NODE_DIED = "died with its machine, or with Ray there"
+_NO_ROOM = re.compile(
+    "|".join(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+    + "|PytorchStreamWriter failed writing"
+)
+"""What libraries say in a worker that cannot write, whatever the type of their errors."""
 _FULL = {
     ObjectStoreFullError: "Ray's object store is full: start Ray with more (`ray start --object-store-memory BYTES`)",
     OutOfDiskError: "the disk is full that Ray keeps its files on: make room there, or set TMPDIR to another folder",
@@ -126,9 +132,12 @@ def explain(error: BaseException, worker: ActorHandle | None = None) -> str | No
     Args:
         worker: the process; left out, its own memory is not told.
     """
+    text = str(error)
+    if isinstance(error, RayTaskError) and (full := [line for line in text.splitlines() if _NO_ROOM.search(line)]):
+        return f"a disk is full ({full[-1].strip()}): make room there"
     while isinstance(error, RayTaskError):
         error = error.cause
-    text = str(error)
+        text = str(error)
     if isinstance(error, OutOfMemoryError):
         own = worker and re.search(_OWN_MEMORY.format(worker._actor_id.hex()), text)
         node = _NODE_MEMORY.search(text)

@@ -198,12 +198,14 @@ def test_whatever_is_lost_is_told_in_a_line_and_may_be_replaced(cluster, kind):
     assert "\n" not in text and len(text) < 500 and text.endswith(". Go on")
 
 
-def test_a_full_store_is_told_in_a_line_and_comes_again(cluster):
+def test_a_full_store_or_disk_is_told_in_a_line_and_comes_again(cluster):
     from ray import exceptions as of
 
     from rlworker.cluster import watch
 
-    for error in (of.ObjectStoreFullError("full"), of.OutOfDiskError("ab", b"\0", "")):
+    lines = "Traceback (most recent call last):", '  File "save.py", line 1', "SafetensorError: No space left on device"
+    disk = of.RayTaskError("save", "\n".join(lines), OSError(28, "No space left on device"))
+    for error in (of.ObjectStoreFullError("full"), of.OutOfDiskError("ab", b"\0", ""), disk):
         with (
             pytest.raises(watch.WorkerFailure, match=r"^sync: .* full.*: [^\n]*$") as failure,
             watch.naming_failures("sync", lambda: {"actor rank 0": Lost(None)}),
