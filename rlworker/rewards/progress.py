@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.rewards.user_code import name_block_file
 from rlworker.rewards.worker import name_failures_file
 
@@ -115,7 +116,7 @@ class WorkerNode:
         try:
             return ray.get(getattr(self.files, method).remote(*args), timeout=_ANSWER_S)
         except (RayError, GetTimeoutError) as error:
-            raise NodeLost(f"node {self.address}: {error}") from error
+            raise NodeLost(f"node {self.address}: {explain(error) or get_last_line(error)}") from error
 
     def close(self) -> None:
         """Remove the files, where the node is still there to do so."""
