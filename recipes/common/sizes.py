@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from hardware.platform import Node
 from rlworker.config.run import RunConfig
@@ -21,7 +22,8 @@ def fit_to_model(recipe: Recipe) -> Recipe:
     """Cut the model over as many tensor-parallel ranks as it can be, up to those that the recipe states; what is wrong
     with the model itself is said where all is checked."""
     with suppress(ValueError):
-        model, actor = ModelSpec.from_folder(recipe.model), recipe.actor
+        folder = find_model(recipe.model, files=("config.json",))
+        model, actor = ModelSpec.from_folder(folder), recipe.actor
         for tp in range(actor.tp, 0, -1):
             replica_ranks = tp * actor.pp * actor.cp
             fitted = replace(actor, tp=tp, ranks=max(1, actor.ranks // replica_ranks) * replica_ranks)

@@ -17,6 +17,7 @@ from engines.config import VllmConfig
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
+from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig
 from rlworker.config.sft import SftConfig
@@ -124,6 +125,7 @@ def test_a_model_of_the_hub_is_the_commit_that_its_cache_has(folder, cache, tmp_
 
 
 def test_every_setting_that_names_a_model_takes_one_of_the_hub(folder, cache, tmp_path):
+    from recipes import grpo_gsm8k
     from rlworker.checks.plan import plan_recipe
 
     snapshot = str(fill_cache(cache, folder, OLD, "main"))
@@ -139,6 +141,8 @@ def test_every_setting_that_names_a_model_takes_one_of_the_hub(folder, cache, tm
     (folder / "model.safetensors").unlink()
     fill_cache(cache, folder, OLD, "main")
     assert "actor" in plan_recipe("recipes.grpo", ["--model", NAME], 16.0)[0], "a plan needs config.json alone"
+    recipe = parse_config(grpo_gsm8k.DEFAULT, args=["--model", NAME])
+    assert (recipe.actor.tp, recipe.actor.ranks) == (2, 8), "two key-value heads"
 
 
 @pytest.mark.parametrize(
