@@ -4,62 +4,29 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 
-import psutil
-
 from engines.config import MegatronConfig
-from engines.megatron.memory.activations import MicroBatch, get_itemsize
-from engines.megatron.memory.estimate import RankMemory, compute_rank_memory, estimate_padding, list_parameters
+from engines.megatron.memory.estimate import estimate_padding
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
-from hardware.attention.rules import compute_slot_unit
-from hardware.platforms import get_platform
 from rlworker.config.command_line import parse_config
+from rlworker.config.memory import (
+    GB,
+    Config,
+    Need,
+    count_row_slots,
+    count_share,
+    judge_machine,
+    list_needs,
+)
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 
-Config = RunConfig | SftConfig
-
-_GB = 2**30
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "host")
-_PROCESS = {"trainer": 0.5 * _GB, "rollout": 1.7 * _GB, "ray": 0.6 * _GB}
-"""Bytes that a process takes before it holds a model, where all share one machine's memory (measured on a CPU)."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes of one process on its device.
-
-    Attributes:
-        name: which. count: how many there are; 0 for what several processes hold at a time on a device they share.
-        roles: engine -> what it holds; a rollout engine has its weights as parameters, its cache of keys and values as
-            activations.
-    """
-
-    name: str
-    count: int
-    roles: dict[str, RankMemory]
-
-    @property
-    def total(self) -> int:
-        """Engines that share a process run one after the other, so that their activations do not add up, nor does
-        what visits the device to compute."""
-        resident = sum(memory.total - memory.computing for memory in self.roles.values())
-        return resident + max(memory.computing for memory in self.roles.values())
-
-    @property
-    def host(self) -> int:
-        """Bytes in the host's memory."""
-        return sum(memory.host for memory in self.roles.values())
-
-    @property
-    def is_rollout(self) -> bool:
-        return "rollout" in self.roles
 
 
 @dataclass(frozen=True)
@@ -95,6 +62,8 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
         folder = find_model(folder, files=["config.json"])
         models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
         config.actor.check_model(models[role])
+    if isinstance(config, RunConfig):
+        config.rollout.check_cut(models["actor"])
     plan = make_plan(config, models)
     text, fits = _judge(config, models, plan, memory_gb)
     return f"{describe_plan(plan)}\n{text}", fits
@@ -145,14 +114,10 @@ def _import_file(path: Path) -> ModuleType:
 
 def _judge(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: float) -> tuple[str, bool]:
     if not memory_gb:
-        held = _PROCESS["ray"]
-        for need in plan.needs:
-            held += need.count * (need.total + need.host + _PROCESS["rollout" if need.is_rollout else "trainer"])
-        need, have = held / _GB, psutil.virtual_memory().total / _GB
-        return f"All processes on this machine: {need:.1f} GB of {have:.1f} GB", need <= have
+        return judge_machine(config, models)
     if not (large := list_misfits(plan, memory_gb)):
         return f"Every process fits into {memory_gb:g} GB", True
-    text = "; ".join(f"{need.name} need {need.total / _GB:.1f} GB" for need in large)
+    text = "; ".join(f"{need.name} need {need.total / GB:.1f} GB" for need in large)
     text = f"Does not fit into {memory_gb:g} GB: {text}"
     if not all(need.is_rollout for need in large):
         settings = find_nearest(config, models, memory_gb)
@@ -168,13 +133,8 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     """
     batch = _describe_rl_batch(config) if isinstance(config, RunConfig) else _describe_supervised_batch(config)
     batch |= _describe_cut(config)
-    needs = list(_plan_trainers(config, models))
-    if isinstance(config, RunConfig):
-        needs.append(_plan_rollout(config, models["actor"]))
-        if config.placement.colocate:
-            needs.append(_plan_canary(needs))
     sees = models["actor"].vision is not None
-    return Plan(batch, needs, estimate_padding(config.actor, config.longest), sees)
+    return Plan(batch, list_needs(config, models), estimate_padding(config.actor, config.longest), sees)
 
 
 def _describe_rl_batch(config: RunConfig) -> dict[str, str]:
@@ -201,9 +161,9 @@ def _describe_supervised_batch(config: SftConfig) -> dict[str, str]:
 
 def _describe_cut(config: Config) -> dict[str, str]:
     """Describe how the samples of an optimizer step are spread over ranks and cut."""
-    actor, share = config.actor, _count_share(config)
+    actor, share = config.actor, count_share(config)
     budget = actor.slots if actor.layout == "thd" and actor.slots else actor.micro_batch_tokens
-    each = max(1, min(budget, actor.micro_batch_tokens) // _count_row_slots(config))
+    each = max(1, min(budget, actor.micro_batch_tokens) // count_row_slots(config))
     most = max(-(-share // each), min(actor.pp, share))
     sizes = f"tp {actor.tp} x pp {actor.pp} x cp {actor.cp} = {actor.ranks // actor.dp} ranks"
     return {
@@ -212,67 +172,9 @@ def _describe_cut(config: Config) -> dict[str, str]:
     }
 
 
-def _plan_trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
-    separate = config.placement.separate if isinstance(config, RunConfig) else ()
-    shared = [role for role in models if role not in separate]
-    for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(separate))):
-        for stage in range(config.actor.pp):
-            held = {role: find_largest_rank(models[role], config, stage, role) for role in roles}
-            where = f"{name} ranks, stage {stage}" if config.actor.pp > 1 else f"{name} ranks"
-            yield Need(where, config.actor.ranks // config.actor.pp, held)
-
-
-def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
-    platform = get_platform(config.platform)
-    weights = sum(parameter.numbers for parameter in list_parameters(model, MegatronConfig(), 0))
-    weights = weights * get_itemsize(config.rollout.dtype) // int(config.rollout.vllm.get("tensor_parallel_size", 1))
-    cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
-    return Need("rollout engines", config.rollout.engines, {"rollout": RankMemory(weights, 0, 0, cache)})
-
-
-def _plan_canary(needs: list[Need]) -> Need:
-    """Plan a device that the actor shares with a rollout engine, at the canary: the one phase with both on it."""
-    actor = max(need.roles["actor"].parameters for need in needs if "actor" in need.roles)
-    return Need("at the canary", 0, {"actor": RankMemory(actor, 0, 0, 0), "rollout": needs[-1].roles["rollout"]})
-
-
-def find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) -> RankMemory:
-    """Find the rank with the most optimizer state among those that hold the same parameters."""
-    actor, kernels, slots = config.actor, get_platform(config.platform).kernel_memory, count_micro_batch_slots(config)
-    trainable = role != "reference"
-    on_host = isinstance(config, RunConfig) and role in config.placement.on_host
-    micro = MicroBatch(slots, max(1, slots // _count_row_slots(config)))
-    ranks = range(actor.dp * actor.cp if trainable else 1)
-    memories = (
-        compute_rank_memory(model, actor, stage, rank, micro, kernels, trainable=trainable, on_host=on_host)
-        for rank in ranks
-    )
-    return max(memories, key=lambda memory: memory.total)
-
-
-def count_micro_batch_slots(config: Config) -> int:
-    """Count the slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at
-    most."""
-    actor, row = config.actor, _count_row_slots(config)
-    most = max(row, min(actor.micro_batch_tokens, _count_share(config) * row))
-    return most // row * row if actor.layout == "bshd" else actor.slots or most
-
-
-def _count_row_slots(config: Config) -> int:
-    """Count the slots of the longest sample."""
-    actor = config.actor
-    unit = compute_slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
-    return (actor.layout == "bshd" and actor.slots) or -(-config.longest // unit) * unit
-
-
-def _count_share(config: Config) -> int:
-    """Count the samples of a mini-batch on each replica."""
-    return -(-config.rows_per_mini_batch // config.actor.dp)
-
-
 def list_misfits(plan: Plan, memory_gb: float) -> list[Need]:
     """List the processes that do not fit on a device of their own."""
-    return [need for need in plan.needs if need.total > memory_gb * _GB]
+    return [need for need in plan.needs if need.total > memory_gb * GB]
 
 
 def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float) -> str:
@@ -319,9 +221,9 @@ def describe_plan(plan: Plan) -> str:
         for role, memory in need.roles.items():
             name = need.name if len(need.roles) == 1 else f"{need.name}: {role}"
             parts = (*(getattr(memory, part) for part in _PARTS), memory.total)
-            lines.append(f"{name:24s}" + "".join(f"{part / _GB:12.3f}" for part in parts))
+            lines.append(f"{name:24s}" + "".join(f"{part / GB:12.3f}" for part in parts))
         if len(need.roles) > 1:
-            lines.append(f"{need.name:24s}{need.host / _GB:{12 * len(_PARTS)}.3f}{need.total / _GB:12.3f}")
+            lines.append(f"{need.name:24s}{need.host / GB:{12 * len(_PARTS)}.3f}{need.total / GB:12.3f}")
     lines.append(
         "Parameters, gradients and optimizer are exact; activations are an estimate; a rollout engine's are its cache."
     )

@@ -1,13 +1,17 @@
 """The way from settings to a trained model, which a recipe's ``__main__`` calls."""
 
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+from engines.models.spec import ModelSpec
+from hardware.platforms import get_platform
 from rlworker.cluster.placement import Demand, check_room
 from rlworker.cluster.ray import check_ray, pausing_collection, running_ray
 from rlworker.cluster.rollout_group import Rollouts
+from rlworker.config.memory import judge_machine
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.config.sizes import count_batch_bytes
@@ -16,7 +20,7 @@ from rlworker.data.rows import check_rows, read_ends
 from rlworker.episodes.model import Play, check_scorer
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.tracking.run_folder import RunFolder
-from rlworker.tracking.terminal import tell_start
+from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import check_trackers
 from rlworker.trainers.stop import ending_well, leave_signals
 
@@ -91,8 +95,9 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     check_ray()
     folder = RunFolder(config.run_dir)
     folder.check(config)
-    actor = config.check_models(folder.inputs.find_model)["actor"]
-    read_ends(actor.folder, actor.vocab)
+    models = config.check_models(folder.inputs.find_model)
+    read_ends(models["actor"].folder, models["actor"].vocab)
+    _warn_of_memory(config, models)
     check_trackers(config.trackers)
     check = check_rows if isinstance(config, RunConfig) else check_examples
     check(config.data.train, config.data)
@@ -101,6 +106,15 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     folder.inputs.hold(config.data)
     folder.claim(config)
     return folder
+
+
+def _warn_of_memory(config: RunConfig | SftConfig, models: dict[str, ModelSpec]) -> None:
+    """Warn where a run on this machine alone is about to take more than its memory."""
+    if get_platform(config.platform).visible_devices or os.environ.get("RAY_ADDRESS"):
+        return  # devices have memory of their own, and a cluster has more machines
+    text, fits = judge_machine(config, models)
+    if not fits:
+        LOGGER.warning(f"memory: {text[0].lower()}{text[1:]}")
 
 
 def _build_trainer(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, parts: dict):

@@ -14,8 +14,10 @@ from engines.models.spec import ModelSpec
 from hardware.platform import KernelMemory
 from rlworker.checks.plan import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe
 from rlworker.cli import main
+from rlworker.config.memory import judge_machine
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PlacementConfig
+from rlworker.trainers.launch import check_run
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -67,6 +69,55 @@ def test_a_known_model_by_hand(folder):
     assert (
         rollout.roles["rollout"].parameters == 2 * 7_615_616_512 and rollout.roles["rollout"].activations == 20 * 2**30
     )
+
+
+def test_a_rollout_engine_of_several_devices_is_cut_over_them(folder):
+    """Weights by tp, norms whole on each; the cache of keys and values is what each device sets aside."""
+    config = config_of(folder, rollout=VllmConfig(engines=2, tp=4, dtype="bfloat16", kv_cache_mb=1024))
+    rollout = make_plan(config, {"actor": ModelSpec.from_folder(folder)}).needs[-1]
+    norms, biases = (2 * 28 + 1) * 3584, 28 * (3584 + 2 * 512)
+    mine = (7_615_616_512 - norms) / 4 + norms
+    assert (rollout.name, rollout.count) == ("rollout devices", 8)
+    assert abs(rollout.roles["rollout"].parameters - 2 * mine) <= 2 * biases
+    assert rollout.roles["rollout"].activations == 2**30
+
+
+@pytest.mark.parametrize(("gib", "tokens"), [(4000, 0), (400, 4096), (40, None)])
+def test_what_one_machine_holds_is_added_up(folder, monkeypatch, gib, tokens):
+    """Eight ranks, an engine of two devices, reward workers, driver and Ray; less than Ray leaves a run, 95 %."""
+    actor = MegatronConfig(ranks=8, tp=4, dtype="bfloat16")
+    config = config_of(folder, actor=actor, rollout=VllmConfig(tp=2, dtype="bfloat16"))
+    model = {"actor": ModelSpec.from_folder(folder)}
+    monkeypatch.setattr("rlworker.config.memory._read_machine_bytes", lambda: gib * 2**30)
+
+    def add_up(config: RunConfig) -> float:
+        ranks, engine = make_plan(config, model).needs
+        each = ranks.total + 0.45 * ranks.roles["actor"].activations + 0.5 * 2**30
+        batch = 2 * 100 * 512 * config.longest
+        return 8 * each + 2 * (engine.total + 1.7 * 2**30) + (0.2 + 0.6 + 0.6 + 0.2) * 2**30 + batch
+
+    text, fits = judge_machine(config, model)
+    assert f"take up to {add_up(config) / 2**30:.1f} GB of {gib:.1f} GB: actor ranks 8 x " in text
+    assert fits == (tokens == 0) == (add_up(config) <= 0.95 * gib * 2**30)
+    if tokens:
+        fitting = replace(config, actor=replace(actor, micro_batch_tokens=tokens))
+        assert f"with --actor.micro-batch-tokens {tokens} it is {add_up(fitting) / 2**30:.1f} GB" in text
+        assert add_up(fitting) <= 0.95 * gib * 2**30
+
+
+@pytest.mark.parametrize("gib", [2, 64])
+def test_a_run_that_does_not_fit_its_machine_is_warned_of_before_it_starts(
+    make_hf_model, tmp_path, monkeypatch, caplog, gib
+):
+    monkeypatch.setattr("rlworker.config.memory._read_machine_bytes", lambda: gib * 2**30)
+    rollout = VllmConfig(max_new_tokens=8, max_model_len=64)
+    none = str(tmp_path / "none.jsonl")
+    config = RunConfig(
+        make_hf_model("qwen2", True), str(tmp_path), DataConfig(none, max_prompt_tokens=8), rollout=rollout
+    )
+    with pytest.raises(ValueError, match=r"none\.jsonl"):  # rows are read after that
+        check_run(config)
+    assert ("memory: all processes on this machine take up to" in caplog.text) == (gib == 2)
 
 
 def test_batches_in_one_vocabulary(folder):

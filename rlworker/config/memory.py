@@ -1,0 +1,176 @@
+"""Memory that a run takes: of each process on its device, and of all of them on one machine."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from engines.config import MegatronConfig
+from engines.megatron.memory.activations import MicroBatch, get_itemsize
+from engines.megatron.memory.estimate import RankMemory, compute_rank_memory, list_parameters
+from engines.models.spec import ModelSpec
+from hardware.attention.rules import compute_slot_unit
+from hardware.platforms import get_platform
+from rlworker.config.run import RunConfig
+from rlworker.config.sft import SftConfig
+from rlworker.config.sizes import count_batch_bytes
+
+Config = RunConfig | SftConfig
+
+GB = 2**30
+_PROCESS = {"trainer": 0.5 * GB, "rollout": 1.7 * GB, "scorer": 0.2 * GB, "driver": 0.6 * GB, "ray": 0.6 * GB}
+"""Bytes that a process takes before it holds a model, where all share one machine's memory (measured on a CPU)."""
+_PIECES = 0.45
+"""Bytes that the heap of a trainer's process keeps beside each byte of activations, since a freed tensor leaves a gap
+which the next does not fit (glibc on a CPU: 0.48 with micro-batches of 2,048 slots of SmolLM2, 0.43 of 4,096)."""
+_STORE = 0.2 * GB
+"""Bytes of weights on their way in Ray's object store, beside a batch."""
+_THRESHOLD = "RAY_memory_usage_threshold"
+"""Variable of the share of a machine's memory from which on Ray ends processes (0.95, Ray 2.60)."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one process on its device.
+
+    Attributes:
+        name: which. count: how many there are; 0 for what several processes hold at a time on a device they share.
+        roles: engine -> what it holds; a rollout engine has its weights as parameters, its cache of keys and values as
+            activations.
+    """
+
+    name: str
+    count: int
+    roles: dict[str, RankMemory]
+
+    @property
+    def total(self) -> int:
+        """Engines that share a process run one after the other, so that their activations do not add up, nor does
+        what visits the device to compute."""
+        resident = sum(memory.total - memory.computing for memory in self.roles.values())
+        return resident + max(memory.computing for memory in self.roles.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory."""
+        return sum(memory.host for memory in self.roles.values())
+
+    @property
+    def is_rollout(self) -> bool:
+        return "rollout" in self.roles
+
+
+def list_needs(config: Config, models: dict[str, ModelSpec]) -> list[Need]:
+    """List what the processes of a run take: the largest rank of each stage, then the rollout's."""
+    needs = list(_plan_trainers(config, models))
+    if isinstance(config, RunConfig):
+        needs.append(_plan_rollout(config, models["actor"]))
+        if config.placement.colocate:
+            needs.append(_plan_canary(needs))
+    return needs
+
+
+def _plan_trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
+    separate = config.placement.separate if isinstance(config, RunConfig) else ()
+    shared = [role for role in models if role not in separate]
+    for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(separate))):
+        for stage in range(config.actor.pp):
+            held = {role: _find_largest_rank(models[role], config, stage, role) for role in roles}
+            where = f"{name} ranks, stage {stage}" if config.actor.pp > 1 else f"{name} ranks"
+            yield Need(where, config.actor.ranks // config.actor.pp, held)
+
+
+def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
+    """Plan the devices of rollout engines, each of which has its part of the weights and a cache of its own."""
+    platform, tp = get_platform(config.platform), config.rollout.tp
+    weights = sum(parameter.numbers for parameter in list_parameters(model, MegatronConfig(ranks=tp, tp=tp), 0))
+    cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
+    memory = RankMemory(weights * get_itemsize(config.rollout.dtype), 0, 0, cache)
+    return Need("rollout engines" if tp == 1 else "rollout devices", config.rollout.devices, {"rollout": memory})
+
+
+def _plan_canary(needs: list[Need]) -> Need:
+    """Plan a device that the actor shares with a rollout engine, at the canary: the one phase with both on it."""
+    actor = max(need.roles["actor"].parameters for need in needs if "actor" in need.roles)
+    return Need("at the canary", 0, {"actor": RankMemory(actor, 0, 0, 0), "rollout": needs[-1].roles["rollout"]})
+
+
+def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) -> RankMemory:
+    """Find the rank with the most optimizer state among those that hold the same parameters."""
+    actor, kernels, slots = config.actor, get_platform(config.platform).kernel_memory, _count_micro_batch_slots(config)
+    trainable = role != "reference"
+    on_host = isinstance(config, RunConfig) and role in config.placement.on_host
+    micro = MicroBatch(slots, max(1, slots // count_row_slots(config)))
+    ranks = range(actor.dp * actor.cp if trainable else 1)
+    memories = (
+        compute_rank_memory(model, actor, stage, rank, micro, kernels, trainable=trainable, on_host=on_host)
+        for rank in ranks
+    )
+    return max(memories, key=lambda memory: memory.total)
+
+
+def _count_micro_batch_slots(config: Config) -> int:
+    """Count the slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at
+    most."""
+    actor, row = config.actor, count_row_slots(config)
+    most = max(row, min(actor.micro_batch_tokens, count_share(config) * row))
+    return most // row * row if actor.layout == "bshd" else actor.slots or most
+
+
+def count_row_slots(config: Config) -> int:
+    """Count the slots of the longest sample."""
+    actor = config.actor
+    unit = compute_slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
+    return (actor.layout == "bshd" and actor.slots) or -(-config.longest // unit) * unit
+
+
+def count_share(config: Config) -> int:
+    """Count the samples of a mini-batch on each replica."""
+    return -(-config.rows_per_mini_batch // config.actor.dp)
+
+
+def judge_machine(config: Config, models: dict[str, ModelSpec]) -> tuple[str, bool]:
+    """Tell in words what all processes of a run take on this machine where samples are as long as they may be, and
+    whether they fit."""
+    total = _read_machine_bytes()
+    limit = float(os.environ.get(_THRESHOLD) or 0.95) * total
+    parts = _list_machine_parts(config, models)
+    text = f"All processes on this machine take up to {_add_up(parts) / GB:.1f} GB of {total / GB:.1f} GB: "
+    text += ", ".join(f"{name} {f'{count} x ' if count > 1 else ''}{each / GB:.1f}" for name, count, each in parts)
+    if _add_up(parts) <= limit:
+        return text, True
+    text += f". Does not fit: Ray ends processes from {limit / GB:.1f} GB on; "
+    tokens = config.actor.micro_batch_tokens // 2
+    while tokens >= config.longest:
+        smaller = replace(config, actor=replace(config.actor, micro_batch_tokens=tokens))
+        held = _add_up(_list_machine_parts(smaller, models))
+        if held <= limit:
+            return f"{text}with --actor.micro-batch-tokens {tokens} it is {held / GB:.1f} GB", False
+        tokens //= 2
+    return f"{text}take fewer ranks, --actor.recompute full, a smaller model or more machines", False
+
+
+def _list_machine_parts(config: Config, models: dict[str, ModelSpec]) -> list[tuple[str, int, float]]:
+    """List what takes a machine's memory where its processes have no other: which, how many, and the bytes of each."""
+    parts = []
+    for need in list_needs(config, models):
+        pieces = 0 if need.is_rollout else _PIECES * max(memory.activations for memory in need.roles.values())
+        each = need.total + need.host + pieces + _PROCESS["rollout" if need.is_rollout else "trainer"]
+        if need.count:
+            parts.append((need.name, need.count, each))
+    if isinstance(config, RunConfig):
+        parts.append(("reward workers", config.reward.workers, _PROCESS["scorer"]))
+    return [*parts, ("driver and Ray", 1, _PROCESS["driver"] + _PROCESS["ray"] + _STORE + count_batch_bytes(config))]
+
+
+def _add_up(parts: list[tuple[str, int, float]]) -> float:
+    return sum(count * each for _, count, each in parts)
+
+
+def _read_machine_bytes() -> int:
+    """Read the memory of this machine, or of the container that this process is in."""
+    total, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdecimal() else total
