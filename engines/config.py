@@ -287,7 +287,7 @@ class VllmConfig:
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError where vLLM would refuse the model, or compute another one."""
-        self._check_cut(model)
+        self.check_cut(model)
         if self.max_model_len > model.max_positions:
             raise ValueError(
                 f"rollout: max_model_len={self.max_model_len} is above the model's {model.max_positions} positions; "
@@ -301,7 +301,7 @@ class VllmConfig:
                 f"for {model.model_type}; set max_window_layers in its config.json to 0 or use_sliding_window to false"
             )
 
-    def _check_cut(self, model: ModelSpec) -> None:
+    def check_cut(self, model: ModelSpec) -> None:
         """Raise ValueError where the devices of an engine cannot take equal parts of the model."""
         # vLLM can also give a key-value head to several devices; no test of ours runs that.
         sizes = {

@@ -17,7 +17,6 @@ from rlworker.cli import main
 from rlworker.config.memory import judge_machine
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PlacementConfig
-from rlworker.trainers.launch import check_run
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -109,6 +108,8 @@ def test_what_one_machine_holds_is_added_up(folder, monkeypatch, gib, tokens):
 def test_a_run_that_does_not_fit_its_machine_is_warned_of_before_it_starts(
     make_hf_model, tmp_path, monkeypatch, caplog, gib
 ):
+    from rlworker.trainers.launch import check_run
+
     monkeypatch.setattr("rlworker.config.memory._read_machine_bytes", lambda: gib * 2**30)
     rollout = VllmConfig(max_new_tokens=8, max_model_len=64)
     none = str(tmp_path / "none.jsonl")
