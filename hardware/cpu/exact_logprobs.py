@@ -5,8 +5,11 @@ below the sum so far are lost, and every logprob comes out too large: by 1.4e-5 
 262,144 on average. ``Tensor.sum`` adds them up in blocks of blocks and stays within 1e-6.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
+from vllm.config.model import LogprobsMode
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
@@ -27,7 +30,8 @@ class ExactSampler(Sampler):
     """
 
     def __init__(self, replaced: Sampler):
-        super().__init__(replaced.logprobs_mode, replaced.use_fp64_gumbel)
+        mode = cast(LogprobsMode, replaced.logprobs_mode)
+        super().__init__(mode, replaced.use_fp64_gumbel)
         if self.logprobs_mode == "processed_logprobs":
             self.topk_topp_sampler = _Draw("processed_logits", self.use_fp64_gumbel)
 

@@ -14,10 +14,10 @@ from hardware.platform import KernelMemory, RolloutWorkerClass
 
 # Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
-# Class of vLLM's worker for each backend, and the classes that build its attention's metadata and sample.
 _CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """What Linux calls instructions for bfloat16, on x86 and, the last, on Arm."""
+# Class of vLLM's worker for each backend, and the classes that build its attention's metadata and sample.
 _ROLLOUT_WORKERS = {
     "vllm_cpu": ("PlainWorker", ("CPUAttentionMetadataBuilder", "ExactSampler")),
     "vllm_cpu_images": ("ImageRuleWorker", ("ImageRuleBuilder", "ExactSampler")),
