@@ -10,6 +10,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completions, Prompt, Request, Sampling
 from engines.batch.shard import Outputs, Shard
 from engines.models.spec import ModelSpec
+from engines.weight_digest import DigestPlan
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """``loss_fn(outputs, batch) -> (sum, metrics)``: a scalar SUM over the batch's tokens, never a mean, and metric sums.
@@ -51,8 +52,12 @@ class TrainEngine(Protocol):
     is_leader: bool
     """This rank holds the outputs of its data-parallel replica."""
 
-    def forward(self, shard: Shard) -> Outputs | None:
-        """Compute outputs ``[N]`` of this replica's shard, in its order; None on ranks that are not the leader."""
+    def forward(self, shard: Shard, raw: bool = False) -> Outputs | None:
+        """Compute outputs ``[N]`` of this replica's shard, in its order; None on ranks that are not the leader.
+
+        Args:
+            raw: of the logits as they are, at temperature 1 and with no token banned.
+        """
         ...
 
     def train_step(self, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
@@ -104,6 +109,10 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:
         """Take one bucket of new weights; ``last`` makes them count as ``version``. A first bucket begins anew."""
+        ...
+
+    def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
+        """Digest the weights that it computes with, by the names under which they were sent."""
         ...
 
     def rewind(self, version: int) -> None:

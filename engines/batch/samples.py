@@ -254,7 +254,7 @@ class Request:
         expected_tokens: of a completion, by which requests are dealt out to engines.
         top_logprobs: as ``Sampling`` has it.
         count: completions; of a greedy request it is one. goes_first: before all that have not begun, where an engine
-            samples ahead of the trainer.
+            samples ahead of the trainer. scores_prompt: as ``Sampling`` has it.
     """
 
     prompt: Prompt
@@ -265,6 +265,7 @@ class Request:
     top_logprobs: int = 0
     count: int = 1
     goes_first: bool = False
+    scores_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +308,8 @@ class Sampling:
         expected_tokens: of a completion, by which prompts are dealt out to engines.
         top_logprobs: k, of how many of the likeliest ids each sampled id comes with logprobs; what is drawn does not
             depend on it, and what is drawn greedily comes without.
+        scores_prompt: nothing is drawn: the completion is the prompt's own ids from the second on, with their logprobs
+            by the logits as they are, at temperature 1 and with no id banned.
     """
 
     count: int
@@ -316,6 +319,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     expected_tokens: float = 0.0
     top_logprobs: int = 0
+    scores_prompt: bool = False
 
     @property
     def seed(self) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -107,7 +108,7 @@ class MegatronEngine:
         on_host: bool = False,
     ):
         self.model, self.config, self.platform, self.device = model, config, platform, device
-        self.temperature = temperature
+        self.temperature, self.banned = temperature, model.banned_tokens
         self.pad_id = 0  # any id will do: nothing sees it
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.is_leader = (
@@ -137,8 +138,8 @@ class MegatronEngine:
 
     # -- forward and backward
 
-    def forward(self, shard: Shard) -> Outputs | None:
-        """Compute outputs ``[N]`` of a shard without gradients; None on ranks that are not the leader."""
+    def forward(self, shard: Shard, raw: bool = False) -> Outputs | None:
+        """Compute outputs ``[N]`` of a shard without gradients, as ``TrainEngine`` says; None where it is no leader."""
         parts: list[Outputs] = []
 
         def keep(outputs: Outputs, *_):
@@ -148,8 +149,13 @@ class MegatronEngine:
         self.holdings.require("forward", "weights")
         self._check_schedule(shard)
         self.module.eval()
-        with torch.no_grad(), self.weights_on_device:
-            self.run(shard, keep, forward_only=True)
+        own = self.temperature, self.banned
+        self.temperature, self.banned = (1.0, ()) if raw else own
+        try:
+            with torch.no_grad(), self.weights_on_device:
+                self.run(shard, keep, forward_only=True)
+        finally:
+            self.temperature, self.banned = own
         return self._collect_outputs(shard, parts)
 
     def train_step(self, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
@@ -261,7 +267,7 @@ class MegatronEngine:
             temperature=self.temperature,
             vocab=self.model.vocab,
             top_ids=None if top_ids is None else layout.gather_tokens(top_ids),
-            banned=self.model.banned_tokens,
+            banned=self.banned,
             group=mpu.get_tensor_model_parallel_group(),
         )
         # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.
@@ -337,9 +343,6 @@ def _reduce(metrics: list[dict]) -> dict[str, float]:
     reduced: dict[str, float] = {}
     for part in metrics:
         for name, value in part.items():
-            value = float(value)
-            if name not in reduced:
-                reduced[name] = value
-            else:
-                reduced[name] = max(reduced[name], value) if name.endswith("_max") else reduced[name] + value
+            join = max if name.endswith("_max") else operator.add
+            reduced[name] = join(reduced[name], float(value)) if name in reduced else float(value)
     return reduced

@@ -6,12 +6,10 @@ from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
-import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
@@ -19,9 +17,12 @@ from engines.config import VllmConfig
 from engines.images.plan import cut_waves
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
+from engines.vllm.completions import read_completion, read_scores
 from engines.vllm.processes import unlink_shared_memory
 from engines.vllm.prompts import make_prompt
+from engines.vllm.read_back import merge_readings
 from engines.vllm.sleep import Sleep
+from engines.weight_digest import DigestPlan
 from engines.weight_sync import PieceJoiner, WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
 from hardware.platform import Platform
@@ -236,7 +237,9 @@ class VllmEngine:
                 f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
                 f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
             )
-        return [_read_completion(sample) for sample in output.outputs]
+        if output.prompt_logprobs is not None:
+            return [read_scores(output)]
+        return [read_completion(sample) for sample in output.outputs]
 
     def read_answer(self, prompt: Prompt, output: RequestOutput) -> Completions:
         """Read the completions of a prompt as columns; raises as ``read_output`` does."""
@@ -247,7 +250,8 @@ class VllmEngine:
         return SamplingParams(
             n=count,
             temperature=asked.temperature,
-            max_tokens=asked.max_tokens,
+            max_tokens=1 if asked.scores_prompt else asked.max_tokens,
+            prompt_logprobs=0 if asked.scores_prompt else None,
             logprobs=None if greedy else asked.top_logprobs,
             flat_logprobs=not greedy,
             stop_token_ids=list(asked.stop_token_ids),
@@ -311,6 +315,13 @@ class VllmEngine:
         self.llm.collective_rpc("end_sync")
         self._begin_version(version)
 
+    def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
+        """Digest the weights that vLLM multiplies with; ``merge_readings`` says more."""
+        self._sleep.require_weights("digest_weights")
+        shapes = {name: self.model.find_hf_shape(name) for name in sorted(self.model.list_hf_names())}
+        parts = self.llm.collective_rpc("digest_weights", args=(shapes, self.model.tied, plan))
+        return merge_readings(parts, shapes)
+
     def _begin_version(self, version: int) -> None:
         """Take the weights that are here for those of ``version``, and what is in the caches for that of older ones."""
         self._empty_caches()
@@ -324,23 +335,3 @@ class VllmEngine:
             return
         with share_bucket(bucket) as shared:
             self.llm.collective_rpc("take_shared_weights", args=(shared,))
-
-
-def _read_completion(sample: CompletionOutput) -> Completion:
-    tokens = np.asarray(sample.token_ids, dtype=np.int32)
-    spans = tuple((int(span.version), span.end - span.start) for span in sample.weight_versions or ())
-    if sum(length for _, length in spans) != len(tokens):
-        raise RuntimeError(f"rollout: vLLM gave versions {spans} of {len(tokens)} sampled tokens, expected of each")
-    finished, found = sample.finish_reason == "stop", cast(FlatLogprobs | None, sample.logprobs)
-    if found is None:
-        return Completion(tokens, np.zeros(0, np.float32), finished, spans)
-    # At each position vLLM reports the sampled token, and then the likeliest ones, be it among them or not.
-    ids = np.asarray(found.token_ids, dtype=np.int32).reshape(len(tokens), -1)
-    logprobs = np.asarray(found.logprobs, dtype=np.float32).reshape(ids.shape)
-    if not np.array_equal(ids[:, 0], tokens):
-        raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
-    if ids.shape[1] == 1:
-        return Completion(tokens, logprobs[:, 0], finished, spans)
-    # Banned tokens fill up what others leave.
-    top_ids = np.where(logprobs > -np.inf, ids, -1)[:, 1:]
-    return Completion(tokens, logprobs[:, 0].copy(), finished, spans, top_ids, logprobs[:, 1:])

@@ -1,6 +1,7 @@
 """Methods added to vLLM's worker: new weights into the running model, and a seed for its sampler."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from engines.vllm.processes import end_with_parent, unlink_shared_memory
+from engines.vllm.read_back import ReadBack, Reading
+from engines.weight_digest import DigestPlan
 from engines.weight_sync import SharedBucket
 
 
@@ -22,6 +25,7 @@ class WeightSyncExtension:
     model_config: ModelConfig
     vllm_config: VllmConfig
     device: torch.device
+    read_back: ReadBack | None = None
 
     def tie_to_engine(self) -> None:
         """Have this worker's process end with the engine's, and leave nothing."""
@@ -51,6 +55,17 @@ class WeightSyncExtension:
         with self._loading():
             finalize_layerwise_reload(model, self.model_config)
         _repack_tied_heads(model)
+
+    def digest_weights(self, shapes: Mapping[str, tuple[int, ...]], tied: bool, plan: DigestPlan) -> list[Reading]:
+        """Digest this worker's part of the weights, as its model computes with them.
+
+        Args:
+            shapes: of all weights, by HuggingFace names. tied: the embedding is the output layer too.
+        """
+        model = self.model_runner.get_model()
+        with torch.no_grad(), self._loading():
+            self.read_back = self.read_back or ReadBack(model, shapes, tied, plan.dtype)
+            return self.read_back.digest(plan)
 
     def list_parts(self) -> list[str]:
         """List the classes that build the metadata of attention, and then that of the sampler."""

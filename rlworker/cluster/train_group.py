@@ -42,11 +42,15 @@ class WorkerGroup:
         """Call ``method(*args)`` on every rank; the results in rank order."""
         return wait_for([getattr(worker, method).remote(self.name, *args) for worker in self.workers])
 
-    def forward(self, batch: TrainBatch) -> Outputs:
-        """Compute the engine's outputs of a batch, ``[N]``."""
+    def forward(self, batch: TrainBatch, raw: bool = False) -> Outputs:
+        """Compute the engine's outputs of a batch, ``[N]``.
+
+        Args:
+            raw: of the logits as they are, at temperature 1 and with no token banned.
+        """
         batch = self._drop_unread(batch)
         schedule = self._plan_shards(batch)
-        return schedule.restore(self.call_sharded("forward", schedule.shards(batch)))
+        return schedule.restore(self.call_sharded("forward", schedule.shards(batch), raw))
 
     def train_step(self, batch: TrainBatch, loss: LossFn, denominator: float) -> tuple[list[StepResult], Outputs]:
         """Take one optimizer step on ``sum(loss) / denominator``.

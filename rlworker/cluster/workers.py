@@ -22,6 +22,7 @@ from rlworker.tracking.digests import FileDigest, digest_files
 if TYPE_CHECKING:
     from engines.interfaces import Holding, RolloutEngine, Tag, TrainEngine
     from engines.trace import Tracer
+    from engines.weight_digest import DigestPlan
     from hardware.platform import Platform
 
 
@@ -153,8 +154,8 @@ class TrainWorker(_Worker):
         self._note_work()
         return self.engines[role]
 
-    def forward(self, role: str, shard):
-        return self._use(role).forward(shard)
+    def forward(self, role: str, shard, raw: bool = False):
+        return self._use(role).forward(shard, raw)
 
     def run(self, role: str, function: str, *args):
         """Call ``function(engine, *args)``, named as ``module:function``: the controller cannot import where it
@@ -170,11 +171,15 @@ class TrainWorker(_Worker):
     def onload(self, role: str, holdings: tuple[Holding, ...]) -> None:
         self.engines[role].onload(holdings)
 
-    def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int) -> None:
-        """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends."""
+    def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int, plan: DigestPlan | None = None):
+        """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends, and returns
+        the digest of each by ``plan``, where there is one."""
         from engines.weight_sync import pack_buckets
 
-        send_buckets(pack_buckets(self._use(role).export_weights(), bucket_bytes), rollouts, version)
+        digests, weights = {}, self._use(role).export_weights()
+        weights = plan.digest(weights, digests) if plan else weights
+        send_buckets(pack_buckets(weights, bucket_bytes), rollouts, version)
+        return digests
 
     def save(self, role: str, folder: str) -> dict[str, FileDigest]:
         """Write this rank's part of a checkpoint; returns the digests of its files by their names."""
@@ -319,6 +324,9 @@ class RolloutWorker(_Worker):
         self._update_limit.note_bucket(version, last)
         if last:
             self.loop.resume()
+
+    def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
+        return self.loop.call(self.engine.digest_weights, plan)
 
     def measure_load(self) -> tuple[float, int]:
         """Return the seconds without anything to sample so far, and the completions alive at the last update."""

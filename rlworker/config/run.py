@@ -25,9 +25,10 @@ from rlworker.config.sections import (
     RewardConfig,
 )
 
-_LOGPROB_LIMITS = {"float32": (2e-5, 5e-3), "bfloat16": (5e-2, float("inf"))}
-"""dtype -> mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
-
+_FP32_LIMITS = 2e-5, 5e-3
+"""Mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
+_FLOORS, _MOST = 5.0, 0.5
+"""In bfloat16 the limit on the mean is so many floors, and at most the second: models round by 0.02 to 0.1."""
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 """Trackers that a run can open by name; rlworker/tracking/trackers.py says how."""
 
@@ -295,11 +296,17 @@ class RunConfig(TrainingConfig):
         return [*apart, *((name, self.actor.ranks, 1, self.actor.tp) for name in trainers)]
 
     @property
-    def logprob_limits(self) -> tuple[float, float]:
-        """Mean and max of |rollout - trainer logprob| that stop the run."""
-        mean, largest = _LOGPROB_LIMITS["float32" if self._is_fp32 else "bfloat16"]
-        limits = self.limits.logprob_diff_mean, self.limits.logprob_diff_max
-        return (mean if limits[0] is None else limits[0], largest if limits[1] is None else limits[1])
+    def takes_floor(self) -> bool:
+        """The limit on the mean |rollout - trainer logprob| comes from what is measured when the run begins."""
+        return self.limits.logprob_diff_mean is None and not self._is_fp32
+
+    def find_logprob_limits(self, floor: float | None) -> tuple[float, float]:
+        """Find the mean and max of |rollout - trainer logprob| that stop the run, in bfloat16 by the mean ``floor`` of
+        the weights that it began with; None where that was not measured."""
+        bf16 = _MOST if floor is None else min(_MOST, _FLOORS * floor), float("inf")
+        mean, largest = _FP32_LIMITS if self._is_fp32 else bf16
+        own = self.limits.logprob_diff_mean, self.limits.logprob_diff_max
+        return mean if own[0] is None else own[0], largest if own[1] is None else own[1]
 
     @property
     def truncates_importance(self) -> bool:

@@ -186,7 +186,8 @@ class LimitsConfig:
     """Limits that end a run when they are exceeded."""
 
     logprob_diff_mean: Annotated[float, Ge(0)] | None = None
-    """Largest mean |rollout - trainer logprob| of a step; None takes 2e-5 (float32) or 0.05 (bfloat16)."""
+    """Largest mean |rollout - trainer logprob| of a step; None takes 2e-5 (float32), or in bfloat16 five times what is
+    measured before the first step, at most 0.5."""
     logprob_diff_max: Annotated[float, Ge(0)] | None = None
     """Largest single difference; None takes 5e-3 (float32) or no limit (bfloat16)."""
     ignore_logprob_diff: bool = False

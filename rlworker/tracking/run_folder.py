@@ -36,6 +36,8 @@ _HAS_DIGESTS = "has_digests"
 """Key of that file: without it a checkpoint is one of before there were digests, which therefore lacks none."""
 OUTAGES = "outages.jsonl"
 """A line for every time that workers were lost and replaced: where in the run, who, and what became of each."""
+FLOOR = "logprob_diff_floor"
+"""Key of a state and of a start: the mean |rollout - trainer logprob| that rounding alone makes at a run's start."""
 _PROBE_BYTES = 2**20
 """Written to see that there is room; less than what any run writes."""
 
@@ -186,13 +188,14 @@ class RunFolder:
     def _write_config(self, config: TrainingConfig) -> None:
         write_whole(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
 
-    def record_start(self, step: int, platform: str) -> None:
-        """Add a line to starts.jsonl: this program goes on from ``step``, where its figures come from, and the settings
-        that differ from those of the program before it."""
+    def record_start(self, step: int, platform: str, state: Mapping[str, Any] | None = None) -> None:
+        """Add a line to starts.jsonl: this program goes on from ``step``, where its figures come from, the settings
+        that differ from those of the program before it, and what was measured of its model."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
         start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
         start |= {"changed": self._changes} if self._changes else {}
+        start |= {FLOOR: state[FLOOR]} if state and state.get(FLOOR) else {}
         write_whole(path, before + json.dumps(start) + "\n")
 
     def _clear_leftovers(self) -> None:

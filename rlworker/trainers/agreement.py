@@ -1,32 +1,117 @@
-"""The agreement of rollout and trainer on the logprobs of the same tokens, which every step of RL rests on."""
+"""The agreement of rollout and trainer, on which every step of RL rests: on weights, and on logprobs of tokens."""
 
+import math
+from collections.abc import Mapping, Sequence
+
+from ray.actor import ActorHandle
+
+from engines.weight_digest import DigestPlan
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.cluster.train_group import WorkerGroup
+from rlworker.cluster.transport import BUCKET_BYTES
+from rlworker.cluster.watch import wait_for
 from rlworker.config.run import RunConfig
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
 
+_SAMPLED_COLUMNS = 16
+"""Columns of each matrix that are read back where not all of them are."""
+_NAMED = 4
+"""Tensors that a message names."""
 
-def check_agreement(config: RunConfig, where: str, difference: dict[str, float]) -> None:
-    """Check what ``compare_logprobs`` measured; nothing where no token was to be compared.
+Read = Mapping[str, int | None]
+"""Digest of each tensor that a rollout engine computes with, None where it cannot be read back."""
+
+
+class SyncedWeights:
+    """The weights of the last sync: what was sent, to be compared with what rollout engines compute with.
+
+    The first sync is read back whole, later ones in a sample, another one each time.
 
     Args:
-        where: step or sync, for the message.
+        dtype: of the rollout engines.
+    """
+
+    def __init__(self, dtype: str):
+        self._dtype = dtype
+        self._plan: DigestPlan | None = None
+        self._sent: dict[str, int] = {}
+
+    def send(self, actor: WorkerGroup, engines: Sequence[ActorHandle], version: int) -> None:
+        """Send the actor's weights to all rollout engines as ``version``."""
+        self._plan = DigestPlan(self._dtype, _SAMPLED_COLUMNS if self._plan else 0, version)
+        self._sent = _send(actor, engines, version, self._plan)
+
+    def compare(self, rollouts: Rollouts) -> str:
+        """Say which weights rollout engines compute with that are not those that were sent; empty where none are."""
+        assert self._plan, "send comes first"
+        read: Sequence[Read] = rollouts.call("digest_weights", self._plan)
+        unread = sorted({name for each in read for name, digest in each.items() if digest is None})
+        if unread and not self._plan.columns:
+            LOGGER.warning(
+                f"weight sync: {len(unread)} of {len(self._sent)} tensors cannot be read back from vLLM, such as "
+                f"{unread[0]}: whether they arrive is shown by logprobs alone"
+            )
+        return _describe_unlike(self._sent, read)
+
+    def send_to_new(self, actor: WorkerGroup, engines: Sequence[ActorHandle], version: int) -> str:
+        """Send the weights that the others have to new engines, and compare all of them as ``compare`` does."""
+        plan = DigestPlan(self._dtype)
+        sent = _send(actor, engines, version, plan)
+        return _describe_unlike(sent, wait_for([engine.digest_weights.remote(plan) for engine in engines]))
+
+
+def _send(actor: WorkerGroup, engines: Sequence[ActorHandle], version: int, plan: DigestPlan) -> dict[str, int]:
+    """Send weights: the digest of each tensor, which the rank that sends them has made."""
+    return next(filter(None, actor.call("sync_weights", engines, version, BUCKET_BYTES, plan)), {})
+
+
+def _describe_unlike(sent: Mapping[str, int], engines: Sequence[Read]) -> str:
+    parts = []
+    for number, read in enumerate(engines):
+        unlike = [name for name, digest in sent.items() if read[name] not in (None, digest)]
+        if unlike:
+            names = ", ".join(unlike[:_NAMED]) + (", ..." if len(unlike) > _NAMED else "")
+            of = f" of engine {number}" if len(engines) > 1 else ""
+            parts.append(f"{len(unlike)} of {len(sent)} tensors{of} are not those that were sent: {names}")
+    return "; ".join(parts)
+
+
+def describe_limits(config: RunConfig, floor: float | None) -> str:
+    """Say which differences of logprobs end the run, and where the limits come from."""
+    mean, largest = config.find_logprob_limits(floor)
+    text = f"limits: the mean |rollout - trainer logprob| may be {mean:.1e}"
+    text += f", the largest {largest:.1e}" if math.isfinite(largest) else ""
+    return text if floor is None else f"{text}; by rounding alone it is {floor:.1e} before the first step"
+
+
+def check_agreement(
+    config: RunConfig, floor: float | None, where: str, difference: Mapping[str, float], unlike: str = ""
+) -> None:
+    """Check what ``compare_logprobs`` measured, and what ``SyncedWeights`` found.
+
+    Args:
+        floor: of ``find_logprob_limits``. where: step or sync, for the message.
+        difference: empty where no token was to be compared. unlike: empty where all weights are alike.
 
     Raises:
         RunError: it is beyond the limits, and the run may not go on all the same.
     """
-    if not difference:
-        return
-    limits = config.logprob_limits
-    measured = difference["logprob_diff_mean"], difference["logprob_diff_max"]
-    if all(f <= limit for f, limit in zip(measured, limits)):
-        return
-    text = (
-        f"{where}: rollout and trainer disagree on the logprobs of the same tokens: mean "
-        f"{measured[0]:.1e}, max {measured[1]:.1e}, limits {limits[0]:.1e} and {limits[1]:.1e}. Weights did not "
-        "arrive whole, or the engines compute different models"
-    )
-    if not config.limits.ignore_logprob_diff:
-        raise RunError(
-            f"{text}; to go on all the same raise --limits.logprob-diff-mean or set --limits.ignore-logprob-diff"
+    limits, parts = config.find_logprob_limits(floor), [unlike] if unlike else []
+    measured = [difference.get(f"logprob_diff_{name}", 0.0) for name in ("mean", "max")]
+    if not all(value <= limit for value, limit in zip(measured, limits, strict=True)):
+        parts.append(
+            f"rollout and trainer disagree on the logprobs of the same tokens: mean {measured[0]:.1e}, max "
+            f"{measured[1]:.1e}, limits {limits[0]:.1e} and {limits[1]:.1e}"
         )
-    LOGGER.warning(text)
+    if not parts:
+        return
+    text = f"{where}: {'; '.join(parts)}. Weights did not arrive whole, or the engines compute different models"
+    if config.limits.ignore_logprob_diff:
+        LOGGER.warning(text)
+        return
+    raise RunError(
+        f"{text}; to go on all the same raise --limits.logprob-diff-mean or set --limits.ignore-logprob-diff"
+        if not unlike
+        else f"{text}; to go on all the same set --limits.ignore-logprob-diff"
+    )

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from ray.actor import ActorHandle
@@ -16,7 +17,6 @@ from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_gr
 from rlworker.algorithms.losses import Aggregation, check_centering, configure_loss, policy_loss, token_mean, value_loss
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
-from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.watch import wait_for
 from rlworker.config.run import RunConfig
 from rlworker.data.images import build_image_reader
@@ -26,21 +26,20 @@ from rlworker.episodes.model import Play, check_scorer, is_play
 from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.pool import pickle_reward
-from rlworker.rollouts.sampler import CANARY, Sampler
-from rlworker.rollouts.to_batch import Group, compare_logprobs, to_batch
+from rlworker.rollouts.sampler import Sampler
+from rlworker.rollouts.to_batch import Group, compare_logprobs
 from rlworker.tracking.log import RL_LINE, StepClock
-from rlworker.tracking.run_folder import RunFolder, Score
+from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
-from rlworker.trainers.agreement import check_agreement
+from rlworker.trainers.agreement import SyncedWeights, check_agreement, describe_limits
+from rlworker.trainers.canary import Canary
 from rlworker.trainers.run import Run
 from rlworker.trainers.run_processes import list_groups, running_stream, start_scorer
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
 
-CANARY_TOKENS = 4
-"""Tokens that each rollout engine samples after a weight sync, to be compared with the actor's logprobs of them."""
 MOST_EMPTY_STEPS = 10
 """Steps in a row without a group to learn from, at which a run ends."""
 
@@ -64,6 +63,7 @@ class Trainer(Run[RunConfig]):
 
     line = RL_LINE
     score = Score("heldout", +1)
+    floor: float | None = None  # the mean |rollout - trainer logprob| of the starting weights, where limits need it
 
     def __init__(
         self,
@@ -105,6 +105,7 @@ class Trainer(Run[RunConfig]):
         self.value_loss = partial(value_loss, clip=critic.clip)
         self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self.version = self.empty_steps = 0
+        self.synced = SyncedWeights(config.rollout.dtype)
         self.starting_rollouts: Rollouts | None = None
         self.devices = SharedDevices()
 
@@ -141,6 +142,9 @@ class Trainer(Run[RunConfig]):
         parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, scorer, self._phase, self._warn)
         stream = self.running.enter_context(running_stream(config, self.rollouts, scorer, self.tokenizer))
         self.sampler = Sampler(config, *parts, stream)
+        if config.takes_floor:
+            with self._phase(clock, "floor"):  # while all have the folder's weights: later ones could be stale
+                self.floor = self.canary.measure_floor()
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor = groups["actor"]
@@ -149,6 +153,7 @@ class Trainer(Run[RunConfig]):
 
     def begin(self) -> None:
         super().begin()
+        LOGGER.info(describe_limits(self.config, self.floor))
         for warning in list_rollout_warnings(self.config.rollout.attention_override):
             LOGGER.warning(warning)
         if self.config.rollout.staleness and not self.config.truncates_importance:
@@ -185,6 +190,7 @@ class Trainer(Run[RunConfig]):
         self.sampler.run_ahead(self.config.steps - self.steps_done)
         with self._phase(clock, "canary"):
             self.check_canary()
+        metrics["logprob_diff_limit"] = self.config.find_logprob_limits(self.floor)[0]
         metrics |= step_metrics.measure_batch(batch) | self.sampler.measure_ahead(batch, version)
         if approximate := self.config.rollout.attention_override:
             metrics["approximate_rules"] = len(approximate)
@@ -234,10 +240,8 @@ class Trainer(Run[RunConfig]):
 
     def _add_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
         with self._phase(clock, "greedy"):
-            rewards = torch.tensor(
-                self.sampler.score_greedy([group.row for group in groups]).values, dtype=torch.float32
-            )
-        return replace(batch, greedy_rewards=rewards[batch.group])
+            rewards = self.sampler.score_greedy([group.row for group in groups]).values
+        return replace(batch, greedy_rewards=torch.tensor(rewards, dtype=torch.float32)[batch.group])
 
     def _add_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the logprobs of the rollout's weights and of the reference, where the update will not make them
@@ -267,7 +271,7 @@ class Trainer(Run[RunConfig]):
         """Take the optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
         parts, logprobs, where = [], batch.old_logprobs, f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
-            check_agreement(self.config, where, compare_logprobs(batch, logprobs, self.version))
+            check_agreement(self.config, self.floor, where, compare_logprobs(batch, logprobs, self.version))
         for mini in batch.split(min(self.config.algorithm.mini_batches, batch.num_episodes)):
             if not mini.mask.any():  # of none of its episodes anything was sampled
                 continue
@@ -280,7 +284,7 @@ class Trainer(Run[RunConfig]):
             parts[-1] |= metrics
             if logprobs is None:
                 logprobs = get_logprobs(outputs)
-                check_agreement(self.config, where, compare_logprobs(batch, logprobs, self.version))
+                check_agreement(self.config, self.floor, where, compare_logprobs(batch, logprobs, self.version))
         means = step_metrics.average_mini_batches(parts)
         return means if logprobs is None else means | compare_logprobs(batch, logprobs, self.version)
 
@@ -294,7 +298,7 @@ class Trainer(Run[RunConfig]):
     def sync_weights(self) -> None:
         """Send the actor's weights to every rollout engine, as the next version."""
         self.version += 1
-        self._send(self.rollouts.workers)
+        self.synced.send(self.actor, self.rollouts.workers, self.version)
         # Engines that died meanwhile are noticed here.
         if (versions := self.rollouts.call("get_version")) != [self.version] * len(versions):
             raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
@@ -308,36 +312,32 @@ class Trainer(Run[RunConfig]):
         """Give engines that have just loaded the model the weights that the others have."""
         wait_for([engine.rewind.remote(self.version) for engine in engines])
         with self.devices.lending_weights():
-            self._send(engines)
+            unlike = self.synced.send_to_new(self.actor, engines, self.version)
+        check_agreement(self.config, self.floor, f"new engines, version {self.version}", {}, unlike)
 
-    def _send(self, engines: list[ActorHandle]) -> None:
-        self.actor.call("sync_weights", engines, self.version, BUCKET_BYTES)
+    @property
+    def canary(self) -> Canary:
+        """The comparison of rollout engines and actor on given tokens."""
+        longest = min(self.config.longest, self.config.rollout.max_model_len - 1)  # vLLM samples one more
+        return Canary(self.actor, self.sampler, self.models["actor"], self.rows, len(self.rollouts.workers), longest)
 
     def check_canary(self) -> None:
-        """Have every rollout engine continue one prompt, and the actor's logprobs of it agree with the engine's."""
-        # With an image where there is one: the vision tower's weights have to show too.
-        row = next((row for row in self.rows if row.images), self.rows[0])
-        rows = [row] * (len(self.rollouts.workers) * self.actor.dp_size)
-        most = min(CANARY_TOKENS, self.config.rollout.max_new_tokens)
-        sampling = replace(self.sampler.make_sampling(1, CANARY), max_tokens=most)
-        completions = self.sampler.complete(rows, sampling)
-        batch = to_batch(rows, completions, [0.0] * len(rows), self.models["actor"].vision)
-        logprobs = get_logprobs(self.actor.forward(batch))
-        check_agreement(self.config, f"after sync {self.version}", compare_logprobs(batch, logprobs))
+        """Check that every rollout engine computes with the weights that were sent, and what the actor computes."""
+        found = self.canary.measure(), self.synced.compare(self.rollouts)
+        check_agreement(self.config, self.floor, f"after sync {self.version}", *found)
 
     # -- checkpoints
 
-    def get_state(self) -> dict[str, float]:
-        sampler = self.sampler
+    def get_state(self) -> dict[str, Any]:
+        sampler, own = self.sampler, {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
         state = {"rollouts": sampler.rollouts_done, "prompts": sampler.prompts_done}
-        state |= {"version": self.version, "empty_steps": self.empty_steps}
-        return state | {"completion_tokens": sampler.completion_tokens}
+        return own | state | {"completion_tokens": sampler.completion_tokens}
 
     def restore(self, state: dict) -> None:
         rollouts = state.get("rollouts", state["step"])  # older runs had one of each
         mean = state.get("completion_tokens", self.sampler.completion_tokens)
         self.sampler.go_on(rollouts, mean, state.get("prompts"))
-        self.empty_steps = state.get("empty_steps", 0)
+        self.empty_steps, self.floor = state.get("empty_steps", 0), state.get(FLOOR) or self.floor
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)
         self.rollouts.call("rewind", self.version + 1)  # where this program has been further, or within an update

@@ -219,7 +219,7 @@ class Run(Generic[Config]):
                 self.restore(state)
             tell_start(f"step {self.steps_done} is restored")
         self._note_saved()
-        self.folder.record_start(self.steps_done, config.platform)
+        self.folder.record_start(self.steps_done, config.platform, self.get_state())
 
     def _note_saved(self) -> Path | None:
         """Take note that the run folder holds the step that is done, or the start; returns the best checkpoint."""

@@ -43,6 +43,7 @@ PHASES = {
     "restore": _LEARNING,
     "sync": _SYNC,
     "canary": _CANARY,
+    "floor": _CANARY,
     "save": _SAVING,
 }
 """Phase -> what it needs on the devices. One that is not here needs none of them."""

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from engines.batch.samples import Completion, Completions, Request
+from engines.weight_digest import DigestPlan
 from engines.weight_sync import pack_buckets
 
 
@@ -24,6 +25,16 @@ def send(worker, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int = 2**3
     for bucket, last in pack_buckets(iter(weights), bucket_bytes):
         ask(worker.load_weights, bucket, version, last)
     return version
+
+
+def find_unlike(worker, weights: Iterable[tuple[str, Tensor]], columns: int = 0, dtype: str = "float32") -> set[str]:
+    """Find the weights that a worker's engine computes with and that are not these, of all or of some columns."""
+    plan, sent = DigestPlan(dtype, columns, seed=7), {}
+    for _ in plan.digest(weights, sent):
+        pass
+    read = ask(worker.digest_weights, plan)
+    assert read.keys() == sent.keys()
+    return {name for name, digest in sent.items() if read[name] != digest}
 
 
 def begin(worker, requests: Sequence[Request], tokens: int) -> None:

@@ -36,7 +36,8 @@ class _Canary:
         sampling = draw.sampling
         for place, row in enumerate(draw.rows):
             settings = sampling.temperature, sampling.max_tokens, sampling.stop_token_ids
-            request = Request(Prompt(row.prompt_ids, row.images), *settings, goes_first=True)
+            prompt, scores = Prompt(row.prompt_ids, row.images), sampling.scores_prompt
+            request = Request(prompt, *settings, goes_first=True, scores_prompt=scores)
             self._feed.submit_to(place % self._engines, [((draw.number, place), request)])
 
     def take(self, draw: Draw, key: tuple, completions: Completions) -> None:

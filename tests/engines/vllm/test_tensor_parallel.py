@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.huggingface import load_folder, measure_versions
 from support.ranks.vlm_cases import make_images, make_prompts
-from support.rollout_workers import ask, send, update_in_flight
+from support.rollout_workers import ask, find_unlike, send, update_in_flight
 
 from engines.batch.samples import Prompt, Request, Sampling
 from engines.config import VllmConfig
@@ -77,6 +77,9 @@ def compare_over_syncs(folder: str, prompts, measured) -> None:
     for worker in (one, two):
         send(worker, change(folder, 7), 100_000)
     differences += [compare_engines(one, two, prompts, 4)]
+    for columns in (0, 5):
+        assert find_unlike(two, change(folder, 7), columns) == set(), "of what both devices have"
+        assert find_unlike(two, change(folder, 5), columns) == {name for name, _ in change(folder, 5)}
     end(one, two)
     measured({"two devices against one": max(differences)})
     assert max(differences) <= 1e-5

@@ -1,5 +1,6 @@
 """Text families in vLLM: logprobs of what was sampled against HuggingFace, before and after a weight sync."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from support.factors import FAMILIES
 from support.huggingface import load_folder, measure_differences
 from support.models import VOCAB
-from support.rollout_workers import ask, send
+from support.rollout_workers import ask, find_unlike, send
 
 from engines.batch.samples import Prompt, Sampling
 from engines.config import VllmConfig
@@ -52,6 +53,13 @@ def test_logprobs_before_and_after_a_sync(cluster, tmp_path, measured, family):
         before = ask(worker.generate, PROMPTS, SAMPLING)
         send(worker, new.state_dict().items(), 20_000)
         after = ask(worker.generate, PROMPTS, SAMPLING)
+        assert find_unlike(worker, new.state_dict().items()) == set()
+    with Rollouts("cpu", 1) as rollouts:  # in the same process
+        bf16 = replace(CONFIG, dtype="bfloat16")
+        (worker,) = rollouts.start(ModelSpec.from_folder(folder), bf16).wait().workers
+        send(worker, old.state_dict().items())
+        assert find_unlike(worker, old.state_dict().items(), dtype="bfloat16") == set()
+        assert find_unlike(worker, new.state_dict().items(), columns=4, dtype="bfloat16") == {*new.state_dict()}
     for label, model, completions in (("before", old, before), ("after", new, after)):
         found = measure_differences(model, PROMPTS, completions)
         measured({label: float(found.max())})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.huggingface import compute_logprobs, load_folder, make_batch, measure_differences
 from support.models import VOCAB
-from support.rollout_workers import ask, send
+from support.rollout_workers import ask, find_unlike, send
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completions, Prompt, Sampling
@@ -136,6 +136,54 @@ def test_new_weights_arrive_whole(rollout, bucket_bytes):
     assert {sample.version for sample in completions} == {version}
     old = load_folder(folder)
     assert worst(old, completions) > 0.1, "the test can tell old weights from new"
+
+
+def hold_back(worker, name: str, is_held: bool) -> None:
+    """Let the engine keep the weights of layer 1, or a tied head, through every sync: this runs in its process."""
+    from engines.vllm import worker as module
+
+    owner = module if name == "_repack_tied_heads" else module.WeightSyncExtension
+    kept = worker.__dict__.setdefault("kept", {})
+    if not is_held:
+        return setattr(owner, name, kept.pop(name))
+    kept[name] = take = getattr(owner, name)
+
+    def skip(self, weights):
+        return take(self, [(each, tensor) for each, tensor in weights if ".layers.1." not in each])
+
+    setattr(owner, name, skip if name == "take_weights" else lambda model: None)
+
+
+@pytest.mark.parametrize("columns", [0, 5], ids=["whole", "sample"])
+def test_what_an_engine_computes_with_is_read_back(rollout, columns):
+    """Its packed copies too: one layer's or the tied head's are left behind, and one bit of one weight is another."""
+    worker, folder, tied = rollout
+    old, weights = weights_of(load_folder(folder), tied), weights_of(changed(folder), tied)
+    send(worker, old)
+    for name in ("take_weights", "_repack_tied_heads")[: 1 + tied]:
+        ask(worker.__ray_call__, hold_back, name, True)
+        send(worker, weights)
+        ask(worker.__ray_call__, hold_back, name, False)
+        stale = {each for each, _ in weights if ".layers.1." in each} if name == "take_weights" else {weights[0][0]}
+        assert find_unlike(worker, weights, columns) == stale and len(stale) in (1, 12)
+        send(worker, old)
+    send(worker, weights)
+    assert find_unlike(worker, weights, columns) == set()
+    assert find_unlike(worker, old, columns) == {name for name, _ in weights}
+    name, one = next(pair for pair in weights if pair[0].endswith("layers.2.self_attn.o_proj.weight"))
+    with torch.no_grad():
+        one[3] *= 1 + 2**-23
+    assert find_unlike(worker, weights, columns) == {name}
+
+
+def test_given_tokens_are_scored_by_the_logits_as_they_are(rollout):
+    worker, folder, tied = rollout
+    model = load_folder(folder)
+    version = send(worker, weights_of(model, tied))
+    scores = ask(worker.generate, PROMPTS[:2], replace(sampling(count=1, temperature=1.0), scores_prompt=True))
+    assert scores.token_ids.tolist() == [4, 5, 8, 9, 10] and scores.span_versions.tolist() == [version] * 2
+    heads = [Prompt(prompt.token_ids[:1]) for prompt in PROMPTS[:2]]
+    assert worst(model, scores, prompts=heads) <= 1e-5
 
 
 def test_a_cached_prompt_is_computed_anew_after_a_sync(rollout):

@@ -62,9 +62,12 @@ def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict
     return found
 
 
+def list_weights(hf, model: ModelSpec) -> list[tuple[str, torch.Tensor]]:
+    return [(model.find_folder_name(name), tensor.detach()) for name, tensor in hf.named_parameters()]
+
+
 def send(worker, hf, model: ModelSpec) -> None:
-    weights = [(model.find_folder_name(name), tensor.detach()) for name, tensor in hf.named_parameters()]
-    rollout_workers.send(worker, weights, 100_000)
+    rollout_workers.send(worker, list_weights(hf, model), 100_000)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -78,6 +81,7 @@ def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
         measured({f"{kind} {label}": float(values.max()) for kind, values in found.items()})
         for values in found.values():
             assert values.mean() <= 2e-6 and values.max() <= 1e-4
+        assert rollout_workers.find_unlike(worker, list_weights(hf, model), columns=3 * (label == "before")) == set()
         if label == "before":
             torch.manual_seed(3)
             with torch.no_grad():

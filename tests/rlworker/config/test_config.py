@@ -82,9 +82,20 @@ def test_importance_is_truncated_where_an_engine_is_bf16_or_rollouts_run_ahead()
 
 
 def test_logprob_limits_follow_the_type():
-    assert RunConfig().logprob_limits == (2e-5, 5e-3)
-    assert RunConfig(actor=MegatronConfig(dtype="bfloat16")).logprob_limits == (5e-2, float("inf"))
-    assert RunConfig(limits=LimitsConfig(logprob_diff_mean=1e-3)).logprob_limits == (1e-3, 5e-3)
+    assert RunConfig().find_logprob_limits(None) == (2e-5, 5e-3) and not RunConfig().takes_floor
+    assert RunConfig(limits=LimitsConfig(logprob_diff_mean=1e-3)).find_logprob_limits(None) == (1e-3, 5e-3)
+
+
+@pytest.mark.parametrize(
+    "section", [{"actor": MegatronConfig(dtype="bfloat16")}, {"rollout": VllmConfig(dtype="bfloat16")}]
+)
+def test_the_limit_in_bfloat16_is_five_times_the_floor(section):
+    """Up to a half; and the one that the user sets wins, for which nothing is measured."""
+    config = RunConfig(**section)
+    assert config.takes_floor and config.find_logprob_limits(0.03) == (pytest.approx(0.15), INF)
+    assert config.find_logprob_limits(0.2) == config.find_logprob_limits(None) == (0.5, INF)
+    config = RunConfig(**section, limits=LimitsConfig(logprob_diff_mean=1e-3))
+    assert not config.takes_floor and config.find_logprob_limits(0.2) == (1e-3, INF)
 
 
 def test_a_separate_reference_takes_as_many_workers_as_the_policy():
@@ -274,7 +285,7 @@ def test_impossible_values_are_refused(section, name, value, message):
 def test_possible_values_are_taken():
     limits, algorithm = LimitsConfig(logprob_diff_max=INF), AlgorithmConfig(clip_high=INF)
     config = RunConfig(limits=limits, seed=2**32 - 1, algorithm=algorithm)
-    assert config.logprob_limits == (2e-5, INF)
+    assert config.find_logprob_limits(None) == (2e-5, INF)
     assert OptimizerConfig(lr=0, adam_beta1=0, clip_grad=0).lr == 0
     assert VllmConfig(temperature=0.01, max_num_seqs=9000, vllm={"max_num_batched_tokens": 9000}).max_num_seqs == 9000
 

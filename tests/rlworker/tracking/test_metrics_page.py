@@ -42,7 +42,9 @@ from rlworker.trainers.stop import Stop
 ROOT = Path(__file__).parents[3]
 LOGPROB, TOP = -1.0, 2
 IMAGE_TOKEN = 9
-VISION = SimpleNamespace(image_token=IMAGE_TOKEN, feature_tokens=[IMAGE_TOKEN], merge=1, axes=(0,))
+VISION = SimpleNamespace(
+    image_token=IMAGE_TOKEN, feature_tokens=[IMAGE_TOKEN], merge=1, axes=(0,), tower=SimpleNamespace(margin=False)
+)
 """What of a vision tower's shape a batch is made with."""
 TOKENIZER = SimpleNamespace(eos_token_id=0, batch_decode=lambda ids, **_: ["2"] * len(ids))
 
@@ -55,7 +57,7 @@ class Group:
     def __init__(self, name: str):
         self.name = name
 
-    def forward(self, batch: TrainBatch):
+    def forward(self, batch: TrainBatch, raw: bool = False):
         constant = torch.full((batch.num_tokens,), LOGPROB)
         if self.name == "critic":
             return ValueOutputs(0 * constant)
@@ -87,8 +89,8 @@ class Rollouts:
         ids = np.tile(np.arange(TOP, dtype=np.int32), (len(completions.token_ids), 1))
         return replace(completions, top_ids=ids, top_logprobs=np.full(ids.shape, 2 * LOGPROB, np.float32))
 
-    def call(self, method):
-        return [(1.0, 2)] if method == "measure_load" else [self.trainer.version]
+    def call(self, method, *_):
+        return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method, self.trainer.version)]
 
 
 class Ahead:
@@ -174,6 +176,7 @@ def rl_fields(
 ) -> set[str]:
     """The fields that two steps of RL write."""
     from rlworker.rollouts.sampler import Sampler
+    from rlworker.trainers.agreement import SyncedWeights
     from rlworker.trainers.rl import Trainer
     from rlworker.trainers.shared_devices import SharedDevices
 
@@ -182,7 +185,8 @@ def rl_fields(
     trainer.actor, trainer.reference, trainer.critic = Group("actor"), Group("reference"), None
     if config.critic.train:
         trainer.critic = Group("critic")
-    trainer.models = {"actor": SimpleNamespace(vision=VISION)}
+    trainer.models = {"actor": SimpleNamespace(vision=VISION, banned_tokens=(IMAGE_TOKEN,))}
+    trainer.synced = SyncedWeights("float32")
     trainer.rows = trainer.heldout = rows_with_an_image() * (4 if plays else 1)
     trainer.advantage, trainer.aggregation = advantage, token_mean
     trainer.loss = loss or configure_loss(config.algorithm, config.truncates_importance)
@@ -191,7 +195,7 @@ def rl_fields(
     trainer.version = trainer.empty_steps = 0
     trainer.devices = SharedDevices()
     trainer.processes, trainer.rollouts = [], Rollouts(trainer)
-    trainer.start_seconds = {"time_start_trainers": 1.0, "time_start_rollouts": 1.0}
+    trainer.start_seconds = {"time_start_trainers": 1.0, "time_start_rollouts": 1.0, "time_floor": 1.0}
     parts = (
         TOKENIZER,
         (TOKENIZER.eos_token_id,),

@@ -104,9 +104,12 @@ def finished(make_hf_model, data, tmp_path_factory):
         faults["nan"] = str(error.value)
         trainer.advantage = grpo
         faults["none"] = sync_with(trainer, "none")
+        faults["floor"] = trainer.canary.measure_floor()
         faults |= steps_of_few_groups(trainer)
         for fault in ("stale", "dropped", "swapped"):
             faults[fault] = sync_with(trainer, fault)
+        trainer.config = replace(config, limits=LimitsConfig(logprob_diff_mean=100.0, logprob_diff_max=100.0))
+        faults["hidden"] = sync_with(trainer, "stale")
     return config, faults
 
 
@@ -147,7 +150,7 @@ def sync_with(trainer, fault: str) -> str:
     trainer.actor = SimpleNamespace(
         dp_size=group.dp_size,
         forward=group.forward,
-        call=lambda method, *args: group.call(method, *args[:-1], 100_000),
+        call=lambda method, *args: group.call(method, *args[:2], 100_000, *args[3:]),
     )
     try:
         trainer.sync_weights()
@@ -235,6 +238,22 @@ def test_a_damaged_sync_stops_the_run_at_once(finished):
     assert "after sync" in faults["stale"] and "Weights did not arrive whole" in faults["stale"]
     assert "came without ['model." in faults["dropped"]
     assert "after sync" in faults["swapped"] and "Weights did not arrive whole" in faults["swapped"]
+    assert "of the same tokens: mean" in faults["stale"], "the logprobs show it too"
+    assert "2 of 50 tensors are not those that were sent: model.layers.0.mlp.down_proj.weight, " in faults["swapped"]
+
+
+def test_a_stale_tensor_that_logprobs_cannot_show_stops_the_run(finished):
+    """As in bfloat16, whose rounding hides it; what the engine computes with is compared with what was sent."""
+    said = finished[1]["hidden"]
+    assert "1 of 50 tensors are not those that were sent: model.layers.0.mlp.down_proj.weight. " in said
+    assert "logprobs" not in said.partition("Weights did not arrive")[0] and "--limits.ignore-logprob-diff" in said
+
+
+def test_engines_agree_on_the_tokens_that_a_floor_is_measured_on(finished):
+    assert 0 < finished[1]["floor"] <= MEAN_LIMIT
+    line = json.loads((Path(finished[0].run_dir) / "starts.jsonl").read_text())
+    assert "logprob_diff_floor" not in line, "float32 has limits of its own"
+    assert {line["logprob_diff_limit"] for line in read_metrics(Path(finished[0].run_dir))[1:]} == {2e-5}
 
 
 def test_the_run_folder_is_whole(finished):
@@ -434,3 +453,27 @@ def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_p
     ):
         trainer_of(regularised, exact_match, loss=lambda outputs, batch: (outputs.logprobs.sum(), {}))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.large
+def test_the_limit_of_a_run_in_bfloat16_is_measured_once(make_hf_model, data, tmp_path, capsys):
+    """It is told and recorded, a resumed run keeps it, and a layer that is held back is found under it."""
+    actor = MegatronConfig(dtype="bfloat16", optimizer=OPTIMIZER)
+    config = make_config(make_hf_model, data, tmp_path / "run", tied=True, actor=actor, steps=1)
+    config = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
+    with trainer_of(config, digits_reward) as trainer:
+        trainer.fit()
+        floor = trainer.floor
+        assert sync_with(trainer, "none") == ""
+        said = sync_with(trainer, "stale")
+    assert "1 of 50 tensors are not those that were sent: model.layers.0.mlp.down_proj.weight. " in said
+    told = (
+        f"trainer logprob| may be {min(0.5, 5 * floor):.1e}; by rounding alone it is {floor:.1e} before the first step"
+    )
+    assert floor > 0 and told in capsys.readouterr().out
+    with trainer_of(replace(config, steps=2, resume=True), digits_reward) as trainer:
+        trainer.fit()
+        assert trainer.floor == floor
+    starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    assert [start["logprob_diff_floor"] for start in starts] == [floor] * 2
+    assert [line["logprob_diff_limit"] for line in read_metrics(tmp_path / "run")[1:]] == [min(0.5, 5 * floor)] * 2

@@ -1,0 +1,203 @@
+"""Reading weights back out of vLLM's model, as it computes with them and by the names under which they were sent.
+
+vLLM joins tensors, cuts them over devices and, on a CPU, multiplies with packed copies that nobody can look into. Which
+rows and columns go where is found by having its own loaders load tensors without data, and noting each copy that they
+would make. A packed copy is read by what it computes: its product with a unit vector is a column, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+
+from engines.weight_digest import DigestPlan, sum_columns, sum_rows
+
+_UNIT_VECTORS = 64
+"""Columns that are read of a packed copy at a time."""
+_TORN = -1
+"""Stands for the digest of a tensor of which copies differ; no digest is negative."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a tensor, which is taken as a matrix with the rows of its first dimension."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+Reading = tuple[str, Block, int]
+"""Name of a tensor as it was sent, a block of it, and the digest of that."""
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A block of the sent tensor ``name``, which has ``width`` columns, and where vLLM loads it.
+
+    Attributes:
+        parameter: name of the module's. shape: that it has while it is loaded.
+    """
+
+    name: str
+    width: int
+    source: Block
+    module: nn.Module
+    parameter: str
+    shape: torch.Size
+    target: Block
+
+
+class ReadBack:
+    """Reads the weights of a worker's model.
+
+    Args:
+        shapes: of all weights as they are sent, by HuggingFace names. tied: the embedding is the output layer too.
+        dtype: name of the model's type.
+    """
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], tied: bool, dtype: str):
+        self._model, self._tied, self._dtype = model, tied, getattr(torch, dtype)
+        self._loads: dict[tuple, list[_Load]] = defaultdict(list)
+        """Loads into one parameter whose columns come alike, which are read together."""
+        for load in _trace_loads(model, shapes, self._dtype):
+            source, target = load.source, load.target
+            key = load.module, load.parameter, load.shape, load.width, source.column, target.column, source.columns
+            self._loads[key].append(load)
+
+    def digest(self, plan: DigestPlan) -> list[Reading]:
+        """Digest what the model computes with: a block as often as there are copies of it."""
+        readings: list[Reading] = []
+        for (module, parameter, shape, width, start, offset, count), loads in self._loads.items():
+            columns = plan.choose(width)  # of the whole tensor, alike on all devices: this one has some of them
+            columns = columns[(columns >= start) & (columns < start + count)]
+            for sums in self._sum_copies(module, parameter, shape, columns - start + offset, columns):
+                for load in loads:
+                    rows = sums[load.target.row : load.target.row + load.target.rows]
+                    readings.append((load.name, load.source, sum_rows(rows, load.source.row)))
+        return readings
+
+    def _sum_copies(
+        self, module: nn.Module, name: str, shape: torch.Size, places: np.ndarray, columns: np.ndarray
+    ) -> Iterator[Tensor]:
+        """Sum columns of a parameter as ``sum_columns`` does, of itself and of every packed copy: ``[rows]`` each."""
+        kept = getattr(module, name)
+        if kept.shape == shape:
+            yield sum_columns(kept.detach().reshape(shape[0], -1), places, columns, self._dtype)
+        for user in self._list_users(module) if name == "weight" else ():
+            sums = torch.zeros(shape[0], dtype=torch.int64)
+            for start in range(0, len(places), _UNIT_VECTORS):
+                part = slice(start, start + _UNIT_VECTORS)
+                units = torch.zeros(len(places[part]), shape[1], dtype=self._dtype)
+                units[torch.arange(len(units)), torch.from_numpy(places[part])] = 1
+                product: Tensor = user.quant_method.apply(user, units)  # [vectors, rows]
+                sums += sum_columns(product.t(), np.arange(len(units)), columns[part], self._dtype)
+            yield sums
+
+    def _list_users(self, module: nn.Module) -> list[Any]:
+        """List the modules that multiply with a packed copy of a module's weight."""
+        users = [module]
+        if isinstance(module, VocabParallelEmbedding):  # by itself it only looks rows up
+            heads = [one for one in self._model.modules() if isinstance(one, ParallelLMHead)]
+            users = [one for one in heads if one.weight is module.weight] or users * self._tied
+        return [user for user in users if hasattr(user, "cpu_linear")]
+
+
+class _CopyRecorder(TorchDispatchMode):
+    """Notes each copy from a tensor to another and makes none."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if func is torch.ops.aten.copy_.default:
+            self.copies.append((args[0], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _trace_loads(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[_Load]:
+    """Find where vLLM loads weights; the model is left as it was. What is no block of rows and columns is left out."""
+    sent = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    names = {_find_storage(tensor): name for name, tensor in sent.items()}
+    recorder = _CopyRecorder()
+    for module in model.modules():  # parameters that packing emptied have their shapes again
+        info = get_layerwise_info(module)
+        info.kernel_tensors = get_layer_params_buffers(module)
+        info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+        restore_layer_on_meta(module, info)
+    try:
+        places: dict[int, tuple[nn.Module, str, Tensor]] = {}
+        for module in model.modules():
+            for name, tensor in get_layer_tensors(module).items():
+                places[_find_storage(tensor)] = module, name, tensor
+                if hasattr(tensor, "weight_loader"):  # the last reload's waits for the rest of a layer
+                    tensor.weight_loader = _get_original_loader(tensor)  # pyright: ignore[reportAttributeAccessIssue]  vLLM sets it
+        with recorder:
+            model.load_weights(iter(sent.items()))  # pyright: ignore[reportCallIssue]  a method of each model of vLLM's
+    finally:
+        for module in model.modules():
+            info = get_layerwise_info(module)
+            _place_kernel_tensors(module, info)
+            info.reset()
+    for target, source in recorder.copies:
+        name, place = names.get(_find_storage(source)), places.get(_find_storage(target))
+        if name is None or place is None:
+            continue
+        module, parameter, whole = place
+        taken, given = _find_block(source, sent[name].shape), _find_block(target, whole.shape)
+        if taken and given:
+            yield _Load(name, prod(sent[name].shape[1:]), taken, module, parameter, whole.shape, given)
+
+
+def _find_storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _find_block(view: Tensor, shape: Sequence[int]) -> Block | None:
+    """Find the block that a view is of a contiguous tensor of some shape; None where it is none."""
+    strides = tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
+    if view.stride() != strides or view.shape[2:] != shape[2:] or (view.dim() > 2 and view.shape[1] != shape[1]):
+        return None
+    row, column = divmod(int(view.storage_offset()), strides[0])
+    return Block(row, column, view.shape[0], prod(view.shape[1:]))
+
+
+def merge_readings(parts: Iterable[Sequence[Reading]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int | None]:
+    """Add up what the workers of an engine have read: the digest of every tensor.
+
+    Returns:
+        None for a tensor that was not read whole; a number that is no digest where copies of a block differ.
+    """
+    blocks: dict[str, dict[Block, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for name, block, digest in chain.from_iterable(parts):
+        blocks[name][block].add(digest)
+    merged: dict[str, int | None] = {}
+    for name, shape in shapes.items():
+        digests = blocks[name]
+        if sum(block.rows * block.columns for block in digests) != prod(shape):
+            merged[name] = None
+        elif any(len(copies) > 1 for copies in digests.values()):
+            merged[name] = _TORN
+        else:
+            merged[name] = sum(chain.from_iterable(digests.values())) % 2**64
+    return merged

@@ -1,0 +1,86 @@
+"""Digests of weights: what was sent and what is multiplied with are compared without moving either.
+
+A digest of a matrix is ``sum_ij a_i * bits_ij * b_j`` modulo 2^64, with fixed odd factors of rows and columns. Parts of
+a matrix, which devices hold and which come in any order, add up to the digest of the whole.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_EXPONENTS = {torch.float32: (torch.int32, 0x7F800000), torch.bfloat16: (torch.int16, 0x7F80)}
+"""Type -> integers of its size, and the bits of the exponent."""
+_BLOCK = 2**22
+"""Elements that are digested at a time."""
+
+
+@dataclass(frozen=True)
+class DigestPlan:
+    """The choice of what is digested of every tensor.
+
+    Attributes:
+        dtype: name of the rollout engine's type, to which both sides round.
+        columns: of each matrix, chosen by ``seed``; 0 takes all of them. Vectors are always taken whole.
+    """
+
+    dtype: str
+    columns: int = 0
+    seed: int = 0
+
+    def choose(self, count: int) -> np.ndarray:
+        """Choose among ``count`` columns: their numbers in order, alike for all matrices of as many."""
+        if not 0 < self.columns < count:
+            return np.arange(count)
+        return np.sort(np.random.default_rng((self.seed, count)).choice(count, self.columns, replace=False))
+
+    def digest(self, weights: Iterable[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Pass weights on, and put the digest of each into ``digests`` by its name."""
+        dtype = getattr(torch, self.dtype)
+        for name, tensor in weights:
+            matrix = tensor.detach().reshape(tensor.shape[0], -1)
+            columns = self.choose(matrix.shape[1])
+            digests[name] = sum_rows(sum_columns(matrix, columns, columns, dtype), 0)
+            yield name, tensor
+
+
+def sum_columns(matrix: Tensor, places: np.ndarray, columns: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Sum some columns of a matrix ``[r, c]``, each times its factor: ``[r]`` int64.
+
+    Args:
+        places: of the columns in ``matrix``. columns: their numbers in the tensor that it is a part of.
+    """
+    factors = _make_factors(columns).to(matrix.device)
+    rows = max(1, _BLOCK // max(1, len(places)))
+    picked = torch.from_numpy(places).to(matrix.device)
+    whole = len(places) == matrix.shape[1]
+    parts = [
+        (_read_bits(part if whole else part.index_select(1, picked), dtype) * factors).sum(1)
+        for part in matrix.split(rows)
+    ]
+    return torch.cat(parts)
+
+
+def sum_rows(sums: Tensor, first: int) -> int:
+    """Sum rows ``[r]`` of ``sum_columns``, each times its factor; the first has number ``first`` in its tensor."""
+    factors = _make_factors(np.arange(first, first + len(sums)) + (1 << 40)).to(sums.device)
+    return int((sums * factors).sum()) % 2**64
+
+
+def _make_factors(numbers: np.ndarray) -> Tensor:
+    """Make an odd factor of 64 bits of each number, ``[n]`` int64: the mixing of splitmix64."""
+    x = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64))
+
+
+def _read_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read values as int64. Zeros of both signs and what is below the smallest normal number count as 0: a product with
+    a unit vector, by which some weights are read, keeps neither."""
+    rounded = values.to(dtype).contiguous()
+    integer, exponent = _EXPONENTS[rounded.dtype]
+    bits = rounded.view(integer)
+    return torch.where((bits & exponent) != 0, bits, 0).long()

@@ -1,0 +1,91 @@
+"""The canary: tokens of which the rollout engines and the actor compute the logprobs with the same weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engines.batch.samples import Sampling
+from engines.batch.shard import get_logprobs
+from engines.images.placeholders import list_margin_tokens
+from engines.models.spec import ModelSpec
+from rlworker.cluster.train_group import WorkerGroup
+from rlworker.data.rows import Row
+from rlworker.rollouts.sampler import CANARY, Sampler
+from rlworker.rollouts.to_batch import compare_logprobs, to_batch
+
+_CANARY_TOKENS = 64
+"""Tokens that are scored after a weight sync."""
+_SAMPLED_TOKENS = 4
+"""Tokens that are sampled after an image, or where there is no room for text to score."""
+_FLOOR_TOKENS = 256
+"""Least tokens that a floor is the mean of, and most of one of its texts."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A comparison of rollout engines and actor on tokens that both score.
+
+    Attributes:
+        model: the actor's. rows: of the run. engines: how many sample. longest: ids of the longest text.
+    """
+
+    actor: WorkerGroup
+    sampler: Sampler
+    model: ModelSpec
+    rows: Sequence[Row]
+    engines: int
+    longest: int
+
+    def measure(self) -> dict[str, float]:
+        """Measure ``compare_logprobs`` of 64 given tokens, as far as the longest sequence has room for them; where rows
+        have images, of tokens sampled after one too, since the tower's weights have to show. The larger one counts."""
+        longest = min(self.longest, _CANARY_TOKENS + 1)
+        texts = cut_texts(self._list_prompts(), _CANARY_TOKENS, longest, longest)
+        parts = [self._compare(texts, scores_prompt=True)] if texts else []
+        row = next((row for row in self.rows if row.images), None)
+        if row or not parts:
+            parts.append(self._compare([row or self.rows[0]], scores_prompt=False))
+        return {name: max(part.get(name, 0.0) for part in parts) for name in {**parts[0], **parts[-1]}}
+
+    def measure_floor(self) -> float | None:
+        """Measure the mean |rollout - trainer logprob| over prompts of 256 tokens or more; None where none has any."""
+        longest = min(self.longest, _FLOOR_TOKENS + 1)
+        texts = cut_texts(self._list_prompts(), _FLOOR_TOKENS, 2, longest)
+        return self._compare(texts, scores_prompt=True)["logprob_diff_mean"] if texts else None
+
+    def _list_prompts(self) -> list[tuple[int, ...]]:
+        """List the prompts' ids without those of images, which stand in no text."""
+        special = {*self.model.banned_tokens, *list_margin_tokens(self.model)}
+        return [tuple(token for token in row.prompt_ids if token not in special) for row in self.rows]
+
+    def _compare(self, rows: Sequence[Row], scores_prompt: bool) -> dict[str, float]:
+        # Enough of them that each engine and each replica has its share.
+        asked: list[Row] = list(rows) * -(-self.engines * self.actor.dp_size // len(rows))
+        sampling = self.sampler.make_sampling(1, CANARY)
+        if scores_prompt:
+            sampling = Sampling(1, 1.0, 1, sampling.stream, (), scores_prompt=True)
+        else:
+            sampling = replace(sampling, max_tokens=min(_SAMPLED_TOKENS, sampling.max_tokens))
+        completions = self.sampler.complete(asked, sampling)
+        if scores_prompt:  # all but the first id count as what was sampled
+            asked = [replace(row, prompt_ids=row.prompt_ids[:1]) for row in asked]
+        batch = to_batch(asked, completions, [0.0] * len(asked), self.model.vision)
+        return compare_logprobs(batch, get_logprobs(self.actor.forward(batch, raw=scores_prompt)))
+
+
+def cut_texts(prompts: Sequence[Sequence[int]], tokens: int, shortest: int, longest: int) -> list[Row]:
+    """Cut texts out of prompts, to score every id but the first of each: ``tokens`` in all, or a few more.
+
+    A text begins with a prompt and goes on with the next ones, from the first again after the last, until it has
+    ``shortest`` ids; it has ``longest`` at most. There is none where the longest could have no id to score.
+    """
+    prompts = [prompt for prompt in prompts if prompt]
+    texts: list[Row] = []
+    number = scored = 0
+    while prompts and longest > 1 and scored < tokens:
+        ids: list[int] = []
+        while len(ids) < shortest:
+            ids += prompts[number % len(prompts)]
+            number += 1
+        texts.append(Row("", tuple(ids[:longest]), "", {}))
+        scored += len(texts[-1].prompt_ids) - 1
+    return texts
