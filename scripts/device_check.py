@@ -2,10 +2,10 @@
 
     python scripts/device_check.py --platform cuda [--only attention,contract] [--json FILE]
 
-It needs torch, megatron-core and transformers with what they bring, Pillow and annotated-types; for images torchvision.
-It needs no Ray, vLLM or tyro. On a CPU it runs through an emulator: --platform cuda-emulated or npu-emulated. Each line
-says what it shows: *executed* on the device that is named, or *emulated*. Exit status 1 where a line failed, 2 where
-the device or a package is not there.
+It needs torch, megatron-core and transformers with what they bring, Pillow, psutil and annotated-types; for images
+torchvision. It needs no Ray, vLLM or tyro. On a CPU it runs through an emulator: --platform cuda-emulated or
+npu-emulated. Each line says what it shows: *executed* on the device that is named, or *emulated*. Exit status 1 where
+a line failed, 2 where the device or a package is not there.
 
 Parts:
     attention  every rule x layout x context-parallel size against dense attention, fp32 and bf16, gradients too
@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 PARTS = ("attention", "engine", "memory", "reads", "speed", "contract")
 NEEDS = {"torch": "torch", "megatron": "megatron-core", "transformers": "transformers", "PIL": "Pillow"}
-NEEDS |= {"annotated_types": "annotated-types"}
+NEEDS |= {"annotated_types": "annotated-types", "psutil": "psutil"}
 
 
 def parse_arguments() -> argparse.Namespace:

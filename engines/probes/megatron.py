@@ -8,7 +8,7 @@ outputs bit by bit: what a mask hides is multiplied by an exact zero.
 import contextlib
 from collections.abc import Collection
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -241,7 +241,7 @@ def take_gradients(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: L
         schedule = _plan(engine, batch, engine.dp_size)
         engine.backward(schedule.shards(batch)[engine.dp_rank], loss, denominator)
     _gather_buffers(engine)
-    return sum(float(p.main_grad.norm()) ** 2 for p in engine.module.parameters() if p.requires_grad)
+    return sum(float(gradient.norm()) ** 2 for _, gradient in _list_gradients(engine))
 
 
 def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, Tensor]:
@@ -262,6 +262,11 @@ def gather_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dic
     return {name: tensor.clone().cpu() for name, tensor in exported if not names or name in names}
 
 
+def _list_gradients(engine: MegatronEngine) -> list[tuple[Tensor, Tensor]]:
+    """List the parameters of this rank that learn, each with its gradient in the buffers."""
+    return [(p, cast(Any, p).main_grad) for p in engine.module.parameters() if p.requires_grad]
+
+
 def _gather_buffers(engine: MegatronEngine) -> None:
     """Gather the reduced gradients into every rank's buffers: the distributed optimizer leaves each rank the part of
     the buffer that it steps."""
@@ -280,9 +285,8 @@ def _gather_buffers(engine: MegatronEngine) -> None:
 @torch.no_grad()
 def step_weights(engine: MegatronEngine, rate: float) -> None:
     """Go down the gradient in the buffers: other weights, the same on every rank that shares one."""
-    for parameter in engine.module.parameters():
-        if parameter.requires_grad:
-            parameter.add_(parameter.main_grad, alpha=-rate)
+    for parameter, gradient in _list_gradients(engine):
+        parameter.add_(gradient, alpha=-rate)
 
 
 def restore_weights(engine: MegatronEngine) -> None:

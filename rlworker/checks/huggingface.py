@@ -176,9 +176,9 @@ def _estimate_bytes(spec: ModelSpec, batch: TrainBatch) -> int:
 class _Doubling(TorchFunctionMode):
     """Puts float64 in the place of float32 wherever torch is asked for that by name."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args: tuple = (), kwargs: dict | None = None):
         swap = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
-        func = Tensor.double if func is Tensor.float else func
+        func: Callable = Tensor.double if func is Tensor.float else func
         return func(*map(swap, args), **{name: swap(value) for name, value in (kwargs or {}).items()})
 
 

@@ -81,7 +81,7 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         for kind in kinds:
             model, case, references = process.submit(make_references, folder, kind).result()
-            for dtype, reference in references.items():
+            for dtype, reference in zip(DTYPES, references, strict=True):
                 findings += _check_model(device, model, case, reference, MegatronConfig(dtype=dtype), kind)
     if kinds != MODELS:
         text = "not run: transformers' image processor needs torchvision; pip install torchvision"
@@ -89,14 +89,14 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
     return findings
 
 
-def make_references(folder: Path, kind: Tiny) -> tuple[ModelSpec, Case, dict[str, Reference]]:
+def make_references(folder: Path, kind: Tiny) -> tuple[ModelSpec, Case, list[Reference]]:
     """Make a tiny model, sequences for it, and what HuggingFace computes of them for each type of weights."""
     model = ModelSpec.from_folder(make_tiny_model(folder / kind, kind))
     images = folder / f"{kind}_images"  # another kind may see a video where this one sees an image
     images.mkdir()
     case = make_case(model, 1, str(images))
     compute = partial(compute_reference, model, case.batch, probe_loss, case.denominator, 1.0)
-    return model, case, {dtype: compute(getattr(torch, dtype)) for dtype in DTYPES}
+    return model, case, [compute(getattr(torch, dtype)) for dtype in DTYPES]
 
 
 def _check_model(
