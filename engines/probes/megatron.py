@@ -40,18 +40,25 @@ _LOUD = 64.0
 # -- one layer's attention
 
 
-def probe_attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase) -> list[Influence]:
+def probe_attention(
+    engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase, every: bool = True
+) -> list[Influence]:
     """Find what each layer's core attention on this rank lets through beyond a rule, or not at all; empty if right.
 
     One forward pass of copies of the sequences side by side, in each of which another token's key and value are
     changed, is compared with one of unchanged copies; then one of a single copy with one that has other padding.
+
+    Args:
+        every: each layer, and not the first and the last alone.
     """
+    layers = list(engine.decoder.decoder.layers)
+    layers = layers if every else list(dict.fromkeys([layers[0], layers[-1]]))
     visible, heard_by_layer = case.compute_visible(rule)[:, list(case.columns)], {}
     for part in case.passes(_PASS_SLOTS, engine.platform.max_pack_sequences):
         repeated = part.repeated()
         attend, draw = _attention(engine, kind, rule, repeated)
         baseline, changed = draw(), draw(repeated.changed)
-        for layer in engine.decoder.decoder.layers:
+        for layer in layers:
             effects = _changes(attend(layer, baseline), attend(layer, changed), len(part.columns)).T
             heard_by_layer.setdefault(layer, []).append(effects)
     influences = []

@@ -97,8 +97,9 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
         columns = make_image_columns(ids, images, model.vision)
     batch = TrainBatch.from_ids(ids, prompts, **columns)
     batch = replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
-    window_probe = make_probe_case(lengths)
-    probe = window_probe if sum(lengths) <= _ALL_COLUMNS else make_probe_case()
+    probe = window_probe = make_probe_case(lengths)
+    if sum(lengths) > _ALL_COLUMNS:  # bshd makes every sequence as wide as the longest
+        probe, window_probe = make_probe_case(), make_probe_case((*_LENGTHS[:2], lengths[-1]))
     thin = min(1 + model.count_weights() // _SMALL_MODEL, len(probe.columns) // _FEW_COLUMNS)
     token_probe = replace(probe, columns=probe.columns[::thin])
     return Case(probe, window_probe, token_probe, batch, float(batch.mask.sum()), sampled_prompts, others)

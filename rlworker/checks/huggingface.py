@@ -178,8 +178,8 @@ class _Doubling(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args: tuple = (), kwargs: dict | None = None):
         swap = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
-        func: Callable = Tensor.double if func is Tensor.float else func
-        return func(*map(swap, args), **{name: swap(value) for name, value in (kwargs or {}).items()})
+        call: Callable = Tensor.double if func is Tensor.float else func
+        return call(*map(swap, args), **{name: swap(value) for name, value in (kwargs or {}).items()})
 
 
 @contextmanager

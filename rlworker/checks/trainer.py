@@ -151,8 +151,9 @@ def check_attention(trainer: CheckedTrainer) -> list[Finding]:
                 findings.append(Finding("attention", f"{kind}, {rule}", "refused", str(error), "table"))
                 continue
             trainer.tell(f"attention: {kind}, {rule}")
-            probe = trainer.case.window_probe if rule in trainer.model.rules else trainer.case.probe
-            influences = list(chain(*trainer.call_ranks("probe_attention", kind, rule, probe)))
+            is_own = rule in trainer.model.rules  # others are the platform's, alike in all layers
+            probe = trainer.case.window_probe if is_own and rule.window else trainer.case.probe
+            influences = list(chain(*trainer.call_ranks("probe_attention", kind, rule, probe, is_own)))
             findings.append(
                 trainer.make_finding("attention", f"{kind}, {rule}", not influences, _describe_influences(influences))
             )

@@ -43,6 +43,6 @@ def check_numbers(rank, world, address, model, folder):
 @pytest.mark.large
 @pytest.mark.timeout(900)
 def test_it_is_as_far_from_float64_as_huggingface_is(one_rank, smollm2, tmp_path):
-    findings, rounding = one_rank.run(check_numbers, draw_address(), smollm2, str(tmp_path))[0]
+    findings, rounding = one_rank.run(check_numbers, draw_address(), smollm2, str(tmp_path), timeout=800)[0]
     assert rounding and rounding.outputs["logprob mean"] <= 1e-5
     assert [finding.outcome for finding in findings] == ["ok"] * 5, findings
