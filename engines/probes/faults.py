@@ -224,13 +224,17 @@ def _all_weights_stale() -> list[Patch]:
 
 
 def _small_terms_lost() -> list[Patch]:
+    import sys
+
     import torch
+    from vllm.v1.sample.sampler import Sampler
 
-    def wrap(_):
-        # torch's log_softmax on a CPU loses the small terms of a large vocabulary; what it takes off is its logsumexp.
-        return lambda x, dim, keepdim=False: (x - x.log_softmax(dim)).mean(dim, keepdim)
-
-    return [(torch.Tensor, "logsumexp", wrap)]
+    # vLLM's own way, in the place of a platform's whose torch loses the small terms of a large vocabulary by it
+    platforms = {sampler.__module__ for sampler in Sampler.__subclasses__()}
+    return [
+        (sys.modules[module], "compute_logprobs", lambda _: lambda logits: logits.log_softmax(-1, dtype=torch.float32))
+        for module in platforms
+    ]
 
 
 def _tied_head_left_behind() -> list[Patch]:
@@ -243,10 +247,10 @@ def _swapped_names() -> list[Patch]:
     from engines import weight_sync
 
     def wrap(pack):
-        def swap_names(weights):
+        def swap_names(parts):
             first, second = (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
             names = {first: second, second: first}
-            return pack([(names.get(name, name), tensor) for name, tensor in weights])
+            return pack([part._replace(name=names.get(part.name, part.name)) for part in parts])
 
         return swap_names
 

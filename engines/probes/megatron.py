@@ -278,12 +278,12 @@ def _gather_buffers(engine: MegatronEngine) -> None:
     """Gather the reduced gradients into every rank's buffers: the distributed optimizer leaves each rank the part of
     the buffer that it steps."""
     group = get_data_and_context_group()
+    if group.size() == 1:
+        return
     for buffer in cast(list, engine.module.buffers):  # a method in torch's class, a list in Megatron's
         for bucket in buffer.buckets:
-            parts = bucket.grad_data.chunk(group.size())
-            reduced = [torch.empty_like(part) for part in parts]
-            dist.all_gather(reduced, parts[group.rank()].clone(), group=group)
-            bucket.grad_data.copy_(torch.cat(reduced))
+            parts = list(bucket.grad_data.chunk(group.size()))  # views: as large as all weights, it is not copied
+            dist.all_gather(parts, parts[group.rank()].clone(), group=group)
 
 
 # -- weights

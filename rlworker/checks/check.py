@@ -97,13 +97,14 @@ def _move_weights(engines: CheckedEngines) -> tuple[float, float]:
     case = actor.layout, trainer.case.batch, probe_loss, trainer.case.denominator
     squares = trainer.call_ranks("take_gradients", *case)
     # To first order a step of this rate lowers the mean loss, which is logprobs times about 1, by the target.
-    rate, moved = target / (sum(squares) / (actor.dp * actor.cp)), 0.0
+    rate, taken, moved = target / (sum(squares) / (actor.dp * actor.cp)), 0.0, 0.0
     for _ in range(_STEPS):
         trainer.call_ranks("step_weights", rate)
+        taken += rate
         moved = compare_outputs(trainer.compute_outputs(actor.layout), before)["logprob mean"]
         if moved >= target:
             break
-        rate *= 2
+        rate = taken * min(1.1 * target / moved - 1, 1.0) if moved else taken
     return moved, target
 
 
@@ -124,13 +125,15 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
     for number, part in enumerate(batch.split(count)):
         difference = compare_logprobs(part, logprobs[start : start + part.num_tokens])
         start += part.num_tokens
-        mean, largest = difference["logprob_diff_mean"], difference["logprob_diff_max"]
-        text = f"mean {mean:.1e}, max {largest:.1e}, limits {limits[0]:.0e} and {limits[1]:.0e}"
+        signed = (part.rollout_logprobs - logprobs[start - part.num_tokens : start])[part.mask]
+        found = difference["logprob_diff_mean"], abs(float(signed.mean())), difference["logprob_diff_max"]
+        shown = ", ".join(f"{name} {value:.1e}" for name, value in zip(("mean", "bias", "max"), found))
+        text = f"{shown}, limits {', '.join(f'{limit:.0e}' for limit in limits)}"
         if "logprob_diff_pictures_max" in difference:
             text += "; after images mean {logprob_diff_pictures_mean:.1e}, max {logprob_diff_pictures_max:.1e}".format(
                 **difference
             )
-        passed = mean <= limits[0] and largest <= limits[1]
+        passed = all(value <= limit for value, limit in zip(found, limits, strict=True))
         place = where if count == 1 else f"{where}, engine {number}"
         findings.append(trainer.make_finding(check, place, passed, text))
     return findings

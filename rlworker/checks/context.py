@@ -32,13 +32,13 @@ class CheckedEngines:
     rollouts: Rollouts
 
     @property
-    def rollout_limits(self) -> tuple[float, float]:
-        """Mean and largest |rollout - trainer logprob|, by the coarser dtype of both."""
-        limits = LIMITS["float32" if self.is_exact else "bfloat16"]
-        mean, reference = limits["rollout mean"], self.trainer.reference
+    def rollout_limits(self) -> tuple[float, float, float]:
+        """Limits of rollout - trainer logprob, as ``LIMITS`` has them, by the coarser dtype of both."""
+        mean, bias, largest = LIMITS["float32" if self.is_exact else "bfloat16"]["rollout"]
+        reference = self.trainer.reference
         if self.config.actor.dtype == "bfloat16" and reference and reference.rounding:
             mean = min(_FLOOR * reference.rounding.outputs["logprob mean"], _MOST)
-        return mean, limits["rollout max"]
+        return mean, bias, largest
 
     @property
     def is_exact(self) -> bool:

@@ -91,5 +91,8 @@ def _test_fault(engines: CheckedEngines, name: str, fault: Fault, version: int) 
         send_weights(engines, version + 2)  # what the fault may have kept back
     failed = [finding for finding in findings if finding.outcome == "FAILED"]
     named = [finding for finding in failed if not finding.text.startswith("raised")]
-    text = f"{named[0].check}, {named[0].where}: {named[0].text}" if named else "not found by the check that must"
+    if named:
+        text = f"{named[0].check}, {named[0].where}: {named[0].text}"
+    else:
+        text = "not found by the check that must: " + "; ".join(f"{f.where}: {f.text}" for f in findings)
     return engines.trainer.make_finding("fault", name, bool(named), text)
