@@ -125,7 +125,8 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
     for number, part in enumerate(batch.split(count)):
         difference = compare_logprobs(part, logprobs[start : start + part.num_tokens])
         start += part.num_tokens
-        signed = (part.rollout_logprobs - logprobs[start - part.num_tokens : start])[part.mask]
+        sampled = part.require_column("rollout_logprobs")
+        signed = (sampled - logprobs[start - part.num_tokens : start])[part.mask]
         found = difference["logprob_diff_mean"], abs(float(signed.mean())), difference["logprob_diff_max"]
         shown = ", ".join(f"{name} {value:.1e}" for name, value in zip(("mean", "bias", "max"), found))
         text = f"{shown}, limits {', '.join(f'{limit:.0e}' for limit in limits)}"
