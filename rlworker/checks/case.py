@@ -154,5 +154,5 @@ def make_probe_case(lengths: tuple[int, ...] = _LENGTHS) -> ProbeCase:
         ends = [sum(lengths[:i]) for i in range(1, len(lengths))]
         edges = {tokens - 1, tokens - 6, tokens - 7, tokens - lengths[-1] + 5, tokens - lengths[-1] + 6, *ends[-4:]}
         columns = sorted(edges | {end - 1 for end in ends[-4:] if end})[:_FEW_COLUMNS]
-    prefixes = (*_PREFIXES, *(0 for _ in lengths[len(_PREFIXES) :]))
+    prefixes = (*_PREFIXES, *(0 for _ in lengths))[: len(lengths)]
     return ProbeCase(lengths, tuple(columns), tuple(blocks), prefixes)

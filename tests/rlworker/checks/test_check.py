@@ -128,11 +128,14 @@ def test_the_case_is_longer_than_the_window_and_within_the_positions(make_hf_mod
     config = json.loads(Path(make_tiny_model(tmp_path, "qwen2"), "config.json").read_text())
     config |= {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    made = make_case(ModelSpec.from_folder(tmp_path), 1, str(tmp_path))
+    made_for = ModelSpec.from_folder(tmp_path)
+    made = make_case(made_for, 1, str(tmp_path))
     case = made.window_probe
     assert case.lengths[-1] == 246, "the last token does not see the first six"
     last, window = sum(case.lengths) - 1, 240
     assert {last - window, last - window + 1} < set(case.columns), "both sides of the window's edge"
+    visible = case.compute_visible(made_for.rules[0])
+    assert not visible[last, last - window] and visible[last, last - window + 1]
     assert max(made.probe.lengths) < window, "for the window's own rule alone are copies so long"
 
 
