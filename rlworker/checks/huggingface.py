@@ -249,6 +249,8 @@ def score_tokens(
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     scores = scores.index_fill(-1, never, -1e30)
     # log_softmax in fp32 on a CPU adds exp() up in one number a lane: of a large vocabulary it loses the small terms.
+    # Shifted by the largest first, large logits are rounded no further.
+    scores = scores - scores.detach().amax(-1, keepdim=True)
     log_p = scores - scores.logsumexp(-1, keepdim=True)
     logprobs = log_p.gather(-1, targets[:, None])[:, 0]
     return TokenOutputs(
