@@ -1,5 +1,6 @@
 """The script that writes real models; that it writes them is seen by the tests that train one."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -13,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "real_model.py"
 def run(folder: Path, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, SCRIPT, "smollm2", folder],
-        env={"PATH": "/usr/bin:/bin", **environment},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
     )

@@ -43,9 +43,13 @@ def test_without_a_rollout_all_of_it_trains(devices, ranks):
 def test_where_no_machine_is_known_a_recipe_keeps_its_sizes():
     assert fit_to_node(RECIPE, None) == RECIPE
     for name in PLATFORMS:
-        sized, node = RECIPE.move_to_platform(name), get_platform(name).node
-        assert sized == fit_to_node(replace(RECIPE, platform=name), node)
-        assert node or sized == replace(RECIPE, platform=name)
+        sized, platform = RECIPE.move_to_platform(name), get_platform(name)
+        engines = {
+            "actor": replace(RECIPE.actor, dtype=platform.default_dtype),
+            "rollout": replace(RECIPE.rollout, dtype=platform.default_dtype),
+        }
+        assert sized == fit_to_node(replace(RECIPE, platform=name, **engines), platform.node)
+        assert platform.node or sized == replace(RECIPE, platform=name)
 
 
 @pytest.mark.parametrize(
