@@ -121,6 +121,7 @@ def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], N
     import rlworker.trainers.rl as rl
     from rlworker.cluster.rollout_group import Rollouts
     from rlworker.cluster.watch import LIVENESS
+    from rlworker.trainers import agreement
     from rlworker.trainers.outages import Outages
     from rlworker.trainers.sft import SftTrainer
 
@@ -180,7 +181,7 @@ def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], N
 
     make = partial(Struck, config, *([reward] if is_rl else []))
     noting, replacing = patch.object(Outages, "note", note_named), patch.object(Rollouts, "replace", replace_timed)
-    with noting, replacing, patch.object(rl, "BUCKET_BYTES", BUCKET_BYTES), make() as trainer:
+    with noting, replacing, patch.object(agreement, "BUCKET_BYTES", BUCKET_BYTES), make() as trainer:
         trainer.fit()
     return times
 

@@ -31,7 +31,9 @@ def encode_after(tokenizer: Any, last: int | None, text: str) -> list[int]:
     added = _list_added(tokenizer)
     for context in ([added[last]] if last in added else []) + [*_LETTERS]:
         head, whole = _encode(tokenizer, context), _encode(tokenizer, context + text)
-        if head and whole[: len(head)] == head:
+        # A tokenizer of whole words makes one unknown token of the letter, and the same one of letter and text.
+        is_known = tokenizer.decode(head, clean_up_tokenization_spaces=False).strip(" ") == context.strip(" ")
+        if head and is_known and whole[: len(head)] == head:
             return whole[len(head) :]
     return _encode(tokenizer, text)
 

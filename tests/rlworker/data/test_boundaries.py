@@ -10,6 +10,7 @@ import pytest
 from support.episodes.tokenizers import KINDS, TEMPLATES, make_tokenizer
 
 from engines.models.spec import ModelSpec
+from recipes.common import squares
 from rlworker.config.sft import SftConfig
 from rlworker.data.encoding import decode_after, encode_after
 from rlworker.data.rows import Row
@@ -40,6 +41,13 @@ def test_text_behind_a_boundary_has_the_ids_of_the_whole(kind):
             assert decode_after(tokenizer, head[-1], found) == text, (before, text)
     assert 0 < merges < 20
     assert encode_after(tokenizer, None, "The answer") == encode(tokenizer, "The answer")
+
+
+def test_a_tokenizer_of_whole_words_keeps_the_first_word_behind_a_boundary():
+    """A letter that it does not know merges with the word into the same unknown token."""
+    tokenizer = squares.make_tokenizer()
+    for before, text in product(("?", "red", "<|vision_end|>"), ("3", "red 3", "<image> ?", "<eos>", "unheard 3")):
+        assert encode_after(tokenizer, encode(tokenizer, before)[-1], text) == encode(tokenizer, text), (before, text)
 
 
 def learn(tokenizer, folder, make_hf_model, *rows: dict) -> list:
