@@ -28,12 +28,12 @@ def encode_after(tokenizer: Any, last: int | None, text: str) -> list[int]:
     """
     if last is None:
         return _encode(tokenizer, text)
-    added = _list_added(tokenizer)
-    for context in ([added[last]] if last in added else []) + [*_LETTERS]:
+    written = "" if last == ORDINARY else _list_added(tokenizer).get(last) or _decode(tokenizer, [last])
+    for context in (written, *_LETTERS):
         head, whole = _encode(tokenizer, context), _encode(tokenizer, context + text)
-        # A tokenizer of whole words makes one unknown token of the letter, and the same one of letter and text.
-        is_known = tokenizer.decode(head, clean_up_tokenization_spaces=False).strip(" ") == context.strip(" ")
-        if head and is_known and whole[: len(head)] == head:
+        # A tokenizer of whole words makes one unknown token of a letter, and the same one of letter and text.
+        is_meant = head == [last] if context == written else _decode(tokenizer, head).strip(" ") == context
+        if head and is_meant and whole[: len(head)] == head:
             return whole[len(head) :]
     return _encode(tokenizer, text)
 
@@ -41,10 +41,10 @@ def encode_after(tokenizer: Any, last: int | None, text: str) -> list[int]:
 def decode_after(tokenizer: Any, last: int, token_ids: Sequence[int]) -> str:
     """Decode ids ``[T]`` as they stand behind the token ``last``: with the space that Llama's kind drops from the
     beginning of a text. Special tokens are written out."""
-    head, whole = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in ([last], [last, *token_ids]))
+    head, whole = _decode(tokenizer, [last]), _decode(tokenizer, [last, *token_ids])
     if whole.startswith(head):
         return whole[len(head) :]
-    return tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)  # from within a character on
+    return _decode(tokenizer, token_ids)  # from within a character on
 
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str], is_plain: Sequence[bool]) -> list[list[int]]:
@@ -80,6 +80,10 @@ def _find_opening(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    return tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
 
 
 @lru_cache(maxsize=4)  # of thousands of tokens it takes milliseconds
