@@ -25,7 +25,6 @@ OTHER_OPTIONS = {
     "stops",
     "timeout",
     "npu",
-    "write",
     "only",
     "help",
     "algorithm",
