@@ -11,7 +11,7 @@ import pytest
 from support.factors import count_ranks
 from support.ranks.pool import Ranks
 
-pytest_plugins = ["support.suite.costs", "support.suite.lanes", "support.suite.measured"]
+pytest_plugins = ["support.suite.budget", "support.suite.lanes", "support.suite.measured"]
 
 
 @pytest.fixture(scope="session")

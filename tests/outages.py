@@ -2,7 +2,7 @@
 
     python tests/outages.py                            # every one of OUTAGES, NODES and MEMORY, and the control
     python tests/outages.py engine-sync rank-stopped   # some of them
-    python tests/outages.py --json outages.json        # the figures of all of them, for a table
+    python tests/outages.py --json outages.json        # the figures of all of them
     python tests/outages.py --calm 15                  # minutes under the load of 20 processes: nobody may be ended
     python tests/outages.py --ahead                    # rollouts run ahead, by one update
 
@@ -313,7 +313,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [*OUTAGES, "control", *NODES, *MEMORY]
     parser.add_argument("names", nargs="*", default=every, metavar="NAME", help=", ".join(every))
-    parser.add_argument("--json", type=Path, help="write the figures here, as scripts/tables.py takes them")
+    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--ahead", action="store_true", help="let rollouts run ahead, by one update")
     parser.add_argument("--calm", type=float, metavar="MINUTES", help="run under load, and strike nobody")
     options = parser.parse_args()

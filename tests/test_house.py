@@ -60,9 +60,6 @@ NAMES_OF_PLATFORMS = {
     ("engines/megatron/layout.py", "cpu"),
     # Seconds of a processor.
     ("scripts/bench/step.py", "cpu"),
-    # What a platform's packages hold is looked up in them.
-    ("scripts/profile_names.py", "cuda"),
-    ("scripts/profile_names.py", "npu"),
 }
 """Files outside hardware/ that may say a word which is a platform's name as well."""
 

@@ -1,4 +1,4 @@
-"""Provenance of figures: the command, code, day and machine of a run, a benchmark or a run of the tests."""
+"""Provenance of figures: the command, code, day and machine of a run or a benchmark."""
 
 import importlib.metadata
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from hardware.platforms import get_platform
 
 ROOT = Path(__file__).parents[2]
-_OUTPUTS = {"--run-dir", "--json", "--costs", "--measured"}
+_OUTPUTS = {"--run-dir", "--json"}
 """Options that say where figures are written: a command does the same without them."""
 _LIBRARIES = {
     "torch": ("torch",),
@@ -27,7 +27,7 @@ _LIBRARIES = {
 
 @dataclass(frozen=True)
 class Provenance:
-    """The head of a table of figures.
+    """The place that figures come from.
 
     Attributes:
         command: as it was typed, without the machine's folders and without where figures are written.

@@ -18,7 +18,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     """Make the parser of a benchmark's options: ``--tiny`` and ``--json``; a benchmark adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs, in seconds")
-    parser.add_argument("--json", type=_parse_new_file, metavar="FILE", help="write the figures here too, for a table")
+    parser.add_argument("--json", type=_parse_new_file, metavar="FILE", help="write the figures here too")
     return parser
 
 
@@ -48,25 +48,12 @@ def write_figures(path: Path | None, rows: list[dict[str, str | int | float]]) -
         )
 
 
-def measure_ms(
-    *calls: Callable[[], object], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """Return the median milliseconds of each call, run in turn so that all of them see the same machine.
-
-    Args:
-        clock: the seconds that are counted: ``time.process_time`` counts those of this process on a CPU.
-    """
-    return [statistics.median(milliseconds) for milliseconds in measure_rounds(*calls, rounds=rounds, clock=clock)]
-
-
-def measure_rounds(
-    *calls: Callable[[], object], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> list[list[float]]:
-    """Return the milliseconds of each round of each call, as ``measure_ms`` does of all of them."""
+def measure_ms(*calls: Callable[[], object], rounds: int) -> list[float]:
+    """Return the median milliseconds of each call, run in turn so that all of them see the same machine."""
     times = [[] for _ in calls]
     for _ in range(rounds + _WARM_UP):
         for call, milliseconds in zip(calls, times, strict=True):
-            start = clock()
+            start = time.perf_counter()
             call()
-            milliseconds.append(1000 * (clock() - start))
-    return [milliseconds[_WARM_UP:] for milliseconds in times]
+            milliseconds.append(1000 * (time.perf_counter() - start))
+    return [statistics.median(milliseconds[_WARM_UP:]) for milliseconds in times]

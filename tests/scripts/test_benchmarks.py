@@ -18,7 +18,7 @@ NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.]*(?:e[-+]\d+)?|nan|inf)(?!\w)")
 
 def mark(path: Path) -> pytest.MarkDecorator:
     """CI runs those of a step and of a loss's parts, the others are run when their figures are taken."""
-    return pytest.mark.large if path.stem in ("step", "gae", "head") else pytest.mark.product
+    return pytest.mark.large if path.stem in ("step", "head") else pytest.mark.product
 
 
 def run(path: Path, *options: str) -> subprocess.CompletedProcess:
@@ -55,8 +55,8 @@ def test_all_of_them_are_named_where_a_contributor_looks():
     [
         ("step", ["--steps", "1"]),
         ("head", ["--dtype", "int8"]),
-        ("gae", ["--no"]),
-        ("gae", ["--json", "no/such/folder/f.json"]),
+        ("layout", ["--no"]),
+        ("layout", ["--json", "no/such/folder/f.json"]),
     ],
 )
 def test_what_cannot_be_measured_is_an_error(name, options):

@@ -16,8 +16,6 @@ TOPS = ("hardware", "engines", "rlworker", "recipes", "tests", "scripts", "docs"
 PLACEHOLDER = re.compile(r"\b[A-Z]+\b")
 """Such as NAME in ``hardware/NAME/platform.py``."""
 OTHER_OPTIONS = {
-    "costs",
-    "measured",
     "name",
     "check",
     "fast",
@@ -27,7 +25,6 @@ OTHER_OPTIONS = {
     "stops",
     "timeout",
     "npu",
-    "write",
     "only",
     "help",
     "algorithm",

@@ -5,8 +5,6 @@ or a tensor where a list of ints belongs, fails as it does on the device. ``cont
 strict: what the device would compute wrong in silence raises here.
 """
 
-import importlib.resources
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor
 from hardware.attention.contract import NotEmulatedError
 from hardware.npu.emulator.contract import check
 from hardware.npu.emulator.layer_operators import REQUIREMENTS, compute
+from hardware.npu.emulator.schemas import SCHEMAS
 from hardware.npu.kernel_call import Call
 
 OPERATOR = "npu_fusion_attention"
@@ -29,11 +28,10 @@ def install() -> None:
     CPU."""
     if _LIBRARIES:
         return
-    profile = json.loads(importlib.resources.files("hardware.npu").joinpath("profile.json").read_text())
     functions: dict[str, Callable[[dict], Any]] = {OPERATOR: _fusion_attention}
     functions |= {name: partial(compute, name) for name in REQUIREMENTS}
     for name, function in functions.items():
-        _LIBRARIES.append(_register(name, profile["operators"][name], function))
+        _LIBRARIES.append(_register(name, SCHEMAS[name], function))
 
 
 def _register(name: str, schema: str, function: Callable[[dict], Any]) -> torch.library.Library:

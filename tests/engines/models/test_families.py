@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -139,3 +139,44 @@ def test_shapes_on_ranks_by_hand(make_hf_model):
     assert {name: weight.cut_shape(2) for name, weight in layer.items()} == by_hand and list(layer) == list(by_hand)
     assert weights["output_layer.weight"].cut_shape(2) == (50, 128)
     assert weights["output_layer.weight"].cut_shape(1) == (99, 128)
+
+
+WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
+"""Keys of a config with a window."""
+
+
+def is_refused(find: Callable, *arguments) -> bool:
+    try:
+        find(*arguments)
+    except ValueError:
+        return True
+    return False
+
+
+def test_the_page_on_models_has_every_family_and_what_each_platform_refuses():
+    from hardware.attention.capabilities import find_backend
+    from hardware.attention.rollouts import find_rollout_backend, list_parts
+    from hardware.attention.rules import CAUSAL
+    from hardware.platforms import get_platform
+
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    titles, _, *lines = (line.strip("| ").split(" | ") for line in page.splitlines() if line.count("|") == 13)
+    shown = {}
+    for row in (dict(zip(titles, line, strict=True)) for line in lines):
+        family = families.find_family(row["family"], Path("docs"))
+        shown.setdefault(row["family"], []).append(row["sees"])
+        windowed = {key: value for key, value in WINDOW.items() if key not in family.refused}
+        config = family.defaults | windowed | {"num_hidden_layers": 1}
+        rules = list(dict.fromkeys([CAUSAL, *family.rules(config, Path(row["family"]))]))
+        assert row["rules"] == ", ".join(list_parts(rules)), row["family"]
+        for platform in map(get_platform, ("cpu", "cuda", "npu")):
+            backends, refused = platform.attention_backends, {}
+            for layout in ("bshd", "thd"):
+                refused[layout] = any(is_refused(find_backend, backends, layout, 1, rule) for rule in rules)
+            refused["rollout"] = is_refused(find_rollout_backend, platform.rollout_backends, rules)
+            told = {part: row[f"{platform.name}: {part}"] == "refused" for part in refused}
+            assert told == refused, (row["family"], platform.name)
+    assert list(shown) == families.list_families()
+    for name, inputs in shown.items():
+        tower = families.find_family(name, Path("docs")).tower
+        assert inputs == (["text"] if not tower else ["images"] if tower.no_videos else ["images", "videos"]), name

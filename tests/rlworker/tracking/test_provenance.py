@@ -13,11 +13,11 @@ from rlworker.tracking.provenance import ROOT, clean_command, collect_provenance
 @pytest.mark.parametrize(
     ("arguments", "module", "expected"),
     [
-        ([str(ROOT / "scripts/bench/gae.py"), "--tiny"], "", "python scripts/bench/gae.py --tiny"),
+        ([str(ROOT / "scripts/bench/head.py"), "--tiny"], "", "python scripts/bench/head.py --tiny"),
         (["/home/me/own.py", "--model=/data/llama", "--lr=1e-3"], "", "python own.py --model=llama --lr=1e-3"),
         (["x", "--json", "/tmp/a", "--ranks", "2"], "recipes.grpo", "python -m recipes.grpo --ranks 2"),
         (["x", "--seed", "1", "--run_dir=/tmp/a"], "pytest.__main__", "python -m pytest --seed 1"),
-        (["x", "--run-dir", "runs/a", "--costs"], "recipes.grpo", "python -m recipes.grpo"),
+        (["x", "--run-dir", "runs/a", "--json"], "recipes.grpo", "python -m recipes.grpo"),
         (["x", "-k", "a or b", str(ROOT / "tests")], "pytest", "python -m pytest -k 'a or b' tests"),
     ],
 )

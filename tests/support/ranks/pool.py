@@ -19,7 +19,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import cloudpickle
-from support.suite.ledger.process_ledger import note
+from support.suite.ledger.sitecustomize import note
 
 TESTS = Path(__file__).parents[2]
 

@@ -1,6 +1,6 @@
-"""Pytest plugin: the tests side by side, by pytest-xdist's ``-n 2``, with no process started twice.
+"""Pytest plugin: pytest-xdist's workers take whole files, and those of one pool of processes go to one worker.
 
-A worker of pytest-xdist is given whole files, and all files that take the same pool of processes.
+Its own ``--dist loadgroup`` would do, but sets a node id that pytest 9.2 no longer reads.
 """
 
 import re
@@ -16,7 +16,7 @@ POOLS = {"cluster": ("cluster",), "ranks": ("four_ranks", "two_ranks", "one_rank
 
 @cache
 def find_lane(file: Path) -> str:
-    """Return what a file of tests must stay together with: the pool that its tests or fixtures take, or itself."""
+    """Find the pool that the tests or fixtures of a file take; a file that takes none has a lane of its own."""
     text = file.read_text(encoding="utf-8")
     for pool, fixtures in POOLS.items():
         if re.search(rf"\b(def \w+|usefixtures)\([^)]*\b({'|'.join(fixtures)})\b", text):
@@ -26,15 +26,11 @@ def find_lane(file: Path) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items) -> None:
-    """Put the pools first, then the files of fewest tests, which have the long ones: none should begin at the end."""
+    """Put the pools first, then files of few tests: their tests are long, and none should begin at the end."""
     if hasattr(config, "workerinput"):
         counts = Counter(find_lane(item.path) for item in items)
-        items.sort(key=lambda item: make_sort_key(find_lane(item.path), counts))
-
-
-def make_sort_key(lane: str, counts: Counter) -> tuple[bool, int]:
-    """Make the key by which lanes are sorted. ``counts``: tests of each lane."""
-    return (lane not in POOLS, counts[lane] if lane not in POOLS else -counts[lane])
+        sizes = dict(counts) | {pool: -counts[pool] for pool in POOLS}
+        items.sort(key=lambda item: sizes[find_lane(item.path)])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -45,7 +41,7 @@ def pytest_xdist_make_scheduler(config, log):
     config.option.loadscopereorder = False
 
     class ByLane(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:  # the method that is there to be overridden
+        def _split_scope(self, nodeid: str) -> str:  # a method that subclasses replace
             return find_lane(config.rootpath / nodeid.split("::")[0])
 
     return ByLane(config, log)

@@ -1,35 +1,48 @@
-"""Makes every Python process of a run keep the ledger: its folder stands on PYTHONPATH, where ``site`` looks for it."""
+"""The ledger of a run of the tests: a line for each process that became one of the expensive kinds.
+
+``budget.py`` puts this folder on PYTHONPATH, so that each Python process of a run loads this file as it starts.
+"""
 
 import os
 import sys
 
-from process_ledger import VARIABLE, watch
+LEDGER = "SUITE_LEDGER"
+"""Environment variable that names the ledger."""
+KINDS = {"vllm": "vllm", "megatron.core": "rank", "torch": "torch"}
+"""Package -> the kind of a process that imports it."""
 
 
-def load_hidden() -> None:
-    """Load the ``sitecustomize`` that Python would have found without this one."""
-    from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
-
-    here = os.path.dirname(os.path.abspath(__file__))
-    spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if os.path.abspath(folder) != here])
-    if spec and spec.loader:
-        module = sys.modules["sitecustomize"] = module_from_spec(spec)
-        spec.loader.exec_module(module)
+def note(kind: str) -> None:
+    """Write that this process is of a kind: a rank that is forked imports nothing and so says it by itself."""
+    try:
+        ledger = os.open(os.environ[LEDGER], os.O_WRONLY | os.O_APPEND)
+    except (KeyError, OSError):  # no run of the tests, or one that is over
+        return
+    os.write(ledger, f"{kind} {os.environ.get('PYTEST_XDIST_WORKER', 'master')}\n".encode())  # in one piece
+    os.close(ledger)
 
 
-def find_silent_kinds() -> set[str]:
-    """Find the kinds that this process does not count as, by what it was started to do."""
-    # A fork server imports Megatron so that the ranks need not. It is none itself, and they note that they are.
+class Watch:
+    """A finder of modules that finds none: it notes the first submodule of an expensive package.
+
+    The package itself is also looked for where code asks whether it is installed. A fork inherits ``kinds``, so that
+    an import of its parent is not noted again.
+    """
+
+    def __init__(self, kinds: set[str]):
+        self.kinds = kinds
+
+    def find_spec(self, name, path=None, target=None) -> None:
+        kind = KINDS.get(name.rpartition(".")[0])
+        if kind in self.kinds:
+            self.kinds.remove(kind)
+            note(kind)
+
+
+if os.environ.get(LEDGER):
+    _kinds = set(KINDS.values())
     if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
-        return {"rank"}
-    # vLLM looks up what a model's class can do in a process of its own, and keeps the answer in the user's cache: a
-    # test starts as many as the machine has not had yet, which says nothing about the test.
+        _kinds.remove("rank")  # it imports Megatron so that ranks need not, and is none
     if "vllm.model_executor.models.registry" in sys.orig_argv:
-        return {"vllm", "torch"}
-    return set()
-
-
-if os.environ.get(VARIABLE):
-    watch(find_silent_kinds())
-load_hidden()
+        _kinds.clear()  # vLLM looks a model up, and keeps the answer in the user's cache: the next run starts none
+    sys.meta_path.insert(0, Watch(_kinds))

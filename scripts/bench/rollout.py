@@ -1,6 +1,6 @@
 """Measure what a round of requests costs beside the same completions by ``generate``, and plays beside a reward.
 
-    python scripts/bench/rounds.py [--rounds 9] [--model FOLDER] [--tiny] [--json FILE]
+    python scripts/bench/rollout.py [--rounds 9] [--model FOLDER] [--tiny] [--json FILE]
 
 One vLLM engine in its Ray process and a model of half a million parameters. Completions of one turn are sampled in
 three ways, in turn: *generate*, by prompts; *sample*, a round of requests; *loop*, requests that are handed in, and

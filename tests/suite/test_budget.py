@@ -1,0 +1,176 @@
+"""The budget of the suite counts processes where they start, a run above it fails, and a pool is started once."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.suite.budget import read_limits
+from support.suite.lanes import pytest_collection_modifyitems as sort_items
+from support.suite.ledger.sitecustomize import LEDGER
+
+pytest_plugins = ["pytester"]
+TESTS = Path(__file__).parents[1]
+PACKAGES = {  # each imports a part of its own, as the real ones do
+    "vllm/__init__.py": "import vllm.version",
+    "vllm/version.py": "",
+    "vllm/late.py": "",
+    "vllm/model_executor/models/registry.py": "import torch",
+    "torch/__init__.py": "from torch import storage",
+    "torch/storage.py": "",
+    "torch/late.py": "",
+    "megatron/core/__init__.py": "from megatron.core import utils\nimport torch",
+    "megatron/core/utils.py": "",
+}
+PROJECT = """
+[tool.pytest.ini_options]
+addopts = ["-m", "not large", "-p", "no:cacheprovider"]
+markers = ["large: another run"]
+
+[tool.rlworker.suite-budget]
+vllm = {most}
+"""
+STARTS = """
+import multiprocessing, os, subprocess, sys, time
+import pytest
+
+def python(*options):
+    subprocess.run([sys.executable, *options], check=True)
+
+def run_rank():
+    from support.suite.ledger.sitecustomize import note
+    note("rank")
+
+def test_child():
+    python("-c", "import vllm, torch")
+
+def test_grandchild():
+    python("-c", "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import vllm'], check=True)")
+
+def test_it_only_asks():
+    python("-c", "from importlib.util import find_spec; assert find_spec('vllm') and find_spec('torch')")
+
+def test_vllm_looks_a_model_up():
+    python("-m", "vllm.model_executor.models.registry")
+
+def test_a_fork_inherits_what_was_imported():
+    python("-c", "import os, torch; os.fork(); import torch.late; import vllm.late")
+
+def test_ranks_of_a_fork_server():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron.core"])
+    for _ in range(2):
+        process = context.Process(target=run_rank)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+@pytest.mark.large
+def test_burn():
+    python("-c", "import time\\nwhile time.process_time() < 3: pass")
+"""
+CONFTEST = """
+import pytest
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    with open("started", "a") as file:
+        file.write("x")
+
+@pytest.fixture
+def pool_of(four_ranks):
+    return lambda size: None
+"""
+TAKES = """
+import subprocess, sys, time
+import pytest
+
+@pytest.mark.parametrize("value", {values})
+def test_it({fixture}, measured, value):
+    subprocess.run([sys.executable, "-c", "import vllm"], check=True)
+    measured({{"apart": value}})
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """``run(most, *options, file=source)``: a run of pytest over toy packages, with a budget of vLLM processes."""
+    for name in (LEDGER, "PYTEST_XDIST_WORKER"):  # toys are none of this run's processes
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS, TESTS.parent))))
+
+    def run(most: int, *options: str, **sources: str) -> pytest.RunResult:
+        for name, text in PACKAGES.items():
+            (pytester.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (pytester.path / name).write_text(text)
+        pytester.makepyprojecttoml(PROJECT.format(most=most))
+        pytester.makepyfile(**sources)
+        return pytester.runpytest_subprocess("-p", "support.suite.budget", *options)
+
+    return run
+
+
+def test_processes_count_once_for_what_they_became(run):
+    """vLLM: a child, a grandchild and two forks. torch: a child, the fork's parent and a server, which is no rank."""
+    done = run(4, conftest="import torch", test_starts=STARTS)
+    assert done.ret == 0, done.stdout.str()
+    done.stdout.fnmatch_lines("started 4 vLLM processes of at most 4, 2 ranks, 3 heavy Python starts; * CPU-seconds")
+
+
+def test_a_run_above_its_budget_fails_and_names_tests(run):
+    done = run(3, test_starts=STARTS)
+    assert done.ret == pytest.ExitCode.TESTS_FAILED
+    done.assert_outcomes(passed=6, deselected=1)
+    done.stdout.fnmatch_lines(
+        [
+            "FAILED: more vLLM processes than the budget of pyproject.toml allows. These tests started them:",
+            "    2  test_starts.py::test_a_fork_inherits_what_was_imported",
+            "    1  test_starts.py::test_child",
+            "    1  test_starts.py::test_grandchild",
+        ],
+        consecutive=True,
+    )
+
+
+def test_another_run_has_no_budget_and_tells_its_seconds(run):
+    done = run(0, "-m", "large", test_starts=STARTS)
+    assert done.ret == 0, done.stdout.str()
+    (line,) = (line for line in done.outlines if line.startswith("started "))
+    assert line.startswith("started 0 vLLM processes, 0 ranks,") and 2 <= int(line.split()[-2]) <= 5, line
+
+
+def test_workers_share_the_budget_and_start_no_pool_twice(run, pytester):
+    files = {
+        "test_one": TAKES.format(fixture="four_ranks", values=[1e-6, 3e-6, 2e-6]),
+        "test_two": TAKES.format(fixture="pool_of", values=[4e-6]),
+        "test_three": TAKES.format(fixture="tmp_path", values=[5e-7] * 8),
+    }
+    plugins = [f"-p{name}" for name in ("xdist", "support.suite.lanes", "support.suite.measured")]
+    done = run(11, *plugins, "-n2", "-v", conftest=CONFTEST, **files)
+    done.assert_outcomes(passed=12)
+    assert done.ret == pytest.ExitCode.TESTS_FAILED and (pytester.path / "started").read_text() == "x"
+    assert {line.split()[0] for line in done.outlines if "PASSED" in line} == {"[gw0]", "[gw1]"}
+    done.stdout.fnmatch_lines("started 12 vLLM processes of at most 11, *")
+    assert sum("    1  test_" in line for line in done.outlines) == 10, "the first ten tests are named"
+    largest = {"one": "3.0e-06", "three": "5.0e-07", "two": "4.0e-06"}
+    for name, value in largest.items():
+        done.stdout.fnmatch_lines(f"measured at most by test_{name}.py::test_it: apart {value}")
+
+
+def test_pools_come_first_and_a_file_of_many_short_tests_last(tmp_path):
+    takes = {"many": "tmp_path", "few": "tmp_path", "pooled": "tmp_path, cluster", "used": "\n    one_rank,\n"}
+    for name, fixtures in takes.items():
+        (tmp_path / name).write_text(f"def test_it({fixtures}): cluster.start(pool_of(2))")
+    names = ["many"] * 9 + ["few", "used"] + ["pooled"] * 2
+    items = [SimpleNamespace(path=tmp_path / name) for name in names]
+    sort_items(SimpleNamespace(workerinput={}), items)
+    assert [item.path.name for item in items] == ["pooled"] * 2 + ["used", "few"] + ["many"] * 9
+
+
+@pytest.mark.parametrize("text", ["gpus = 1", "vllm = true", 'rank = "9"'])
+def test_a_budget_that_limits_nothing_is_refused(tmp_path, text):
+    (tmp_path / "pyproject.toml").write_text(f"[tool.rlworker.suite-budget]\n{text}\n")
+    config = SimpleNamespace(rootpath=tmp_path, getini=lambda name: [])
+    with pytest.raises(pytest.UsageError, match=f"{text.split()[0]} = .*whole number for any of vllm, rank, torch"):
+        read_limits(config)
