@@ -5,8 +5,8 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from engines.models.family import Part
 from engines.models.spec import ModelSpec
+from engines.models.weight import Part
 from engines.validation import (
     FINITE,
     PassThrough,

@@ -12,9 +12,8 @@ if TYPE_CHECKING:  # settings are checked against a platform before anything tak
     import torch
     from torch import Tensor
 
-    from hardware.attention.cell import Evidence
+    from hardware.attention.cell import Evidence, Patch
     from hardware.attention.contract import KernelContract
-    from hardware.attention.faults import Patch
     from hardware.attention.inputs import AttentionInputs
     from hardware.attention.mask_spec import MaskSpec
 

@@ -8,9 +8,9 @@ from hardware.platform import Platform
 PLATFORMS = {
     "cpu": "hardware.cpu.platform:CpuPlatform",
     "cuda": "hardware.cuda.platform:CudaPlatform",
-    "cuda-emulated": "hardware.cuda.platform:EmulatedCudaPlatform",
+    "cuda-emulated": "hardware.cuda.emulated:EmulatedCudaPlatform",
     "npu": "hardware.npu.platform:NpuPlatform",
-    "npu-emulated": "hardware.npu.platform:EmulatedNpuPlatform",
+    "npu-emulated": "hardware.npu.emulated:EmulatedNpuPlatform",
 }
 """Name -> ``module:class``, which is imported when it is asked for: settings need no more than the names."""
 

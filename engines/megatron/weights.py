@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from engines.megatron.groups import get_pipeline_group, get_tensor_group
-from engines.models.family import EMBEDDING, OUTPUT, Join, Weight
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
+from engines.models.weight import EMBEDDING, OUTPUT, Join, Weight
 from hardware.megatron.marks import get_cut_dim
 
 

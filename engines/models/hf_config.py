@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from engines.models.family import Family, Head
+from engines.models.family import Family
+from engines.models.weight import Head
 from engines.validation import fits, spell
 from hardware.attention.rules import CAUSAL, Rule
 

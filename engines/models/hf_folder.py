@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
-from engines.models.family import EMBEDDING
 from engines.models.hub import FOREIGN, SETTINGS
+from engines.models.weight import EMBEDDING
 from engines.validation import read_object
 
 if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch

@@ -6,17 +6,18 @@ from functools import cached_property
 from pathlib import Path
 
 from engines.models.families import find_family
-from engines.models.family import OUTPUT, Family, Head, Part, Weight
+from engines.models.family import DecoderSizes, Family
 from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, read_rope, refuse_unsupported
 from engines.models.hub import find_here
-from engines.models.vision_spec import VisionSpec, extract_language_config
+from engines.models.vision_spec import VisionSpec
+from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
 from hardware.megatron.form import PLAIN, LayerForm
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(DecoderSizes):
     """The shape of a decoder and the names of its weights.
 
     Attributes:
@@ -31,13 +32,6 @@ class ModelSpec:
 
     folder: str
     family: Family
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
     norm_eps: float
     ropes: tuple[dict, ...]
     tied: bool
@@ -66,8 +60,9 @@ class ModelSpec:
         if family.select:
             family = family.select(config, path)
         if family.tower:
-            vision = VisionSpec.from_config(config, family.tower, path)
-            config = (family.extract_language or extract_language_config)(config)
+            vision = family.tower.read(config, family.tower, path)
+        if family.extract_language:
+            config = family.extract_language(config)
         config = family.defaults | config
         check_keys(config, path, family)
         refuse_unsupported(config, path, family, head)

@@ -2,7 +2,7 @@
 
 Each is one that some system of the field has had. ``plant`` puts it into this process and ``mend`` takes it out; both
 are called in the process of a training rank or of a rollout engine. Wrong masks are planted where the platform under
-check lowers a rule, which it says itself (``Platform.faults``).
+check lowers a rule, which it says itself (``Platform.list_faults``).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,9 @@ from unittest.mock import patch
 
 from engines.models.spec import ModelSpec
 from engines.probes import form_faults
-from hardware.attention.faults import ATTENTION_FAULTS, Patch, collect_faults
+from hardware.attention.cell import Patch
+from hardware.attention.faults import ATTENTION_FAULTS
+from hardware.platform import Platform
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,26 @@ def plant(engine, name: str) -> None:
 def mend(_engine) -> None:
     """Take out all faults that were planted in this process."""
     _PLANTED.close()
+
+
+def collect_faults(platform: Platform) -> dict[str, list[Patch]]:
+    """Return ``Platform.list_faults`` of a platform after checking that it is complete.
+
+    Raises:
+        ValueError: it has no place for one of ``ATTENTION_FAULTS``, or has a fault that is none of them.
+    """
+    faults = platform.list_faults()
+    if lacking := [name for name in ATTENTION_FAULTS if not faults.get(name)]:
+        raise ValueError(
+            f"platform: {platform.name!r} has no place for the planted faults {lacking}, so that no check shows that "
+            "it would find them there; name places or patches for them in its list_faults()"
+        )
+    if unknown := sorted(faults.keys() - set(ATTENTION_FAULTS)):
+        raise ValueError(
+            f"platform: {platform.name!r} has faults {unknown} that nobody plants, expected {list(ATTENTION_FAULTS)}; "
+            "rename them in its list_faults(), or add them to hardware/attention/faults.py for every platform"
+        )
+    return faults
 
 
 # -- places

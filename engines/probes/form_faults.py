@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from hardware.attention.faults import Patch
+from hardware.attention.cell import Patch
 
 
 def swap_rotary_kinds() -> list[Patch]:

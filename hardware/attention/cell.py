@@ -1,9 +1,14 @@
-"""A cell of the capability table: one attention backend and one rule."""
+"""A cell of the capability table, one attention backend and one rule; and the form of a planted fault."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 Evidence = Literal["executed", "emulated", "untested"]
+
+Patch = tuple[object, str, Callable]
+"""``(owner, attribute, wrap)`` of a planted fault: the attribute becomes ``wrap(original)``. Owners are modules and
+classes."""
 
 
 @dataclass(frozen=True)

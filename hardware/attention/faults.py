@@ -3,21 +3,15 @@
 A platform says where its own code lowers a rule; what is changed there is the same everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from hardware.platform import Platform
+from hardware.attention.cell import Patch
 
 Place = tuple[object, str]
 """``(owner, attribute)`` of a function: a module and its name there, or a class and its method's."""
-Patch = tuple[object, str, Callable]
-"""``(owner, attribute, wrap)``: the attribute becomes ``wrap(original)``."""
 
 
 def build_attention_faults(
@@ -31,7 +25,7 @@ def build_attention_faults(
 ) -> dict[str, list[Patch]]:
     """Build the patches that plant each fault into a platform.
 
-    A fault without a place has none: see ``collect_faults``.
+    A fault without a place has none, which ``engines.probes.faults.collect_faults`` refuses.
 
     Args:
         packs: functions ``(spec, ...)`` that plan a pack over one rank, from its lengths.
@@ -63,26 +57,6 @@ def build_attention_faults(
         "causal where the image rule was asked": change_rule(lambda rule: replace(rule, images=False)),
         "padding seen": patch_all(lowerings, _open_to_padding),
     }
-
-
-def collect_faults(platform: Platform) -> dict[str, list[Patch]]:
-    """Return ``Platform.list_faults`` of a platform after checking that it is complete.
-
-    Raises:
-        ValueError: it has no place for one of ``ATTENTION_FAULTS``, or has a fault that is none of them.
-    """
-    faults = platform.list_faults()
-    if lacking := [name for name in ATTENTION_FAULTS if not faults.get(name)]:
-        raise ValueError(
-            f"platform: {platform.name!r} has no place for the planted faults {lacking}, so that no check shows that "
-            "it would find them there; name places or patches for them in its list_faults()"
-        )
-    if unknown := sorted(faults.keys() - set(ATTENTION_FAULTS)):
-        raise ValueError(
-            f"platform: {platform.name!r} has faults {unknown} that nobody plants, expected {list(ATTENTION_FAULTS)}; "
-            "rename them in its list_faults(), or add them to hardware/attention/faults.py for every platform"
-        )
-    return faults
 
 
 def _changing_spec(change: Callable) -> Callable:

@@ -4,15 +4,16 @@ from collections.abc import Callable
 
 import torch.nn.functional as F
 
-from hardware.attention.faults import Patch, build_attention_faults
-from hardware.cpu import attention_plan
+from hardware.attention import grouped_sdpa
+from hardware.attention.cell import Patch
+from hardware.attention.faults import build_attention_faults
 
 
 def list_faults() -> dict[str, list[Patch]]:
     """List the patches of ``CpuPlatform.list_faults``."""
     return build_attention_faults(
-        packs=[(attention_plan, "_plan_thd")],
-        dense_masks=[(attention_plan, "build_dense_mask")],
+        packs=[(grouped_sdpa, "_plan_thd")],
+        dense_masks=[(grouped_sdpa, "build_dense_mask")],
         without_mask=[(F, "scaled_dot_product_attention", _never_causal)],
     )
 

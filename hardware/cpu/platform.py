@@ -82,7 +82,7 @@ class CpuPlatform:
         return build_layer_spec(config, form, CpuAttention)
 
     def build_attention_inputs(self, spec, rotary, override=()):
-        from hardware.cpu.attention_plan import build_attention_inputs
+        from hardware.attention.grouped_sdpa import build_attention_inputs
 
         for rule in set(spec.rules):
             find_backend(self.attention_backends, spec.kind, spec.cp, rule, override)

@@ -6,9 +6,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from hardware.attention.grouped_sdpa import GroupedPlan, attend_groups
 from hardware.attention.rules import Rule
-from hardware.cpu.attention import attend_groups
-from hardware.cpu.attention_plan import CpuPlan
 from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
 from hardware.megatron.layers import CoreAttention
 
@@ -17,10 +16,11 @@ _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).paramet
 
 
 class CudaAttention(CoreAttention):
-    """One call of the kernel for a micro-batch, two where tokens see the future; SDPA where the plan is the CPU's."""
+    """One call of the kernel for a micro-batch, two where tokens see the future; grouped SDPA where the
+    plan is ``hardware.attention.grouped_sdpa``'s."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: VarlenPlan | CpuPlan, rule: Rule) -> Tensor:
-        if isinstance(plan, CpuPlan):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: VarlenPlan | GroupedPlan, rule: Rule) -> Tensor:
+        if isinstance(plan, GroupedPlan):
             return attend_groups(query, key, value, plan, rule, self.softmax_scale)
         if query.dim() == 3:
             return self._attend_pack(query, key, value, plan.calls[rule]).flatten(1)

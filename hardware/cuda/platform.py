@@ -8,21 +8,11 @@ import os
 from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
-from hardware.cpu.platform import CpuPlatform
 from hardware.megatron.form import PLAIN
 from hardware.platform import KernelMemory, Node, RolloutWorkerClass
 
-NOT_COVERED = (
-    "the precision of the device's arithmetic",
-    "which device a tensor is on",
-    "the order in which the device's streams run",
-    "nccl",
-    "vllm on a GPU (the rollout is vLLM on this CPU)",
-)
-"""What a check that passes against the emulated kernels does not speak of."""
 
-
-class _CudaAttention:
+class CudaAttention:
     """Lowering and core attention, which the emulated platform has too."""
 
     attention_backends = ("torch_varlen", "torch_sdpa")
@@ -36,7 +26,7 @@ class _CudaAttention:
         return build_layer_spec(config, form, CudaAttention)
 
     def build_attention_inputs(self, spec, rotary, override=()):
-        from hardware.cpu.attention_plan import build_attention_inputs as grouped
+        from hardware.attention.grouped_sdpa import build_attention_inputs as grouped
         from hardware.cuda.attention_plan import build_attention_inputs as varlen
         from hardware.cuda.kernel_call import HEAD_UNIT, MAX_HEAD
 
@@ -58,7 +48,7 @@ class _CudaAttention:
         return list_faults()
 
 
-class CudaPlatform(_CudaAttention):
+class CudaPlatform(CudaAttention):
     """Runs Megatron-core over nccl, with ``varlen_attn`` in bf16 and fp16 and SDPA for all else."""
 
     name = "cuda"
@@ -140,24 +130,3 @@ class CudaPlatform(_CudaAttention):
 
     def find_rollout_worker(self, backend):
         return RolloutWorkerClass()  # vLLM refuses a backend that does not know the rules of a model, and takes another
-
-
-class EmulatedCudaPlatform(_CudaAttention, CpuPlatform):
-    """CUDA's lowering and core attention on a CPU: the kernels are emulated, the rest is the CPU platform.
-
-    fp32 stands for bf16, so that results can be compared with others to rounding.
-    """
-
-    name = "cuda-emulated"
-    evidence = "emulated"
-    not_covered = NOT_COVERED
-    proven = "emulated"
-    stand_in = "cuda-emulated"
-    varlen_types = (*CudaPlatform.varlen_types, "float32")
-
-    def init_process(self, local_rank: int):
-        from hardware.cuda.emulator.operator import install
-
-        device = super().init_process(local_rank)
-        install()
-        return device

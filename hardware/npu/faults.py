@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from hardware.attention.faults import Patch, build_attention_faults
+from hardware.attention.cell import Patch
+from hardware.attention.faults import build_attention_faults
 from hardware.npu import attention_plan
 
 

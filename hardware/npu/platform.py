@@ -7,26 +7,12 @@ import os
 from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
-from hardware.cpu.platform import CpuPlatform
 from hardware.megatron.form import PLAIN
 from hardware.npu.limits import MAX_PACK_SEQUENCES
 from hardware.platform import KernelMemory, Node, RolloutWorkerClass
 
-NOT_COVERED = (
-    "pse",
-    "sink",
-    "dropout",
-    "softmax_max and softmax_sum",
-    "the precision of the device's arithmetic",
-    "which device a tensor is on",
-    "how Ascend 950 differs",
-    "hccl",
-    "vllm-ascend (the rollout is vLLM on this CPU)",
-)
-"""What a check that passes against the emulated operator does not speak of."""
 
-
-class _NpuLayers:
+class NpuLayers:
     """Lowering, core attention and what else of a layer is one operator, which the emulated platform has too."""
 
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
@@ -57,7 +43,7 @@ class _NpuLayers:
         return list_faults()
 
 
-class NpuPlatform(_NpuLayers):
+class NpuPlatform(NpuLayers):
     """Runs Megatron-core over hccl with the NPU's operators for attention, norms, SwiGLU and rotation, in bf16 or
     fp32."""
 
@@ -157,20 +143,3 @@ class NpuPlatform(_NpuLayers):
 
     def find_rollout_worker(self, backend):
         return RolloutWorkerClass()
-
-
-class EmulatedNpuPlatform(_NpuLayers, CpuPlatform):
-    """The NPU's lowering and layers on a CPU: its operators are emulated, the rest is the CPU platform."""
-
-    name = "npu-emulated"
-    evidence = "emulated"
-    not_covered = NOT_COVERED
-    proven = "emulated"
-    stand_in = "npu-emulated"
-
-    def init_process(self, local_rank: int):
-        from hardware.npu.emulator.operator import install
-
-        device = super().init_process(local_rank)
-        install()
-        return device

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from engines.models.spec import ModelSpec
-from engines.probes.faults import FAULTS, REAL_FAULTS, Fault, list_real_faults
-from hardware.attention.faults import collect_faults
+from engines.probes.faults import FAULTS, REAL_FAULTS, Fault, collect_faults, list_real_faults
 from hardware.platforms import get_platform
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig

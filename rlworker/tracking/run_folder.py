@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock
 
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
@@ -57,7 +59,7 @@ class RunFolder:
     def __init__(self, path: str):
         self.given = path
         self.path = Path(path).absolute()  # other processes may run elsewhere
-        self._lock: IO | None = None
+        self._lock: FileLock | None = None
         self._changes: Changes = {}
         self.inputs = Inputs(self.path)
 
@@ -134,7 +136,7 @@ class RunFolder:
     def release(self) -> None:
         """Let others have the folder."""
         if self._lock:
-            self._lock.close()
+            self._lock.release()
             self._lock = None
 
     def begin(self, config: TrainingConfig, digest: DigestFiles | None = digest_files) -> tuple[dict | None, str]:

@@ -86,7 +86,7 @@ def send_stage(worker) -> None:
     import torch
 
     from engines.megatron.weights import _name_parameters, _split, _unshard
-    from engines.models.family import OUTPUT
+    from engines.models.weight import OUTPUT
     from engines.weight_sync import pack_buckets
 
     engine, (group,), works = worker.engines["actor"], worker.stage_groups, []

@@ -10,7 +10,8 @@ from typing import get_args
 import pytest
 from support.new_platform import LINE, NAME, added_platform, write_platform
 
-from hardware.attention.faults import ATTENTION_FAULTS, collect_faults
+from engines.probes.faults import collect_faults
+from hardware.attention.faults import ATTENTION_FAULTS
 from hardware.platform import Node, Platform
 from hardware.platforms import DEFAULT_PLATFORM, PLATFORMS, PlatformName, get_platform
 
@@ -67,7 +68,7 @@ def test_a_new_platform_is_there_for_as_long_as_it_is_added(tmp_path):
         owners = {
             getattr(owner, "__name__", "") for patches in collect_faults(platform).values() for owner, *_ in patches
         }
-        assert owners == {f"hardware.{NAME}.attention_plan", "torch.nn.functional"}
+        assert owners == {"hardware.attention.grouped_sdpa", "torch.nn.functional"}
     with pytest.raises(ValueError, match=f"'{NAME}' is not available"):
         get_platform(NAME)
 

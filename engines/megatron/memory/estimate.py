@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import FP32, MicroBatch, estimate_activations, get_itemsize
-from engines.models.family import EMBEDDING, OUTPUT, Part
 from engines.models.spec import ModelSpec
+from engines.models.weight import EMBEDDING, OUTPUT, Part
 from hardware.attention.rules import compute_slot_unit
 from hardware.platform import KernelMemory
 

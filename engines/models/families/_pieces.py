@@ -1,21 +1,15 @@
 """Pieces that several families are made of: of a decoder, in Megatron's order within each, and of a vision tower."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from engines.models.family import EMBEDDING, Weight
-
-if TYPE_CHECKING:  # it is read with the help of families
-    from engines.models.spec import ModelSpec
+from engines.models.family import DecoderSizes
+from engines.models.weight import EMBEDDING, Weight
 
 
-def embedding(model: ModelSpec) -> tuple[Weight, ...]:
+def embedding(model: DecoderSizes) -> tuple[Weight, ...]:
     """State the embedding ``[v, h]``, a row for each token; Megatron pads the rows."""
     return (Weight(EMBEDDING, {"embed_tokens.weight": (model.vocab, model.hidden)}, "vocabulary", cut=0),)
 
 
-def attention(model: ModelSpec) -> tuple[Weight, ...]:
+def attention(model: DecoderSizes) -> tuple[Weight, ...]:
     """State attention over query groups, and the norm before it."""
     hidden, queries, keys = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -27,7 +21,7 @@ def attention(model: ModelSpec) -> tuple[Weight, ...]:
     )
 
 
-def qkv_bias(model: ModelSpec) -> tuple[Weight, ...]:
+def qkv_bias(model: DecoderSizes) -> tuple[Weight, ...]:
     """State the biases of queries, keys and values; after ``attention``."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -35,7 +29,7 @@ def qkv_bias(model: ModelSpec) -> tuple[Weight, ...]:
     return (Weight("self_attention.linear_qkv.bias", tensors, "qkv", cut=0),)
 
 
-def qk_norm(model: ModelSpec) -> tuple[Weight, ...]:
+def qk_norm(model: DecoderSizes) -> tuple[Weight, ...]:
     """State the norms of each head's queries and keys; after ``attention``."""
     return (
         Weight("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (model.head_dim,)}),
@@ -43,7 +37,7 @@ def qk_norm(model: ModelSpec) -> tuple[Weight, ...]:
     )
 
 
-def mlp(model: ModelSpec) -> tuple[Weight, ...]:
+def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
     """State an MLP with a gate, and the norm before it."""
     hidden, ffn = model.hidden, model.ffn
     gated = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
@@ -54,7 +48,7 @@ def mlp(model: ModelSpec) -> tuple[Weight, ...]:
     )
 
 
-def final_norm(model: ModelSpec) -> tuple[Weight, ...]:
+def final_norm(model: DecoderSizes) -> tuple[Weight, ...]:
     """State the norm after the last layer."""
     return (Weight("decoder.final_layernorm.weight", {"norm.weight": (model.hidden,)}),)
 

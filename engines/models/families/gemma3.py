@@ -8,8 +8,7 @@ from typing import Any
 from engines.models.families._pieces import linear
 from engines.models.families.gemma3_text import FAMILY as TEXT
 from engines.models.families.gemma3_text import read_rules as read_text_rules
-from engines.models.family import Tower
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision_spec import Tower, VisionSpec
 from engines.validation import fits
 from hardware.attention.rules import Rule
 

@@ -4,9 +4,9 @@
 from pathlib import Path
 
 from engines.models.families._pieces import attention, embedding, final_norm, qk_norm
-from engines.models.family import Family, Weight
+from engines.models.family import DecoderSizes, Family
 from engines.models.hf_config import NEEDED, check_rope
-from engines.models.spec import ModelSpec
+from engines.models.weight import Weight
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.megatron.form import LayerForm
 
@@ -29,12 +29,12 @@ _PATTERN, _LOCAL_THETA, _THETA = 6, 10000.0, 1000000.0
 """Every sixth layer sees the whole past; the rotary bases of both kinds."""
 
 
-def post_attention_norm(model: ModelSpec) -> tuple[Weight, ...]:
+def post_attention_norm(model: DecoderSizes) -> tuple[Weight, ...]:
     """State the norm of what attention gives."""
     return (Weight("self_attn_bda.norm.weight", {"post_attention_layernorm.weight": (model.hidden,)}),)
 
 
-def mlp(model: ModelSpec) -> tuple[Weight, ...]:
+def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
     """State an MLP with a gate, and the norms before and after it."""
     hidden, ffn = model.hidden, model.ffn
     gated = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}

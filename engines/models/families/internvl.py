@@ -8,8 +8,8 @@ from typing import Any
 from engines.models.families._pieces import linear
 from engines.models.families.qwen2 import FAMILY as QWEN2
 from engines.models.families.qwen3 import FAMILY as QWEN3
-from engines.models.family import Family, Tower
-from engines.models.vision_spec import VisionSpec
+from engines.models.family import Family
+from engines.models.vision_spec import Tower, VisionSpec
 from engines.validation import fits, read_object
 
 _LANGUAGES = {family.model_type: family for family in (QWEN2, QWEN3)}

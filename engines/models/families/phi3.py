@@ -6,12 +6,12 @@ from pathlib import Path
 
 from engines.models.families.llama import FAMILY as LLAMA
 from engines.models.families.mistral import SWITCHES, read_rules
-from engines.models.family import Weight
+from engines.models.family import DecoderSizes
 from engines.models.hf_config import read_rope
-from engines.models.spec import ModelSpec
+from engines.models.weight import Weight
 
 
-def attention(model: ModelSpec) -> tuple[Weight, ...]:
+def attention(model: DecoderSizes) -> tuple[Weight, ...]:
     """State attention over query groups, and the norm before it."""
     hidden, queries, keys = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     qkv = {"self_attn.qkv_proj.weight": (queries + 2 * keys, hidden)}
@@ -22,7 +22,7 @@ def attention(model: ModelSpec) -> tuple[Weight, ...]:
     )
 
 
-def mlp(model: ModelSpec) -> tuple[Weight, ...]:
+def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
     """State an MLP with a gate, and the norm before it."""
     hidden, ffn = model.hidden, model.ffn
     return (

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from engines.models.families._pieces import TOWER_KEYS, linear
 from engines.models.families.qwen2 import FAMILY as QWEN2
-from engines.models.family import Tower
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision_config import extract_text, read_vision
+from engines.models.vision_spec import Tower, VisionSpec
 
 
 def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
@@ -29,6 +29,7 @@ FAMILY = replace(
     model_type="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
     renamed={"model.language_model.": "model.", "model.visual.": "visual."},
+    extract_language=extract_text,
     tower=Tower(
         prefixes={"": "visual."},
         projector=("merger.",),
@@ -38,6 +39,7 @@ FAMILY = replace(
         activation="silu",
         gated=True,
         weights=list_tower_weights,
+        read=read_vision,
         no_videos="transformers and vLLM disagree where the text goes on after one that lasts longer than it is wide",
     ),
 )

@@ -4,10 +4,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+from engines.models import vision_config
 from engines.models.families._pieces import linear
 from engines.models.families.qwen2_5_vl import FAMILY as QWEN2_5_VL
-from engines.models.family import Tower
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision_spec import Tower, VisionSpec
 from engines.validation import fits
 
 
@@ -28,7 +28,7 @@ def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
     sizes = {"hidden_size": vision["embed_dim"], "out_hidden_size": vision["hidden_size"]}
     sizes["intermediate_size"] = vision["embed_dim"] * vision["mlp_ratio"]
     named = config | {"vision_config": vision | sizes}
-    return replace(VisionSpec.from_config(named, replace(tower, read=None), path), tower=tower, config=vision)
+    return replace(vision_config.read_vision(named, tower, path), config=vision)
 
 
 def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from engines.models.families._pieces import TOWER_KEYS, linear
 from engines.models.families.qwen3 import FAMILY as QWEN3
-from engines.models.family import Tower
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision_config import extract_text, read_vision
+from engines.models.vision_spec import Tower, VisionSpec
 
 
 def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
@@ -32,6 +32,7 @@ FAMILY = replace(
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
     prefix="model.language_model.",
+    extract_language=extract_text,
     tower=Tower(
         prefixes={"": "model.visual."},
         projector=("merger.", "deepstack_merger_list."),
@@ -41,6 +42,7 @@ FAMILY = replace(
         activation="gelu_pytorch_tanh",
         gated=False,
         weights=list_tower_weights,
+        read=read_vision,
         video_processor="Qwen3VLVideoProcessor",
         no_videos="",
     ),

@@ -16,7 +16,8 @@ from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
-from hardware.attention.faults import ATTENTION_FAULTS, collect_faults
+from engines.probes.faults import collect_faults
+from hardware.attention.faults import ATTENTION_FAULTS
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
 from rlworker.checks.case import make_probe_case
@@ -181,7 +182,7 @@ def test_each_layer_has_its_rule_and_a_pack_may_be_of_a_fixed_size(one_rank, pla
 
 
 def attend_by_sdpa(rank, world, *args):
-    from hardware.cuda.platform import EmulatedCudaPlatform
+    from hardware.cuda.emulated import EmulatedCudaPlatform
 
     with patch.object(EmulatedCudaPlatform, "varlen_types", ()):
         return attend_all_ranks(rank, world, "cuda-emulated", *args)

@@ -10,12 +10,13 @@ import torch
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
+from hardware.attention.grouped_sdpa import GroupedPlan
 from hardware.attention.mask_spec import MaskSpec
 from hardware.attention.rules import CAUSAL, Rule
-from hardware.cpu.attention_plan import CpuPlan
 from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
+from hardware.cuda.emulated import EmulatedCudaPlatform
 from hardware.cuda.kernel_call import Call
-from hardware.cuda.platform import CudaPlatform, EmulatedCudaPlatform
+from hardware.cuda.platform import CudaPlatform
 from rlworker.checks.device.attention import LENGTHS as EVERY_LENGTHS
 from rlworker.checks.device.attention import RULES
 from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, find_image_blocks
@@ -155,9 +156,9 @@ def test_what_the_kernel_may_hand_to_another_is_never_asked(rule):
     [
         (torch.bfloat16, 128, VarlenPlan, VarlenPlan),
         (torch.float16, 256, VarlenPlan, VarlenPlan),
-        (torch.float32, 128, CpuPlan, VarlenPlan),  # which stands for bf16
-        (torch.bfloat16, 264, CpuPlan, CpuPlan),
-        (torch.bfloat16, 20, CpuPlan, CpuPlan),
+        (torch.float32, 128, GroupedPlan, VarlenPlan),  # which stands for bf16
+        (torch.bfloat16, 264, GroupedPlan, GroupedPlan),
+        (torch.bfloat16, 20, GroupedPlan, GroupedPlan),
     ],
     ids=str,
 )

@@ -8,11 +8,11 @@ import torch
 from support.attention import refused_for
 
 from hardware.attention.contract import NotEmulatedError, RefusedError, SilentError
+from hardware.npu.emulated import EmulatedNpuPlatform
 from hardware.npu.emulator.contract import REQUIREMENTS
 from hardware.npu.emulator.examples import DIM, HEADS, KV_HEADS, make_example_call, make_examples, make_pack
 from hardware.npu.emulator.operator import install
 from hardware.npu.kernel_call import LAYOUTS, build_prefix_mask, build_triangle
-from hardware.npu.platform import EmulatedNpuPlatform
 
 OPEN = torch.zeros(6, 6, dtype=torch.bool)
 TRIANGLE, PREFIX_MASK = build_triangle(), build_prefix_mask()  # once: each has four million entries or more

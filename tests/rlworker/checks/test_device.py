@@ -15,7 +15,7 @@ import torch
 from support.ranks.engines_cases import leave_groups, start_process
 
 from hardware.attention.contract import KernelContract, RefusedError, Requirement, SilentError, Source
-from hardware.cuda.platform import EmulatedCudaPlatform
+from hardware.cuda.emulated import EmulatedCudaPlatform
 from hardware.platforms import get_platform
 from rlworker.checks.device import contract
 from rlworker.checks.device.report import Device, build_report, format_table

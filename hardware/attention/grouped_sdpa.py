@@ -1,9 +1,11 @@
-"""The CPU's attention plan: one SDPA call per group of sequences of like length, never a mask over a whole pack."""
+"""Attention by torch's SDPA on any device: one call per group of sequences of like length, never a mask over a whole
+pack."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hardware.attention.dense_mask import build_dense_mask
@@ -28,7 +30,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class CpuPlan:
+class GroupedPlan:
     """Index tensors that bring packed slots into groups and back.
 
     Attributes:
@@ -46,7 +48,7 @@ class CpuPlan:
 
 
 def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
-    """Build the inputs for rules that the capability table lets through."""
+    """Build the inputs of ``attend_groups``, for rules that the capability table lets through."""
     plan = _plan_bshd if spec.kind == "bshd" else _plan_thd
     return AttentionInputs.build(spec, rotary, plan(spec, rotary[0].device))
 
@@ -59,13 +61,13 @@ def _group(spec: MaskSpec, members: np.ndarray, keys: int, device: torch.device)
     return Group(len(members), len(query), keys, masks)
 
 
-def _plan_bshd(spec: MaskSpec, device: torch.device) -> CpuPlan:
+def _plan_bshd(spec: MaskSpec, device: torch.device) -> GroupedPlan:
     length = spec.padded[0]
     group = _group(spec, np.arange(len(spec.padded)), length, device)
     if spec.cp == 1:
-        return CpuPlan((group,))
+        return GroupedPlan((group,))
     key_index = _gathered(spec, np.zeros(1, np.int64), length, length // spec.cp)
-    return CpuPlan((group,), key_index=to_device(key_index, device))
+    return GroupedPlan((group,), key_index=to_device(key_index, device))
 
 
 def _gathered(spec: MaskSpec, start: np.ndarray, length: int, slots: int) -> np.ndarray:
@@ -80,7 +82,7 @@ def _bucket(length: int, spec: MaskSpec) -> int:
     return -(-length // step) * step
 
 
-def _plan_thd(spec: MaskSpec, device: torch.device) -> CpuPlan:
+def _plan_thd(spec: MaskSpec, device: torch.device) -> GroupedPlan:
     padded = np.asarray(spec.padded, dtype=np.int64)
     local = padded // spec.cp
     start = np.cumsum(local) - local
@@ -102,6 +104,55 @@ def _plan_thd(spec: MaskSpec, device: torch.device) -> CpuPlan:
         base += own.size
     flat = np.concatenate(query_index)
     if spec.cp == 1 and np.array_equal(flat, np.arange(slots)):
-        return CpuPlan(tuple(groups))
+        return GroupedPlan(tuple(groups))
     tensors = (to_device(x, device) for x in (flat, np.concatenate(key_index), slot_row))
-    return CpuPlan(tuple(groups), *tensors)
+    return GroupedPlan(tuple(groups), *tensors)
+
+
+def attend_groups(query: Tensor, key: Tensor, value: Tensor, plan: GroupedPlan, rule: Rule, scale: float) -> Tensor:
+    """Compute core attention by a plan of ``build_attention_inputs``.
+
+    Args:
+        query: ``[s, b, h, d]``, or ``[slots, h, d]`` of a pack. key, value: the same, of all context-parallel ranks.
+
+    Returns:
+        ``[s, b, h * d]``, or ``[slots, h * d]``.
+    """
+    attend = _attend_bshd if query.dim() == 4 else _attend_thd
+    return attend(query, key, value, plan, rule, scale)
+
+
+def _attend_bshd(query: Tensor, key: Tensor, value: Tensor, plan: GroupedPlan, rule: Rule, scale: float) -> Tensor:
+    if plan.key_index is not None:
+        key, value = (x.index_select(0, plan.key_index) for x in (key, value))
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, h, s, d]
+    out = _sdpa(query, key, value, plan.groups[0].masks[rule], scale)
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _attend_thd(query: Tensor, key: Tensor, value: Tensor, plan: GroupedPlan, rule: Rule, scale: float) -> Tensor:
+    if plan.query_index is not None and plan.key_index is not None:
+        query = query.index_select(0, plan.query_index)
+        key, value = (x.index_select(0, plan.key_index) for x in (key, value))
+    query_sizes = [g.rows * g.queries for g in plan.groups]
+    key_sizes = [g.rows * g.keys for g in plan.groups]
+    outs = []
+    for group, q, k, v in zip(
+        plan.groups, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
+    ):
+        q, k, v = (x.unflatten(0, (group.rows, -1)).transpose(1, 2) for x in (q, k, v))  # [rows, h, len, d]
+        outs.append(_sdpa(q, k, v, group.masks[rule], scale).transpose(1, 2).flatten(0, 1).flatten(1))
+    out = torch.cat(outs)
+    return out if plan.slot_row is None else out.index_select(0, plan.slot_row)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
