@@ -147,7 +147,7 @@ class MegatronConfig:
     slots: Annotated[int, Ge(0)] = 0
     """Every micro-batch has exactly this many slots (thd: in all; bshd: in each row); 0 takes as many as needed."""
     attention_override: tuple[str, ...] = ()
-    """Cells of the capability table that are refused and used all the same, such as flash_varlen/thd/cp/window."""
+    """Cells of the capability table that are refused and used all the same, such as npu_mode2/thd/no-cp/chunk."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations, where left open the platform's; the optimizer keeps fp32 masters."""
     micro_batch_tokens: Annotated[int, Ge(1)] = 16384

@@ -17,14 +17,8 @@ NO_LIMIT = 2147483647
 
 
 def build_triangle(device: torch.device | str = "cpu") -> Tensor:
-    """``[2048, 2048]`` bool, True above the diagonal: the mask that ``sparse_mode`` 2, 3, 4, 7 and 8 expect."""
+    """``[2048, 2048]`` bool, True above the diagonal: the mask that ``sparse_mode`` 2, 3 and 4 expect."""
     return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device).triu(1)
-
-
-def build_prefix_mask(device: torch.device | str = "cpu") -> Tensor:
-    """``[3072, 2048]`` bool: the triangle, and below it a block that is False on the left and True on the right."""
-    block = torch.arange(TRIANGLE, device=device) >= TRIANGLE // 2
-    return torch.cat([build_triangle(device), block.expand(TRIANGLE // 2, -1)])
 
 
 class Call:
@@ -78,15 +72,7 @@ class Call:
 
     @cached_property
     def compressed(self) -> bool:
-        return self.sparse_mode in (2, 3, 4, 7, 8)
-
-    @cached_property
-    def band_sequence(self) -> int | None:
-        """The one sequence of a pack that ``sparse_mode`` 7 and 8 give a band: the last and the first that has any."""
-        held = [number for number, length in enumerate(self.query_lengths) if length]
-        if self.sparse_mode not in (7, 8) or not held:
-            return None
-        return held[-1] if self.sparse_mode == 7 else held[0]
+        return self.sparse_mode in (2, 3, 4)
 
     def compute_allowed(self, sequence: int) -> Tensor:
         """Compute ``[1 or N, Sq, Skv]`` bool, True where a query of a sequence sees a key."""
@@ -95,19 +81,13 @@ class Call:
             return torch.ones(1, queries, keys, dtype=torch.bool)
         query, key = torch.arange(queries)[:, None], torch.arange(keys)
         corner = query + keys - queries  # the key of a query's diagonal where the last query sees the last key
-        mode = self.sparse_mode
-        if mode in (7, 8):  # a pack of mode 3 or 2, of which one sequence was cut
-            mode = 4 if sequence == self.band_sequence else {7: 3, 8: 2}[mode]
-        if mode == 2:
+        if self.sparse_mode == 2:
             return (key <= query)[None]
-        if mode == 3:
+        if self.sparse_mode == 3:
             return (key <= corner)[None]
-        if mode == 4:
+        if self.sparse_mode == 4:
             return ((key <= corner + self.next_tockens) & (key >= corner - self.pre_tockens))[None]
-        if mode == 6:
-            return ((key <= corner) | (key < self.prefix[sequence]))[None]
-        seen = ~self.get_mask(sequence).bool()
-        return seen & self.compute_band(query, key) if mode == 0 else seen
+        return ~self.get_mask(sequence).bool()
 
     def get_mask(self, sequence: int) -> Tensor:
         """Return the part ``[1 or N, Sq, Skv]`` of an uncompressed mask for one sequence."""
@@ -122,24 +102,17 @@ class Call:
     @cached_property
     def _own_masks(self) -> bool:
         """Each sequence has a mask of its own: ``[B, ...]``, or the part of ``[T, T]`` on the diagonal."""
-        if self.atten_mask is None or self.sparse_mode not in (0, 1, 5):
+        if self.atten_mask is None or self.sparse_mode != 1:
             return False
         if self.atten_mask.dim() == 4:
             return self.atten_mask.shape[0] > 1
         shared = (max(self.query_lengths), max(self.key_lengths))
         return self.packed and self.atten_mask.shape != shared
 
-    def compute_band(self, query: Tensor, key: Tensor) -> Tensor:
-        """Compute the band of ``sparse_mode`` 0, counted from the top left corner; the rest it may skip."""
-        return (key <= query + self.next_tockens) & (key >= query - self.pre_tockens)
-
     def list_groups(self) -> dict[tuple, list[int]]:
         """List sequences that see alike and are equally long, and so can be computed, or checked, together."""
         grouped: dict[tuple, list[int]] = {}
-        masked = self.atten_mask is not None
         for number, sizes in enumerate(zip(self.query_lengths, self.key_lengths)):
             if sizes[0]:
-                prefix = self.prefix[number] if masked and self.sparse_mode in (5, 6) else None
-                key = (*sizes, number == self.band_sequence, prefix, number if self._own_masks else None)
-                grouped.setdefault(key, []).append(number)
+                grouped.setdefault((*sizes, number if self._own_masks else None), []).append(number)
         return grouped

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Self, TypeVar, cast
 
 from hardware.platforms import PlatformName, get_platform
-from recipes.common import motion, squares
+from recipes.common import squares
 from recipes.common.addition import make_model, make_tokenizer, write_rows
 from recipes.common.sizes import fit_to_model, fit_to_node
 from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
@@ -129,7 +129,7 @@ def _make_rows(folder: Path, kind: TinyVlm) -> Path:
     parts = {}
     for seed, (name, count) in enumerate(_ROWS.items()):
         images = squares.make_rows(folder, name, seed, count // 2)
-        videos = motion.make_rows(folder, name, seed, count // 2)
+        videos = squares.make_video_rows(folder, name, seed, count // 2)
         parts[name] = [row for pair in zip(images, videos, strict=True) for row in pair]
     return write_rows(folder, parts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,16 @@ COLOURS = {"red": (235, 90, 90), "green": (90, 220, 90), "blue": (100, 130, 250)
 SIDE, CELL, MAX_COUNT = 56, 14, 4
 WORDS = ("?", *COLOURS, *map(str, range(1, MAX_COUNT + 1)))
 IMAGE_COUNTS = {"train": 4096, "heldout": 512}
-Draw = Callable[[np.random.Generator], tuple[Image.Image, str]]
-"""A function that draws an image and returns it with its right answer."""
+FRAMES, MILLISECONDS = 4, 250
+"""Frames of a video, and how long each is shown."""
 
 
-def make_tokenizer(words: tuple[str, ...] = WORDS) -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer of one token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: i for i, token in enumerate((*SPECIAL, *IMAGE_TOKENS, *words))}
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *IMAGE_TOKENS, *WORDS))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL))
@@ -56,19 +55,30 @@ def draw_image(generator: np.random.Generator) -> tuple[Image.Image, str]:
     return image, f"{colour} {count}"
 
 
-def make_data(folder: Path, counts: dict[str, int] = IMAGE_COUNTS, draw: Draw = draw_image) -> Path:
+def make_data(folder: Path, counts: dict[str, int] = IMAGE_COUNTS) -> Path:
     """Write images, and train.jsonl and heldout.jsonl that name them: ``counts`` has the rows of each file."""
-    parts = {name: make_rows(folder, name, seed, count, draw) for seed, (name, count) in enumerate(counts.items())}
-    return write_rows(folder, parts)
+    return write_rows(folder, {name: make_rows(folder, name, seed, counts[name]) for seed, name in enumerate(counts)})
 
 
-def make_rows(folder: Path, name: str, seed: int, count: int, draw: Draw = draw_image) -> list[dict]:
+def make_rows(folder: Path, name: str, seed: int, count: int) -> list[dict]:
     """Write ``count`` images, and return the rows that name them."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     generator, rows = np.random.default_rng(seed), []
     for number in range(count):
-        image, answer = draw(generator)
+        image, answer = draw_image(generator)
         path = f"images/{name}_{number:04d}.png"
         image.save(folder / path)
         rows.append({"prompt": "<bos> <image> ?", "images": [path], "answer": answer})
+    return rows
+
+
+def make_video_rows(folder: Path, name: str, seed: int, count: int) -> list[dict]:
+    """Write ``count`` videos of ``FRAMES`` images each, and return the rows that name them, right by their last."""
+    (folder / "videos").mkdir(parents=True, exist_ok=True)
+    generator, rows = np.random.default_rng(seed), []
+    for number in range(count):
+        (first, _), *others = (draw_image(generator) for _ in range(FRAMES))
+        path, frames = f"videos/{name}_{number:04d}.webp", [image for image, _ in others]
+        first.save(folder / path, save_all=True, append_images=frames, duration=MILLISECONDS, lossless=True, method=0)
+        rows.append({"prompt": "<bos> <video> ?", "videos": [path], "answer": others[-1][1]})
     return rows

@@ -12,7 +12,6 @@ import tyro
 
 from engines.validation import collect_bounds, option, spell_bounds
 from hardware.platforms import PLATFORMS
-from rlworker.config.keys import flatten_config, map_renamed_keys
 from rlworker.config.run import TrainingConfig
 
 Config = TypeVar("Config")
@@ -38,8 +37,6 @@ def parse_config(
     parse = partial(tyro.cli, description=description, prog=prog)
     if help_options := {"-h", "--help"} & {*args}:
         _show_help(parse, default, args[args.index(help_options.pop()) + 1 :])
-    if renamed := _find_renamed_options(args, flatten_config(default)):
-        sys.exit("error: " + "; ".join(f"there is no option {old}, take {new}" for old, new in renamed.items()))
     return parse(type(default), default=default, args=args)
 
 
@@ -83,22 +80,6 @@ def _fit_default(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig
     name = named.platform
     is_another = name in PLATFORMS and name != default.platform  # what is wrong with a name is said where all is read
     return default.move_to_platform(name) if is_another else default
-
-
-def _find_renamed_options(args: Sequence[str], known: Collection[str]) -> dict[str, str]:
-    """Find the options among the arguments that have another name here: ``{"--keep-best": "--checkpoint.keep-best"}``.
-
-    Args:
-        known: the keys that there are.
-    """
-    spelled = {}
-    for keys in map_renamed_keys(known).items():
-        parts = [key.rpartition(".") for key in keys]
-        for no in ("", "no_"):  # a switch is turned off by an option of its own
-            old_option, option_name = (option(section or "config", no + name) for section, _, name in parts)
-            spelled[old_option] = option_name
-    words = [word.partition("=")[0].replace("_", "-") for word in args]
-    return {word: spelled[word] for word in words if word in spelled}
 
 
 def _show_help(parse: partial, default: Any, following: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from rlworker.config.keys import flatten, flatten_config, map_renamed_keys
+from rlworker.config.keys import flatten, flatten_config
 from rlworker.config.run import TrainingConfig
 
 Changes = dict[str, tuple[Any, Any]]
@@ -27,9 +27,7 @@ def list_changes(stored: dict, config: TrainingConfig) -> Changes:
     A setting that did not exist yet when the run was started had what is now its default.
     """
     default, now = flatten_config(type(config)()), flatten_config(config)
-    names = map_renamed_keys(now)
-    before = default | {names.get(key, key): value for key, value in flatten(stored).items()}
-    before, now = (json.loads(json.dumps(settings)) for settings in (before, now))
+    before, now = (json.loads(json.dumps(settings)) for settings in (default | flatten(stored), now))
     keys = sorted((before.keys() | now.keys()) - _OF_EACH_START)
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
 

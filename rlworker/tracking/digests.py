@@ -97,7 +97,7 @@ def read_digests(checkpoint: Path) -> dict[str, FileDigest]:
 
 
 def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> list[str]:
-    """Find what is not as it was written in a checkpoint that has digests.
+    """Find what is not as it was written in a checkpoint.
 
     Args:
         digest: reads the files; None looks at their names and sizes alone, which takes no time.
@@ -105,6 +105,8 @@ def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> 
     Returns:
         a line for each file that is missing, cut short, changed or not of this checkpoint; none where all is well.
     """
+    if not (checkpoint / DIGESTS).exists():
+        return [f"{DIGESTS} is missing"]
     try:
         expected = read_digests(checkpoint)
     except (ValueError, OSError) as error:

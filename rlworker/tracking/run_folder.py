@@ -34,8 +34,6 @@ from rlworker.tracking.step_lines import METRICS, PROMPTS, count_later, keep_ste
 
 _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
-_HAS_DIGESTS = "has_digests"
-"""Key of that file: without it a checkpoint is one of before there were digests, which therefore lacks none."""
 OUTAGES = "outages.jsonl"
 """A line for every time that workers were lost and replaced: where in the run, who, and what became of each."""
 FLOOR = "logprob_diff_floor"
@@ -87,7 +85,7 @@ class RunFolder:
                 f"run_dir: {str(self.path)!r} already holds a run; choose another --run-dir, or add --resume"
             )
         self._list_changes(config)
-        if (newest := self.find_newest()) and (damage := _find_damage(newest, None)):
+        if (newest := self.find_newest()) and (damage := find_damage(newest, None)):
             raise ValueError(self._explain_damage(newest, damage))
 
     def _list_changes(self, config: TrainingConfig) -> Changes:
@@ -161,7 +159,7 @@ class RunFolder:
             self._write_config(config)
             return None, f"run: begins in {self.path}" + (", which holds none to resume" if config.resume else "")
         newest, changes = self.find_newest(), self._list_changes(config)
-        if newest and (damage := _find_damage(newest, digest)):
+        if newest and (damage := find_damage(newest, digest)):
             raise RunError(self._explain_damage(newest, damage))
         self._clear_leftovers()
         state: dict[str, Any] | None = _read_state(newest) | {"folder": str(newest)} if newest else None
@@ -170,8 +168,6 @@ class RunFolder:
         if state:
             text = f"run: goes on from step {last} ({Path(state['folder']).relative_to(self.path)})"
             text += f"; {cut} lines of {METRICS} are of later steps, which come again" if cut else ""
-            if not (Path(state["folder"]) / DIGESTS).exists():
-                text += f"; NOTE it has no {DIGESTS}, so that damage to it would not be noticed"
         else:
             text = f"run: begins again at step 0, since {self.path} has no checkpoint"
             if cut:  # hours of them, perhaps
@@ -230,7 +226,7 @@ class RunFolder:
         """
         passed_over = []
         for checkpoint in reversed(self.list_checkpoints()):
-            damage = _find_damage(checkpoint, digest)
+            damage = find_damage(checkpoint, digest)
             if not damage:
                 return checkpoint, passed_over
             passed_over.append(describe_damage(checkpoint, damage))
@@ -287,7 +283,7 @@ class RunFolder:
         Args:
             digests: of its files, by their paths from it; those that are left out are read here.
         """
-        text, known = json.dumps(state | {_HAS_DIGESTS: True}), dict(digests or {})
+        text, known = json.dumps(state), dict(digests or {})
         known |= digest_files(partial, list_files(partial) - known.keys()) | {_COMPLETE: digest_text(text)}
         write_whole(partial / DIGESTS, format_digests(known))
         write_whole(partial / _COMPLETE, text)
@@ -301,23 +297,14 @@ class RunFolder:
         return final
 
 
-def _find_damage(checkpoint: Path, digest: DigestFiles | None) -> list[str]:
-    """Find what is damaged of a checkpoint, as ``find_damage``; one of before there were digests is taken as it is."""
-    if (checkpoint / DIGESTS).exists():
-        return find_damage(checkpoint, digest)
-    return [f"{DIGESTS} is missing"] if _HAS_DIGESTS in (checkpoint / _COMPLETE).read_text(errors="replace") else []
-
-
 def _read_state(checkpoint: Path) -> dict:
     """Read what a checkpoint tells beside its engines; nothing where it is not as it was written."""
     try:
         text = (checkpoint / _COMPLETE).read_text()
-        digests = read_digests(checkpoint) if (checkpoint / DIGESTS).exists() else {}
+        digests = read_digests(checkpoint)
     except (OSError, ValueError):
         return {}
-    if digests and digests.get(_COMPLETE) != digest_text(text):
-        return {}
-    return {key: value for key, value in json.loads(text).items() if key != _HAS_DIGESTS}
+    return json.loads(text) if digests.get(_COMPLETE) == digest_text(text) else {}
 
 
 def _find_free(path: Path) -> Path:

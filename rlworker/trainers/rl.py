@@ -334,10 +334,8 @@ class Trainer(Run[RunConfig]):
         return own | state | {"completion_tokens": sampler.completion_tokens}
 
     def restore(self, state: dict) -> None:
-        rollouts = state.get("rollouts", state["step"])  # older runs had one of each
-        mean = state.get("completion_tokens", self.sampler.completion_tokens)
-        self.sampler.go_on(rollouts, mean, state.get("prompts"))
-        self.empty_steps, self.floor = state.get("empty_steps", 0), state.get(FLOOR) or self.floor
+        self.sampler.go_on(state["rollouts"], state["completion_tokens"], state["prompts"])
+        self.empty_steps, self.floor = state["empty_steps"], state[FLOOR] or self.floor
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)
         self.rollouts.call("rewind", self.version + 1)  # where this program has been further, or within an update

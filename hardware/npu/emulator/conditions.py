@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hardware.npu.kernel_call import TRIANGLE, Call, build_prefix_mask, build_triangle
+from hardware.npu.kernel_call import TRIANGLE, Call, build_triangle
 
 _PROVEN_TRIANGLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Compressed masks that were found right, with the version of their contents."""
@@ -33,7 +33,7 @@ def list_mask_shapes(call: Call) -> set[tuple[int, ...]]:
         return {(queries, keys), (sum(call.query_lengths), sum(call.key_lengths))}
     batch = len(call.query_lengths)
     each = {(batch, 1, queries, keys), (batch, call.head_num, queries, keys)}
-    return each if call.sparse_mode == 5 else each | {(1, 1, queries, keys), (queries, keys)}
+    return each | {(1, 1, queries, keys), (queries, keys)}
 
 
 def are_cumulative(lengths: list[int], total: int) -> bool:
@@ -42,37 +42,6 @@ def are_cumulative(lengths: list[int], total: int) -> bool:
     while ends and ends[-1] == 0:
         ends.pop()
     return bool(ends) and ends[0] >= 0 and all(a <= b for a, b in zip(ends, ends[1:])) and ends[-1] == total
-
-
-def prefixes_are_in_range(call: Call) -> bool:
-    least = (max(0, keys - queries) for queries, keys in zip(call.query_lengths, call.key_lengths))
-    return len(call.query_lengths) <= 32 and all(
-        low <= prefix <= keys for low, prefix, keys in zip(least, call.prefix, call.key_lengths)
-    )
-
-
-def full_mask_is_the_prefix(call: Call) -> bool:
-    if call.sparse_mode != 5:
-        return True
-    for number, (queries, keys) in enumerate(zip(call.query_lengths, call.key_lengths)):
-        query, key = torch.arange(queries)[:, None], torch.arange(keys)
-        want = (key <= query + keys - queries) | (key < call.prefix[number])
-        if not torch.equal(~call.get_mask(number).bool(), want.expand(call.get_mask(number).shape)):
-            return False
-    return True
-
-
-def mask_is_within_band(call: Call) -> bool:
-    if call.sparse_mode != 0 or call.atten_mask is None:
-        return True
-    if min(call.pre_tockens, call.next_tockens) >= max(*call.query_lengths, *call.key_lengths):
-        return True
-    for members in call.list_groups().values():
-        mask = call.get_mask(members[0])
-        band = call.compute_band(torch.arange(mask.shape[-2])[:, None], torch.arange(mask.shape[-1]))
-        if (~mask.bool() & ~band).any():
-            return False
-    return True
 
 
 def every_row_sees_a_key(call: Call) -> bool:
@@ -96,13 +65,6 @@ def band_is_not_empty(call: Call) -> bool:
         for queries, keys in pairs
         if queries
     )
-
-
-def cut_band_covers_its_keys(call: Call) -> bool:
-    if call.band_sequence is None:
-        return True
-    keys = call.key_lengths[call.band_sequence]
-    return call.pre_tockens >= keys and (call.sparse_mode == 8 or call.next_tockens <= 0)
 
 
 def sizes_are_alike(call: Call) -> bool:
@@ -135,38 +97,19 @@ def is_small_enough(call: Call) -> bool:
 
 
 def has_mask_shape(call: Call) -> bool:
-    if call.atten_mask is None or call.compressed or call.sparse_mode == 6:
+    if call.atten_mask is None or call.compressed:
         return True
     return tuple(call.atten_mask.shape) in list_mask_shapes(call)
 
 
 def has_compressed_shape(call: Call) -> bool:
-    if call.atten_mask is None or not (call.compressed or call.sparse_mode == 6):
+    if call.atten_mask is None or not call.compressed:
         return True
-    rows = 3 * TRIANGLE // 2 if call.sparse_mode == 6 else TRIANGLE
     shape = tuple(call.atten_mask.shape)
-    if shape[-2:] != (rows, TRIANGLE) or any(size != 1 for size in shape[:-2]):
+    if shape[-2:] != (TRIANGLE, TRIANGLE) or any(size != 1 for size in shape[:-2]):
         return False
     return len(shape) == 2 or (len(shape) == 4 and not call.packed)
 
 
 def has_compressed_content(call: Call) -> bool:
-    if call.atten_mask is None:
-        return True
-    if call.compressed:
-        return is_triangle(call.atten_mask)
-    if call.sparse_mode == 6:
-        mask = call.atten_mask.reshape(-1, TRIANGLE).bool()
-        return torch.equal(mask, build_prefix_mask(mask.device))
-    return True
-
-
-def limits_leave_something(call: Call) -> bool:
-    """``sparse_mode`` 0: a negative limit leaves a band that lies within the matrix."""
-    if call.sparse_mode != 0 or call.atten_mask is None:
-        return True
-    before, after = call.pre_tockens, call.next_tockens
-    queries, keys = max(call.query_lengths), max(call.key_lengths)
-    return (after >= 0 or (before >= -after and -after < keys)) and (
-        before >= 0 or (after >= -before and -before < queries)
-    )
+    return call.atten_mask is None or not call.compressed or is_triangle(call.atten_mask)

@@ -1,4 +1,6 @@
-"""The requirements of ``npu_fusion_attention``: every documented rule, and every misuse that it computes in silence.
+"""The requirements of ``npu_fusion_attention`` in the modes that the NPU platform calls.
+
+They are every documented rule, and every misuse that the operator computes in silence.
 
 Each requirement names its source: the operator's page in the op-plugin documentation; op-plugin's host code,
 FlashAttentionKernelNpuOpApi.cpp; the operator's tiling in CANN. What the host code or the tiling checks, a device
@@ -12,20 +14,15 @@ from torch import Tensor
 from hardware.attention.contract import Requirement, Source, check_call
 from hardware.npu.emulator.conditions import (
     band_is_not_empty,
-    cut_band_covers_its_keys,
     dims_are_alike,
     every_row_sees_a_key,
-    full_mask_is_the_prefix,
     has_compressed_content,
     has_compressed_shape,
     has_mask_shape,
     heads_match,
     is_small_enough,
     lengths_are_cumulative,
-    limits_leave_something,
     list_mask_shapes,
-    mask_is_within_band,
-    prefixes_are_in_range,
     sizes_are_alike,
 )
 from hardware.npu.kernel_call import LAYOUTS, NO_LIMIT, Call
@@ -184,54 +181,13 @@ REQUIREMENTS: tuple[_Rule, ...] = (
         "compressed mask shape",
         _D,
         has_compressed_shape,
-        lambda c: (
-            f"sparse_mode {c.sparse_mode} takes a mask of {3072 if c.sparse_mode == 6 else 2048} x 2048, got "
-            f"{tuple(c.atten_mask.shape)}"
-        ),
+        lambda c: f"sparse_mode {c.sparse_mode} takes a mask of 2048 x 2048, got {tuple(c.atten_mask.shape)}",
     ),
     _Rule(
         "compressed mask content",
         _D,
         has_compressed_content,
-        lambda c: (
-            "the compressed mask is not True above the diagonal and False elsewhere (sparse_mode 6: with the "
-            "half-True block below)"
-        ),
-        silent=True,
-    ),
-    _Rule(
-        "prefix",
-        _D,
-        lambda c: c.sparse_mode not in (5, 6) or len(c.prefix or ()) == len(c.query_lengths),
-        lambda c: f"sparse_mode {c.sparse_mode} needs the prefix of each of {len(c.query_lengths)} sequences",
-    ),
-    _Rule(
-        "prefix range",
-        _D,
-        lambda c: c.sparse_mode not in (5, 6) or prefixes_are_in_range(c),
-        lambda c: f"at most 32 prefixes, each of max(0, Skv - Sq) to Skv tokens, got {c.prefix}",
-    ),
-    _Rule(
-        "prefix mask content",
-        _D,
-        full_mask_is_the_prefix,
-        lambda c: "the mask of sparse_mode 5 is not bottom-right causal with the prefix opened",
-        silent=True,
-    ),
-    _Rule(
-        "negative limits",
-        _D,
-        limits_leave_something,
-        lambda c: f"sparse_mode 0: pre_tockens {c.pre_tockens} and next_tockens {c.next_tockens} leave the matrix",
-    ),
-    _Rule(
-        "mask within band",
-        _D,
-        mask_is_within_band,
-        lambda c: (
-            "sparse_mode 0: atten_mask keeps places that pre_tockens and next_tockens leave out, and blocks of "
-            "them are skipped"
-        ),
+        lambda c: "the compressed mask is not True above the diagonal and False elsewhere",
         silent=True,
     ),
     _Rule(
@@ -241,16 +197,6 @@ REQUIREMENTS: tuple[_Rule, ...] = (
         lambda c: (
             f"sparse_mode 4: pre_tockens {c.pre_tockens} and next_tockens {c.next_tockens} have nothing in common"
         ),
-    ),
-    _Rule(
-        "cut bands",
-        _D,
-        cut_band_covers_its_keys,
-        lambda c: (
-            f"sparse_mode {c.sparse_mode}: pre_tockens covers all keys of the cut sequence, and of mode 7 "
-            f"next_tockens is at most 0, got {c.pre_tockens} and {c.next_tockens}"
-        ),
-        silent=True,
     ),
     _Rule(
         "rows that see nothing",

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from hardware.attention.contract import KernelContract
 from hardware.npu.emulator.contract import REQUIREMENTS
-from hardware.npu.kernel_call import build_prefix_mask, build_triangle
+from hardware.npu.kernel_call import build_triangle
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-_OPEN = torch.zeros(6, 6, dtype=torch.bool)
-_PREFIXES = [2, 4]
 _TND = {"input_layout": "TND"}
 
 
@@ -52,17 +50,6 @@ def make_pack(queries: list[int], keys: list[int], **changes) -> dict:
     return drawn | dict(input_layout="TND", actual_seq_qlen=totals[0], actual_seq_kvlen=totals[1]) | changes
 
 
-def _make_full_masks(prefixes: list[int]) -> torch.Tensor:
-    position = torch.arange(6)
-    opened = [(position <= position[:, None]) | (position < prefix) for prefix in prefixes]
-    return ~torch.stack(opened)[:, None]
-
-
-def _make_band_mask(before: int, after: int) -> torch.Tensor:
-    query, key = torch.arange(6)[:, None], torch.arange(6)
-    return (key > query + after) | (key < query - before)
-
-
 def make_examples() -> dict[str, tuple[dict[str, Any], ...]]:
     """Make, for each requirement, changes to ``make_example_call`` that break it, and changes that keep it."""
     return _make_size_examples() | _make_mask_examples()
@@ -86,7 +73,7 @@ def _make_size_examples() -> dict[str, tuple[dict[str, Any], ...]]:
         "input_layout": (dict(input_layout="bnsd"), dict(input_layout="BNSD")),
         "layout rank": (dict(input_layout="BSH"), _TND),
         "softmax_layout": (dict(softmax_layout="TND"), dict(softmax_layout="TND", **_TND)),
-        "sparse_mode": (dict(sparse_mode=5, **_TND), dict(sparse_mode=3, **_TND)),
+        "sparse_mode": (dict(sparse_mode=9, **_TND), dict(sparse_mode=3, **_TND)),
         "lengths given": (dict(actual_seq_kvlen=None, **_TND), _TND),
         "lengths unasked": (dict(actual_seq_qlen=[6, 12], actual_seq_kvlen=[6, 12]), {}),
         "dtype": (dict(query=torch.randn(2, HEADS, 6, DIM, dtype=torch.float64)), {}),
@@ -121,7 +108,7 @@ def _make_size_examples() -> dict[str, tuple[dict[str, Any], ...]]:
 
 
 def _make_mask_examples() -> dict[str, tuple[dict[str, Any], ...]]:
-    causal, prefix_mask = build_triangle(), build_prefix_mask()
+    causal = build_triangle()
     return {
         "mask given": (dict(atten_mask=None), dict(atten_mask=None, sparse_mode=0)),
         "mask type": (dict(atten_mask=causal.float()), dict(atten_mask=causal.to(torch.uint8))),
@@ -131,32 +118,9 @@ def _make_mask_examples() -> dict[str, tuple[dict[str, Any], ...]]:
         ),
         "compressed mask shape": (dict(atten_mask=causal[:6, :6]), dict(atten_mask=causal[None, None])),
         "compressed mask content": (dict(atten_mask=~causal), {}),
-        "prefix": (
-            dict(atten_mask=prefix_mask, sparse_mode=6),
-            dict(atten_mask=prefix_mask, sparse_mode=6, prefix=_PREFIXES),
-        ),
-        "prefix range": (
-            dict(atten_mask=prefix_mask, sparse_mode=6, prefix=[2, 7]),
-            dict(atten_mask=prefix_mask, sparse_mode=6, prefix=[0, 6]),
-        ),
-        "prefix mask content": (
-            dict(atten_mask=_make_full_masks([2, 2]), sparse_mode=5, prefix=_PREFIXES),
-            dict(atten_mask=_make_full_masks(_PREFIXES), sparse_mode=5, prefix=_PREFIXES),
-        ),
-        "negative limits": (
-            dict(atten_mask=_make_band_mask(1, -2), sparse_mode=0, pre_tockens=1, next_tockens=-2, inner_precise=2),
-            dict(atten_mask=_make_band_mask(3, -2), sparse_mode=0, pre_tockens=3, next_tockens=-2, inner_precise=2),
-        ),
-        "mask within band": (
-            dict(atten_mask=_OPEN, sparse_mode=0, pre_tockens=6, next_tockens=0),
-            dict(atten_mask=_make_band_mask(6, 0), sparse_mode=0, pre_tockens=6, next_tockens=0),
-        ),
         "band": (
             dict(sparse_mode=4, pre_tockens=-3, next_tockens=0),
             dict(sparse_mode=4, pre_tockens=2, next_tockens=0),
-        ),
-        "cut bands": tuple(
-            make_pack([3, 2], [3, 6], sparse_mode=7, pre_tockens=before, next_tockens=-2) for before in (5, 6)
         ),
         "rows that see nothing": (make_pack([4], [2], sparse_mode=3), make_pack([2], [4], sparse_mode=3)),
     }

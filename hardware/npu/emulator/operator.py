@@ -53,6 +53,10 @@ def _register(name: str, schema: str, function: Callable[[dict], Any]) -> torch.
 
 def _fusion_attention(arguments: dict) -> tuple:
     call = Call(arguments)
+    if call.sparse_mode in (5, 6, 7, 8) or (call.sparse_mode == 0 and call.atten_mask is not None):
+        raise NotEmulatedError(
+            f"npu_fusion_attention, emulated: sparse_mode {call.sparse_mode} with a mask is not computed; give 1 to 4"
+        )
     check(call)
     unknown = [name for name in ("pse", "sink", "dropout_mask") if arguments[name] is not None]
     if unknown or call.keep_prob < 1:

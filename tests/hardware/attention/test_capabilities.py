@@ -3,23 +3,21 @@
 import dataclasses
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
 from support.attention import draw_qkv
-from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
 from hardware.attention import capabilities
 from hardware.attention.capabilities import PLACES, TABLE, check_override, find_backend, name_place
-from hardware.attention.mask_spec import MaskSpec, to_blocking_mask
+from hardware.attention.mask_spec import MaskSpec
 from hardware.attention.rules import CAUSAL, RULES, Rule
 from hardware.cpu.platform import CpuPlatform
 from hardware.npu.emulator.operator import install
-from hardware.npu.kernel_call import build_prefix_mask, build_triangle
-from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
+from hardware.npu.kernel_call import build_triangle
+from hardware.platforms import PLATFORMS, get_platform
+from rlworker.checks.device.dense_attention import DIM, HEADS, dense_attention, find_image_blocks
 
 RULE_OF = {
     "full": Rule(causal=False),
@@ -31,18 +29,11 @@ RULE_OF = {
 }
 LENGTHS = (5, 1, 0, 12)
 PLACES_OF = list(itertools.product(("bshd", "thd"), (False, True)))
-EXECUTED = (
-    # test_core_attention.py runs every rule through the platform's core attention, in both layouts, with CP 1, 2 and 4.
-    {("torch_sdpa", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
-    | {("flex_attention", kind, False, rule) for kind in ("bshd", "thd") for rule in RULES}
-    | {("megatron_local", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
-)
-"""What this file and test_core_attention.py run."""
+EXECUTED = {("torch_sdpa", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
+"""test_core_attention.py runs every rule through the platform's core attention, both layouts, with CP 1, 2 and 4."""
 NPU = {
     (f"npu_mode{mode}", kind, cp, rule)
     for mode, kind, cp, rules in (
-        (0, "bshd", False, ("causal", "window", "chunk")),
-        (0, "thd", False, ("causal", "window", "chunk")),
         (1, "bshd", False, RULES),
         (1, "thd", False, ("causal", "window", "chunk")),
         (1, "bshd", True, RULES),
@@ -50,8 +41,6 @@ NPU = {
         (2, "thd", False, ("causal",)),
         *((3, kind, cp, ("causal",)) for kind, cp in PLACES_OF),
         *((4, kind, cp, ("window",)) for kind, cp in PLACES_OF),
-        (5, "bshd", False, ("prefix",)),
-        (6, "bshd", False, ("prefix",)),
     )
     for rule in rules
 }
@@ -67,7 +56,8 @@ def spec_of(kind: str, rule: Rule) -> MaskSpec:
 def test_the_table_is_complete():
     backends = {backend for backend, *_ in TABLE}
     assert set(TABLE) == {(b, k, c, r) for b in backends for (k, c) in PLACES_OF for r in RULES}
-    assert len(backends) == 22 and len(PLACES) == len(TABLE) == 528
+    assert len(PLACES) == len(TABLE) == 24 * len(backends)
+    assert backends == {name for each in PLATFORMS for name in get_platform(each).attention_backends}
     for place, cell in TABLE.items():
         assert cell.text, place
         assert bool(cell.nearest) != cell.honoured, f"{place}: what is refused names what works, and nothing else does"
@@ -109,33 +99,6 @@ def test_the_document_says_what_the_table_says(cp):
 # -- the backends themselves
 
 
-def run_flex(spec, query, key, value):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    see = spec.compute_visible()
-    mask = create_block_mask(lambda b, h, q, k: see[b, q, k], see.shape[0], None, *see.shape[1:], device="cpu")
-    rows = (x.transpose(1, 2) for x in (query, key, value))
-    return flex_attention(*rows, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kind", ["bshd", "thd"])
-@pytest.mark.parametrize("rule", RULES)
-def test_flex_attention_honours_every_rule(kind, rule):
-    spec = spec_of(kind, RULE_OF[rule])
-    query, key, value = (x.detach() for x in draw_qkv(*spec.compute_visible().shape[:2]))
-    got, want = run_flex(spec, query, key, value), dense_attention(query, key, value, spec.compute_visible())
-    valid = spec.list_slots(0)[0] >= 0
-    assert TABLE["flex_attention", kind, False, rule].honoured and torch.allclose(got[valid], want[valid], atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_has_no_backward_on_a_cpu():
-    spec = spec_of("bshd", CAUSAL)
-    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        run_flex(spec, *draw_qkv(*spec.compute_visible().shape[:2])).sum().backward()
-
-
 def test_varlen_attention_does_not_run_on_a_cpu():
     """But for the kernel that the emulator gives it, where it has been in this process."""
     from torch.nn.attention import varlen
@@ -146,89 +109,16 @@ def test_varlen_attention_does_not_run_on_a_cpu():
         varlen.varlen_attn(query, query, query, bounds, bounds, 4, 4)
 
 
-def megatron_local(rank, world, rule, dense):
-    """Difference of Megatron's own attention from the oracle, on real rows of bshd."""
-    start_process(rank)
-    from megatron.core import parallel_state as mpu
-    from megatron.core.fusions import fused_softmax
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    sizes = dict(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=KV_HEADS)
-    config = TransformerConfig(**sizes, masked_softmax_fusion=False, attention_dropout=0.0)
-    spec = spec_of("bshd", rule)
-    see = spec.compute_visible()
-    query, key, value = draw_qkv(*see.shape[:2])
-    kind, mask = (AttnMaskType.arbitrary, to_blocking_mask(see)[:, None]) if dense else (AttnMaskType.causal, None)
-    group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
-    core = DotProductAttention(config, 1, kind, "self", pg_collection=group)
-    alone = mpu._GLOBAL_MEMORY_BUFFER is None
-    if alone:
-        mpu._set_global_memory_buffer()
-    core.attention_dropout = torch.nn.Identity()
-    core.config.sequence_parallel = True  # dropout would ask for a random state that only a parallel group sets up
-    upper = lambda n: torch.ones(n, n).triu(1).bool()  # noqa: E731, theirs is made with device="cuda"
-    with patch.object(fused_softmax, "get_default_causal_mask", upper):
-        out = core(*(x.transpose(0, 1) for x in (query, key, value)), mask).transpose(0, 1)
-    if alone:
-        mpu.destroy_global_memory_buffer()
-    valid = spec.list_slots(0)[0] >= 0
-    return float((out - dense_attention(query, key, value, see))[valid].abs().max())
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_megatron_local_honours_every_rule_in_bshd(one_rank, rule):
-    assert TABLE["megatron_local", "bshd", False, rule].honoured
-    assert one_rank.run(megatron_local, RULE_OF[rule], rule != "causal")[0] <= 1e-6
-
-
-@pytest.mark.parametrize("rule", [r for r in RULES if r != "causal"])
-def test_megatron_local_told_causal_is_another_rule(one_rank, rule):
-    assert one_rank.run(megatron_local, RULE_OF[rule], False)[0] > 1e-2
-
-
-def test_megatron_local_refuses_packs_and_context_parallelism(one_rank):
-    def call(rank, world):
-        start_process(rank)
-        from megatron.core.packed_seq_params import PackedSeqParams
-        from megatron.core.transformer import TransformerConfig
-        from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-        said = []
-        for cp, packed in ((1, PackedSeqParams(qkv_format="thd")), (2, None)):
-            config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, context_parallel_size=cp)
-            group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
-            try:
-                core = DotProductAttention(config, 1, None, "self", pg_collection=group)
-                x = torch.zeros(4, 1, 4, 8)
-                core(x, x, x, None, packed_seq_params=packed)
-            except AssertionError as error:
-                said.append(str(error))
-        return said
-
-    packed, context_parallel = one_rank.run(call)[0]
-    assert (
-        "Packed sequence is not supported" in packed and "Context parallelism is only supported by" in context_parallel
-    )
-
-
 def npu_arguments(mode: int, spec, rule: Rule) -> dict:
     """What the cell's text says of a ``sparse_mode``, without the code that says it in production."""
     if mode in (2, 3):
         return dict(sparse_mode=mode, atten_mask=build_triangle())
     if mode == 4:
         return dict(sparse_mode=4, atten_mask=build_triangle(), pre_tockens=rule.window - 1, next_tockens=0)
-    if mode == 6:
-        return dict(sparse_mode=6, atten_mask=build_prefix_mask(), prefix=list(spec.prefixes))
     if spec.kind == "bshd":
         mask = ~spec.compute_visible()[:, None]
         mask[:, 0].diagonal(dim1=1, dim2=2).fill_(False)  # so that padding sees something: itself
-        if mode == 5:  # padding is causal there too
-            position = torch.arange(mask.shape[-1])
-            causal = position > position[:, None]
-            mask = torch.stack([causal & (position >= prefix) for prefix in spec.prefixes])[:, None]
-        return dict(sparse_mode=mode, atten_mask=mask) | (dict(prefix=list(spec.prefixes)) if mode == 5 else {})
+        return dict(sparse_mode=mode, atten_mask=mask)
     position = torch.arange(max(spec.padded))
     distance = position[:, None] - position
     mask = distance < 0
@@ -279,25 +169,26 @@ def test_a_flipped_cell_is_refused_by_the_platform(monkeypatch, rule, kind, cp):
 
 
 def test_the_first_backend_that_honours_a_rule_is_taken():
-    backends = ("te_causal", "te_padding_causal", "flex_attention")
-    assert find_backend(backends, "bshd", 1, CAUSAL)[0] == "te_causal"
-    assert find_backend(backends, "thd", 1, Rule(window=4))[0] == "te_padding_causal"
-    assert find_backend(backends, "thd", 1, Rule(images=True))[0] == "flex_attention"
+    backends = get_platform("npu").attention_backends
+    assert find_backend(backends, "bshd", 1, CAUSAL)[0] == "npu_mode2"
+    assert find_backend(backends, "thd", 2, CAUSAL)[0] == "npu_mode3"
+    assert find_backend(backends, "thd", 1, Rule(window=4))[0] == "npu_mode4"
+    assert find_backend(backends, "bshd", 1, Rule(images=True))[0] == "npu_mode1"
 
 
 def test_rules_told_by_different_means_do_not_add_up():
-    """TransformerEngine takes a window or lengths, and no mask that would say both an image and a window."""
+    """The NPU's mode 4 takes a window as two numbers, and no mask that would say both an image and a window."""
     both = Rule(window=4, images=True)
     assert find_backend(("torch_sdpa",), "thd", 1, both)[0] == "torch_sdpa"
-    with pytest.raises(ValueError, match=r"rule window\(4\)\+images in bshd .*te_causal/bshd/no-cp/images is refused"):
-        find_backend(("te_causal",), "bshd", 1, both)
+    with pytest.raises(ValueError, match=r"rule window\(4\)\+images in bshd .*npu_mode4/bshd/no-cp/images is refused"):
+        find_backend(("npu_mode4",), "bshd", 1, both)
     with pytest.raises(ValueError, match="honours window each alone, and not together"):
-        find_backend(("te_causal",), "bshd", 1, both, override=("te_causal/bshd/no-cp/images",))
+        find_backend(("npu_mode4",), "bshd", 1, both, override=("npu_mode4/bshd/no-cp/images",))
 
 
 def test_an_override_must_name_a_refused_cell():
-    check_override(("flash_varlen/thd/cp/window",))
-    with pytest.raises(ValueError, match="'te_causal/window' names no cell"):
-        check_override(("te_causal/window",))
+    check_override(("npu_mode4/thd/cp/causal",))
+    with pytest.raises(ValueError, match="'npu_mode4/window' names no cell"):
+        check_override(("npu_mode4/window",))
     with pytest.raises(ValueError, match="is honoured and needs no override"):
         check_override(("torch_sdpa/thd/no-cp/causal",))

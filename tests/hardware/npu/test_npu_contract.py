@@ -12,10 +12,10 @@ from hardware.npu.emulated import EmulatedNpuPlatform
 from hardware.npu.emulator.contract import REQUIREMENTS
 from hardware.npu.emulator.examples import DIM, HEADS, KV_HEADS, make_example_call, make_examples, make_pack
 from hardware.npu.emulator.operator import install
-from hardware.npu.kernel_call import LAYOUTS, build_prefix_mask, build_triangle
+from hardware.npu.kernel_call import LAYOUTS, build_triangle
 
 OPEN = torch.zeros(6, 6, dtype=torch.bool)
-TRIANGLE, PREFIX_MASK = build_triangle(), build_prefix_mask()  # once: each has four million entries or more
+TRIANGLE = build_triangle()  # once: it has four million entries
 EXAMPLES = make_examples()
 
 
@@ -72,7 +72,15 @@ def test_arguments_are_parsed_as_on_the_device(changes, error):
         call(**changes)
 
 
-@pytest.mark.parametrize("changes", [dict(pse=torch.zeros(2, 4, 6, 6)), dict(keep_prob=0.5)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(pse=torch.zeros(2, 4, 6, 6)),
+        dict(keep_prob=0.5),
+        dict(sparse_mode=0, atten_mask=OPEN),
+        *(dict(sparse_mode=mode) for mode in (5, 6, 7, 8)),
+    ],
+)
 def test_what_is_not_computed_raises(changes):
     with pytest.raises(NotEmulatedError, match="is not computed"):
         call(**changes)
@@ -116,33 +124,25 @@ def matrix(*rows: str) -> torch.Tensor:
 
 
 MODES = {
-    "0": (3, 3, dict(sparse_mode=0, atten_mask=~matrix("x..", "xx.", ".xx"), pre_tockens=1, next_tockens=0)),
     "1": (2, 3, dict(sparse_mode=1, atten_mask=~matrix("x.x", ".xx"))),
     "2": (2, 4, dict(sparse_mode=2)),
     "3": (2, 4, dict(sparse_mode=3)),
     "4": (3, 4, dict(sparse_mode=4, pre_tockens=1, next_tockens=0)),
-    "5": (2, 4, dict(sparse_mode=5, atten_mask=~matrix("xxx.", "xxxx")[None, None], prefix=[3])),
-    "6": (3, 5, dict(sparse_mode=6, atten_mask=PREFIX_MASK, prefix=[4])),
     "no mask": (2, 3, dict(sparse_mode=0, atten_mask=None)),
 }
 """``sparse_mode`` -> queries, keys and arguments of one sequence."""
 SEEN = {
-    "0": matrix("x..", "xx.", ".xx"),
     "1": matrix("x.x", ".xx"),
     "2": matrix("x...", "xx.."),
     "3": matrix("xxx.", "xxxx"),
     "4": matrix("xx..", ".xx.", "..xx"),
-    "5": matrix("xxx.", "xxxx"),
-    "6": matrix("xxxx.", "xxxx.", "xxxxx"),
     "no mask": matrix("xxx", "xxx"),
 }
 """Who then sees whom, as the documentation's figures have it."""
 
 
-@pytest.mark.parametrize(
-    ("mode", "layout"),
-    [(mode, layout) for mode in MODES for layout in LAYOUTS if (mode, layout) != ("5", "TND")],  # which there is not
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
 def test_who_sees_whom_in_each_mode(mode, layout):
     queries, keys, arguments = MODES[mode]
     torch.manual_seed(1)
@@ -164,37 +164,6 @@ def test_who_sees_whom_in_each_mode(mode, layout):
     weight = torch.randn_like(want)
     gradients = [torch.autograd.grad((x * w).sum(), drawn) for x, w in ((got, forms[layout](weight)), (want, weight))]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
-
-
-def test_cut_packs_are_the_uncut_one():
-    """The documentation's example: the second sequence of a bottom-right causal pack is cut in two between devices."""
-    torch.manual_seed(2)
-    whole = make_pack([3, 4, 4], [3, 6, 4], sparse_mode=3)
-    uncut = call(**whole)
-    first = whole | dict(
-        query=whole["query"][:5],
-        key=whole["key"][:9],
-        value=whole["value"][:9],
-        **dict(actual_seq_qlen=[3, 5], actual_seq_kvlen=[3, 9], sparse_mode=7, pre_tockens=6, next_tockens=-2),
-    )
-    second = whole | dict(
-        query=whole["query"][5:],
-        key=whole["key"][3:],
-        value=whole["value"][3:],
-        **dict(actual_seq_qlen=[2, 6], actual_seq_kvlen=[6, 10], sparse_mode=3),
-    )
-    assert torch.allclose(torch.cat([call(**first), call(**second)]), uncut, atol=1e-6)
-
-
-def test_cut_packs_of_the_top_left_are_the_uncut_one():
-    torch.manual_seed(3)
-    whole = make_pack([3, 5, 4], [3, 4, 4], sparse_mode=2)
-    uncut = call(**whole)
-    first = whole | dict(query=whole["query"][:5], key=whole["key"][:7], value=whole["value"][:7])
-    first |= dict(actual_seq_qlen=[3, 5], actual_seq_kvlen=[3, 7])
-    second = whole | dict(query=whole["query"][5:], key=whole["key"][3:], value=whole["value"][3:])
-    second |= dict(actual_seq_qlen=[3, 7], actual_seq_kvlen=[4, 8], sparse_mode=8, pre_tockens=4, next_tockens=1)
-    assert torch.allclose(torch.cat([call(**first), call(**second)]), uncut, atol=1e-6)
 
 
 def test_sequences_of_a_pack_have_their_own_part_of_a_whole_mask():

@@ -1,10 +1,8 @@
-"""Toys that play: a perfect player wins each, and each runs as a program from end to end."""
+"""The calculator: a perfect player wins it, and it runs as a program from end to end."""
 
 import asyncio
-import importlib
 import json
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,63 +10,49 @@ from support.program import run_recipe
 
 from rlworker.tracking.log import read_metrics
 
-TOYS = {
-    "guess": ("GUESS", "say_middle"),
-    "calculator": ("CALCULATOR", "say_next"),
-    "look_again": ("LOOK_AGAIN", "say_right"),
-}
-"""Recipe -> its toy, and what a player says in it who knows the answer."""
-FEW_IMAGES = {"train": 32, "heldout": 8}
 
-
-def load(name: str) -> tuple:
-    """Import a recipe: its module, its toy, and what a perfect player says."""
-    module = importlib.import_module(f"recipes.demos.{name}")
-    return module, *(getattr(module, each) for each in TOYS[name])
-
-
-@pytest.fixture(scope="module", params=TOYS)
-def made(request, tmp_path_factory):
-    """A toy that is made: settings, toy, player, rows, a codec of its tokenizer and its model."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The calculator, made: rows of training and held-out ones, a codec of its tokenizer and its model."""
     from engines.models.spec import ModelSpec
-    from rlworker.data.images import build_image_reader
+    from recipes.demos.calculator import CALCULATOR, DEFAULT
     from rlworker.data.rows import list_stop_tokens, load_tokenizer, read_rows
     from rlworker.episodes.codec import Codec
 
-    module, toy, say = load(request.param)
-    folder, data = tmp_path_factory.mktemp(request.param), module.DEFAULT.data
-    (partial(toy.make_data, counts=FEW_IMAGES) if request.param == "look_again" else toy.make_data)(folder)
-    model = ModelSpec.from_folder(str(toy.make_model(folder / "model", 0)))
-    tokenizer, reader = load_tokenizer(model.folder), build_image_reader(model, str(folder), 256)
-    files = (str(folder / f"{part}.jsonl") for part in ("train", "heldout"))
-    rows = [read_rows(file, tokenizer, data, reader).rows for file in files]
-    codec = Codec(tokenizer, list_stop_tokens(model.folder, tokenizer, model.vocab), reader, data)
-    return module.DEFAULT, toy, say, rows, codec, model
+    folder = tmp_path_factory.mktemp("calculator")
+    CALCULATOR.make_data(folder)
+    model = ModelSpec.from_folder(str(CALCULATOR.make_model(folder / "model", 0)))
+    tokenizer = load_tokenizer(model.folder)
+    rows = [read_rows(str(folder / f"{part}.jsonl"), tokenizer, DEFAULT.data).rows for part in ("train", "heldout")]
+    return rows, Codec(tokenizer, list_stop_tokens(model.folder, tokenizer, model.vocab), None, DEFAULT.data)
 
 
 def test_a_perfect_player_wins_every_row_within_the_limits(made):
     from recipes.common.plays import batch_worked_episodes, play_worked_episodes
+    from recipes.demos.calculator import DEFAULT as config
+    from recipes.demos.calculator import play, say_next
 
-    config, toy, say, (train, heldout), codec, model = made
-    assert model.vision or not {row.prompt for row in train} & {row.prompt for row in heldout}
-    episodes = play_worked_episodes(toy.learn_from, say, [*train[:64], *heldout[:64]], codec)
+    (train, heldout), codec = made
+    assert not {row.prompt for row in train} & {row.prompt for row in heldout}
+    episodes = play_worked_episodes(play, say_next, [*train[:64], *heldout[:64]], codec)
     assert [sum(value for _, value in episode.rewards) for episode in episodes] == [1.0] * len(episodes)
     assert max(episode.turns for episode in episodes) == config.episodes.turns
     assert max(map(len, episodes)) <= config.episodes.tokens <= config.rollout.max_model_len
     assert not any(episode.forks for episode in episodes)
     said = [piece.token_ids for episode in episodes for piece in episode.sequences[0] if piece.turn >= 0]
     assert max(map(len, said)) <= config.rollout.max_new_tokens
-    batch = batch_worked_episodes(episodes, model.vision)
+    batch = batch_worked_episodes(episodes, None)
     assert batch.targets[batch.mask].tolist() == np.concatenate(said).tolist(), "what was said is what counts"
 
 
 def test_a_player_who_does_not_look_wins_little(made):
     """One who says what is right for another row."""
     from recipes.common.plays import play_worked_episodes
+    from recipes.demos.calculator import play, say_next
 
-    _, toy, say, (train, _), codec, _ = made
+    (train, _), codec = made
     other = train[len(train) // 2]
-    episodes = play_worked_episodes(toy.learn_from, lambda _, turn: say(other, turn), train[:30], codec)
+    episodes = play_worked_episodes(play, lambda _, turn: say_next(other, turn), train[:30], codec)
     assert sum(value for episode in episodes for _, value in episode.rewards) <= 6
 
 
@@ -91,19 +75,20 @@ class Guard:
 
 def test_what_was_said_is_never_encoded_again(made):
     from recipes.common.plays import Teacher
+    from recipes.demos.calculator import play, say_next
     from rlworker.episodes.codec import using_codec
     from rlworker.episodes.model import Model
 
-    _, toy, say, (train, _), codec, _ = made
+    (train, _), codec = made
     for row in train[:8]:
         guard = Guard(codec.tokenizer)
 
         def say_aloud(row, turn, guard=guard):
-            guard.said.append(say(row, turn))
+            guard.said.append(say_next(row, turn))
             return guard.said[-1]
 
         with using_codec(replace(codec, tokenizer=guard)):
-            episode = asyncio.run(toy.learn_from(Model(Teacher(say_aloud, codec), 0, (0,)), row))
+            episode = asyncio.run(play(Model(Teacher(say_aloud, codec), 0, (0,)), row))
         assert len(guard.said) == episode.turns > 0
 
 
@@ -117,51 +102,41 @@ def test_a_misled_calculator_returns_what_has_nothing_to_do_with_the_call():
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("name", TOYS)
-def test_it_runs_as_a_program(cluster, tmp_path, monkeypatch, name):
+def test_it_runs_as_a_program(cluster, tmp_path):
     """And the control beside it, which hands out the same rewards in another order."""
-    from recipes.common import squares
+    from recipes.demos.calculator import DEFAULT
 
-    for part, count in FEW_IMAGES.items():
-        monkeypatch.setitem(squares.IMAGE_COUNTS, part, count)
-    done = run_recipe(f"demos.{name}", "--smoke", "--run-dir", tmp_path / name, "--shuffle-rewards")
+    done = run_recipe("demos.calculator", "--smoke", "--run-dir", tmp_path / "run", "--shuffle-rewards")
     assert done.returncode == 0, done.stdout + done.stderr
-    start, first, last = read_metrics(tmp_path / name)
+    start, first, last = read_metrics(tmp_path / "run")
     assert "heldout" in start and "heldout" in last and first["samples"] == 32
-    assert 1 <= first["turns"] <= load(name)[0].DEFAULT.episodes.turns
+    assert 1 <= first["turns"] <= DEFAULT.episodes.turns
     assert first["forks"] == first["episode_failures"] == start["heldout_failures"] == 0
     assert 0 < last["logprob_diff_mean"] <= 1e-5
-    summary = json.loads((tmp_path / name / "summary.json").read_text())
-    assert summary["shuffle_rewards"] and ("heldout_misled" in summary) == (name == "calculator")
-    assert 'class="episode"' in (tmp_path / name / "report.html").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["shuffle_rewards"] and "heldout_misled" in summary
+    assert 'class="episode"' in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.large
-@pytest.mark.parametrize(
-    "name", [name if name == "guess" else pytest.param(name, marks=pytest.mark.product) for name in TOYS]
-)
-def test_logprobs_of_whole_episodes_are_those_of_huggingface(cluster, tmp_path, measured, name):
+@pytest.mark.product
+def test_logprobs_of_whole_episodes_are_those_of_huggingface(cluster, tmp_path, measured):
     """Of every sampled token, over sequences as they were recorded, after a warm-up that wins a few episodes."""
-    from support.huggingface import compute_logprobs
+    from support.huggingface import compute_logprobs, load_folder
 
     from recipes.common.toys import find_warm_model, prepare
+    from recipes.demos.calculator import CALCULATOR, DEFAULT, play
     from rlworker import Trainer
-    from rlworker.checks.huggingface import load_huggingface
     from rlworker.tracking.log import StepClock
 
-    module, toy, _ = load(name)
     settings = dict(run_dir=str(tmp_path / "run"), warm_up_success=0.1, prompts_per_step=32)
-    config, folder = prepare(replace(module.DEFAULT, **settings), toy)
-    warm = find_warm_model(config)
-    toy.warm_up(config, str(warm))
-    with Trainer(replace(config, model=str(warm)), toy.learn_from, folder=folder) as trainer:
+    config, folder = prepare(replace(DEFAULT, **settings), CALCULATOR)
+    warm = str(find_warm_model(config))
+    CALCULATOR.warm_up(config, warm)
+    with Trainer(replace(config, model=warm), play, folder=folder) as trainer:
         groups, metrics = trainer.sampler.sample(StepClock(), trainer.version)
-        spec = trainer.models["actor"]
-        batch = trainer.sampler.batch(groups, spec.vision)
+        batch = trainer.sampler.batch(groups, None)
     assert metrics["turns"] > 1.5 and metrics["observed_tokens"] > 0
-    logprobs = compute_logprobs(
-        load_huggingface(spec), batch, config.rollout.temperature, spec if spec.vision else None
-    )
+    logprobs = compute_logprobs(load_folder(warm), batch, config.rollout.temperature)
     apart = (batch.rollout_logprobs - logprobs)[batch.mask].abs()
     measured({"mean": float(apart.mean()), "max": float(apart.max())})
     assert apart.mean() <= 2e-6 and apart.max() <= 1e-3

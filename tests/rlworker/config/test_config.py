@@ -413,11 +413,11 @@ def test_an_override_names_a_refused_cell_of_the_capability_table(make_hf_model)
     with pytest.raises(ValueError, match="'window' names no cell of the capability table; a name is like 'torch_sdpa/"):
         MegatronConfig(attention_override=("window",))
     folder = make_hf_model("llama", False)
-    actor = MegatronConfig(attention_override=("flash_varlen/thd/cp/window",))
+    actor = MegatronConfig(attention_override=("npu_mode3/thd/cp/window",))
     with pytest.raises(ValueError, match=r"of a backend that platform 'cpu' does not use; it uses \['torch_sdpa'\]"):
         check_engines(folder, "cpu", actor, VllmConfig(max_new_tokens=4, max_model_len=16))
-    (warning,) = list_override_warnings(("flash_varlen/thd/cp/window",))
-    assert warning.startswith("attention: flash_varlen/thd/cp/window is refused by the capability table (not shown")
+    (warning,) = list_override_warnings(("npu_mode3/thd/cp/window",))
+    assert warning.startswith("attention: npu_mode3/thd/cp/window is refused by the capability table (not shown")
 
 
 def test_a_rule_that_the_platform_does_not_honour_is_refused_before_anything_starts(

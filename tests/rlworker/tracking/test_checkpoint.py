@@ -109,6 +109,15 @@ def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch
     assert sizes == [(5, False)] and (tmp_path / "a").read_text() == "12345"
 
 
+def test_a_stored_setting_that_there_is_not_is_named(tmp_path):
+    folder = RunFolder(str(tmp_path))
+    begin(folder, RunConfig(steps=10))
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"level": 3}))
+    with pytest.raises(ValueError, match=r"other settings .*: level was 3, is None\."):
+        folder.check(RunConfig(steps=10, resume=True))
+
+
 def test_a_resumed_run_takes_other_settings_and_says_so(tmp_path):
     """Rate, KL, batch and length: on the terminal and in the run folder, where each program finds the last one's."""
     folder, resumed = RunFolder(str(tmp_path)), RunConfig(steps=10, resume=True)

@@ -167,16 +167,6 @@ def test_what_is_damaged_is_not_the_best(run):
     assert run.find_best(heldout) == (run.find_newest(), 0.7)
 
 
-def test_a_checkpoint_of_before_is_taken_up_with_a_note(run):
-    checkpoint = run.find_newest()
-    (checkpoint / DIGESTS).unlink()
-    (checkpoint / "trainer.json").write_text(json.dumps({"step": 6, "version": 6}))
-    state, text = run.begin(RunConfig(resume=True))
-    assert state == {"step": 6, "version": 6, "folder": str(checkpoint)}
-    assert text.endswith(f"NOTE it has no {DIGESTS}, so that damage to it would not be noticed")
-    assert run.find_newest_good() == (checkpoint, [])
-
-
 def test_the_ranks_are_asked_for_what_they_are_to_read(run):
     """By names, sizes having been compared; an answer that differs is damage, whoever gave it."""
     asked = []
