@@ -19,7 +19,7 @@ from engines.config import MegatronConfig
 from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import WorkerGroup
-from rlworker.cluster.workers import Role
+from rlworker.cluster.workers import Role, TrainWorker
 
 OPTIONS = make_parser(__doc__).parse_args()
 ACTORS, MEGABYTES, ROUNDS = (4, 1, 1) if OPTIONS.tiny else (4, 50, 15)
@@ -45,7 +45,7 @@ def make_batch() -> TrainBatch:
 def send_and_return(group: WorkerGroup, batch: TrainBatch) -> dict[str, torch.Tensor]:
     """Send the batch's columns ``[N]`` balanced over the actors, and return them in order, by name."""
     schedule = plan_schedule(batch.lengths, group.role.config, group.role.model.hidden, ACTORS)
-    parts = [shard.batch for shard in group.call_sharded("forward", schedule.shards(batch))]
+    parts = [shard.batch for shard in group.call_sharded(TrainWorker.forward, schedule.shards(batch))]
     return {
         name: schedule.restore_order(torch.cat([getattr(part, name) for part in parts])) for name in batch.columns()
     }
