@@ -164,8 +164,6 @@ class Trainer(Run[RunConfig]):
                 "which can undo what was learned; leave it out, or set --rollout.staleness 0"
             )
 
-    # -- the run
-
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one rollout and its update: its metrics, and some of its samples."""
         clock, version, first = StepClock(), self.version, self.sampler.rollouts_done
@@ -335,9 +333,8 @@ class Trainer(Run[RunConfig]):
 
     def restore(self, state: dict) -> None:
         rollouts = state.get("rollouts", state["step"])  # older runs had one of each
-        self.sampler.go_on(
-            rollouts, state.get("completion_tokens", self.sampler.completion_tokens), state.get("prompts")
-        )
+        mean = state.get("completion_tokens", self.sampler.completion_tokens)
+        self.sampler.go_on(rollouts, mean, state.get("prompts"))
         self.empty_steps, self.floor = state.get("empty_steps", 0), state.get(FLOOR) or self.floor
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)
