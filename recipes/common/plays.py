@@ -17,6 +17,7 @@ from recipes.common.toys import ToyConfig
 from rlworker import TrainBatch, Trainer
 from rlworker.algorithms.losses import sft_loss
 from rlworker.cluster.train_group import SHARD_BYTES
+from rlworker.cluster.workers import TrainWorker
 from rlworker.data.encoding import encode_after
 from rlworker.data.rows import Row
 from rlworker.episodes import Episode, Model, Play, Sample
@@ -103,11 +104,12 @@ def warm_up_on_plays(play: Play, say: Say, optimizer: dict, rows: int = 128) -> 
                 drawn = [trainer.rows[i] for i in generator.integers(0, len(trainer.rows), rows)]
                 worked = play_worked_episodes(play, say, drawn, trainer.codec)
                 batch = batch_worked_episodes(worked, trainer.models["actor"].vision)
-                losses.append(trainer.take_step(trainer.actor, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
+                metrics, _ = trainer.actor.train_step(batch, sft_loss, float(batch.mask.sum()))
+                losses.append(metrics["loss"])
                 trainer.sync_weights()
                 values = trainer.sampler.score_greedy(trainer.rows[:_CHECKED_ROWS]).values
                 won = sum(values) / len(values)
-            trainer.actor.call("save_hf", output, SHARD_BYTES)
+            trainer.actor.call(TrainWorker.save_hf, output, SHARD_BYTES)
         print(f"warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}, {won:.2f} of episodes won")
 
     return warm_up

@@ -18,6 +18,7 @@ from rlworker.checks.huggingface import compare_outputs, probe_loss
 from rlworker.checks.trainer import TRAINER_CHECKS, Finding, list_platform_limits
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
+from rlworker.cluster.workers import TrainWorker
 from rlworker.data.rows import Row
 from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 
@@ -110,7 +111,7 @@ def _move_weights(engines: CheckedEngines) -> tuple[float, float]:
 
 def send_weights(engines: CheckedEngines, version: int) -> None:
     """Send the actor's weights to every rollout engine."""
-    engines.actor.call("sync_weights", engines.rollouts.workers, version, BUCKET_BYTES)
+    engines.actor.call(TrainWorker.sync_weights, engines.rollouts.workers, version, BUCKET_BYTES)
 
 
 def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[Finding]:

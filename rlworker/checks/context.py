@@ -85,7 +85,7 @@ def start_engines(
                 model,
                 case,
                 reference,
-                lambda function, *args: group.call("run", _PROBES + function, *args),
+                lambda function, *args: group.run(_PROBES + function, *args),
                 tell=tell,
             )
             engines = CheckedEngines(config, trainer, group, rollouts.wait())

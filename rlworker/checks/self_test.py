@@ -82,11 +82,11 @@ def _test_fault(engines: CheckedEngines, name: str, fault: Fault, version: int) 
     """Plant a fault, make the check that must find it, take the fault out again."""
     group = engines.actor if fault.where == "actor" else engines.rollouts
     engines = replace(engines, trainer=replace(engines.trainer, ends_early=True))
-    group.call("run", "engines.probes.faults:plant", name)
+    group.run("engines.probes.faults:plant", name)
     try:
         findings = check_all(engines, version, (fault.found_by,))
     finally:
-        group.call("run", "engines.probes.faults:mend")
+        group.run("engines.probes.faults:mend")
         send_weights(engines, version + 2)  # what the fault may have kept back
     failed = [finding for finding in findings if finding.outcome == "FAILED"]
     named = [finding for finding in failed if not finding.text.startswith("raised")]

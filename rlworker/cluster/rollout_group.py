@@ -6,7 +6,7 @@ Without torch at its top, so that the processes can start while the controller i
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from ray.actor import ActorHandle
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
     from engines.batch.samples import Request, Sampling
     from engines.vllm.tools import ToolCalls
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Rollouts:
@@ -111,7 +115,7 @@ class Rollouts:
             for index, part in enumerate(parts)
             if part
         }
-        return restore_prompts(self._ask("generate", questions), parts, sampling.count)
+        return restore_prompts(self._ask(RolloutWorker.generate, questions), parts, sampling.count)
 
     def sample(self, requests: Sequence[Request], stream: tuple[int, ...]) -> Completions:
         """Sample a completion of each request, in their order: one lock-step round, which ends with the last of them.
@@ -127,7 +131,7 @@ class Rollouts:
             for index, part in enumerate(parts)
             if part
         }
-        return restore_prompts(self._ask("sample", questions), parts, 1)
+        return restore_prompts(self._ask(RolloutWorker.sample, questions), parts, 1)
 
     def parse_tools(self, texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCalls]:
         """Find the calls of tools in each text, where vLLM is loaded; ``parse_tool_calls`` says more.
@@ -136,29 +140,36 @@ class Rollouts:
             ValueError: vLLM has no such parser.
         """
         check_tool_parser(parser)
-        return self._ask("parse_tools", {0: (texts, parser, tools)})[0]
+        return self._ask(RolloutWorker.parse_tools, {0: (texts, parser, tools)})[0]
 
-    def call(self, method: str, *args: Any) -> list:
-        """Call ``method(*args)`` on every engine; the results in order."""
+    def call(self, method: Callable[Concatenate[RolloutWorker, P], R], *args: P.args, **_: P.kwargs) -> list[R]:
+        """Call a method of ``RolloutWorker`` on every engine; the results in order."""
         return self._ask(method, dict.fromkeys(range(len(self.workers)), args))
 
-    def call_living(self, method: str, *args: Any) -> None:
-        """Call ``method(*args)`` on every engine that is there. Who asks a lost one next hears that it is lost."""
-        for call in [getattr(worker, method).remote(*args) for worker in self.workers]:
+    def run(self, function: str, *args: Any) -> list:
+        """Call ``function(engine, *args)`` on every engine, named as ``module:function``; the results in order."""
+        return self.call(RolloutWorker.run, function, *args)
+
+    def call_alive(self, method: Callable[Concatenate[RolloutWorker, P], Any], *args: P.args, **_: P.kwargs) -> None:
+        """Call a method of ``RolloutWorker`` on every engine that is there. Calls to a dead one raise at its next
+        use."""
+        for call in [getattr(worker, method.__name__).remote(*args) for worker in self.workers]:
             try:
                 wait_for([call])
             except RayError as error:
                 if not is_lost(error):
                     raise
 
-    def _ask(self, method: str, questions: Mapping[int, tuple]) -> list:
+    def _ask(self, method: Callable[..., R], questions: Mapping[int, tuple]) -> list[R]:
         """Call a method with arguments of its own on each engine that has some; the results in order.
 
         An engine that is lost meanwhile is replaced, where ``replace_lost`` says how, and asked again.
         """
         answers: dict[int, Any] = {}
         while missing := questions.keys() - answers.keys():
-            calls = {index: getattr(self.workers[index], method).remote(*questions[index]) for index in missing}
+            calls = {
+                index: getattr(self.workers[index], method.__name__).remote(*questions[index]) for index in missing
+            }
             lost: dict[int, RayError] = {}
             for index, call in calls.items():
                 try:

@@ -1,10 +1,10 @@
 """Workers that hold training engines, called together."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -13,7 +13,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import Outputs
 from engines.images.plan import number_image_sets
-from engines.interfaces import LossFn, StepResult
+from engines.interfaces import LossFn
 from hardware.platform import Platform
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import Seat
@@ -21,6 +21,10 @@ from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
 from rlworker.tracking.digests import FileDigest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 
 SHARD_BYTES = 4 * 2**30
 """A saved HuggingFace model is cut into files of this size."""
@@ -38,9 +42,14 @@ class WorkerGroup:
         self.role, self.name, self.platform, self.workers, self.places = role, role.name, platform, workers, places
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
 
-    def call(self, method: str, *args: Any) -> list:
-        """Call ``method(*args)`` on every rank; the results in rank order."""
-        return wait_for([getattr(worker, method).remote(self.name, *args) for worker in self.workers])
+    def call(self, method: Callable[Concatenate[TrainWorker, str, P], R], *args: P.args, **_: P.kwargs) -> list[R]:
+        """Call a method of ``TrainWorker`` on every rank, for this engine; the results in rank order."""
+        calls = [getattr(worker, method.__name__).remote(self.name, *args) for worker in self.workers]
+        return wait_for(calls)
+
+    def run(self, function: str, *args: Any) -> list:
+        """Call ``function(engine, *args)`` on every rank, named as ``module:function``; the results in rank order."""
+        return self.call(TrainWorker.run, function, *args)
 
     def forward(self, batch: TrainBatch, raw: bool = False) -> Outputs:
         """Compute the engine's outputs of a batch, ``[N]``.
@@ -50,21 +59,33 @@ class WorkerGroup:
         """
         batch = self._drop_unread(batch)
         schedule = self._plan_shards(batch)
-        return schedule.restore(self.call_sharded("forward", schedule.shards(batch), raw))
+        parts = self.call_sharded(TrainWorker.forward, schedule.shards(batch), raw)
+        return schedule.restore([outputs for outputs in parts if outputs])
 
-    def train_step(self, batch: TrainBatch, loss: LossFn, denominator: float) -> tuple[list[StepResult], Outputs]:
+    def train_step(self, batch: TrainBatch, loss: LossFn, denominator: float) -> tuple[dict[str, float], Outputs]:
         """Take one optimizer step on ``sum(loss) / denominator``.
 
         Returns:
-            the results of each replica, and the outputs ``[N]`` of the batch from before the step.
+            the metrics, means over the batch's tokens or maxima, beside ``grad_norm`` and ``lr``; and the outputs
+            ``[N]`` of the batch from before the step.
         """
         batch = self._drop_unread(batch)
         schedule = self._plan_shards(batch)
-        results = self.call_sharded("train_step", schedule.shards(batch), loss, denominator)
-        return results, schedule.restore([result.outputs for result in results])
+        results = self.call_sharded(TrainWorker.train_step, schedule.shards(batch), loss, denominator)
+        metrics, tokens = {"grad_norm": results[0].grad_norm, "lr": results[0].lr}, float(batch.mask.sum())
+        for name in results[0].metrics:
+            values = [result.metrics[name] for result in results]
+            metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
+        return metrics, schedule.restore([result.outputs for result in results if result.outputs])
 
-    def call_sharded(self, method: str, shards: Sequence[Any], *args: Any) -> list:
-        """Call ``method(shard, *args)`` on every rank, each with the shard of its replica.
+    def call_sharded(
+        self,
+        method: Callable[Concatenate[TrainWorker, str, S, P], R],
+        shards: Sequence[S],
+        *args: P.args,
+        **_: P.kwargs,
+    ) -> list[R]:
+        """Call a method of ``TrainWorker`` on every rank, each with the shard of its replica.
 
         Returns:
             the leaders' results by data-parallel rank.
@@ -73,7 +94,7 @@ class WorkerGroup:
         parts = [ray.put(shard) for shard in shards]
         shared = [ray.put(argument) for argument in args]
         calls = [
-            getattr(worker, method).remote(self.name, parts[place["dp_rank"]], *shared)
+            getattr(worker, method.__name__).remote(self.name, parts[place["dp_rank"]], *shared)
             for worker, place in zip(self.workers, self.places, strict=True)
         ]
         results = wait_for(calls)
@@ -104,7 +125,10 @@ def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDi
     for group in groups:
         (folder / group.name).mkdir()
         hf = "hf" if group.name == "actor" else f"hf_{group.name}"
-        saved = group.call("save", str(folder / group.name)), group.call("save_hf", str(folder / hf), SHARD_BYTES)
+        saved = (
+            group.call(TrainWorker.save, str(folder / group.name)),
+            group.call(TrainWorker.save_hf, str(folder / hf), SHARD_BYTES),
+        )
         for name, of_ranks in zip((group.name, hf), saved, strict=True):
             digests |= {f"{name}/{file}": digest for part in of_ranks for file, digest in part.items()}
     return digests

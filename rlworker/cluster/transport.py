@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,7 +19,7 @@ BUCKET_BYTES = 64 * 2**20
 way at a time."""
 
 
-def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: list[ActorHandle], version: int) -> None:
+def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: Sequence[ActorHandle], version: int) -> None:
     """Send every bucket to every rollout worker, each of which loads it while the next is gathered, packed and sent.
 
     No more than two buckets are on their way. All of them are taken even after a worker failed: gathering them is a

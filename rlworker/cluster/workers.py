@@ -7,20 +7,31 @@ imports neither.
 from __future__ import annotations
 
 import gc
+import importlib
+import logging
 import os
 import sys
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
+from hardware.platforms import get_platform
 from rlworker.cluster.placement import Seat, find_interfaces
 from rlworker.cluster.ray import pausing_collection
 from rlworker.cluster.transport import send_buckets
 from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
-    from engines.interfaces import Holding, RolloutEngine, Tag, TrainEngine
+    from ray.actor import ActorHandle
+
+    from engines.batch.shard import Outputs, Shard
+    from engines.interfaces import Holding, LossFn, RolloutEngine, StepResult, Tag, TrainEngine
     from engines.trace import Tracer
     from engines.weight_digest import DigestPlan
     from hardware.platform import Platform
@@ -76,8 +87,6 @@ class TrainWorker(_Worker):
     """
 
     def __init__(self, platform: str, name: str, rank: int):
-        from hardware.platforms import get_platform
-
         self.platform, self.name, self.rank = get_platform(platform), name, rank
         self.engines: dict[str, TrainEngine] = {}
         self.is_prepared = False
@@ -88,8 +97,6 @@ class TrainWorker(_Worker):
 
     def find_seat(self) -> Seat:
         """Find where Ray put this rank: its node, and the device that it gave."""
-        import ray
-
         names = os.environ.get(self.platform.visible_devices or "", "").split(",")
         return Seat(ray.get_runtime_context().get_node_id(), tuple(filter(None, names)))
 
@@ -104,8 +111,6 @@ class TrainWorker(_Worker):
 
     def find_address(self) -> str:
         """Begin to listen for the other ranks; returns ``host:port``. The port stays this process's from here on."""
-        import ray
-
         from engines.megatron.engine import open_store
 
         host = ray.util.get_node_ip_address()
@@ -114,9 +119,6 @@ class TrainWorker(_Worker):
 
     def start(self, address: str, roles: tuple[Role, ...], seed: int) -> dict:
         """Join the other ranks, build the models; returns this rank's place."""
-        import logging
-        import warnings
-
         from engines.megatron.engine import MegatronEngine, init_distributed
 
         warnings.filterwarnings("ignore")
@@ -154,15 +156,15 @@ class TrainWorker(_Worker):
         self._note_work()
         return self.engines[role]
 
-    def forward(self, role: str, shard, raw: bool = False):
+    def forward(self, role: str, shard: Shard, raw: bool = False) -> Outputs | None:
         return self._use(role).forward(shard, raw)
 
-    def run(self, role: str, function: str, *args):
+    def run(self, role: str, function: str, *args) -> Any:
         """Call ``function(engine, *args)``, named as ``module:function``: the controller cannot import where it
         stands."""
         return _named(function)(self._use(role), *args)
 
-    def train_step(self, role: str, shard, loss_fn, denominator: float):
+    def train_step(self, role: str, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
         return self._use(role).train_step(shard, loss_fn, denominator)
 
     def offload(self, role: str, holdings: tuple[Holding, ...]) -> None:
@@ -171,14 +173,16 @@ class TrainWorker(_Worker):
     def onload(self, role: str, holdings: tuple[Holding, ...]) -> None:
         self.engines[role].onload(holdings)
 
-    def sync_weights(self, role: str, rollouts: list, version: int, bucket_bytes: int, plan: DigestPlan | None = None):
+    def sync_weights(
+        self, role: str, rollouts: Sequence[ActorHandle], version: int, max_bytes: int, plan: DigestPlan | None = None
+    ) -> dict[str, int]:
         """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends, and returns
         the digest of each by ``plan``, where there is one."""
         from engines.weight_sync import pack_buckets
 
         digests, weights = {}, self._use(role).export_weights()
         weights = plan.digest(weights, digests) if plan else weights
-        send_buckets(pack_buckets(weights, bucket_bytes), rollouts, version)
+        send_buckets(pack_buckets(weights, max_bytes), rollouts, version)
         return digests
 
     def save(self, role: str, folder: str) -> dict[str, FileDigest]:
@@ -212,8 +216,6 @@ class RolloutWorker(_Worker):
     """
 
     def __init__(self, platform: str, index: int, devices: int = 1, seat: Seat | None = None):
-        from hardware.platforms import get_platform
-
         self.index, self.platform, self.takes_turns = index, get_platform(platform), seat is not None
         os.environ.update(self.platform.get_rollout_env() | {"HF_HUB_OFFLINE": "1"})
         if seat and self.platform.visible_devices:
@@ -228,8 +230,6 @@ class RolloutWorker(_Worker):
 
     def prepare(self) -> None:
         """Import what the engine needs, which takes longer than all the rest of a start."""
-        import warnings
-
         warnings.filterwarnings("ignore")
         with pausing_collection():
             import engines.vllm.engine  # noqa: F401
@@ -344,7 +344,5 @@ def _refuse_planted(who: str) -> None:
 
 
 def _named(function: str):
-    import importlib
-
     module, name = function.split(":")
     return getattr(importlib.import_module(module), name)

@@ -12,6 +12,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completions, Sampling
 from engines.models.vision_spec import VisionSpec
 from rlworker.cluster.rollout_group import Rollouts
+from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, pick_rows
 from rlworker.episodes.processes.pool import EPISODE_LOG
@@ -139,7 +140,7 @@ class Sampler:
         if not self.stream:
             return {}
         ages = version - batch.require_column("versions")[batch.mask]
-        idle, alive = zip(*self.rollouts.call("measure_load"), strict=True)
+        idle, alive = zip(*self.rollouts.call(RolloutWorker.measure_load), strict=True)
         seconds, self._engines_idle_s = sum(idle) / len(idle) - self._engines_idle_s, sum(idle) / len(idle)
         return {
             "token_age_mean": float(ages.float().mean()),

@@ -10,6 +10,7 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.watch import wait_for
+from rlworker.cluster.workers import RolloutWorker, TrainWorker
 from rlworker.config.run import RunConfig
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
@@ -45,7 +46,7 @@ class SyncedWeights:
     def compare(self, rollouts: Rollouts) -> str:
         """Say which weights rollout engines compute with that are not those that were sent; empty where none are."""
         assert self._plan, "send comes first"
-        read: Sequence[Read] = rollouts.call("digest_weights", self._plan)
+        read: Sequence[Read] = rollouts.call(RolloutWorker.digest_weights, self._plan)
         unread = sorted({name for each in read for name, digest in each.items() if digest is None})
         if unread and not self._plan.columns:
             LOGGER.warning(
@@ -63,7 +64,7 @@ class SyncedWeights:
 
 def _send(actor: WorkerGroup, engines: Sequence[ActorHandle], version: int, plan: DigestPlan) -> dict[str, int]:
     """Send weights: the digest of each tensor, which the rank that sends them has made."""
-    return next(filter(None, actor.call("sync_weights", engines, version, BUCKET_BYTES, plan)), {})
+    return next(filter(None, actor.call(TrainWorker.sync_weights, engines, version, BUCKET_BYTES, plan)), {})
 
 
 def _describe_unlike(sent: Mapping[str, int], engines: Sequence[Read]) -> str:

@@ -53,9 +53,9 @@ def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], toke
     return len(rows)
 
 
-def refuse_step(run: Path, step: int, role: str, batch: TrainBatch, outputs: Outputs, tokenizer) -> None:
-    """Raise RunError for step ``step``, whose gradient the ``role``'s engine refused, once the rows that may be why are
-    written into the run folder."""
+def reject_step(run: Path, step: int, role: str, batch: TrainBatch, outputs: Outputs, tokenizer) -> None:
+    """Raise RunError for step ``step``, whose gradient is not finite, after writing the rows that may be the cause
+    into the run folder. The engine kept its weights."""
     rate = "--critic.lr" if role == "critic" else "--actor.optimizer.lr"
     path = run / "refused" / f"step_{step:06d}.jsonl"
     count = save_refused(path, batch, list_columns(outputs), tokenizer)

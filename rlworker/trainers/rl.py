@@ -1,5 +1,6 @@
 """The controller: one process that starts the engines and runs the steps."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from rlworker.algorithms.losses import Aggregation, check_centering, configure_l
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
+from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
@@ -27,7 +29,7 @@ from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.pool import pickle_reward
 from rlworker.rollouts.sampler import Sampler
-from rlworker.rollouts.to_batch import Group, compare_logprobs
+from rlworker.rollouts.to_batch import compare_logprobs
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
@@ -35,12 +37,13 @@ from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, describe_limits
 from rlworker.trainers.canary import Canary
+from rlworker.trainers.rejected_step import reject_step
 from rlworker.trainers.run import Run
 from rlworker.trainers.run_processes import list_groups, running_stream, start_scorer
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
 
-MOST_EMPTY_STEPS = 10
+MAX_EMPTY_STEPS = 10
 """Steps in a row without a group to learn from, at which a run ends."""
 
 
@@ -93,8 +96,7 @@ class Trainer(Run[RunConfig]):
         self.rows, self.heldout = train.rows, heldout.rows
         every = [*self.rows, *self.heldout]
         self.folder.inputs.hold(config.data, self.models, every)
-        ids = [row.prompt_ids for row in every]
-        check_vocabulary([row.prompt for row in every], ids, actor.vocab)
+        check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
         critic, algorithm = config.critic, config.algorithm
@@ -131,8 +133,8 @@ class Trainer(Run[RunConfig]):
                 self.devices.begin(rollouts)
                 rollouts.start(self.models["actor"], config.rollout)
         tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
-        parts = self.start_processes, config, self.reward, self.codec, rollouts, self.folder.path
-        scorer = start_scorer(*parts)  # while vLLM alone is still starting
+        # While vLLM alone is still starting.
+        scorer = start_scorer(self.start_processes, config, self.reward, self.codec, rollouts, self.folder.path)
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
         if config.recovery.restarts:
@@ -162,8 +164,6 @@ class Trainer(Run[RunConfig]):
                 "which can undo what was learned; leave it out, or set --rollout.staleness 0"
             )
 
-    # -- the run
-
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one rollout and its update: its metrics, and some of its samples."""
         clock, version, first = StepClock(), self.version, self.sampler.rollouts_done
@@ -174,14 +174,19 @@ class Trainer(Run[RunConfig]):
         self.empty_steps = 0
         batch = self.sampler.batch(groups, self.models["actor"].vision)
         if self.config.algorithm.greedy_baseline:
-            batch = self._add_greedy_rewards(batch, groups, clock)
+            with self._phase(clock, "greedy"):
+                rewards = self.sampler.score_greedy([group.row for group in groups]).values
+            batch = replace(batch, greedy_rewards=torch.tensor(rewards, dtype=torch.float32)[batch.group])
         with self._phase(clock, "logprobs"):
             batch = self._add_logprobs(batch)
         if self.critic:
             with self._phase(clock, "values"):
                 batch = replace(batch, values=get_values(self.critic.forward(batch)))
         batch = self._add_advantages(batch)
-        self._warn_of_no_signal(batch, metrics)
+        if metrics["zero_variance_groups"] == metrics["groups"] and not self.critic:
+            self._warn("no group has two different rewards: group-relative advantages are 0 in the next step")
+        elif not batch.require_column("advantages")[batch.mask].any():
+            self._warn("every advantage is 0: the rewards teach nothing in the next step")
         with self._phase(clock, "update"):
             metrics |= self._update(batch)
         with self._phase(clock, "sync"):
@@ -199,9 +204,9 @@ class Trainer(Run[RunConfig]):
     def _count_empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
         """Count a step that is left without a group, so that there is nothing to learn from: its metrics."""
         self.empty_steps += 1
-        if self.empty_steps == MOST_EMPTY_STEPS:
+        if self.empty_steps == MAX_EMPTY_STEPS:
             raise RunError(
-                f"step {self.steps_done + 1}: in {MOST_EMPTY_STEPS} steps in a row no group had two different rewards "
+                f"step {self.steps_done + 1}: in {MAX_EMPTY_STEPS} steps in a row no group had two different rewards "
                 f"(their mean is {metrics['reward']:.3g}) and a sample, so that nothing was learned. Where all are "
                 "wrong, take easier prompts or a reward that tells wrong from worse; where all are right, harder ones; "
                 "or raise --samples-per-prompt or --algorithm.dynamic-sampling. Plays that fail are told above"
@@ -217,8 +222,7 @@ class Trainer(Run[RunConfig]):
         clock = StepClock()
         with self._phase(clock, "evaluate"):
             scores = self.sampler.score_greedy(self.heldout)
-        mean = sum(scores.values) / len(scores.values)
-        return {"heldout": mean} | scores.count_failures("heldout") | clock.seconds
+        return {"heldout": sum(scores.values) / len(scores.values)} | scores.count_failures("heldout") | clock.seconds
 
     # -- parts of a step
 
@@ -232,20 +236,8 @@ class Trainer(Run[RunConfig]):
     def _warn(self, text: str) -> None:
         LOGGER.warning(f"after {self.steps_done} steps: {text}")
 
-    def _warn_of_no_signal(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
-        if metrics["zero_variance_groups"] == metrics["groups"] and not self.critic:
-            self._warn("no group has two different rewards: group-relative advantages are 0 in the next step")
-        elif not batch.require_column("advantages")[batch.mask].any():
-            self._warn("every advantage is 0: the rewards teach nothing in the next step")
-
-    def _add_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
-        with self._phase(clock, "greedy"):
-            rewards = self.sampler.score_greedy([group.row for group in groups]).values
-        return replace(batch, greedy_rewards=torch.tensor(rewards, dtype=torch.float32)[batch.group])
-
     def _add_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add the logprobs of the rollout's weights and of the reference, where the update will not make them
-        itself."""
+        """Add the logprobs of the rollout's weights and of the reference that the update does not compute."""
         if self.config.algorithm.mini_batches > 1 or self._critic_warms_up:
             old = require_tokens(self.actor.forward(batch))
             batch = replace(batch, old_logprobs=old.logprobs, old_top_logprobs=old.top_logprobs)
@@ -277,7 +269,8 @@ class Trainer(Run[RunConfig]):
                 continue
             parts.append({})
             if self.critic:
-                parts[-1] |= self._update_group(self.critic, mini, self.value_loss, token_mean, "critic_")[0]
+                metrics, _ = self._update_group(self.critic, mini, self.value_loss, token_mean)
+                parts[-1] |= {f"critic_{k}" if k in ("grad_norm", "lr") else k: value for k, value in metrics.items()}
             if self._critic_warms_up:
                 continue
             metrics, outputs = self._update_group(self.actor, mini, self.loss, self.aggregation)
@@ -285,22 +278,27 @@ class Trainer(Run[RunConfig]):
             if logprobs is None:
                 logprobs = get_logprobs(outputs)
                 check_agreement(self.config, self.floor, where, compare_logprobs(batch, logprobs, self.version))
-        means = step_metrics.average_mini_batches(parts)
+        means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+        means |= {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
         return means if logprobs is None else means | compare_logprobs(batch, logprobs, self.version)
 
     def _update_group(
-        self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, aggregation: Aggregation, prefix: str = ""
+        self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, aggregation: Aggregation
     ) -> tuple[dict[str, float], Outputs]:
-        """Take one optimizer step with each token weighed by ``aggregation``."""
+        """Take one optimizer step, tokens weighed by ``aggregation``; RunError where the gradient is not finite."""
         weights, denominator = aggregation(batch)
-        return self.take_step(group, replace(batch, weights=weights), loss, denominator, prefix)
+        batch = replace(batch, weights=weights)
+        metrics, outputs = group.train_step(batch, loss, denominator)
+        if math.isnan(metrics["grad_norm"]):
+            reject_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
+        return metrics, outputs
 
     def sync_weights(self) -> None:
         """Send the actor's weights to every rollout engine, as the next version."""
         self.version += 1
         self.synced.send(self.actor, self.rollouts.workers, self.version)
         # Engines that died meanwhile are noticed here.
-        if (versions := self.rollouts.call("get_version")) != [self.version] * len(versions):
+        if (versions := self.rollouts.call(RolloutWorker.get_version)) != [self.version] * len(versions):
             raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
 
     def note_lost(self, lost: Mapping[str, str]) -> None:
@@ -323,8 +321,8 @@ class Trainer(Run[RunConfig]):
 
     def check_canary(self) -> None:
         """Check that every rollout engine computes with the weights that were sent, and what the actor computes."""
-        found = self.canary.measure(), self.synced.compare(self.rollouts)
-        check_agreement(self.config, self.floor, f"after sync {self.version}", *found)
+        difference, unlike = self.canary.measure(), self.synced.compare(self.rollouts)
+        check_agreement(self.config, self.floor, f"after sync {self.version}", difference, unlike)
 
     # -- checkpoints
 
@@ -338,7 +336,8 @@ class Trainer(Run[RunConfig]):
         self.empty_steps, self.floor = state["empty_steps"], state[FLOOR] or self.floor
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)
-        self.rollouts.call("rewind", self.version + 1)  # where this program has been further, or within an update
+        # This program may have been further, or within an update.
+        self.rollouts.call(RolloutWorker.rewind, self.version + 1)
         self.devices.take("sync")
         self.sync_weights()
         self.devices.take("canary")

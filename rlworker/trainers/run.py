@@ -1,7 +1,6 @@
 """The part that runs of RL and of supervised training share: steps, evaluations, saves, and ending when asked to."""
 
 import errno
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +11,6 @@ from typing import Any, Generic, Self, TypeVar
 
 from ray.actor import ActorHandle
 
-from engines.batch.batch import TrainBatch
-from engines.batch.shard import Outputs
-from engines.interfaces import LossFn
 from hardware.attention.capabilities import list_override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
@@ -25,6 +21,7 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.traces import tracing
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup, digest_on_ranks, save_groups
 from rlworker.cluster.watch import limiting_stalls, naming_failures
+from rlworker.cluster.workers import TrainWorker
 from rlworker.config.run import TrainingConfig
 from rlworker.config.sizes import count_batch_bytes
 from rlworker.episodes.processes.pool import PlayPool
@@ -37,8 +34,6 @@ from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
 from rlworker.trainers.outages import ADVICE, Outages
-from rlworker.trainers.rejected_step import refuse_step
-from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -126,7 +121,7 @@ class Run(Generic[Config]):
     def restore(self, state: dict) -> None:
         """Take up what a checkpoint holds; without a ``folder`` it is the state of a run that has just begun."""
         for group in self.list_learners() if "folder" in state else ():
-            group.call("load", f"{state['folder']}/{group.name}")
+            group.call(TrainWorker.load, f"{state['folder']}/{group.name}")
 
     def digest_files(self, folder: Path, names: list[str]) -> Mapping[str, FileDigest]:
         """Return the digests of a checkpoint's files by their names: read by the ranks that will load them."""
@@ -181,19 +176,6 @@ class Run(Generic[Config]):
     def name_workers(self) -> dict[str, ActorHandle]:
         """Return every process of the run by the name that a message gives it."""
         return {name: worker for processes in self.processes for name, worker in processes.name_workers().items()}
-
-    def take_step(
-        self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, denominator: float, prefix: str = ""
-    ) -> tuple[dict[str, float], Outputs]:
-        """Take one optimizer step on ``sum(loss) / denominator``: its metrics, and the outputs from before it.
-
-        Raises:
-            RunError: the gradient is not finite, so that the engine took no step.
-        """
-        metrics, outputs = take_optimizer_step(group, batch, loss, denominator, prefix)
-        if math.isnan(metrics[f"{prefix}grad_norm"]):
-            refuse_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
-        return metrics, outputs
 
     def begin(self) -> None:
         """Take up the run that the claimed folder holds, or begin one, now that its engines are there."""

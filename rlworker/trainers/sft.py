@@ -1,5 +1,6 @@
 """Supervised training through the same engine and the same batch as RL."""
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from rlworker.algorithms.losses import sft_loss
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import SHARD_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.watch import naming_failures
-from rlworker.cluster.workers import Role
+from rlworker.cluster.workers import Role, TrainWorker
 from rlworker.config.model_checks import check_trainable
 from rlworker.config.sft import SftConfig
 from rlworker.data.examples import read_examples, to_batch
@@ -22,8 +23,8 @@ from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import tell_start
 from rlworker.tracking.trackers import Tracker
+from rlworker.trainers.rejected_step import reject_step
 from rlworker.trainers.run import Run
-from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
 
@@ -82,7 +83,9 @@ class SftTrainer(Run[SftConfig]):
         self.rows_done += len(rows)
         batch = to_batch(rows, self.model.vision)
         with self._phase(clock, "update"):
-            metrics, _ = self.take_step(self.group, batch, sft_loss, float(batch.mask.sum()))
+            metrics, outputs = self.group.train_step(batch, sft_loss, float(batch.mask.sum()))
+        if math.isnan(metrics["grad_norm"]):
+            reject_step(self.folder.path, self.steps_done + 1, "actor", batch, outputs, self.tokenizer)
         self.steps_done += 1
         times = clock.total()
         metrics = {"train_loss": metrics.pop("loss")} | metrics
@@ -142,9 +145,10 @@ def train_supervised(
             group = starting.wait()["actor"]
         for step, batch in enumerate(batches, 1):
             with naming_failures(f"sft: step {step}", starting.name_workers):
-                losses.append(take_optimizer_step(group, batch, sft_loss, float(batch.mask.sum()))[0]["loss"])
+                metrics, _ = group.train_step(batch, sft_loss, float(batch.mask.sum()))
+            losses.append(metrics["loss"])
             if len(losses) >= 10 and sum(losses[-10:]) / 10 < stop_below:
                 break
         with naming_failures("sft: save", starting.name_workers):
-            group.call("save_hf", output, SHARD_BYTES)
+            group.call(TrainWorker.save_hf, output, SHARD_BYTES)
     return losses

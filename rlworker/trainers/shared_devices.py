@@ -1,12 +1,13 @@
 """Colocation: trainers and rollout engines on the same devices, one after the other."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engines.interfaces import Holding, Tag
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import WorkerGroup
+from rlworker.cluster.workers import RolloutWorker, TrainWorker
 
 HOLDINGS: tuple[Holding, ...] = ("weights", "gradients", "optimizer")
 
@@ -72,7 +73,7 @@ class SharedDevices:
             return
         if phase == "restart":  # new trainers hold everything as they start
             self._occupancy = None
-            self._rollouts.call_living("sleep", _LEARNING.level)
+            self._rollouts.call_alive(RolloutWorker.sleep, _LEARNING.level)
         elif (occupancy := PHASES.get(phase)) and occupancy != self._occupancy:
             self._move(occupancy)
 
@@ -82,17 +83,17 @@ class SharedDevices:
         self._occupancy = None  # unknown, where one of these fails
         self._offload(occupancy)
         if occupancy.engines:
-            self._rollouts.call("wake", occupancy.engines)
+            self._rollouts.call(RolloutWorker.wake, occupancy.engines)
         else:
-            self._rollouts.call("sleep", occupancy.level)
+            self._rollouts.call(RolloutWorker.sleep, occupancy.level)
         for name, group in self.groups.items():
-            group.call("onload", _choose_holdings(occupancy, name))
+            group.call(TrainWorker.onload, _choose_holdings(occupancy, name))
         self._occupancy = occupancy
 
     def _offload(self, occupancy: Occupancy) -> None:
         for name, group in self.groups.items():
             kept = _choose_holdings(occupancy, name)
-            group.call("offload", tuple(holding for holding in HOLDINGS if holding not in kept))
+            group.call(TrainWorker.offload, tuple(holding for holding in HOLDINGS if holding not in kept))
 
     def free_devices(self) -> None:
         """Take the trainers off the devices, for new engines, which start with all of their memory."""
@@ -103,11 +104,11 @@ class SharedDevices:
     def lending_weights(self) -> Iterator[None]:
         """Have the actor's weights on the devices while new engines get them; then all is as it was."""
         if self._rollouts:
-            self.groups["actor"].call("onload", ("weights",))
+            self.groups["actor"].call(TrainWorker.onload, ("weights",))
         yield
         if self._rollouts and self._occupancy:
             self._move(self._occupancy)
 
 
-def _choose_holdings(occupancy: Occupancy, name: str) -> Sequence[Holding]:
+def _choose_holdings(occupancy: Occupancy, name: str) -> tuple[Holding, ...]:
     return occupancy.actor if name == "actor" else occupancy.others

@@ -36,7 +36,7 @@ from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.transport import BUCKET_BYTES
-from rlworker.cluster.workers import Role
+from rlworker.cluster.workers import Role, RolloutWorker, TrainWorker
 
 PARSER = make_parser(__doc__)
 for _name, _default in (("engines", 1), ("tp", 1), ("bucket-mb", BUCKET_BYTES // 2**20), ("rounds", 7)):
@@ -203,7 +203,7 @@ def measure_ways(group: WorkerGroup, rollouts: Rollouts, rounds: int) -> dict[st
     workers, version = rollouts.workers, 0
     ways: dict[str, Any] = {
         "one by one": lambda: ray.get(call(group.workers, send_one_by_one, workers, version)),
-        "pipelined": lambda: group.call("sync_weights", workers, version, SIZE),
+        "pipelined": lambda: group.call(TrainWorker.sync_weights, workers, version, SIZE),
         "broadcast": lambda: ray.get(call(group.workers, send_stage) + call(workers, receive, version)),
     }
     figures = {way: [] for way in ways}
@@ -215,8 +215,8 @@ def measure_ways(group: WorkerGroup, rollouts: Rollouts, rounds: int) -> dict[st
             cpu, start = count_cpu_seconds(), time.perf_counter()
             send()
             figures[way].append((time.perf_counter() - start, count_cpu_seconds() - cpu))
-            assert set(rollouts.call("get_version")) == {version}
-            answers += rollouts.call("generate", [Prompt((5, 6, 7))], Sampling(1, 1.0, 8, (number,), ()))
+            assert set(rollouts.call(RolloutWorker.get_version)) == {version}
+            answers += rollouts.call(RolloutWorker.generate, [Prompt((5, 6, 7))], Sampling(1, 1.0, 8, (number,), ()))
         assert len({str((sample.token_ids, sample.logprobs)) for (sample,) in answers}) == 1
     return {way: pairs[1:] for way, pairs in figures.items()}
 

@@ -305,7 +305,7 @@ async def play_nothing(model, row):
 
 def test_a_step_in_which_every_play_fails_before_it_samples_is_empty():
     """Without dynamic sampling, which would drop groups of equal rewards. Beside one that samples, others count."""
-    from rlworker.trainers.rl import MOST_EMPTY_STEPS, Trainer
+    from rlworker.trainers.rl import MAX_EMPTY_STEPS, Trainer
 
     async def play_one(model, row):
         return await (play_even if row.prompt == "2" else play_badly)(model, row)
@@ -315,7 +315,7 @@ def test_a_step_in_which_every_play_fails_before_it_samples_is_empty():
     trainer, recorded = Trainer.__new__(Trainer), []
     trainer.log = SimpleNamespace(prompts=lambda *line: recorded.append(line))
     trainer.sampler, trainer.version, trainer.empty_steps = play_sampler(play_nothing, further=0)[0], 0, 0
-    for trainer.steps_done in range(MOST_EMPTY_STEPS - 1):
+    for trainer.steps_done in range(MAX_EMPTY_STEPS - 1):
         metrics, samples = trainer.step()
         assert metrics["empty_steps"] == trainer.steps_done == trainer.empty_steps and samples == []
         assert metrics["episode_unsampled"] == 12 and metrics["reward"] == metrics["completion_tokens"] == 0

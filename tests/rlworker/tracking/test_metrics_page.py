@@ -20,7 +20,6 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.batch.shard import TokenOutputs, ValueOutputs
 from engines.config import VllmConfig
-from engines.interfaces import StepResult
 from rlworker.algorithms.advantages import gae, grpo
 from rlworker.algorithms.losses import (
     configure_loss,
@@ -67,7 +66,7 @@ class Group:
     def train_step(self, batch: TrainBatch, loss, denominator: float):
         outputs = self.forward(batch)
         _, metrics = loss(outputs, batch)
-        return [StepResult({k: float(v) for k, v in metrics.items()}, outputs, 1.0, 1e-3)], outputs
+        return {k: float(v) for k, v in metrics.items()} | {"grad_norm": 1.0, "lr": 1e-3}, outputs
 
     def call(self, *_):
         return []
@@ -90,7 +89,7 @@ class Rollouts:
         return replace(completions, top_ids=ids, top_logprobs=np.full(ids.shape, 2 * LOGPROB, np.float32))
 
     def call(self, method, *_):
-        return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method, self.trainer.version)]
+        return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method.__name__, self.trainer.version)]
 
 
 class Ahead:
@@ -256,6 +255,7 @@ def test_the_page_names_every_field_once_and_no_other(fields):
 
 MADE_IN = (
     "algorithms/losses.py",
+    "cluster/train_group.py",
     "rollouts/metrics.py",
     "rollouts/plays.py",
     "rollouts/sampler.py",

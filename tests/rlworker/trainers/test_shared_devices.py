@@ -193,6 +193,7 @@ def runs(tmp_path_factory, cluster, by_value):
     """A folder with the same run apart and together, and what was said of calls out of turn."""
     import ray
 
+    from rlworker.cluster.workers import TrainWorker
     from rlworker.trainers.rl import Trainer
 
     folder, said = tmp_path_factory.mktemp("devices"), {}
@@ -204,7 +205,7 @@ def runs(tmp_path_factory, cluster, by_value):
         trainer.fit()
         rows, sampling = trainer.rows[:2], trainer.sampler.make_sampling(1)
         for name, phase, call in (
-            ("forward", "rollout", lambda: trainer.actor.call("save", "nowhere")),
+            ("forward", "rollout", lambda: trainer.actor.call(TrainWorker.save, "nowhere")),
             ("generate", "update", lambda: trainer.rollouts.generate(rows, sampling)),
             ("dropped", "canary", lambda: trainer.rollouts.generate(rows, sampling)),
         ):
