@@ -4,8 +4,8 @@
     python -m recipes.reasoning_gym --model FOLDER --task gcd --difficulty max_value=60
 
 ``bash scripts/setup.sh reasoning`` installs the package. Questions are drawn by its generators, answers scored by the
-task's own ``score_answer``. Held-out questions come from another
-seed. The sizes are those of a model of 135 million parameters on two cores.
+task's own ``score_answer``. Held-out questions come from another seed. The sizes are those of a model of 135 million
+parameters on two cores.
 """
 
 import json
