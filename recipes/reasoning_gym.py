@@ -4,8 +4,8 @@
     python -m recipes.reasoning_gym --model FOLDER --task gcd --difficulty max_value=60
 
 ``bash scripts/setup.sh reasoning`` installs the package. Questions are drawn by its generators, answers scored by the
-task's own ``score_answer``. Held-out questions come from another
-seed. The sizes are those of a model of 135 million parameters on two cores.
+task's own ``score_answer``. Held-out questions come from another seed. The sizes are those of a model of 135 million
+parameters on two cores.
 """
 
 import json
@@ -158,8 +158,12 @@ def reward(text: str, row: Row) -> float:
     draw = row.source["draw"]
     if (key := json.dumps(draw)) not in _DATASETS:
         _DATASETS[key] = make_dataset(**draw)
-    dataset = _DATASETS[key]
-    return dataset.score_answer(find_answer(text, row.answer), dataset[row.source["index"]])
+    dataset, found = _DATASETS[key], find_answer(text, row.answer)
+    score = dataset.score_answer(found, dataset[row.source["index"]])
+    # Many tasks give a part of 1 where the answer stands in a longer text. A number that stands in a longer one, as 4
+    # does in 24 and in -4, is a wrong answer: a model that is paid for it learns to name longer numbers.
+    is_other_number = score < 1 and row.answer in found and NUMBER.fullmatch(found)
+    return 0.0 if is_other_number else score
 
 
 def main() -> None:

@@ -40,7 +40,8 @@ def test_rows_are_scored_as_their_task_does_and_none_is_held_out_and_learned(tmp
         assert right == eval(terms)
         for text in (f"{right}", f"{terms} = {right}", f"The answer is {right}.", f"<answer> {right}.0</answer> 1"):
             assert recipe.reward(text, row) == 1, text
-        assert recipe.reward(f"{wrong}", row) < 1 and recipe.reward("", row) == 0
+        for text in (f"{wrong}", f"{right}0", f"1{abs(right)}", f"{-right or 1}", f"{right} of {wrong}", ""):
+            assert recipe.reward(text, row) == 0, "a number that has the right one's digits is another one"
     assert recipe.write_rows(config).data == files, "what is there stays"
     with pytest.raises(ValueError, match="rows of another task, difficulty or seed"):
         recipe.write_rows(replace(config, seed=1))
