@@ -2,7 +2,7 @@
 
 Each is one that some system of the field has had. ``plant`` puts it into this process and ``mend`` takes it out; both
 are called in the process of a training rank or of a rollout engine. Wrong masks are planted where the platform under
-check lowers a rule, which it says itself (``Platform.faults``).
+check lowers a rule, which it says itself (``Platform.list_faults``).
 """
 
 from collections.abc import Callable
