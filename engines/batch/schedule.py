@@ -17,7 +17,7 @@ from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit
 
 _SMALL = 8
-"""Sequences stay together where they are at most this part of what a replica, or a pipeline stage of it, has to do."""
+"""Largest share of the work of a replica, or of its pipeline stage, at which sequences are kept together."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> int:
-        """Hash who computes what, in 63 bits: it fits into an int64 tensor, by which ranks compare it."""
+        """Hash the schedule to 63 bits, which fit into an int64 tensor: ranks compare it in a collective."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
         hashed = blake2b(np.asarray(counts, dtype=np.int64).tobytes(), digest_size=8)
         hashed.update(np.concatenate([self._order, self.lengths]).astype(np.int64).tobytes())
@@ -139,9 +139,9 @@ def _split_rows(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndar
 
 
 def _find_fewest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Find the smallest count from ``low`` on that fits; ``high`` does, and so does whatever is above one that fits.
+    """Find the smallest count from ``low`` to ``high`` that fits.
 
-    It is looked for near ``low`` first, where it nearly always is.
+    ``fits`` must be monotone and hold for ``high``. The search begins near ``low``, where the answer nearly always is.
     """
     # First steps of 1, 2, 4, ... up; then halves of what is left. Everything below `low` is known not to fit.
     count, step = low, 1

@@ -90,10 +90,10 @@ class MegatronEngine:
     """One rank of a training engine. Every method is collective over all of its ranks.
 
     Args:
-        model: what to build, its weights read from ``model.folder``; its head decides what kind the outputs are of.
+        model: spec of the model; weights are read from ``model.folder``. Its head decides the type of the outputs.
         temperature: divides the logits before logprobs and entropy, as the sampler does.
         trainable: False builds neither gradients nor an optimizer (a reference model).
-        on_host: weights that do not learn are on the device during a forward alone.
+        on_host: offload frozen weights to the host; they are on the device only during a forward pass.
     """
 
     def __init__(
@@ -171,8 +171,10 @@ class MegatronEngine:
         return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr)
 
     def _collect_outputs(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
-        """Join outputs of the real micro-batches, which come before the dummies: ``[N]``, in the host's memory, since
-        they leave for a process that may have no such device."""
+        """Join the outputs of the real micro-batches to ``[N]``; dummy micro-batches come last and are left out.
+
+        They are copied to the host's memory: the process that receives them may have no such device.
+        """
         if not self.is_leader:
             return None
         return change_columns(join_outputs(parts), lambda _, column: column[: shard.num_tokens].cpu())
@@ -339,7 +341,7 @@ class MegatronEngine:
 
 
 def _reduce(metrics: list[dict]) -> dict[str, float]:
-    """Add metric sums over micro-batches; take the largest of those whose name ends in ``_max``."""
+    """Add metric sums over micro-batches; for metrics named ``*_max`` take the largest."""
     reduced: dict[str, float] = {}
     for part in metrics:
         for name, value in part.items():

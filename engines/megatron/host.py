@@ -1,6 +1,6 @@
-"""Offloading: what an engine does not use at the time waits in the host's memory until it does.
+"""Offloading: weights, gradients and optimizer state move to the host's memory while an engine does not use them.
 
-On a CPU the host's memory is the device's as well. The same copies are made there.
+On a CPU the host's memory is the device's too, and the same copies are made.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,15 +41,15 @@ class HostedWeights:
 
 
 class HostedState:
-    """fp32 masters and moments of a share of a rank's numbers, which the host keeps and steps.
+    """Offloaded optimizer state: fp32 masters and moments of a share of a rank's parameters, stepped on the host.
 
-    The optimizer's own tensors are on the host, but for the moment in which Megatron hands them their gradients: torch
-    refuses a tensor a gradient on another device, so each then is a likeness on the device that takes no memory. A
-    step fetches the gradients and is computed on the host. Megatron then copies the masters to the weights, whichever
-    device they are on, and a checkpoint holds what it holds without this.
+    The optimizer's tensors are on the host, except while Megatron assigns their gradients. Torch refuses a gradient on
+    another device than its tensor, so for that moment each is replaced by a placeholder on the device that takes no
+    memory. A step copies the gradients to the host and computes there. Megatron then copies the masters to the weights
+    on their device. A checkpoint is the same as without offloading.
 
-    Megatron-core 0.16.1 has a ``HybridDeviceOptimizer`` for the same end. It takes tensors whose ``is_cuda`` is true
-    and no others, so that nothing of it can be run without such a card.
+    Megatron-core 0.16.1 has ``HybridDeviceOptimizer`` for this purpose. It accepts only tensors with ``is_cuda``, so it
+    cannot run without such a card.
 
     Args:
         fraction: of the rank's numbers, at least; whole tensors, the largest first.
@@ -107,7 +107,7 @@ class DeviceHoldings:
         self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
     def offload(self, holdings: Sequence[Holding]) -> None:
-        """Move what is on the device of these to the host's memory, and give the device's back."""
+        """Move these parts from the device to the host's memory, and free the device's memory."""
         for name in holdings:
             if name not in self._left:
                 storages = list(self._list_storages(name))

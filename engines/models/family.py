@@ -21,21 +21,21 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 Head = Literal["language", "value"]
 """Kind of output that the last hidden states become: logits, or the value of a critic."""
 Part = Literal["vision", "projector", "language"]
-"""Parts of a vision-language model: the tower's blocks, what maps their features to tokens, and the language model."""
+"""Parts of a vision-language model: the tower's blocks, the projector of features to tokens, the language model."""
 Join = Literal["whole", "qkv", "gated", "vocabulary"]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of Megatron's, and the tensors of HuggingFace's that it is joined from along their first axis.
+    """A Megatron parameter and the HuggingFace tensors that are joined to it along their first axis.
 
     Attributes:
-        name: Megatron's. A family names it within its layer, a ``ModelSpec`` within the model.
+        name: Megatron's name, within its layer in a family and within the model in a ``ModelSpec``.
         tensors: HF name -> whole shape, in the order in which they are joined.
-        join: ``whole`` takes the only tensor as it is, ``qkv`` joins by query group, ``gated`` puts the gate above what
-            it gates and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks. The parts of
-            ``qkv`` and ``gated`` are a tensor each, or one that has them in this order.
-        cut: the axis that tensor parallelism cuts; None where every rank has all of it.
+        join: ``whole`` takes the only tensor as it is. ``qkv`` joins by query group. ``gated`` puts the gate above the
+            up projection and splits each over tp by itself. ``vocabulary`` pads the rows to a multiple of the ranks.
+            The parts of ``qkv`` and ``gated`` are separate tensors, or one fused tensor in this order.
+        cut: the axis that tensor parallelism splits; None where every rank has the whole tensor.
     """
 
     name: str
@@ -69,8 +69,8 @@ class Tower:
     """The vision tower of a family, as transformers builds it.
 
     Attributes:
-        prefixes: how names begin in the tower's module -> in a saved folder.
-        projector: how those names begin in the module of weights that map features to tokens.
+        prefixes: prefix of names in the tower's module -> prefix in a saved folder.
+        projector: prefix, in the module, of the weights that map features to tokens.
         runner: the code that runs it (``engines.megatron.vision.towers``), as ``pkgutil.resolve_name`` takes it.
         module, config: transformers' classes of the tower and of its settings, as ``pkgutil.resolve_name`` takes them.
         needed: keys that ``vision_config`` must have.
@@ -80,8 +80,8 @@ class Tower:
         read: reads the tower from a whole config; None reads Qwen's keys.
         margin: newlines before the start token of an image and after its end token.
         video_processor: transformers' class that makes patches of videos.
-        no_videos: why the model is shown no videos; empty where it is.
-        tiles: an image is cut into tiles of one size, one of them or more, and vLLM adds what marks it.
+        no_videos: reason for which videos are refused; empty for a model that takes videos.
+        tiles: an image is cut into one or more tiles of one size, and vLLM adds the tokens around them.
     """
 
     prefixes: dict[str, str]
@@ -107,7 +107,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class Family:
-    """Models that differ in their sizes alone. Name table, shapes, planned bytes and refusals all derive from this.
+    """A family of models that differ only in size. Weight names, shapes, planned bytes and refusals derive from it.
 
     Attributes:
         model_type: HuggingFace's, and the name of the family's file.
@@ -116,19 +116,18 @@ class Family:
             Megatron's modules have them. The output layer is the same in every family and not among them.
         needed: keys that ``config.json`` must have.
         refused: keys of features that one engine would build and the other would not; they must be off.
-        select: selects, by a whole config, the family that the model is read as, where there are several language
-            models; None is this one.
-        rules: reads who may see whom in each layer, or one rule for all; raises ValueError for what is not built.
-        defaults: what transformers takes for keys that a config leaves out.
-        ropes: reads the rotary settings, those of each kind of layer; None reads one for all.
-        form: reads what the layers compute; None is the form of Llama and Qwen.
+        select: selects the family of the language model from a whole config, where there are several; None is this.
+        rules: reads the attention rule of each layer, or one for all; raises ValueError for a rule that is not built.
+        defaults: transformers' defaults for keys that a config leaves out.
+        ropes: reads the rotary settings of each kind of layer; None reads one for all layers.
+        form: reads the options of the layers (norms, activation, scales); None takes those of Llama and Qwen.
         activation: key and only value of the MLP's activation.
         extract_language: extracts the settings of the language model from those of the whole; None is as Qwen has them.
         mixes_windows: vLLM knows layers with a window and layers without one.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
-        prefix: what the names of the language model's weights begin with in a saved folder.
-        output: name in a saved folder of the output layer's weight, where that is not the embedding.
-        renamed: how names begin in transformers' module -> in a saved folder, where they differ.
+        prefix: prefix of the language model's weights in a saved folder.
+        output: name of the output layer's weight in a saved folder, where it is not tied to the embedding.
+        renamed: prefix of names in transformers' module -> prefix in a saved folder, where they differ.
     """
 
     model_type: str
@@ -155,8 +154,8 @@ class Family:
     def find_architecture(self, head: Head) -> str:
         """Find the name of HuggingFace's class of a model with this head; a critic is a token classification.
 
-        Of a vision-language model transformers has none: who goes by that name refuses a critic, and does not take it
-        for a model that speaks.
+        Transformers has no token classification of a vision-language model. A program that reads this name then
+        refuses the critic, instead of loading it as a language model.
         """
         if head == "language":
             return self.architecture

@@ -107,7 +107,7 @@ class SafetensorsFolder:
             )
 
     def _equal(self, name: str, other: str, rows: int) -> bool:
-        """Tell whether two matrices of as many rows have the same values, whatever their types, some rows at a time."""
+        """Tell whether two matrices of equal shape have equal values in float64, comparing some rows at a time."""
         import torch  # what most folders do without: their models have one of both
 
         parts = [safe_open(self._file_of[matrix], "pt").get_slice(matrix) for matrix in (name, other)]
@@ -236,9 +236,9 @@ def list_model_files(folder: str) -> list[str]:
 
 
 def _set_dtype(config: dict, dtypes: set[torch.dtype]) -> dict:
-    """Set the widest type of the weights in a configuration: transformers loads them all as this one.
+    """Set the widest type of the weights as the type in a configuration: transformers loads all weights in it.
 
-    The base's own may be narrower, and would round away what was learned.
+    The starting model's type may be narrower, which would round away small updates.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose layers may all see through one window (arXiv:2310.06825)."""
+"""Mistral: Llama with an optional attention window on all layers (arXiv:2310.06825)."""
 
 from dataclasses import replace
 from pathlib import Path
