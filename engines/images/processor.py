@@ -56,10 +56,10 @@ class ImageProcessor:
             )
 
     def open(self, path: str | Path, place: str) -> Image:
-        """Refer to an image, of which the header alone is decoded where the file has its end.
+        """Check an image and return a reference to it; only the header of a complete JPEG is decoded.
 
         Raises:
-            ValueError: there is no such file, it is no image or cut short, or it is too narrow to be resized.
+            ValueError: the file is missing, no image, truncated, or too narrow to be resized.
         """
         data = read_bytes(path, place)
         width, height = check_image(data, repr(str(path)), place)

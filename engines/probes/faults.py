@@ -1,8 +1,8 @@
 """Known faults, planted into the code that runs in production, so that a check can show that it finds them.
 
-Each is one that some system of the field has had. ``plant`` puts it into this process and ``mend`` takes it out; both
-are called in the process of a training rank or of a rollout engine. Wrong masks are planted where the platform under
-check lowers a rule, which it says itself (``Platform.list_faults``).
+Each fault has occurred in some system of the field. ``plant`` puts it into this process and ``mend`` takes it out; both
+are called in the process of a training rank or of a rollout engine. Wrong masks are planted where the platform lowers a
+rule; ``Platform.list_faults`` names the places.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,11 @@ class Fault:
     """A known fault, and where it can be planted and found.
 
     Attributes:
-        patches: made when it is planted, because it imports what it patches; None where the platform has them.
-        where: the processes it belongs into. cp: the context-parallel size at which it can show.
-        model: HF model_type of a tiny model that it can show on.
-        found_by: the check that must find it; others may as well.
+        patches: makes the patches when the fault is planted, since that imports the patched modules; None where the
+            platform has them.
+        where: the kind of process to plant it in. cp: the context-parallel size at which it shows.
+        model: HF model_type of a tiny model on which it shows.
+        found_by: the check that must find it; other checks may find it too.
     """
 
     patches: Callable[[], list[Patch]] | None
@@ -300,7 +301,7 @@ REAL_FAULTS: dict[str, Fault] = {
     "a tied head left behind": FAULTS["a tied head left behind"],
     "log_softmax of a large vocabulary": Fault(_small_terms_lost, "rollout", where="rollouts"),
 }
-"""Faults that a given model shows, whatever its family."""
+"""Faults that show on a model of any family."""
 
 
 def list_real_faults(model: ModelSpec) -> dict[str, Fault]:
