@@ -76,7 +76,7 @@ def gather_ranks(x: Tensor, group) -> Tensor:
 def sum_over_ranks(x: Tensor, group) -> Tensor:
     """Sum over ``group`` whose backward hands each rank the gradient unchanged.
 
-    Right for values that every rank holds in part (zeros elsewhere) and that every rank then feeds to the same loss:
-    the sum of all ranks' parameter gradients is the gradient of that one loss.
+    For values of which every rank holds a part (zeros elsewhere), and of which every rank computes the same loss: the
+    sum of all ranks' parameter gradients is then the gradient of this one loss.
     """
     return _SumForward.apply(x, group)

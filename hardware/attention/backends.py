@@ -1,4 +1,4 @@
-"""Every attention backend's rows of the capability table: what it does with each rule, in each layout.
+"""The capability table's rows of every attention backend: each rule in each layout, honoured or refused.
 
 Facts are from the backends' sources and documentation, as named at each; where ``evidence`` says "executed" a test
 runs the backend and compares it with the oracle.
@@ -100,7 +100,7 @@ _TE_DENSE = "TransformerEngine's unfused kernel is the only one that reads a den
 
 
 def _te_no_mask() -> Rows:
-    """TransformerEngine ``no_mask``: full attention, whatever mask it is given."""
+    """TransformerEngine ``no_mask``: full attention; it ignores any mask."""
     pads = _no("no_mask is full attention over padding too, and ignores a mask", "te_padding")
     bshd = _all(_no("no_mask is full attention, and ignores a mask", "te_causal, or te_arbitrary")) | {"full": pads}
     return _rows(bshd, _TE_THD, bshd, _TE_THD)

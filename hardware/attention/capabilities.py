@@ -1,7 +1,7 @@
-"""The capability table: each backend honours a rule, told how, or refuses it, and names what works instead.
+"""The capability table: each backend honours a rule, in a stated way, or refuses it and names an alternative.
 
-``build_attention_inputs`` of every platform reads this table and nothing else, so that a rule which a kernel would
-ignore or misread never gets to it. docs/masks.md is this page for users.
+``build_attention_inputs`` of every platform reads this table alone. So a rule that a kernel would ignore or misread
+never reaches the kernel. docs/masks.md describes the table for users.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def find_backend(
         override: names of refused cells (``name_place``) that count as honoured.
 
     Raises:
-        ValueError: none does; the message has each one's reason and what works instead.
+        ValueError: no backend honours it; the message has the reason of each backend and an alternative.
     """
     refusals = []
     for backend in backends:
@@ -60,7 +60,7 @@ def find_backend(
 
 
 def list_override_warnings(override: Iterable[str]) -> list[str]:
-    """List what a run should say about each refused cell that it uses all the same."""
+    """List the warnings of a run, one for each refused cell that it uses all the same."""
     return [
         f"attention: {name} is refused by the capability table ({TABLE[PLACES[name]].text}; nearest: "
         f"{TABLE[PLACES[name]].nearest}) and used all the same, as --actor.attention-override asks"

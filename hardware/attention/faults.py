@@ -1,6 +1,6 @@
 """Wrong masks for the self-test, written once for all platforms.
 
-A platform says where its own code lowers a rule; what is changed there is the same everywhere.
+A platform names the places where its code lowers a rule; the change at each place is the same for all platforms.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def build_attention_faults(
 
     Args:
         packs: functions ``(spec, ...)`` that plan a pack over one rank, from its lengths.
-        without_mask: patches after which a kernel gets no mask where it was to be causal, and all see all.
+        without_mask: patches after which a causal call gets no mask, so that every token sees every token.
         dense_masks: functions ``(spec, rule, ...) -> bool tensor or None``, True where a query sees a key.
-        calls: functions ``(spec, rule, ...)`` that tell a kernel a rule of a batch without a dense mask.
-        rule_calls: functions ``(rule, ...)`` that tell a kernel a rule alone without a dense mask.
-        inverted: patches after which a kernel without dense masks sees what it should not, and not what it should.
+        calls: functions ``(spec, rule, ...)`` that pass a rule of a batch to a kernel without a dense mask.
+        rule_calls: functions ``(rule, ...)`` that pass a rule alone to a kernel without a dense mask.
+        inverted: patches that invert the visible keys of a kernel without dense masks.
     """
     lowerings = [*dense_masks, *calls]
 
@@ -108,7 +108,7 @@ def _second_boundary_moved(spec):
 
 
 def _images_cut_at_the_window(spec, rule):
-    """Cut images that are longer than the window: as if it closed the future, first tokens do not see the last ones."""
+    """Let the window limit the future too: in an image longer than the window, first tokens do not see the last."""
     if spec.image_block is None or rule.window is None:
         return spec
     block, begins = np.asarray(spec.image_block), np.zeros(len(spec.image_block), dtype=bool)

@@ -23,7 +23,7 @@ def compute_logprobs(logits: Tensor) -> Tensor:
 
 
 class ExactSampler(Sampler):
-    """Samples the tokens that vLLM's own samples, and computes their logprobs by ``compute_logprobs``.
+    """Samples the same tokens as vLLM's sampler, and computes their logprobs by ``compute_logprobs``.
 
     Args:
         replaced: the sampler whose settings it takes.

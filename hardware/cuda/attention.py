@@ -13,7 +13,7 @@ from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
 from hardware.megatron.layers import CoreAttention
 
 _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""torch 2.11 has no such argument and takes fewer key heads as they are."""
+"""torch 2.11 lacks this argument and takes fewer key heads without it."""
 
 
 class CudaAttention(CoreAttention):

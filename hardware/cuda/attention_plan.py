@@ -1,9 +1,9 @@
 """CUDA's attention plan: each rule as one or two calls of ``varlen_attn``, built once for all layers.
 
-Under every rule a query sees one interval of positions. It begins with the query's window or chunk and ends with the
-query itself or, where the rule opens the future, with its image, its prefix or its sequence. ``varlen_attn`` takes runs
-of queries, each with keys up to the end of what the run sees, and a window that is counted from the last key. So one
-call computes every slot as if nobody saw the future, and a second one computes those anew that do.
+Under every rule a query sees one interval of positions. It begins with the query's window or chunk. It ends with the
+query itself or, where the rule makes future tokens visible, with its image, its prefix or its sequence. ``varlen_attn``
+takes runs of queries, each with keys up to the end of the run's interval, and a window that is counted from the last
+key. So a first call computes every slot as causal, and a second call recomputes the slots that see the future.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ class VarlenCall:
 
     Attributes:
         cu_seq_q, ..., window_size: the kernel's arguments of the same names.
-        query_index: ``[q]``, the slots whose queries it takes; None takes all as they lie.
-        key_index: ``[k]``, into the keys of all context-parallel ranks; None takes all as they lie.
+        query_index: ``[q]``, the slots whose queries it takes; None takes all in order.
+        key_index: ``[k]``, into the keys gathered over the context-parallel ranks; None takes all in order.
     """
 
     cu_seq_q: Tensor
@@ -42,10 +42,10 @@ class RuleCalls:
     """The calls of one rule.
 
     Attributes:
-        base: computes every slot.
-        opened: computes those anew that see the future; None where there are none.
-        rows: ``[n]``, the outputs of ``opened`` that count; None counts all.
-        slots: ``[n]``, the slots whose outputs of ``base`` they replace.
+        base: the call that computes every slot as causal.
+        opened: the call that recomputes slots that see the future; None where no slot does.
+        rows: ``[n]``, the rows of the output of ``opened`` that are used; None uses all.
+        slots: ``[n]``, the slots whose outputs of ``base`` these rows replace.
     """
 
     base: VarlenCall
@@ -164,7 +164,7 @@ def _locate_slots(spec: MaskSpec, rule: Rule) -> _Places:
 
 
 def _find_ends(spec: MaskSpec, rule: Rule, places: _Places) -> np.ndarray:
-    """Find the end of what each slot sees, ``[slots]``: past itself, or past its image or prefix."""
+    """Find the end (exclusive) of the interval that each slot sees, ``[slots]``: of itself, its image or its prefix."""
     sequence, position = places.sequence, places.position
     ends = position + 1
     if rule.images:
@@ -201,11 +201,11 @@ def _count_reach_back(rule: Rule, longest: int) -> int:
 
 
 def _convert_window(rule: Rule, sees_future: bool, longest: int) -> tuple[int, int]:
-    """Return ``window_size``: how far a query sees before and after the place that is as far from the last key as it is
-    from the last query.
+    """Return ``window_size``: the keys that a query sees before and after its diagonal key, aligned at the last key.
 
-    Never (-1, -1), which says that all see all: for that torch 2.14 may take cuDNN's kernel, whose backward reads where
-    nothing is (PyTorch's pull request 186142). As many as there are keys says the same.
+    The diagonal key of a query is as far from the last key as the query is from the last query. Never (-1, -1), an
+    unlimited window: for it torch 2.14 may take cuDNN's kernel, whose backward reads out of bounds (PyTorch's pull
+    request 186142). A window of as many keys as there are is equivalent.
     """
     if not sees_future:
         return count_tokens_before(rule.window), 0

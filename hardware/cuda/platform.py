@@ -19,7 +19,7 @@ NOT_COVERED = (
     "nccl",
     "vllm on a GPU (the rollout is vLLM on this CPU)",
 )
-"""What a check that passes against the emulated kernels does not speak of."""
+"""Subjects that a check against the emulated kernels does not cover."""
 
 
 class _CudaAttention:

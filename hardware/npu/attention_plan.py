@@ -157,7 +157,7 @@ def _shared_mask(rule: Rule, length: int) -> Tensor:
 
 
 def _plan_thd_cp(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> NpuPlan:
-    """Two calls, the low chunks of all sequences and the high ones, each bottom-right against its own prefix."""
+    """Plan two calls, the low chunks of all sequences and the high chunks, each bottom-right against its prefix."""
     if 1 in modes.values():
         raise ValueError("attention: an NPU takes no mask of a pack under context parallelism; leave out the override")
     padded = np.asarray(spec.padded, dtype=np.int64)

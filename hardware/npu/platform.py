@@ -23,11 +23,11 @@ NOT_COVERED = (
     "hccl",
     "vllm-ascend (the rollout is vLLM on this CPU)",
 )
-"""What a check that passes against the emulated operator does not speak of."""
+"""Subjects that a check against the emulated operator does not cover."""
 
 
 class _NpuLayers:
-    """Lowering, core attention and what else of a layer is one operator, which the emulated platform has too."""
+    """Lowering, core attention and layers that are one operator, shared with the emulated platform."""
 
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
     max_pack_sequences = MAX_PACK_SEQUENCES
