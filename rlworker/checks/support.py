@@ -30,7 +30,8 @@ def list_rules(family: Family) -> list[Rule]:
 
 
 def find_layout_level(family: Family, platform: Platform, layout: str) -> Level:
-    """Find the weakest evidence of what computes a family's rules in a layout, without context parallelism."""
+    """Find the weakest level of proof among the backends of a family's rules in a layout, without context
+    parallelism."""
     try:
         found = [find_backend(platform.attention_backends, layout, 1, rule) for rule in list_rules(family)]
     except ValueError:
@@ -39,7 +40,7 @@ def find_layout_level(family: Family, platform: Platform, layout: str) -> Level:
 
 
 def find_rollout_level(family: Family, platform: Platform) -> Level:
-    """Find the weakest evidence of what computes a family's rules in rollouts."""
+    """Find the weakest level of proof among the rollout backends of a family's rules."""
     rules = list_rules(family)
     try:
         backend = find_rollout_backend(platform.rollout_backends, rules)
@@ -64,8 +65,8 @@ def find_levels(family: Family, platform: Platform, sees: Input, measured: Colle
     """Find the level of each layout and of rollouts.
 
     Args:
-        measured: the parts that results have, by ``name_part``, of which the others are untested. None takes what the
-            capability tables say, which know nothing of videos.
+        measured: parts with stored results, by ``name_part``; other parts are untested. None takes the levels of the
+            capability tables, which do not cover videos.
     """
     levels: dict[str, Level] = {layout: find_layout_level(family, platform, layout) for layout in LAYOUTS}
     levels["rollout"] = find_rollout_level(family, platform)

@@ -125,8 +125,8 @@ class TrainingConfig:
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """Name of each group of workers, in the order in which they are placed: its workers, the devices of each, and
-        how many consecutive ones lie in one node."""
+        """List the groups of workers in the order of their placement: name, number of workers, devices of a worker,
+        and the number of consecutive workers that must share a node."""
         raise NotImplementedError
 
     @property
@@ -135,7 +135,7 @@ class TrainingConfig:
         return {"actor": self.actor.dtype}
 
     def fit_to_model(self) -> Self:
-        """Fit the run to its model. A recipe whose sizes depend on the model overrides this."""
+        """Fit the run to its model. A recipe with sizes that depend on the model overrides this."""
         return self
 
     def move_to_platform(self, name: PlatformName) -> Self:
@@ -287,8 +287,8 @@ class RunConfig(TrainingConfig):
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """Name of each group of workers, in the order in which they are placed: its workers, the devices of each, and
-        how many consecutive ones lie in one node. Engines that share the actor's devices are none of them."""
+        """List the groups of workers in the order of their placement: name, number of workers, devices of a worker,
+        and the number of consecutive workers that must share a node. Colocated engines are left out."""
         trainers = ["actor", *dict.fromkeys(self.placement.separate)]
         engines = ("rollout engines", self.rollout.engines, self.rollout.tp, 1)
         apart = [] if self.placement.colocate else [engines]
@@ -296,7 +296,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def takes_floor(self) -> bool:
-        """The limit on the mean |rollout - trainer logprob| comes from what is measured when the run begins."""
+        """The limit on the mean |rollout - trainer logprob| comes from a measurement when the run begins."""
         return self.limits.logprob_diff_mean is None and not self._is_fp32
 
     def find_logprob_limits(self, floor: float | None) -> tuple[float, float]:
