@@ -123,7 +123,7 @@ class Layout:
         return flat if group is None else sum_over_ranks(flat, group)
 
     def unpack(self, local: Tensor, group=None) -> Tensor:
-        """Bring every real slot to its place in the flat stream: ``[b, s, ...] -> [N, ...]``.
+        """Unpack every real slot to its place in the flat stream: ``[b, s, ...] -> [N, ...]``.
 
         Args:
             group: as in ``scatter_tokens``.
@@ -167,8 +167,9 @@ def _map_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -
     # [n]: rank r takes chunks r and 2 cp - 1 - r, one from each end, so that causal work is equal.
     tokens = np.flatnonzero((chunk == cp_rank) | (chunk == 2 * cp - 1 - cp_rank))
     slots, position, size, chunk = (x[tokens] for x in (slots, position, size, chunk))
-    # The rank's chunks lie side by side: of those before a token, cp_rank are not held before the first chunk, and all
-    # but one before the second.
+    # [n]: chunks before a token's chunk that the rank does not hold. The rank's two chunks lie side by side in its
+    # slots. Before the low chunk r are r foreign chunks; before the high chunk 2 cp - 1 - r are as many chunks, of
+    # which one, the low chunk, is the rank's.
     skipped = np.where(chunk == cp_rank, cp_rank, 2 * cp - 2 - cp_rank)
     return slots + position - skipped * size, tokens
 

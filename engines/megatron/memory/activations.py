@@ -1,4 +1,4 @@
-"""Memory of activations: tensors that forward passes keep for the backward pass, and temporary ones of the latter."""
+"""Memory of activations: tensors that forward passes keep for backward passes, and temporary tensors of the latter."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ class _Layer:
 
 
 def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, kernels: KernelMemory) -> _Layer:
-    """Count what a layer keeps for its backward pass, tensor by tensor.
+    """Count the bytes that a layer keeps for its backward pass, tensor by tensor.
 
     Tensors of the hidden size's width are split over tp by sequence parallelism, all other tensors by heads or columns.
     Values are a view into the projection's output, which therefore stays whole, unless context parallelism gathers
