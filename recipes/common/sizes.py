@@ -19,7 +19,7 @@ _WEIGHTS_GB = 16
 
 
 def fit_to_model(recipe: Recipe) -> Recipe:
-    """Lower the tensor-parallel sizes to the largest that divide the model; errors of the model are left to later
+    """Lower the actor's tensor-parallel size to the largest that the model allows; an invalid model is left to later
     checks."""
     with suppress(ValueError):
         folder = find_model(recipe.model, files=("config.json",))
