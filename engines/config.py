@@ -33,7 +33,7 @@ VLLM_OWN = _names(
 """Arguments of vLLM's LLM that the engine sets itself."""
 
 VLLM_REFUSED = _names(
-    # what tokens are drawn from, and what their logprobs are
+    # the distribution of tokens and their logprobs
     "generation_config override_generation_config logits_processors watermark_config diffusion_config "
     "speculative_config spec_method spec_model spec_tokens runner convert pooler_config "
     # another model than the folder's, or other weights
@@ -41,7 +41,7 @@ VLLM_REFUSED = _names(
     "quantization quantization_config enable_lora disable_sliding_window "
     # other pixels than the trainer sees
     "mm_processor_kwargs media_io_kwargs "
-    # vLLM's LLM refuses it: what is split over engines here is the prompts
+    # vLLM's LLM refuses it: this project splits prompts over engines
     "data_parallel_size "
     # devices that were not set aside, and machines beside the engine's own
     "prefill_context_parallel_size nnodes node_rank"

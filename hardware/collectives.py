@@ -69,7 +69,7 @@ def gather_keys_values(key: Tensor, value: Tensor, group) -> tuple[Tensor, Tenso
 
 
 def gather_ranks(x: Tensor, group) -> Tensor:
-    """``[...] -> [group, ...]``, in rank order; the gradient of a rank's part is summed over the ranks that used it."""
+    """Gather ``[...] -> [group, ...]`` in rank order; backward sums the gradients of a rank's part over all ranks."""
     return _GatherRanks.apply(x, group) if group.size() > 1 else x[None]
 
 

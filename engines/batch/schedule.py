@@ -144,7 +144,7 @@ def _find_fewest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
     ``fits`` must be monotone and hold for ``high``. The search begins near ``low``, where the answer nearly always is.
     """
-    # First steps of 1, 2, 4, ... up; then halves of what is left. Everything below `low` is known not to fit.
+    # First steps of 1, 2, 4, ... up; then bisection. No count below `low` fits.
     count, step = low, 1
     while count < high and not fits(count):
         low, count, step = count + 1, min(high, count + step), 2 * step
@@ -159,7 +159,7 @@ def _find_fewest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 def _bound_count(slots: np.ndarray, budget: int, capacity: int) -> int:
     """Bound the number of packs from below, for sequences of these slots ``[n]`` and ``capacity`` sequences a pack."""
-    oversized = slots > budget  # [n] bool: such a sequence has a pack of its own, over the budget
+    oversized = slots > budget  # [n] bool: a sequence with a pack of its own, over the budget
     return max(int(oversized.sum()) + -(-int(slots[~oversized].sum()) // budget), -(-len(slots) // capacity))
 
 

@@ -52,7 +52,7 @@ def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge
     Args:
         blocks: ``[n]`` as ``find_image_blocks`` gives them, tokens of an image, or of a video's frame, in a run.
     """
-    # `filled` ids have their positions; `position` is what text after them would have.
+    # `filled` ids have their positions; `position` is the next text token's.
     positions, filled, position = np.empty((len(blocks), 3), dtype=np.int64), 0, 0
     for number, image in enumerate(images):
         rows, columns = image.grid[1] // merge, image.grid[2] // merge  # in tokens

@@ -20,7 +20,7 @@ def cut_waves(costs: Sequence[int], budget: int) -> list[slice]:
 
     ``cut_waves([3, 3, 9, 1], 6)`` is ``[slice(0, 2), slice(2, 3), slice(3, 4)]``.
     """
-    bounds, spent = [0], 0  # starts of the waves, and what the last of them costs so far
+    bounds, spent = [0], 0  # starts of the waves, and the cost of the last one so far
     for number, cost in enumerate(costs):
         if spent + cost > budget and number > bounds[-1]:
             bounds.append(number)

@@ -38,7 +38,7 @@ class ImageProcessor:
             ) from None
         self.folder, self.vision = folder, vision
         self.settings = {key: value for key, value in self._process.to_dict().items() if not key.endswith("_type")}
-        # What transformers' own processor of whole rows asks for, whatever the folder says.
+        # The settings of transformers' processor of whole rows, which override the folder's.
         self._options = {"crop_to_patches": True} if vision.tower.tiles else {}
         side = vision.patch * (vision.side or 0)
         cut = {"patch_size": vision.patch, "temporal_patch_size": vision.temporal_patch, "merge_size": vision.merge}

@@ -115,7 +115,7 @@ def _cut_share(
             raise RuntimeError(f"checkpoint: {part.key} is stored in parts that do not lie whole in {whole.key}")
         first = cast(int, data.storage_offset()) - cast(int, cast(Tensor, whole.data).storage_offset())
         low, high = max(start, first), min(start + len(values), first + data.numel())
-        ahead = part.prepend_axis_num  # axes of the stored tensor alone, such as the layers'
+        ahead = part.prepend_axis_num  # axes of the stored tensor alone, for instance of layers
         at = low - start
         for place, shape in cut_boxes(part.local_shape, low - first, high - first):
             shape = (1,) * ahead + shape
@@ -146,7 +146,7 @@ def _name_shares(part: DistributedOptimizer, model: dict, is_loading: bool) -> d
         shares[place] = {
             kind: _cut_share(kind, values, whole[parameter], start, is_loading)
             for kind, values in kinds.items()
-            if kind != "step"  # it is among what all have alike
+            if kind != "step"  # the step is stored once, as equal on all ranks
         }
         assert all(len(values) == end - start for kind, values in kinds.items() if kind != "step")
     kind = LAYOUT["distrib_optim_sharding_type"]

@@ -126,11 +126,11 @@ class MegatronEngine:
         self.vision = None
         if model.vision and module.pre_process:
             self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
-        # fp32 gradients, because a bf16 sum over micro-batches loses the small ones.
+        # fp32 gradients, because a bf16 sum over micro-batches loses small terms.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         wrapped = DistributedDataParallel(self.transformer, ddp, module) if trainable else FrozenModel(module)
         learner = build_optimizer(wrapped, config) if trainable else (None, None)
-        # By the types of an engine that learns: only there is any of them asked for what a model itself has not.
+        # Typed as in an engine that learns; of other engines only attributes that a plain module has are read.
         self.module = cast(DistributedDataParallel, wrapped)
         self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
         self.weights_on_device = HostedWeights(module, device) if on_host else contextlib.nullcontext()
@@ -192,7 +192,7 @@ class MegatronEngine:
             if is_dummy:  # a graph to go back through, and nothing else
                 loss = sum(0 * column.sum() for column in list_columns(outputs).values())
                 metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
-            # Megatron divides by the step's tokens once all micro-batches are in: what remains is sum / denominator.
+            # Megatron divides by the step's tokens after all micro-batches, which leaves sum / denominator.
             scaled = loss * (step_tokens / denominator)
             return scaled, torch.tensor(0 if is_dummy else layout.num_valid, dtype=torch.int), metrics
 

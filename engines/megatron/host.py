@@ -15,7 +15,7 @@ from engines.megatron.memory.estimate import choose_hosted
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, pinned where a device fetches it."""
+    """Copy a tensor to the host's memory, pinned where a device reads it."""
     is_pinned = tensor.device.type != "cpu"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned).copy_(tensor.detach())
 
@@ -102,7 +102,7 @@ class DeviceHoldings:
     """
 
     def __init__(self, module: torch.nn.Module, optimizer, device: torch.device, visits: bool = False):
-        self._module: Any = module  # whose buffers are Megatron's where it is wrapped
+        self._module: Any = module  # a wrapped module has Megatron's buffers
         self._optimizer, self._device, self._visits = optimizer, device, visits
         self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
@@ -116,7 +116,7 @@ class DeviceHoldings:
                 for storage in storages:
                     storage.resize_(0)
         if self._device.type != "cpu":
-            torch.get_device_module(self._device).empty_cache()  # for another process, which cannot use what torch kept
+            torch.get_device_module(self._device).empty_cache()  # another process cannot use cached blocks
 
     def onload(self, holdings: Sequence[Holding]) -> None:
         """Bring these back onto the device, where they have left it."""
@@ -137,7 +137,7 @@ class DeviceHoldings:
         """List the storages of a holding that are on the device, each once."""
         weights = [] if self._visits else self._list_weights()
         seen: set[int] = set()
-        if name == "optimizer":  # whose masters are the weights themselves where those are fp32
+        if name == "optimizer":  # fp32 weights are their own masters
             seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
         tensors = {"weights": lambda: weights, "gradients": self._list_gradients, "optimizer": self._list_state}[name]()
         for tensor in tensors:

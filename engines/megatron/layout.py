@@ -144,7 +144,7 @@ class Layout:
             prefixes: tokens of each sequence's prefix.
         """
         if prefixes is not None:
-            prefixes = prefixes + (0,) * (len(self.lengths) - len(prefixes))  # what fills a fixed size has none
+            prefixes = prefixes + (0,) * (len(self.lengths) - len(prefixes))  # a filler sequence has none
         blocks = None if image_block is None else image_block.numpy()
         return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, rules, blocks, prefixes)
 

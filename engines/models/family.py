@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hardware.attention.rules import Rule
 from hardware.megatron.form import LayerForm
 
-if TYPE_CHECKING:  # both are read by what a family states, and hold it
+if TYPE_CHECKING:  # both modules hold a Family
     from engines.models.spec import ModelSpec
     from engines.models.vision_spec import VisionSpec
 

@@ -159,7 +159,7 @@ def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
         )
     if not window:
         return (CAUSAL,)
-    first = config.get("max_window_layers", 28)  # what transformers takes
+    first = config.get("max_window_layers", 28)  # transformers' default
     kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     rules = tuple(Rule(window=window) if kind == "sliding_attention" else CAUSAL for kind in kinds)
     return rules if set(rules) != {CAUSAL} else (CAUSAL,)

@@ -108,7 +108,7 @@ class SafetensorsFolder:
 
     def _equal(self, name: str, other: str, rows: int) -> bool:
         """Tell whether two matrices of equal shape have equal values in float64, comparing some rows at a time."""
-        import torch  # what most folders do without: their models have one of both
+        import torch  # imported here: most folders do not need it, since their models have one of both tensors
 
         parts = [safe_open(self._file_of[matrix], "pt").get_slice(matrix) for matrix in (name, other)]
         for start in range(0, rows, _ROWS_AT_ONCE):
@@ -168,7 +168,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     if (first := next(stream, None)) is None:
         return []
     target = Path(folder).with_name(f".{Path(folder).name}.partial")
-    shutil.rmtree(target, ignore_errors=True)  # what a killed save may have left
+    shutil.rmtree(target, ignore_errors=True)  # a killed save may have left it
     target.mkdir(parents=True)
     split = _split_into_files(model, first[1].element_size(), shard_bytes)
     pending, total, dtypes = {name: {} for name in split.filename_to_tensors}, 0, set()

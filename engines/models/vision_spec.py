@@ -205,7 +205,7 @@ def _axes(rope: dict, path: Path) -> tuple[int, ...]:
         raise ValueError(f"model: {path} has mrope_section {sections!r}, expected three whole numbers")
     if not rope.get("mrope_interleaved"):
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-    axes = [0] * sum(sections)  # time has what height and width leave
+    axes = [0] * sum(sections)  # time has the remaining frequencies
     for axis in (1, 2):
         for place in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[place] = axis

@@ -230,7 +230,7 @@ def _small_terms_lost() -> list[Patch]:
     import torch
     from vllm.v1.sample.sampler import Sampler
 
-    # vLLM's own way, in the place of a platform's whose torch loses the small terms of a large vocabulary by it
+    # vLLM's own function instead of the platform's: it loses small terms of a large vocabulary
     platforms = {sampler.__module__ for sampler in Sampler.__subclasses__()}
     return [
         (sys.modules[module], "compute_logprobs", lambda _: lambda logits: logits.log_softmax(-1, dtype=torch.float32))

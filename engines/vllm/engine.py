@@ -43,7 +43,7 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
     """Make the arguments of vLLM's LLM."""
     settings: dict[str, Any] = dict(
         model=model.folder,
-        # As the trainers read the folder, whatever else lies in it.
+        # The trainers read these files too, even if the folder has others.
         config_format="hf",
         load_format="safetensors",
         dtype=config.dtype,
@@ -52,9 +52,9 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         tensor_parallel_size=config.tp,
         # One process for each device beside this one, or none: within a placement group of Ray's vLLM would take Ray.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
-        # log_softmax(logits / temperature): what the trainer computes.
+        # log_softmax(logits / temperature), as the trainer computes it.
         logprobs_mode="processed_logprobs",
-        max_logprobs=model.vocab,  # a limit of what may be asked for, by which nothing is sized
+        max_logprobs=model.vocab,  # a limit on requests, which sizes no buffer
         worker_cls=worker,
         enable_sleep_mode=sleeps,
         worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
@@ -69,14 +69,14 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         others = {"video": 0} if knows_videos and model.vision.tower.no_videos else {}
         tie = partial(_tie_alike, tied=model.tied)
         settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": tie}
-        # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
+        # Newer versions normalise pixels on the device, by other numbers if preprocessor_config.json lacks them.
         settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
     if any(rule.images for rule in model.rules):
         # A chunk may end within an image, even where vLLM is asked to keep images whole (vLLM issue 52306).
         # Without chunks vLLM makes room for the longest sequence in a forward pass by itself.
         settings["enable_chunked_prefill"] = False
     if config.staleness:
-        settings["scheduling_policy"] = "priority"  # what an update waits for goes before what was begun ahead
+        settings["scheduling_policy"] = "priority"  # requests that an update waits for go first
     if config.kv_cache_mb:
         settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
     return settings
@@ -111,7 +111,7 @@ class VllmEngine:
         if config.tp > 1:
             self._tie_workers()
         for parts in self.llm.collective_rpc("list_parts"):
-            # an upstream change may pass over what a worker installs, without a word
+            # an upstream change may silently ignore the parts that a worker installs
             if worker.parts and tuple(parts) != worker.parts:
                 self.close()
                 raise RuntimeError(
@@ -218,7 +218,7 @@ class VllmEngine:
         engine, outputs = self.llm.llm_engine, []
         batches = cast(Any, engine.engine_core).engine_core.batch_queue
         if batches:
-            engine.sleep(level=0, mode="keep")  # nothing new is scheduled; what runs keeps its place
+            engine.sleep(level=0, mode="keep")  # schedules nothing new; running requests stay
             while batches:
                 outputs += self.step()
             engine.wake_up(["scheduling"])
@@ -303,7 +303,7 @@ class VllmEngine:
             )
         if whole := cast(PieceJoiner, self._joiner).join(bucket):
             self._hand_on(whole)
-            self._names |= {name for name, *_ in whole.entries}  # what failed is missing at the end
+            self._names |= {name for name, *_ in whole.entries}  # failed weights are then missing at the end
         if not last:
             return
         names, self._names, self._joiner = self._names, set(), None

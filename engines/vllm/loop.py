@@ -45,11 +45,11 @@ class EngineLoop:
     def __init__(self, build: Callable[[], VllmEngine]):
         self._changed = threading.Condition()
         self._calls: deque[tuple[Future, Callable[[], Any]]] = deque()
-        self._keys: set[Hashable] = set()  # of what was handed in and not yet taken
+        self._keys: set[Hashable] = set()  # of submitted requests that are not taken yet
         self._waiting: deque[_Open] = deque()
         self._running: dict[str, _Open] = {}  # by vLLM's name of each
         self._names = count()
-        self._image_bytes = 0  # of the running ones
+        self._image_bytes = 0  # of running requests
         self._finished: list[tuple[Hashable, Completions | Exception]] = []
         self._paused = self._closed = False
         self._fault: BaseException | None = None
@@ -140,7 +140,7 @@ class EngineLoop:
             while self._take_turn():
                 pass
             fault: BaseException = RuntimeError("it was closed")
-        except BaseException as error:  # every kind must be told to those who wait for this thread
+        except BaseException as error:  # of any kind: callers that wait for this thread get it
             fault = error
         with self._changed:
             self._fault = fault

@@ -110,7 +110,7 @@ def _parse(reader, text: str, request) -> ToolCalls:
     with _hearing_errors() as errors:
         try:
             found = reader.extract_tool_calls(text, request)
-        except Exception as error:  # whatever a parser of vLLM's makes of text that a model made up
+        except Exception as error:  # a parser of vLLM's may raise anything on a model's text
             return ToolCalls(text, error=f"{type(error).__name__}: {error}")
     calls = tuple((call.function.name, call.function.arguments) for call in found.tool_calls)
     content = found.content or ""

@@ -24,7 +24,7 @@ TABLE: dict[Place, Cell] = {
 
 
 def name_place(place: Place) -> str:
-    """``backend/kind/cp or no-cp/rule``, as an override names it."""
+    """Name a cell as an override does: ``backend/kind/cp or no-cp/rule``."""
     backend, kind, cp, rule = place
     return f"{backend}/{kind}/{'cp' if cp else 'no-cp'}/{rule}"
 
@@ -35,7 +35,7 @@ PLACES: dict[str, Place] = {name_place(place): place for place in TABLE}
 def find_backend(
     backends: Iterable[str], kind: str, cp: int, rule: Rule, override: Iterable[str] = ()
 ) -> tuple[str, tuple[Cell, ...]]:
-    """The first of ``backends`` that honours every part of a rule, with the cells that say how.
+    """Find the first of ``backends`` that honours every part of a rule, with its cells.
 
     Args:
         override: names of refused cells (``name_place``) that count as honoured.

@@ -92,7 +92,7 @@ def _changing_spec(change: Callable) -> Callable:
 def _one_sequence(spec):
     prefixes = None if spec.prefixes is None else spec.prefixes[:1]
     block = spec.image_block
-    if block is not None:  # images of two sequences stay two, whose numbers may have been one
+    if block is not None:  # two sequences may number their images equally: they stay two images
         sequence = np.repeat(np.arange(len(spec.lengths)), spec.lengths)
         block = np.where(block < 0, -1, block + sequence * (len(block) + 1))
     total = (sum(spec.lengths),), (sum(spec.padded),)
@@ -100,7 +100,7 @@ def _one_sequence(spec):
 
 
 def _second_boundary_moved(spec):
-    """The first sequence takes a slot more; the third gives it, since the second may have a single one."""
+    """Move a boundary: the first sequence takes a slot of the third, since the second may have a single slot."""
     lengths, padded = list(spec.lengths), list(spec.padded)
     for sizes in (lengths, padded):
         sizes[0], sizes[2] = sizes[0] + 1, sizes[2] - 1
@@ -123,7 +123,7 @@ def _inverted(mask: Callable) -> Callable:
     def inverted(*args):
         if (keep := mask(*args)) is None:
             return None
-        return ~keep | keep.all(-1, keepdim=True)  # who then sees nothing sees everyone, as on a device
+        return ~keep | keep.all(-1, keepdim=True)  # a query that sees nothing sees everything, as on a device
 
     return inverted
 

@@ -17,7 +17,7 @@ class CpuAttention(CoreAttention):
 
 
 def attend_groups(query: Tensor, key: Tensor, value: Tensor, plan: CpuPlan, rule: Rule, scale: float) -> Tensor:
-    """``CoreAttention.attend`` by a plan of this platform, on any device."""
+    """Attend by a plan of this platform, as ``CoreAttention.attend``, on any device."""
     attend = _attend_bshd if query.dim() == 4 else _attend_thd
     return attend(query, key, value, plan, rule, scale)
 

@@ -16,7 +16,7 @@ from vllm.v1.sample.sampler import Sampler
 
 def compute_logprobs(logits: Tensor) -> Tensor:
     """Compute ``log softmax(logits)`` over the last dimension, in float32."""
-    # Shifted by the largest first: the logarithm of the sum is then small, whatever the size of the logits, and rounds
+    # Shifted by the largest first: the logarithm of the sum is then small for logits of any size, and rounds
     # by as little.
     shifted = logits.float() - logits.float().amax(-1, keepdim=True)
     return shifted - shifted.exp().sum(-1, keepdim=True).log()

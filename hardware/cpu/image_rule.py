@@ -46,7 +46,7 @@ def cut_runs(request: int, start: int, stop: int, images: Iterable[tuple[int, in
         RuntimeError: an image ends after ``stop``, so that its tokens would not see all of it.
     """
     if start == stop:
-        return [Run(request, start, stop, causal=True)]  # what fills a batch has no tokens
+        return [Run(request, start, stop, causal=True)]  # the filler of a batch has no tokens
     runs, at = [], start
     for first, last in sorted(images):
         if last < at or first >= stop:

@@ -34,7 +34,7 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):
     part of a prompt that a forward pass takes is not known before it is scheduled.
     """
 
-    requires_kv_delivery = False  # pyright: ignore[reportAssignmentType]  no other engine waits for what is here
+    requires_kv_delivery = False  # pyright: ignore[reportAssignmentType]  no other engine waits for this cache
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)

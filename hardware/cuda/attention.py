@@ -58,5 +58,5 @@ class CudaAttention(CoreAttention):
 
 
 def _rows_end_to_end(x: Tensor, slots: int) -> Tensor:
-    """``[cp * s, b, h, d] -> [cp * b * s, h, d]``: of each rank one row after another."""
+    """Lay rows end to end, rank by rank: ``[cp * s, b, h, d] -> [cp * b * s, h, d]``."""
     return x.unflatten(0, (-1, slots)).transpose(1, 2).flatten(0, 2)

@@ -107,7 +107,7 @@ def _plan_pack(spec: MaskSpec, device: torch.device) -> VarlenPlan:
 
 def _plan_calls(spec: MaskSpec, rule: Rule, device: torch.device) -> RuleCalls:
     longest = max(spec.padded)
-    rule = replace(  # what reaches past the longest sequence changes nothing
+    rule = replace(  # a window or chunk of the longest sequence and more changes nothing
         rule,
         window=None if rule.window is None or rule.window >= longest else rule.window,
         chunk=None if rule.chunk is None or rule.chunk >= longest else rule.chunk,

@@ -68,7 +68,7 @@ class Call:
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def compute_allowed(self, queries: int, keys: int) -> Tensor:
-        """``[queries, keys]`` bool, True where a query sees a key: the last query's diagonal ends at the last key."""
+        """Compute the mask ``[queries, keys]``, True where a query sees a key: the diagonal ends at the last key."""
         before, after = self.window_size
         query, key = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
         see = torch.ones(queries, keys, dtype=torch.bool)

@@ -84,7 +84,7 @@ def _plan_bshd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> 
     for rule, mode in modes.items():
         if mode == 1:
             mask = build_dense_mask(spec, rule, rows, list_zigzag_positions(length, spec.cp, spec.cp_rank), length)
-            if mask is None:  # no row has what the rule adds to causal
+            if mask is None:  # no row needs more than causal
                 calls[rule] = (_compressed(CAUSAL, 2, device),)
             else:
                 calls[rule] = (KernelCall(~mask.to(device), 1, key_index=order),)

@@ -17,12 +17,12 @@ NO_LIMIT = 2147483647
 
 
 def build_triangle(device: torch.device | str = "cpu") -> Tensor:
-    """``[2048, 2048]`` bool, True above the diagonal: the mask that ``sparse_mode`` 2, 3, 4, 7 and 8 expect."""
+    """Build the mask of ``sparse_mode`` 2, 3, 4, 7 and 8: ``[2048, 2048]`` bool, True above the diagonal."""
     return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device).triu(1)
 
 
 def build_prefix_mask(device: torch.device | str = "cpu") -> Tensor:
-    """``[3072, 2048]`` bool: the triangle, and below it a block that is False on the left and True on the right."""
+    """Build the mask ``[3072, 2048]`` bool: the triangle, and a block below, False on the left, True on the right."""
     block = torch.arange(TRIANGLE, device=device) >= TRIANGLE // 2
     return torch.cat([build_triangle(device), block.expand(TRIANGLE // 2, -1)])
 

@@ -192,7 +192,7 @@ def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
     return counting.scatter(sum_discounted(rewards, batch.sum_per_episode(counting.lengths), gamma))
 
 
-# -- what a reward is made of
+# -- penalties within the reward
 
 
 def add_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1) -> TrainBatch:

@@ -304,7 +304,7 @@ def _keep_hidden_states(language: Any) -> dict[int, list[Tensor]]:
     states: dict[int, list[Tensor]] = {}
 
     def keep(number: int):
-        def hook(_, args, kwargs):  # what goes on from a layer, with what is added to it on the way
+        def hook(_, args, kwargs):  # a layer's output, with features that are added to it
             hidden = args[0] if args else kwargs["hidden_states"]
             states.setdefault(number, []).append(hidden.detach()[0])
 

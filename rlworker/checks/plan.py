@@ -80,7 +80,7 @@ def _import_default(recipe: str) -> Config:
         raise ValueError(f"plan: {recipe!r} is {'no file' if is_file else 'no name of a module'}; {advice}")
     try:
         module = _import_file(path) if is_file else importlib.import_module(recipe)
-    except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
+    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is imported
         lacks = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
         if not is_file and f"{recipe}.".startswith(lacks):
             raise ValueError(f"plan: there is no module {recipe!r} ({error}); {advice}") from None

@@ -89,7 +89,7 @@ def _test_fault(engines: CheckedEngines, name: str, fault: Fault, version: int) 
         findings = check_all(engines, version, (fault.found_by,))
     finally:
         group.call("run", "engines.probes.faults:mend")
-        send_weights(engines, version + 2)  # what the fault may have kept back
+        send_weights(engines, version + 2)  # the fault may have kept weights back
     failed = [finding for finding in findings if finding.outcome == "FAILED"]
     named = [finding for finding in failed if not finding.text.startswith("raised")]
     if named:

@@ -81,7 +81,7 @@ def _fit_default(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig
     named = parser.parse_known_args(args)[0]
     default = replace(default, model=named.model or default.model).fit_to_model()
     name = named.platform
-    is_another = name in PLATFORMS and name != default.platform  # what is wrong with a name is said where all is read
+    is_another = name in PLATFORMS and name != default.platform  # a wrong name is reported when all options are read
     return default.move_to_platform(name) if is_another else default
 
 

@@ -52,7 +52,7 @@ def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
 
 
 def parse_steps(text: str, steps: int) -> range:
-    """The steps that ``A:B`` names, both among them; an empty text names none.
+    """Parse ``A:B`` to the steps from A to B; an empty text names none.
 
     Raises:
         ValueError: it is not two whole numbers, from 1 to ``steps`` and in their order.

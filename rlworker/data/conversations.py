@@ -157,7 +157,7 @@ class ConversationEncoder:
                 raise ValueError(f"{where}: the assistant's message {said[:80]!r} has an image: only others have some")
         try:
             sequences = write_conversation(conversation, self.tokenizer, self.ends)
-        except Exception as error:  # it refuses roles and orders with one kind, and computes with what messages hold
+        except Exception as error:  # a template raises one kind for roles and orders, and others on values
             raise ValueError(f"{where}: the chat template refuses these messages: {error}") from None
         return [
             self._expand(self._encode_pieces(pieces), images, where, pieces is sequences[-1]) for pieces in sequences

@@ -62,7 +62,7 @@ def read_examples(
     for row in read.rows:
         try:
             answer = _encode_answer(row, tokenizer, ends)
-        except Exception as error:  # of whatever kind the template has
+        except Exception as error:  # a template may raise errors of any kind
             raise ValueError(
                 f"data: {path}: the chat template refuses {row.answer[:80]!r} as the assistant's message: {error}"
             ) from None

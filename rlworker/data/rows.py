@@ -315,7 +315,7 @@ def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataC
         raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
     try:
         return render_messages(messages, tokenizer)
-    except Exception as error:  # it refuses roles and orders with one kind, and computes with what messages hold
+    except Exception as error:  # a template raises one kind for roles and orders, and others on the messages' values
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
 
 

@@ -212,7 +212,7 @@ def _read_dataset(path: str, load: Callable, expected: str) -> _Table:
     except Exception as error:  # each kind of file and each way to the hub fails with errors of its own
         raise ValueError(f"data: {path}: cannot be loaded as {expected}: {type(error).__name__}: {error}") from error
     features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=_skip_decoding))
-    batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # whatever form its owner set
+    batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # overrides the format that its owner set
     return dataset.column_names, (features.decode_example(row) for batch in batches for row in batch.to_pylist())
 
 

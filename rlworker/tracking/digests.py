@@ -121,7 +121,7 @@ def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> 
     if digest:
         try:
             got = digest(checkpoint, whole)
-        except OSError as error:  # of a disk that fails; what Ray brings from a rank ends with it
+        except OSError as error:  # a failing disk; a rank's error comes through Ray and ends with the same text
             return [*damage, f"a file cannot be read: {str(error).splitlines()[-1]}"]
         damage += [
             f"{name} has the digest {got[name].digest}, expected {expected[name].digest}"

@@ -61,11 +61,11 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
     """
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
     query, key = (heads * model.head_dim * size * slots for heads in (model.heads, model.kv_heads))
-    # One whose weight is added to 1 works in fp32, and multiplies what was normed by hand: both are kept.
+    # A norm that scales by 1 + weight computes in fp32 and multiplies by hand: both tensors are kept.
     norm_input = (2 * FP32 if model.form.norms_from_one else kernels.count_norm_input_bytes(size)) * slots
     hidden, ffn = model.hidden * size * slots, model.ffn * size * slots
     before, core_input = query + 2 * key, query
-    if model.qk_norm:  # a fused norm keeps its input, and of keys that is a view into what is there
+    if model.qk_norm:  # a fused norm keeps its input, which for keys is a view into a kept tensor
         queries, keys = (heads * model.head_dim * norm_input for heads in (model.heads, model.kv_heads))
         before += queries + keys - (key if kernels.keeps_own_input(size) else 0)
         core_input += key
@@ -77,7 +77,7 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
     sums = model.heads * FP32 * slots
     copied = query if kernels.copies_output and config.layout == "thd" else 0.0
     norm = model.hidden * norm_input + hidden
-    post_norms = 2 * model.hidden * norm_input if model.form.post_norms else 0.0  # what they give is added, not kept
+    post_norms = 2 * model.hidden * norm_input if model.form.post_norms else 0.0  # their outputs are added, not kept
     out = query - copied  # with a copy the kernel keeps its own
     return _Layer(
         input=hidden,
@@ -114,10 +114,10 @@ def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: Micr
     layer = _count_layer(model, config, micro, kernels)
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp
     each, again, loss = layer.whole, 0.0, 0.0
-    if config.recompute == "core":  # when a layer's core is computed again, what came after it in the layer has gone
+    if config.recompute == "core":  # when a layer's core is recomputed, later tensors of the layer are freed
         each += layer.core_input - layer.core
         again = max(0.0, layer.core - layer.mlp - layer.output - layer.late_norms)
-    elif config.recompute == "full":  # the first norm keeps what the layer keeps
+    elif config.recompute == "full":  # the first norm keeps the same tensor as the layer
         each, again = layer.input, layer.whole - (layer.input if kernels.keeps_own_input(size) else 0)
     kept = model.layers // config.pp * each + 2 * len(model.ropes) * model.head_dim * size * slots
     if stage == config.pp - 1:

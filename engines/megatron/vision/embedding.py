@@ -38,7 +38,7 @@ def add_tower(module: GPTModel, vision: VisionSpec) -> None:
     if module.config.recompute_granularity == "full":
         for block in runner.list_blocks(module.vision):  # none of which draws random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-    # Each rank sees its own images: Megatron adds gradients of such weights up over tensor-parallel ranks.
+    # Each rank has its own images: Megatron sums the gradients of weights marked so over tensor-parallel ranks.
     mark_sequence_parallel(module.vision.parameters(), module.config)
     for level in range(vision.deepstack):
         module.decoder.layers[level].register_forward_hook(partial(_add_level, level), with_kwargs=True)

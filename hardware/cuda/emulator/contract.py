@@ -24,7 +24,7 @@ def _are_covered(call: Call) -> bool:
 
 
 def _swaps_groups(call: Call) -> bool:
-    """The kernel takes grouped heads for queries of one sequence, which saves it work in decoding."""
+    """Tell whether the kernel takes grouped heads for queries of one sequence, an optimization of decoding."""
     return call.max_q == 1 and call.query.shape[1] > call.key.shape[1] and max(call.window_size) < 0
 
 

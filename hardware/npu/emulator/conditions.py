@@ -162,7 +162,7 @@ def has_compressed_content(call: Call) -> bool:
 
 
 def limits_leave_something(call: Call) -> bool:
-    """``sparse_mode`` 0: a negative limit leaves a band that lies within the matrix."""
+    """Check ``sparse_mode`` 0: with a negative limit the band still lies within the matrix."""
     if call.sparse_mode != 0 or call.atten_mask is None:
         return True
     before, after = call.pre_tockens, call.next_tockens

@@ -183,7 +183,7 @@ def check_reads(device: Device, folder: Path) -> list[DeviceFinding]:
     dtype = "float32" if device.is_host else "bfloat16"
     engine = build_engine(device, model, MegatronConfig(dtype=dtype))
     shard = plan_shard(engine, make_batch(model, 4, 16))
-    engine.train_step(shard, probe_loss, 1.0)  # in whose first all is made that is made once
+    engine.train_step(shard, probe_loss, 1.0)  # the first step allocates buffers that are allocated once
     with HostReads() as reads:
         engine.train_step(shard, probe_loss, 1.0)
     counts = reads.count()

@@ -64,7 +64,7 @@ def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
     of a pack's bidirectional images."""
     tokens, heads, kv_heads, dim = (128, 4, 2, 16) if device.is_host else (8192, 16, 16, 128)
     dtype, findings = torch.bfloat16, []
-    flops = 2 * tokens**2 * heads * dim  # two products of [tokens, dim], of whose pairs half are seen
+    flops = 2 * tokens**2 * heads * dim  # two products of [tokens, dim]; half of the pairs are visible
     drawn = [torch.randn(tokens, h, dim, device=device.device, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
     query, key, value = (x.requires_grad_() for x in drawn)
     layout = Layout.build((tokens,), "thd", device=device.device)
