@@ -1,1 +1,1 @@
-"""Tokens become logprobs and gradients here: the batch, the engines and what passes between them. Never imports ray."""
+"""The batch, the training engine, the rollout engine, and the weight sync between them. Never imports ray."""

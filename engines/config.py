@@ -33,7 +33,7 @@ VLLM_OWN = _names(
 """Arguments of vLLM's LLM that the engine sets itself."""
 
 VLLM_REFUSED = _names(
-    # what tokens are drawn from, and what their logprobs are
+    # the distribution of tokens and their logprobs
     "generation_config override_generation_config logits_processors watermark_config diffusion_config "
     "speculative_config spec_method spec_model spec_tokens runner convert pooler_config "
     # another model than the folder's, or other weights
@@ -41,7 +41,7 @@ VLLM_REFUSED = _names(
     "quantization quantization_config enable_lora disable_sliding_window "
     # other pixels than the trainer sees
     "mm_processor_kwargs media_io_kwargs "
-    # vLLM's LLM refuses it: what is split over engines here is the prompts
+    # vLLM's LLM refuses it: this project splits prompts over engines
     "data_parallel_size "
     # devices that were not set aside, and machines beside the engine's own
     "prefill_context_parallel_size nnodes node_rank"
@@ -100,7 +100,7 @@ class OptimizerConfig:
     lr_warmup_steps: Annotated[int, Ge(0)] = 0
     """Optimizer steps of linear warm-up from zero."""
     lr_decay_steps: Annotated[int, Ge(0)] = 0
-    """Last optimizer step of the decay, above min_lr still; 0 takes the whole run."""
+    """Optimizer step at which the decay ends; 0 decays over the whole run."""
     weight_decay: Annotated[float, Ge(0), FINITE] = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""
     adam_beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
@@ -108,11 +108,11 @@ class OptimizerConfig:
     adam_beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
     """Decay of the mean of squared gradients, per step."""
     adam_eps: Annotated[float, Gt(0), FINITE] = 1e-8
-    """Added to the root of the mean of squared gradients."""
+    """Constant that AdamW adds to the root of the mean of squared gradients."""
     clip_grad: Annotated[float, Ge(0), FINITE] = 1.0
     """Largest global gradient norm; 0 does not clip."""
     host_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of the optimizer's masters and moments that the host's memory holds and its processor steps."""
+    """Share of the optimizer state (fp32 masters and moments) that is offloaded to the host and stepped there."""
 
     def __post_init__(self):
         check_types("actor.optimizer", self)
@@ -130,10 +130,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    """The training engine: how it is spread over ranks and how it steps."""
+    """The training engine: its parallel sizes, the layout of its micro-batches, its optimizer."""
 
     ranks: Annotated[int, Ge(1)] = 1
-    """Processes in all; data parallelism takes what tp, pp and cp leave."""
+    """Number of training processes; the data-parallel size is ranks / (tp x pp x cp)."""
     tp: Annotated[int, Ge(1)] = 1
     """Tensor-parallel size, with sequence parallelism."""
     pp: Annotated[int, Ge(1)] = 1
@@ -141,30 +141,30 @@ class MegatronConfig:
     cp: Annotated[int, Ge(1)] = 1
     """Context-parallel size."""
     layout: Literal["thd", "bshd"] = "thd"
-    """thd lays sequences end to end, bshd one a row."""
+    """Layout of a micro-batch: thd packs sequences end to end, bshd gives each sequence a padded row."""
     pad_to_multiple_of: Annotated[int, Ge(1)] = 1
     """A context-parallel rank's share of each sequence is padded to a multiple of this (16 for FP8, 32 for MXFP8)."""
     slots: Annotated[int, Ge(0)] = 0
-    """Every micro-batch has exactly this many slots (thd: in all; bshd: in each row); 0 takes as many as needed."""
+    """Fixed size of every micro-batch in slots (thd: in all; bshd: of each row); 0 lets the size vary."""
     attention_override: tuple[str, ...] = ()
     """Cells of the capability table that are refused and used all the same, such as npu_mode2/thd/no-cp/chunk."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations, where left open the platform's; the optimizer keeps fp32 masters."""
+    """Type of weights and activations; the default is the platform's. The optimizer keeps fp32 masters."""
     micro_batch_tokens: Annotated[int, Ge(1)] = 16384
-    """Most slots, tokens and their padding, in one forward pass of a replica; a longer sequence goes alone."""
+    """Largest micro-batch of a replica in slots, padding included; a longer sequence has a micro-batch of its own."""
     recompute: Literal["none", "core", "full"] = "none"
-    """Recompute nothing, the core attention or whole layers in the backward pass."""
+    """Activations to recompute in the backward pass: none, those of core attention, or those of whole layers."""
     deterministic: bool = False
-    """Repeat the numbers of training bit by bit, at some cost; a CPU does so in any case."""
+    """Use deterministic kernels, so that a repeated run is equal bit by bit; slower. A CPU always does."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     image_memory_mb: Annotated[int, Ge(1)] = 1024
-    """Memory that a process's images may take at once while they are decoded; the others wait."""
+    """Memory for the decoded images of one process, in MB; images beyond it wait."""
     freeze: tuple[Part, ...] = ()
-    """Parts of a vision-language model that do not learn."""
+    """Parts of a vision-language model to freeze: their weights do not change."""
     timeout_s: Annotated[int, Ge(1), Le(10**9)] = 600
-    """How long a collective may wait for another rank."""
+    """Seconds that a collective may wait for another rank before the run fails."""
     megatron: PassThrough = field(default_factory=dict)
-    """Further fields of Megatron's TransformerConfig."""
+    """Further fields of Megatron's TransformerConfig; fields that the engine sets itself are refused."""
 
     def __post_init__(self):
         check_types("actor", self)
@@ -191,7 +191,7 @@ class MegatronConfig:
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raise ValueError where the model cannot be cut as asked."""
+        """Raise ValueError where the parallel sizes do not divide the model, or nothing is left to learn."""
         # Megatron can also share a key-value head among ranks; no test of ours runs that. The hidden size is not cut.
         for name, value in (
             ("attention heads", model.heads),
@@ -225,34 +225,33 @@ class MegatronConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """The rollout engine."""
+    """The rollout engines: vLLM, its sizes and its sampling."""
 
     engines: Annotated[int, Ge(1)] = 1
-    """vLLM engines; prompts are split over them."""
+    """Number of vLLM engines; the prompts of a step are split over them."""
     tp: Annotated[int, Ge(1)] = 1
-    """Devices of each engine, over which it cuts the weights (tensor parallelism)."""
+    """Tensor-parallel size: devices of each engine."""
     max_new_tokens: Annotated[int, Ge(1)] = 256
-    """Longest completion."""
+    """Longest completion, in tokens."""
     temperature: float = 1.0
-    """Sampling temperature, from 0.01 to 2, which the trainer applies to its logprobs too."""
+    """Sampling temperature, from 0.01 to 2; the trainer divides its logits by it too."""
     max_model_len: Annotated[int, Ge(1)] = 2048
-    """Longest prompt and completion together."""
+    """Longest sequence, prompt and completion together, in tokens."""
     max_num_seqs: Annotated[int, Ge(1)] = 256
-    """Sequences that decode at once."""
+    """Largest number of sequences that an engine decodes at once."""
     kv_cache_mb: Annotated[int, Ge(0)] = 0
-    """Memory for keys and values on each device; 0 leaves it to vLLM (1 GiB on a CPU)."""
+    """Size of the KV cache on each device, in MB; 0 leaves it to vLLM (1 GiB on a CPU)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations, where left open the platform's."""
+    """Type of weights and activations; the default is the platform's."""
     image_memory_mb: Annotated[int, Ge(1)] = 8192
-    """Memory that an engine's images may take at once while they are decoded; the other prompts wait for these to be
-    answered."""
+    """Memory for the decoded images of one engine, in MB; prompts with images beyond it wait."""
     staleness: Annotated[int, Ge(0), Le(8)] = 0
-    """Updates by which the weights of a token may be older than those that learn from it; 0 samples and learns in
-    turns, more lets rollouts run ahead."""
+    """Largest number of updates between the weights that sample a token and the weights that learn from it. 0 samples
+    and learns in turns; above 0 rollouts run ahead of the trainer."""
     attention_override: tuple[str, ...] = ()
-    """Refused cells of the capability table of rollouts that are used all the same: backend/rule."""
+    """Refused cells of the rollouts' capability table to use all the same, as backend/rule."""
     vllm: PassThrough = field(default_factory=dict)
-    """Further arguments of vLLM's LLM."""
+    """Further arguments of vLLM's LLM; arguments that change the sampled distribution are refused."""
 
     def __post_init__(self):
         check_types("rollout", self)
@@ -286,7 +285,7 @@ class VllmConfig:
         return self.engines * self.tp
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raise ValueError where vLLM would refuse the model, or compute another one."""
+        """Raise ValueError where vLLM would refuse the model, or compute it otherwise than the trainer."""
         self.check_cut(model)
         if self.max_model_len > model.max_positions:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The two engines as the RL side sees them: what it may ask of each, and what it gets back."""
+"""Interfaces of the training engine and the rollout engine, as the RL side calls them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ data-parallel ranks; a name that ends in ``_max`` is a maximum.
 """
 
 Holding = Literal["weights", "gradients", "optimizer"]
-"""What a training engine holds on its device: the optimizer's are fp32 masters, where weights are bf16, and moments."""
+"""Parts that a training engine holds on its device; ``optimizer`` is moments, and fp32 masters of bf16 weights."""
 Tag = Literal["weights", "kv_cache"]
-"""What a rollout engine holds on its devices, by vLLM's names."""
+"""Parts that a rollout engine holds on its devices, by vLLM's names."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class TrainEngine(Protocol):
         ...
 
     def load(self, folder: str) -> None:
-        """Restore what ``save`` wrote."""
+        """Load a checkpoint that ``save`` wrote."""
         ...
 
     def offload(self, holdings: Sequence[Holding]) -> None:
-        """Move holdings to the host's memory. Whatever needs one raises RuntimeError until it is back."""
+        """Move parts to the host's memory. Calls that need an offloaded part raise RuntimeError."""
         ...
 
     def onload(self, holdings: Sequence[Holding]) -> None:
@@ -116,7 +116,7 @@ class RolloutEngine(Protocol):
         ...
 
     def rewind(self, version: int) -> None:
-        """Take ``version`` as the next one, be it older than what is here."""
+        """Accept ``version`` as the next update, even if it is older than the engine's."""
         ...
 
     def sleep(self, level: int) -> None:
@@ -124,5 +124,5 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self, tags: Sequence[Tag]) -> None:
-        """Take back what ``tags`` name."""
+        """Allocate the parts that ``tags`` name again, after a sleep."""
         ...

@@ -1,4 +1,4 @@
-"""Traces of what a process computes, for Perfetto or chrome://tracing."""
+"""Profiler traces of a process, for Perfetto or chrome://tracing."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 PassThrough = dict[str, int | float | bool | str]
 
 LARGEST = sys.float_info.max
-"""What is above it is no finite number."""
+"""Largest finite number."""
 
 FINITE = Le(LARGEST)
 """Bound of a number that may be anything but infinite: ``Annotated[float, Ge(0), FINITE]``."""
@@ -87,12 +87,12 @@ def option(section: str, name: str) -> str:
 
 
 def check_types(section: str, config: Any) -> None:
-    """Raise ValueError unless every field holds what its annotation says, type and bounds.
+    """Raise ValueError unless every field has the type and bounds of its annotation.
 
-    A recipe in Python may pass anything. Bounds are those of annotated_types: ``Annotated[int, Ge(1)]``.
+    A recipe in Python may pass any value. Bounds are those of annotated_types: ``Annotated[int, Ge(1)]``.
 
     Args:
-        section: dotted name of the section, such as ``actor.optimizer``; ``config`` for what is in none.
+        section: dotted name of the section, for instance ``actor.optimizer``; ``config`` for fields of no section.
     """
     kinds, bounded = get_type_hints(type(config)), get_type_hints(type(config), include_extras=True)
     for name in (f.name for f in fields(config)):
@@ -119,7 +119,8 @@ def read_installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, 
         sources: file within the package and name of the class in it.
 
     Returns:
-        None where the package or a class is not there. A type that is not made of plain ones is Any.
+        None where the package or a class is not installed. Types other than int, float, bool, str, unions and literals
+        become Any.
     """
     spec = find_spec(package)
     types: dict[str, Any] = {}
@@ -155,10 +156,10 @@ def _read_type(annotation: ast.expr) -> Any:
 def check_pass_through(
     where: str, given: PassThrough, own: frozenset[str], refused: frozenset[str], known: dict[str, Any] | None
 ) -> None:
-    """Raise ValueError for a name that the engine cannot pass on, or a value that cannot be meant.
+    """Raise ValueError for an argument that the engine cannot pass on to the library, or a value of another type.
 
     Args:
-        known: what ``read_installed_fields`` found.
+        known: the fields that ``read_installed_fields`` found.
     """
     if clashes := sorted(given.keys() & own):
         raise ValueError(f"{where} may not set {clashes}: the engine depends on its own values; drop them")

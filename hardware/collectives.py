@@ -69,14 +69,14 @@ def gather_keys_values(key: Tensor, value: Tensor, group) -> tuple[Tensor, Tenso
 
 
 def gather_ranks(x: Tensor, group) -> Tensor:
-    """``[...] -> [group, ...]``, in rank order; the gradient of a rank's part is summed over the ranks that used it."""
+    """Gather ``[...] -> [group, ...]`` in rank order; backward sums the gradients of a rank's part over all ranks."""
     return _GatherRanks.apply(x, group) if group.size() > 1 else x[None]
 
 
 def sum_over_ranks(x: Tensor, group) -> Tensor:
     """Sum over ``group`` whose backward hands each rank the gradient unchanged.
 
-    Right for values that every rank holds in part (zeros elsewhere) and that every rank then feeds to the same loss:
-    the sum of all ranks' parameter gradients is the gradient of that one loss.
+    For values of which every rank holds a part (zeros elsewhere), and of which every rank computes the same loss: the
+    sum of all ranks' parameter gradients is then the gradient of this one loss.
     """
     return _SumForward.apply(x, group)

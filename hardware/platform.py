@@ -32,17 +32,17 @@ class Node:
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """Memory that kernels allocate and keep beside what they are given and hand back.
+    """Memory that a platform's kernels allocate and keep beside their inputs and outputs.
 
     Attributes:
-        fuses_norms: a norm keeps its input alone; others keep it and what they made of it, both in fp32.
-        fuses_swiglu: SwiGLU keeps its input alone; others keep that in halves, and what they made of the first.
+        fuses_norms: a norm keeps its input alone; an unfused norm keeps input and normalised input, both in fp32.
+        fuses_swiglu: SwiGLU keeps its input alone; an unfused one keeps both halves and the activation of the first.
         keeps_unrotated: rotation keeps its input.
-        copies_output: core attention of a pack keeps its output, of which it hands back a copy.
-        expands_kv: attention's backward has gradients of keys and values of every query head, before those that share
-            a key head are added up.
-        query_gradient_bytes: it also adds up the gradient of the queries apart, in numbers of so many bytes.
-        slots_per_sequence: further slots that each sequence has in that.
+        copies_output: core attention of a pack keeps its output and returns a copy of it.
+        expands_kv: attention's backward makes gradients of keys and values for every query head, before it sums the
+            query heads of a key head.
+        query_gradient_bytes: bytes of a number of the buffer in which it sums the queries' gradient; 0 has none.
+        slots_per_sequence: further slots of each sequence in that buffer.
     """
 
     fuses_norms: bool = False
@@ -58,7 +58,7 @@ class KernelMemory:
         return itemsize if self.fuses_norms else 8
 
     def keeps_own_input(self, itemsize: int) -> bool:
-        """Tell whether a norm keeps its input as it is, so that who else keeps it adds nothing."""
+        """Tell whether a norm keeps its input itself, so that no other saved copy of it is counted."""
         return self.fuses_norms or itemsize == 4
 
     def count_backward_bytes(
@@ -103,9 +103,9 @@ class Platform(Protocol):
 
     name: str
     evidence: Evidence
-    """What a check that passes here shows."""
+    """Level of proof of a check that passes here: executed or emulated."""
     not_covered: tuple[str, ...]
-    """What it says nothing about."""
+    """Subjects that a check here does not cover."""
     proven: Evidence
     """How far this project itself has run the platform."""
     stand_in: str
@@ -128,7 +128,7 @@ class Platform(Protocol):
     max_pack_sequences: int | None
     """Sequences that its kernels take in one pack; None is any number."""
     kernel_memory: KernelMemory
-    """What its attention kernels allocate."""
+    """Memory that its kernels allocate."""
     repeats: bool
     """Its numbers are the same bits each time, whether that is asked for or not."""
     rollout_head_dims: tuple[int, ...]
@@ -137,7 +137,7 @@ class Platform(Protocol):
     """Backends of the capability table of rollouts (hardware.attention.rollouts) that vLLM has on the machines where
     this platform rolls out, the one to be preferred first."""
     rollout_block_tokens: int
-    """Tokens whose keys and values vLLM keeps together."""
+    """Tokens in a block of vLLM's KV cache."""
     rollout_settings: dict[str, Any]
     """Arguments of vLLM's LLM where the settings leave them open."""
     rollout_kv_cache_mb: int
@@ -148,7 +148,7 @@ class Platform(Protocol):
         ...
 
     def get_device_key(self) -> str | None:
-        """Return what tells this process's device from all others; None where ranks may share one."""
+        """Return an identifier of this process's device, unique among all devices; None where ranks may share one."""
 
     def build_layer_spec(self, config, form: LayerForm = PLAIN) -> Any:
         """Build Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
@@ -157,7 +157,7 @@ class Platform(Protocol):
     def build_attention_inputs(
         self, spec: MaskSpec, rotary: tuple[Tensor, Tensor], override: tuple[str, ...] = ()
     ) -> AttentionInputs:
-        """Lower a rule to what this platform's core attention honours.
+        """Lower the mask of a micro-batch to the inputs of this platform's core attention.
 
         Args:
             rotary: ``(cos, sin)`` of this rank's slots, ``[kinds, b, s, d]`` each.
@@ -215,7 +215,7 @@ class Platform(Protocol):
 
 
 def make_ray_options(platform: Platform, devices: int = 1) -> dict:
-    """Make the options of a Ray actor that holds several devices: as many times what one takes."""
+    """Make the options of a Ray actor that holds ``devices`` devices: a multiple of the resources of one."""
     options = platform.ray_options
     counts = {name: count * devices for name, count in options.items() if name in ("num_cpus", "num_gpus")}
     others = {name: count * devices for name, count in options.get("resources", {}).items()}
@@ -223,14 +223,14 @@ def make_ray_options(platform: Platform, devices: int = 1) -> dict:
 
 
 def list_ray_resources(platform: Platform, devices: int = 1) -> dict[str, float]:
-    """List what Ray sets aside for one worker that holds so many devices: resource -> amount."""
+    """List the resources that Ray reserves for one worker with ``devices`` devices: resource -> amount."""
     options = make_ray_options(platform, devices)
     named = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **options.get("resources", {})}
     return {name: count for name, count in named.items() if count}
 
 
 def describe(platform: Platform) -> str:
-    """Return what a report says of where it comes from."""
+    """Describe a platform for a report: its name, its level of proof, and the subjects that this does not cover."""
     text = f"{platform.name} ({platform.evidence})"
     if platform.proven == "untested":
         text += ", which nobody ran this project on before its release: begin with rlworker check"

@@ -24,7 +24,7 @@ DEFAULT_PLATFORM: PlatformName = "cpu"
 
 
 def get_platform(name: str) -> Platform:
-    """The platform called ``name``. Raises ValueError when there is none."""
+    """Return the platform of this name. Raises ValueError where there is none."""
     if name not in PLATFORMS:
         raise ValueError(f"platform: {name!r} is not available, expected one of {list(PLATFORMS)}")
     module, _, class_name = PLATFORMS[name].partition(":")

@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def to_device(values: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of ``values`` on ``device``.
+    """Copy ``values`` to ``device`` and return the tensor, without waiting for the copy.
 
-    What lies in the host's memory is pinned first. The device then fetches it by itself, while the host goes on: torch
-    keeps pinned memory until the copy is done.
+    Host memory is pinned first, so that the device copies it while the host goes on. Torch keeps pinned memory until
+    the copy is done.
     """
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if torch.device(device).type == "cpu" or tensor.device.type != "cpu":

@@ -1,5 +1,5 @@
-"""On-policy distillation: the student samples and learns at every token from what a teacher thinks of it (Agarwal et
-al. 2023, https://arxiv.org/abs/2306.13649). The reward is reported and teaches nothing.
+"""On-policy distillation: the student samples and learns at every token from a teacher's logprob (Agarwal et al. 2023,
+https://arxiv.org/abs/2306.13649). The reward is reported and not learned.
 
     python -m recipes.distill --model STUDENT --algorithm.reference TEACHER
     python -m recipes.distill --smoke                  the same recipe, tiny, on a CPU

@@ -44,8 +44,8 @@ class ReasoningConfig(RunConfig):
     task: str = "chain_sum"
     """A generator of reasoning-gym by its name."""
     difficulty: tuple[str, ...] = ()
-    """Settings of the generator, such as min_terms=2; what is not named is as it comes, but chain_sum without any
-    has two terms of one or two digits."""
+    """Settings of the generator, for instance min_terms=2; other settings keep the package's defaults. Without any,
+    chain_sum has two terms of one or two digits."""
     train_rows: Annotated[int, Ge(1), Le(MOST_ROWS)] = 4096
     """Questions drawn to learn from, less those that are held out."""
     heldout_rows: Annotated[int, Ge(1), Le(MOST_ROWS)] = 200
@@ -89,10 +89,10 @@ def parse_difficulty(settings: tuple[str, ...]) -> dict[str, Any]:
 
 
 def make_dataset(task: str, difficulty: dict[str, Any], seed: int, size: int):
-    """Make a task's data set, whose rows are drawn when they are asked for.
+    """Make a task's data set; rows are generated on access.
 
     Raises:
-        ValueError: the package is missing, or has no such task or setting.
+        ValueError: the package is missing, or does not have the task or the setting.
     """
     try:
         from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]  in no list
@@ -142,8 +142,8 @@ def write_rows(config: ReasoningConfig) -> ReasoningConfig:
 
 
 def find_answer(text: str, expected: str) -> str:
-    """Find what a text answers: what stands in its last <answer> tags; else its last number where one is expected, or
-    its last line."""
+    """Find the answer in a text: the content of its last <answer> tags; else its last number where a number is
+    expected, or its last line."""
     from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]  in no list of pins
 
     if (tagged := extract_answer(text)) is not None:

@@ -3,8 +3,8 @@
     python -m recipes.sft_vlm --model FOLDER           a Qwen2.5-VL or Qwen3-VL of up to 8 billion parameters
     python -m recipes.sft_vlm --smoke                  the same recipe, tiny, on a CPU
 
-The vision tower stays as it is: ``--actor.freeze`` says what does. The checkpoint's ``hf`` is a HuggingFace folder
-that every RL recipe can start from.
+The vision tower is frozen (``--actor.freeze``). The checkpoint's ``hf`` is a HuggingFace folder from which every RL
+recipe can start.
 """
 
 from dataclasses import replace

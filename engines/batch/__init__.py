@@ -1,1 +1,1 @@
-"""A step is made of these: prompts and answers, the batch, and who computes which part of it."""
+"""The data of a step: prompts and completions, the batch, and its schedule over replicas."""

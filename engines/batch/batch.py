@@ -23,9 +23,9 @@ def _column(kind: str, default: Any = None, dims: int = 1) -> Any:
 class TrainBatch:
     """Sequences laid end to end: sequence i owns ``lengths[i]`` consecutive entries of every token column.
 
-    The one shift happens here, when the batch is born: ``inputs = ids[:-1]`` and ``targets = ids[1:]``, so entry n of
-    an input column belongs to the token that goes in and entry n of a target column to the token predicted from it.
-    Nothing downstream shifts again. ``from_ids([[7, 8, 9], [4, 5]], prompt_lengths=[2, 1])`` has B = 2 and N = 3::
+    Inputs and targets are shifted once, when the batch is made: ``inputs = ids[:-1]`` and ``targets = ids[1:]``. Entry
+    n of an input column belongs to the input token, and entry n of a target column to the token predicted from it.
+    Later code never shifts. ``from_ids([[7, 8, 9], [4, 5]], prompt_lengths=[2, 1])`` has B = 2 and N = 3::
 
         lengths (2, 1)
         inputs  [7, 8,  4]      positions [0, 1,  0]
@@ -36,22 +36,24 @@ class TrainBatch:
 
     Attributes:
         lengths: inputs per sequence; a sequence of L ids has L - 1.
-        inputs, positions: ``[N]`` long, what goes in and its place in its own sequence; positions ``[N, 3]`` in time,
-            height and width where the model has them (``engines.images.columns``).
-        image_block: ``[N]`` long, which image of its sequence an input belongs to, -1 for text; it stays in the
-            host's memory.
-        images: those of each sequence, in their order; None where there are none.
+        inputs, positions: ``[N]`` long, the input token and its position in its own sequence; positions are ``[N, 3]``
+            (time, height, width) for models that use them (``engines.images.columns``).
+        image_block: ``[N]`` long, number of the image in its sequence that an input belongs to, -1 for text; it stays
+            in the host's memory.
+        images: the images of each sequence, in order; None for a batch without images.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
-        rollout_top_ids: ``[N, k]`` int32, the sampler's k likeliest ids in the target's place, -1 where there is none;
-            none at targets that were not sampled. rollout_top_logprobs: ``[N, k]`` float32, theirs, -inf for none.
-        old_top_logprobs: ``[N, k + 1]`` float32, the old policy's at these ids, and of all others together.
-        values, returns: ``[N]`` float32, the critic's value of the prefix that ends at the input, and what it should
-            have been. penalties: ``[N]`` float32, part of the reward that is given at the target.
-        weights: ``[N]`` float32, how much the target's loss counts; None counts the mask.
-        versions: ``[N]`` int32, version of the weights that sampled the target, -1 where nothing did.
-        turn: ``[N]`` int32, the turn of its episode that sampled the target, from 0 on, -1 where none did; None: each
-            sequence is one turn. turn_rewards: ``[N]`` float32, reward given at the target, beside ``rewards``.
+        rollout_top_ids: ``[N, k]`` int32, the sampler's k likeliest ids at a sampled target, -1 elsewhere.
+        rollout_top_logprobs: ``[N, k]`` float32, their logprobs, -inf elsewhere.
+        old_top_logprobs: ``[N, k + 1]`` float32, the old policy's logprobs of these ids, and last of all other ids
+            together.
+        values, returns: ``[N]`` float32, the critic's value of the prefix that ends at the input, and the target of
+            that value. penalties: ``[N]`` float32, part of the reward that is given at the target.
+        weights: ``[N]`` float32, weight of the target's loss; None takes the mask.
+        versions: ``[N]`` int32, version of the weights that sampled the target, -1 where it was not sampled.
+        turn: ``[N]`` int32, the turn of its episode that sampled the target, from 0 on, -1 where it was not sampled;
+            None: each sequence is one turn. turn_rewards: ``[N]`` float32, reward given at the target, added to
+            ``rewards``.
         rewards, group: ``[B]``: reward that is given at the sequence's last counting token; number of the prompt.
         greedy_rewards: ``[B]``, reward of the greedy completion of the same prompt.
         episode: ``[B]`` long, number of the episode; its sequences follow one another. None: each sequence is one.
@@ -110,7 +112,7 @@ class TrainBatch:
         return sum(self.lengths)
 
     def require_column(self, name: str) -> Tensor:
-        """Return a column that what is computed cannot do without.
+        """Return a column that the caller needs.
 
         Raises:
             ValueError: the batch does not have it.
@@ -260,7 +262,7 @@ class TrainBatch:
         return self.cut(starts[[count * i // parts for i in range(parts + 1)]])
 
     def to(self, device: torch.device) -> "TrainBatch":
-        """The same batch with its columns on ``device``, all but what only plans are made of, which the host makes."""
+        """Copy the batch to ``device``, except for columns that only the host reads to make plans."""
         moved = {name: to_device(column, device) for name, column in self.columns().items() if name != "image_block"}
         return replace(self, **moved)
 

@@ -21,10 +21,10 @@ class Image:
     """An image on disk.
 
     Attributes:
-        path, digest: where it is, and the SHA-256 of what is there.
-        size: its width and height in pixels.
+        path, digest: its file, and the SHA-256 of the file.
+        size: width and height in pixels.
         grid: the patches that the processor makes of it: frames or tiles, and rows and columns of each.
-        place: where it was named, for messages, such as ``data: train.jsonl, line 3, image 0``.
+        place: the row and field that name it, for messages: ``data: train.jsonl, line 3, image 0``.
     """
 
     path: str
@@ -53,8 +53,7 @@ class Image:
         return [(vision.image_token, self.tokens(vision.merge))]
 
     def nbytes(self, vision: VisionSpec) -> int:
-        """Estimate its bytes while it is decoded: its pixels, and its patches in fp32 with what the processor makes on
-        the way to them."""
+        """Estimate its bytes while it is decoded: pixels, patches in fp32, and the processor's temporary arrays."""
         return 3 * self.shown * self.size[0] * self.size[1] + _COPIES * 4 * self.patches * vision.patch_size
 
 
@@ -270,19 +269,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PlayedSequence:
-    """One sequence of an episode as it was played: what was sampled, and what the environment wrote around it.
+    """One sequence of an episode: sampled tokens and the tokens that the environment wrote around them.
 
-    An episode is one of these or more, in the order in which they were begun. Token columns have an entry for each of
-    the L ids, the prompt included.
+    An episode has one or more of these, in the order in which they began. Token columns have an entry for each of the
+    L ids, the prompt included.
 
     Attributes:
         token_ids: ``[L]`` int32, at least one. sampled: ``[L]`` bool, the policy sampled it; never the first.
         logprobs: ``[L]`` float32, at the sampling temperature. versions: ``[L]`` int32, of the weights. turns: ``[L]``
             int32, the turn within the episode, from 0 on over all of its sequences. All three count where ``sampled``.
         top_ids, top_logprobs: ``[T, k]`` of the T sampled ids alone, as a ``Completion`` has them, or None.
-        rewards: ``(place, reward)`` of each reward, in any order; the place is that of the sampled id after which it
-            was given, and -1 where this sequence had none yet. Rewards of one place add up.
-        images: those that its image tokens stand for, in order.
+        rewards: ``(place, reward)`` of each reward, in any order; the place is the index of the sampled id after which
+            it was given, -1 before the first. Rewards of one place add up.
+        images: the images of its image tokens, in order.
     """
 
     token_ids: np.ndarray
@@ -298,18 +297,18 @@ class PlayedSequence:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings by which completions are drawn.
+    """Settings for sampling completions.
 
     Attributes:
         count: completions per prompt. temperature: 0 is greedy. max_tokens: the length limit.
-        stream: numbers that name a stream of random numbers, as many of them for each use; draws repeat for the same
-            stream, weights and prompts, and streams of different names have nothing in common.
-        stop_token_ids: a completion ends with the first of these, which belongs to it.
-        expected_tokens: of a completion, by which prompts are dealt out to engines.
-        top_logprobs: k, of how many of the likeliest ids each sampled id comes with logprobs; what is drawn does not
-            depend on it, and what is drawn greedily comes without.
-        scores_prompt: nothing is drawn: the completion is the prompt's own ids from the second on, with their logprobs
-            by the logits as they are, at temperature 1 and with no id banned.
+        stream: numbers that name a stream of random numbers. Samples repeat for the same stream, weights and prompts;
+            different streams are independent.
+        stop_token_ids: a completion ends with the first of these ids, and includes it.
+        expected_tokens: expected length of a completion, by which prompts are divided over engines.
+        top_logprobs: k, the number of likeliest ids whose logprobs come with each sampled id. Samples do not depend on
+            it, and greedy samples come without.
+        scores_prompt: score instead of sample: the completion is the prompt's own ids from the second on, with logprobs
+            at temperature 1 and without banned ids.
     """
 
     count: int

@@ -17,7 +17,7 @@ from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit
 
 _SMALL = 8
-"""Sequences stay together where they are at most this part of what a replica, or a pipeline stage of it, has to do."""
+"""Largest share of the work of a replica, or of its pipeline stage, at which sequences are kept together."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> int:
-        """Hash who computes what, in 63 bits: it fits into an int64 tensor, by which ranks compare it."""
+        """Hash the schedule to 63 bits, which fit into an int64 tensor: ranks compare it in a collective."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
         hashed = blake2b(np.asarray(counts, dtype=np.int64).tobytes(), digest_size=8)
         hashed.update(np.concatenate([self._order, self.lengths]).astype(np.int64).tobytes())
@@ -88,19 +88,20 @@ def plan_schedule(
     most_sequences: int | None = None,
     together: Sequence[int] | None = None,
 ) -> Schedule:
-    """Balance sequences over replicas by cost, then cut each replica's into micro-batches of at most
-    ``config.micro_batch_tokens`` slots; a sequence that is longer is a micro-batch of its own.
+    """Balance sequences over replicas by cost, and split each replica's sequences into micro-batches.
 
-    Replicas hold equal numbers of sequences, to one, and exactly equal numbers of micro-batches: as few as this way of
-    dealing sequences out can do with, but one for each pipeline stage where a replica has as many sequences. A sequence
-    without a token is computed by nobody.
+    A micro-batch has at most ``config.micro_batch_tokens`` slots; a longer sequence is a micro-batch of its own.
+    Replicas have equal numbers of sequences, to one, and exactly equal numbers of micro-batches: the smallest possible
+    number, and at least one for each pipeline stage if a replica has that many sequences. Sequences without a token are
+    left out.
 
     Args:
         lengths: tokens of each sequence. hidden: the model's hidden size, which weighs attention against the rest.
-        most_sequences: sequences that the platform's kernels take in a pack (``Platform.max_pack_sequences``).
-        together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, where they
-            are few enough not to spoil the balance: the images of a prompt are then seen once. Replicas then hold
-            equal work rather than equal numbers.
+        most_sequences: largest number of sequences that the platform's kernels take in a pack
+            (``Platform.max_pack_sequences``); None has no limit.
+        together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, unless they
+            are too large a share of the work: a prompt's images are then computed once. Replicas then have equal work
+            instead of equal numbers.
 
     Raises:
         ValueError: no sequence has a token.
@@ -115,7 +116,7 @@ def plan_schedule(
     if not single:
         largest = min(_find_budget(config), int(slots.sum()) // (_SMALL * replicas * config.pp))
         bundle = _bundle(np.asarray(together), slots, largest, most_sequences)
-    # Bundles are dealt out as wholes: costs are summed to [bundles], and the replica of each goes back to [B'].
+    # Bundles are assigned as wholes: costs are summed to [bundles], and the replica of each goes back to [B'].
     _, number = np.unique(bundle[nonempty], return_inverse=True)
     costs = np.bincount(number, weights=estimate_costs(sizes[nonempty], hidden)).astype(np.int64)
     shares = _split_rows(nonempty, balance_costs(costs, replicas, counts_matter=single)[number], replicas)
@@ -139,11 +140,11 @@ def _split_rows(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndar
 
 
 def _find_fewest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Find the smallest count from ``low`` on that fits; ``high`` does, and so does whatever is above one that fits.
+    """Find the smallest count from ``low`` to ``high`` that fits.
 
-    It is looked for near ``low`` first, where it nearly always is.
+    ``fits`` must be monotone and hold for ``high``. The search begins near ``low``, where the answer nearly always is.
     """
-    # First steps of 1, 2, 4, ... up; then halves of what is left. Everything below `low` is known not to fit.
+    # First steps of 1, 2, 4, ... up; then bisection. No count below `low` fits.
     count, step = low, 1
     while count < high and not fits(count):
         low, count, step = count + 1, min(high, count + step), 2 * step
@@ -158,7 +159,7 @@ def _find_fewest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 def _bound_count(slots: np.ndarray, budget: int, capacity: int) -> int:
     """Bound the number of packs from below, for sequences of these slots ``[n]`` and ``capacity`` sequences a pack."""
-    oversized = slots > budget  # [n] bool: such a sequence has a pack of its own, over the budget
+    oversized = slots > budget  # [n] bool: a sequence with a pack of its own, over the budget
     return max(int(oversized.sum()) + -(-int(slots[~oversized].sum()) // budget), -(-len(slots) // capacity))
 
 
@@ -179,8 +180,10 @@ def _bundle(together: np.ndarray, slots: np.ndarray, largest: int, most_sequence
 def _cut_packs(
     rows: np.ndarray, slots: np.ndarray, bundle: np.ndarray, budget: int, capacity: int, count: int
 ) -> list[np.ndarray]:
-    """Cut the sequences ``[n]`` of a replica into ``count`` micro-batches, the last of which stay empty where there are
-    too few; an empty list where they would not fit."""
+    """Split the sequences ``[n]`` of a replica into ``count`` packs; an empty list where they do not fit.
+
+    With fewer sequences than packs the last packs are empty.
+    """
     _, number = np.unique(bundle[rows], return_inverse=True)  # [n]: bundles of this replica, from 0 on
     sums = np.bincount(number, weights=slots[rows]).astype(np.int64)
     owner = balance_costs(sums, count, counts_matter=False)[number]
@@ -192,7 +195,7 @@ def _cut_packs(
 
 
 def _cut_rows(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count: int) -> list[np.ndarray]:
-    """Cut like ``_cut_packs``, for bshd: sequences of like lengths go together, since each row is as wide as the
+    """Split as ``_cut_packs``, for bshd: sequences of similar lengths go together, since each row is as wide as the
     longest."""
     remainder, parts = rows[np.argsort(-slots[rows], kind="stable")], []
     while len(remainder):

@@ -47,8 +47,8 @@ class TokenOutputs:
     Attributes:
         logprobs: ``[N]`` float32, log-probability of the target at the sampling temperature.
         entropy: ``[N]`` float32, entropy of the distribution that predicts it, in nats.
-        top_logprobs: ``[N, k + 1]`` float32, log-probabilities of the batch's ``rollout_top_ids``, 0 where there is
-            none, and of all other ids together; None where the batch has no such ids.
+        top_logprobs: ``[N, k + 1]`` float32, log-probabilities of the batch's ``rollout_top_ids``, 0 for an id of -1,
+            and last of all other ids together; None for a batch without top ids.
     """
 
     logprobs: Tensor

@@ -1,1 +1,1 @@
-"""Images: where their tokens are, their patches, and who sees them."""
+"""Images: the places of their tokens, their patches, and their split over ranks."""

@@ -41,9 +41,9 @@ def find_image_blocks(ids: Sequence[int] | np.ndarray, images: Sequence[Image], 
 def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge: int) -> np.ndarray:
     """Make the positions ``[n, 3]`` of a sequence: time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
-    Text counts on alike in all three. An image starts where the text before it ended; its tokens differ by their place
-    in it, and what follows starts past the longest of its sides. So does each frame of a video, between which the text
-    says when it was (Qwen3-VL). For an image of 2 x 3 tokens after one of text::
+    Text counts up equally in all three. An image starts at the position after the text before it, and its tokens differ
+    by their row and column. The text after it starts past the longest side of the image. Each frame of a video is
+    placed as an image, with its time as text before it (Qwen3-VL). An image of 2 x 3 tokens after a text token::
 
         time    0  1 1 1 1 1 1  4
         height  0  1 1 1 2 2 2  4
@@ -52,7 +52,7 @@ def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge
     Args:
         blocks: ``[n]`` as ``find_image_blocks`` gives them, tokens of an image, or of a video's frame, in a run.
     """
-    # `filled` ids have their positions; `position` is what text after them would have.
+    # `filled` ids have their positions; `position` is the next text token's.
     positions, filled, position = np.empty((len(blocks), 3), dtype=np.int64), 0, 0
     for number, image in enumerate(images):
         rows, columns = image.grid[1] // merge, image.grid[2] // merge  # in tokens

@@ -17,18 +17,18 @@ _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 _ORIENTATION = 0x0112
 """The EXIF tag that says how the camera was held."""
 _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
-"""What Pillow calls that which makes an image upright whose tag is 2, 3, ...; the last four swap width and height."""
+"""Pillow's names of the transpositions that make an image of tag 2, 3, ... upright; the last four swap its sides."""
 _JPEG_END, _TAIL = b"\xff\xd9", 1024
-"""What a whole JPEG ends with, but for a little."""
+"""End mark of a JPEG, and the number of last bytes in which it must stand."""
 
 
 def check_image(data: bytes, name: str, place: str) -> tuple[int, int]:
     """Check an image and return its width and height in pixels, as it is shown.
 
-    Of a JPEG that has its end the header alone is read; what has checksums is held to them, and decoded.
+    Only the header of a JPEG with its end mark is read. Checksums of other formats are verified, and they are decoded.
 
     Raises:
-        ValueError: it is none, of a kind that has no colours as they are, damaged, or cut short.
+        ValueError: the bytes are no image, have more than 8 bits of grey, or are damaged or truncated.
     """
     with open_bytes(data, name, place) as image, _naming_damage(name, place):
         image.verify()  # Pillow's decoder passes over checksums
@@ -71,7 +71,7 @@ def _naming_damage(name: str, place: str) -> Iterator[None]:
 
 
 def convert_to_rgb(image: Any) -> Any:
-    """Convert an image to RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
+    """Convert an image to RGB as a viewer shows it: turned by its EXIF orientation, transparent parts on white. Raises
     DECODING_ERRORS."""
     from PIL import Image as PILImage
 
@@ -86,7 +86,7 @@ def convert_to_rgb(image: Any) -> Any:
 
 
 def _find_turn(image: Any) -> str:
-    """Find what makes an image upright; nothing where its metadata is broken or means nothing, as viewers take it."""
+    """Find the transposition that makes an image upright; empty where its EXIF orientation is broken or unknown."""
     try:
         orientation = image.getexif().get(_ORIENTATION)
     except DECODING_ERRORS:

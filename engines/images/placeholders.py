@@ -79,11 +79,10 @@ def list_margin_tokens(model: ModelSpec) -> tuple[int, ...]:
 
 
 def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpec) -> list[int]:
-    """Collapse each image of a prompt to the one token that vLLM puts its tokens in the place of: ``[n] -> [m]`` ids.
+    """Collapse each image of a prompt to the one placeholder token that vLLM expands: ``[n] -> [m]`` ids.
 
-    That is the image token, to which vLLM adds what marks an image of tiles; or, of a family with a margin, the start
-    token, which vLLM surrounds by the rest. Of a video it is the video token, which stands for the times and what is
-    around the frames as well.
+    The placeholder is the image token; vLLM adds the tokens around tiles. In a family with a margin it is the start
+    token, and vLLM adds the rest. For a video it is the video token; vLLM adds the times and the tokens around frames.
     """
     vision, remaining = model.require_vision(), list(images)
     collapsed, place = [], 0
@@ -103,16 +102,16 @@ def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpe
 
 
 def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, int], where: str) -> None:
-    """Check that the newlines around each image are tokens which vLLM gives back as they are.
+    """Check that vLLM leaves the newlines around each image as they are in the prompt.
 
-    It merges its own with the text's, and afterwards looks for its own again: three before an image it finds, three
-    after one it does not (0.32, ``_find_mm_placeholders`` of model_executor/models/gemma3_mm).
+    vLLM merges its own newlines with the text's, and then searches for its own. It finds three newlines before an image
+    and fails on three after one (0.32, ``_find_mm_placeholders`` of model_executor/models/gemma3_mm).
 
     Args:
         ids: of a prompt. newlines: count -> id; none of a family whose images have no margin.
 
     Raises:
-        ValueError: others are beside an image; the message begins with ``where``.
+        ValueError: other newlines are beside an image; the message begins with ``where``.
     """
     margin, counts = len(vision.tower.margin), {token: count for count, token in newlines.items()}
     if not margin:
@@ -138,7 +137,7 @@ def _strip_marks(ids: list[int], vision: VisionSpec) -> list[int]:
 
 
 def _strip_margins(ids: list[int], model: ModelSpec) -> list[int]:
-    """Leave of ``margin start image end margin`` the start token, and of newlines what the text has of its own."""
+    """Reduce ``margin start image end margin`` to the start token, and keep the text's own newlines."""
     vision, newlines = model.require_vision(), read_newlines(model.folder)
     counts = {token: count for count, token in newlines.items()}
     stripped: list[int] = []

@@ -1,4 +1,4 @@
-"""The plan of who sees which images: waves within a memory budget, and a part of a micro-batch for each rank."""
+"""The plan of a micro-batch's images: waves within a memory budget, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engines.batch.samples import Image
 
 
 def cut_waves(costs: Sequence[int], budget: int) -> list[slice]:
-    """Cut things of these costs into runs of consecutive ones within the budget; one that is dearer goes alone.
+    """Split items into runs of consecutive items whose summed cost is within the budget; a dearer item goes alone.
 
     ``cut_waves([3, 3, 9, 1], 6)`` is ``[slice(0, 2), slice(2, 3), slice(3, 4)]``.
     """
-    bounds, spent = [0], 0  # starts of the waves, and what the last of them costs so far
+    bounds, spent = [0], 0  # starts of the waves, and the cost of the last one so far
     for number, cost in enumerate(costs):
         if spent + cost > budget and number > bounds[-1]:
             bounds.append(number)

@@ -38,7 +38,7 @@ class ImageProcessor:
             ) from None
         self.folder, self.vision = folder, vision
         self.settings = {key: value for key, value in self._process.to_dict().items() if not key.endswith("_type")}
-        # What transformers' own processor of whole rows asks for, whatever the folder says.
+        # The settings of transformers' processor of whole rows, which override the folder's.
         self._options = {"crop_to_patches": True} if vision.tower.tiles else {}
         side = vision.patch * (vision.side or 0)
         cut = {"patch_size": vision.patch, "temporal_patch_size": vision.temporal_patch, "merge_size": vision.merge}
@@ -56,10 +56,10 @@ class ImageProcessor:
             )
 
     def open(self, path: str | Path, place: str) -> Image:
-        """Refer to an image, of which the header alone is decoded where the file has its end.
+        """Check an image and return a reference to it; only the header of a complete JPEG is decoded.
 
         Raises:
-            ValueError: there is no such file, it is no image or cut short, or it is too narrow to be resized.
+            ValueError: the file is missing, no image, truncated, or too narrow to be resized.
         """
         data = read_bytes(path, place)
         width, height = check_image(data, repr(str(path)), place)

@@ -8,14 +8,14 @@ from engines.models.vision_spec import VisionSpec
 
 @dataclass(frozen=True, slots=True)
 class Video(Image):
-    """Frames of a video on disk: of a file of several frames, or of a folder that has an image for each.
+    """A video on disk: a file of several frames, or a folder with an image for each frame.
 
-    As many successive ones as the tower's patches are deep become one frame of its ``grid``, which a prompt shows as it
-    shows an image, after the text that says when it was.
+    ``temporal_patch`` successive shown frames become one frame of its ``grid``. A prompt has the tokens of each such
+    frame, after a text with its time.
 
     Attributes:
-        frames: numbers of those that are shown, in ascending order. total: how many there are.
-        fps: how many there are in a second.
+        frames: numbers of the shown frames, in ascending order. total: number of all frames.
+        fps: frames per second.
     """
 
     frames: tuple[int, ...]

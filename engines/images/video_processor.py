@@ -64,16 +64,16 @@ class VideoProcessor:
         rate: float | None = None,
         frames: Sequence[int] | None = None,
     ) -> Video:
-        """Refer to a video, every frame of which is decoded once.
+        """Decode every frame of a video once and return a reference to it.
 
         Args:
-            path: of a file of several frames, or of a folder of images, whose names give their order.
-            fps: frames that it has in a second; None where the file says it.
-            rate, frames: frames that are shown in a second, or their numbers; None for both is the processor's rate.
+            path: a file of several frames, or a folder of images in the order of their names.
+            fps: frame rate of the video, per second; None takes the file's.
+            rate, frames: shown frames per second, or their numbers; None for both takes the processor's rate.
 
         Raises:
-            ValueError: there is no such video, it has too few frames or another rate, or its frames are broken, differ
-                in size or are too narrow to be resized.
+            ValueError: the video is missing, has too few frames or another rate, or its frames are broken, differ in
+                size or are too narrow to be resized.
         """
         what, path = f"{place}: {str(path)!r}", Path(path)
         files, whole = (list_frames(path), None) if path.is_dir() else ([], read_bytes(path, place))

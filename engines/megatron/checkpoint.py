@@ -1,8 +1,8 @@
 """Sharded checkpoints of model, optimizer and schedule, in Megatron's torch_dist format.
 
-Every rank writes its share. Of the optimizer's state that is what it owns, as boxes of each parameter's tensor; the
-model's weights, of which data-parallel ranks hold copies, are dealt out among them. What is stored is one whole tensor
-of each kind per parameter, whoever wrote which box of it, so that it is read at any tp, pp or dp.
+Every rank writes its share: the part of the optimizer state that it owns, as boxes of each parameter's tensor, and a
+part of the model's weights, which are divided over the data-parallel ranks. A checkpoint has one whole tensor of each
+kind per parameter, independent of the ranks that wrote its boxes. So it can be read at any tp, pp or dp.
 """
 
 import math
@@ -36,7 +36,7 @@ LAYOUT = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
-"""What Megatron calls the layout of what is stored. It would have every rank gather the whole state to write it so."""
+"""Megatron's name of the stored layout. Megatron itself would gather the whole state on every rank to write it."""
 _BY_SHARES = "fully_sharded_model_space"
 """Megatron's name for state that is handed to it as each rank's own share, flat."""
 _OF_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
@@ -89,7 +89,8 @@ def _cut_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator
 
 
 def _iterate_shares(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Parameters of whose state this rank owns something, and which elements, in Megatron's order."""
+    """Iterate over the parameters of which this rank owns optimizer state, with the first and the end of the elements
+    that it owns, in Megatron's order."""
     for ranges_of_buffer in part.gbuf_ranges:
         for ranges_of_buckets in ranges_of_buffer.values():
             for bucket in ranges_of_buckets:
@@ -114,7 +115,7 @@ def _cut_share(
             raise RuntimeError(f"checkpoint: {part.key} is stored in parts that do not lie whole in {whole.key}")
         first = cast(int, data.storage_offset()) - cast(int, cast(Tensor, whole.data).storage_offset())
         low, high = max(start, first), min(start + len(values), first + data.numel())
-        ahead = part.prepend_axis_num  # axes of the stored tensor alone, such as the layers'
+        ahead = part.prepend_axis_num  # axes of the stored tensor alone, for instance of layers
         at = low - start
         for place, shape in cut_boxes(part.local_shape, low - first, high - first):
             shape = (1,) * ahead + shape
@@ -135,7 +136,7 @@ def _cut_share(
 
 
 def _name_shares(part: DistributedOptimizer, model: dict, is_loading: bool) -> dict:
-    """Name what this rank owns of an optimizer's state, and what all ranks have alike."""
+    """Name the optimizer state that this rank owns, and the state that is equal on all ranks."""
     part.init_state_fn(part.optimizer, part.config)  # one that has not taken a step yet has no moments
     tensors, _ = extract_sharded_tensors_and_factories(model)
     whole = {each.data: each for each in nested_values(tensors)}
@@ -145,7 +146,7 @@ def _name_shares(part: DistributedOptimizer, model: dict, is_loading: bool) -> d
         shares[place] = {
             kind: _cut_share(kind, values, whole[parameter], start, is_loading)
             for kind, values in kinds.items()
-            if kind != "step"  # it is among what all have alike
+            if kind != "step"  # the step is stored once, as equal on all ranks
         }
         assert all(len(values) == end - start for kind, values in kinds.items() if kind != "step")
     kind = LAYOUT["distrib_optim_sharding_type"]
@@ -191,7 +192,7 @@ def save_checkpoint(folder: str, module, optimizer, schedule) -> list[str]:
 
 
 def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
-    """Restore what ``save_checkpoint`` wrote, at the same or another tp, pp or dp. Collective.
+    """Load a checkpoint of ``save_checkpoint``, at the same or another tp, pp or dp. Collective.
 
     The optimizer's settings stay as they are: a run may go on at another learning rate.
 

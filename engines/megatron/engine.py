@@ -90,10 +90,10 @@ class MegatronEngine:
     """One rank of a training engine. Every method is collective over all of its ranks.
 
     Args:
-        model: what to build, its weights read from ``model.folder``; its head decides what kind the outputs are of.
+        model: spec of the model; weights are read from ``model.folder``. Its head decides the type of the outputs.
         temperature: divides the logits before logprobs and entropy, as the sampler does.
         trainable: False builds neither gradients nor an optimizer (a reference model).
-        on_host: weights that do not learn are on the device during a forward alone.
+        on_host: offload frozen weights to the host; they are on the device only during a forward pass.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class MegatronEngine:
         self.vision = None
         if model.vision and module.pre_process:
             self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
-        # fp32 gradients, because a bf16 sum over micro-batches loses the small ones.
+        # fp32 gradients, because a bf16 sum over micro-batches loses small terms.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         wrapped = DistributedDataParallel(self.transformer, ddp, module) if trainable else FrozenModel(module)
         learner = build_optimizer(wrapped, config) if trainable else (None, None)
-        # By the types of an engine that learns: only there is any of them asked for what a model itself has not.
+        # Typed as in an engine that learns; of other engines only attributes that a plain module has are read.
         self.module = cast(DistributedDataParallel, wrapped)
         self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
         self.weights_on_device = HostedWeights(module, device) if on_host else contextlib.nullcontext()
@@ -171,8 +171,10 @@ class MegatronEngine:
         return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr)
 
     def _collect_outputs(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
-        """Join outputs of the real micro-batches, which come before the dummies: ``[N]``, in the host's memory, since
-        they leave for a process that may have no such device."""
+        """Join the outputs of the real micro-batches to ``[N]``; dummy micro-batches come last and are left out.
+
+        They are copied to the host's memory: the process that receives them may have no such device.
+        """
         if not self.is_leader:
             return None
         return change_columns(join_outputs(parts), lambda _, column: column[: shard.num_tokens].cpu())
@@ -190,7 +192,7 @@ class MegatronEngine:
             if is_dummy:  # a graph to go back through, and nothing else
                 loss = sum(0 * column.sum() for column in list_columns(outputs).values())
                 metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
-            # Megatron divides by the step's tokens once all micro-batches are in: what remains is sum / denominator.
+            # Megatron divides by the step's tokens after all micro-batches, which leaves sum / denominator.
             scaled = loss * (step_tokens / denominator)
             return scaled, torch.tensor(0 if is_dummy else layout.num_valid, dtype=torch.int), metrics
 
@@ -339,7 +341,7 @@ class MegatronEngine:
 
 
 def _reduce(metrics: list[dict]) -> dict[str, float]:
-    """Add metric sums over micro-batches; take the largest of those whose name ends in ``_max``."""
+    """Add metric sums over micro-batches; for metrics named ``*_max`` take the largest."""
     reduced: dict[str, float] = {}
     for part in metrics:
         for name, value in part.items():

@@ -1,6 +1,6 @@
-"""Megatron's process groups of this rank, by the type that they have once its parallel state is there.
+"""Megatron's process groups of this rank, typed as they are after Megatron's parallel state is initialised.
 
-Megatron's own annotations say whatever a group may be before that.
+Megatron's own annotations also allow the values from before.
 """
 
 from typing import cast
@@ -25,5 +25,5 @@ def get_tensor_and_context_group() -> ProcessGroup:
 
 
 def get_data_and_context_group() -> ProcessGroup:
-    """Return the ranks whose gradients are added up."""
+    """Return the group over data and context parallelism, whose ranks sum their gradients."""
     return cast(ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))

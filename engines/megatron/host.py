@@ -1,6 +1,6 @@
-"""Offloading: what an engine does not use at the time waits in the host's memory until it does.
+"""Offloading: weights, gradients and optimizer state move to the host's memory while an engine does not use them.
 
-On a CPU the host's memory is the device's as well. The same copies are made there.
+On a CPU the host's memory is the device's too, and the same copies are made.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from engines.megatron.memory.estimate import choose_hosted
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, pinned where a device fetches it."""
+    """Copy a tensor to the host's memory, pinned where a device reads it."""
     is_pinned = tensor.device.type != "cpu"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned).copy_(tensor.detach())
 
@@ -41,15 +41,15 @@ class HostedWeights:
 
 
 class HostedState:
-    """fp32 masters and moments of a share of a rank's numbers, which the host keeps and steps.
+    """Offloaded optimizer state: fp32 masters and moments of a share of a rank's parameters, stepped on the host.
 
-    The optimizer's own tensors are on the host, but for the moment in which Megatron hands them their gradients: torch
-    refuses a tensor a gradient on another device, so each then is a likeness on the device that takes no memory. A
-    step fetches the gradients and is computed on the host. Megatron then copies the masters to the weights, whichever
-    device they are on, and a checkpoint holds what it holds without this.
+    The optimizer's tensors are on the host, except while Megatron assigns their gradients. Torch refuses a gradient on
+    another device than its tensor, so for that moment each is replaced by a placeholder on the device that takes no
+    memory. A step copies the gradients to the host and computes there. Megatron then copies the masters to the weights
+    on their device. A checkpoint is the same as without offloading.
 
-    Megatron-core 0.16.1 has a ``HybridDeviceOptimizer`` for the same end. It takes tensors whose ``is_cuda`` is true
-    and no others, so that nothing of it can be run without such a card.
+    Megatron-core 0.16.1 has ``HybridDeviceOptimizer`` for this purpose. It accepts only tensors with ``is_cuda``, so it
+    cannot run without such a card.
 
     Args:
         fraction: of the rank's numbers, at least; whole tensors, the largest first.
@@ -102,12 +102,12 @@ class DeviceHoldings:
     """
 
     def __init__(self, module: torch.nn.Module, optimizer, device: torch.device, visits: bool = False):
-        self._module: Any = module  # whose buffers are Megatron's where it is wrapped
+        self._module: Any = module  # a wrapped module has Megatron's buffers
         self._optimizer, self._device, self._visits = optimizer, device, visits
         self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
     def offload(self, holdings: Sequence[Holding]) -> None:
-        """Move what is on the device of these to the host's memory, and give the device's back."""
+        """Move these parts from the device to the host's memory, and free the device's memory."""
         for name in holdings:
             if name not in self._left:
                 storages = list(self._list_storages(name))
@@ -116,7 +116,7 @@ class DeviceHoldings:
                 for storage in storages:
                     storage.resize_(0)
         if self._device.type != "cpu":
-            torch.get_device_module(self._device).empty_cache()  # for another process, which cannot use what torch kept
+            torch.get_device_module(self._device).empty_cache()  # another process cannot use cached blocks
 
     def onload(self, holdings: Sequence[Holding]) -> None:
         """Bring these back onto the device, where they have left it."""
@@ -137,7 +137,7 @@ class DeviceHoldings:
         """List the storages of a holding that are on the device, each once."""
         weights = [] if self._visits else self._list_weights()
         seen: set[int] = set()
-        if name == "optimizer":  # whose masters are the weights themselves where those are fp32
+        if name == "optimizer":  # fp32 weights are their own masters
             seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
         tensors = {"weights": lambda: weights, "gradients": self._list_gradients, "optimizer": self._list_state}[name]()
         for tensor in tensors:

@@ -15,7 +15,7 @@ from hardware.transfer import to_device
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of each token of one micro-batch on one context-parallel rank, built once and used for every column.
+    """The slot of each token of one micro-batch on one context-parallel rank, built once and used for every column.
 
     Worked example, ``Layout.build((3, 1), kind, tp=2)`` for the flat stream ``a b c | d`` (``.`` is padding)::
 
@@ -29,7 +29,7 @@ class Layout:
     Attributes:
         kind: ``"bshd"`` or ``"thd"``.
         lengths: real tokens of each sequence. padded: its slots over all context-parallel ranks. A thd layout of a
-            fixed size has one sequence more, without a token, that holds what is left of it.
+            fixed size has one more sequence, without a token, that takes the remaining slots.
         shape: ``(b, s)`` of this rank's part.
         slots: ``[n]`` long, the flattened slots that hold real tokens, in the order of the stream.
         tokens: ``[n]`` long, the token that each of them holds; None where they are all N of the stream.
@@ -123,7 +123,7 @@ class Layout:
         return flat if group is None else sum_over_ranks(flat, group)
 
     def unpack(self, local: Tensor, group=None) -> Tensor:
-        """Bring every real slot to its place in the flat stream: ``[b, s, ...] -> [N, ...]``.
+        """Unpack every real slot to its place in the flat stream: ``[b, s, ...] -> [N, ...]``.
 
         Args:
             group: as in ``scatter_tokens``.
@@ -136,7 +136,7 @@ class Layout:
         image_block: Tensor | None = None,
         prefixes: tuple[int, ...] | None = None,
     ) -> MaskSpec:
-        """Say who may see whom in this micro-batch.
+        """Build the attention mask of this micro-batch, as a rule of each layer over sequences and their lengths.
 
         Args:
             rules: one per layer, or one for all.
@@ -144,7 +144,7 @@ class Layout:
             prefixes: tokens of each sequence's prefix.
         """
         if prefixes is not None:
-            prefixes = prefixes + (0,) * (len(self.lengths) - len(prefixes))  # what fills a fixed size has none
+            prefixes = prefixes + (0,) * (len(self.lengths) - len(prefixes))  # a filler sequence has none
         blocks = None if image_block is None else image_block.numpy()
         return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, rules, blocks, prefixes)
 
@@ -167,8 +167,9 @@ def _map_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -
     # [n]: rank r takes chunks r and 2 cp - 1 - r, one from each end, so that causal work is equal.
     tokens = np.flatnonzero((chunk == cp_rank) | (chunk == 2 * cp - 1 - cp_rank))
     slots, position, size, chunk = (x[tokens] for x in (slots, position, size, chunk))
-    # The rank's chunks lie side by side: of those before a token, cp_rank are not held before the first chunk, and all
-    # but one before the second.
+    # [n]: chunks before a token's chunk that the rank does not hold. The rank's two chunks lie side by side in its
+    # slots. Before the low chunk r are r foreign chunks; before the high chunk 2 cp - 1 - r are as many chunks, of
+    # which one, the low chunk, is the rank's.
     skipped = np.where(chunk == cp_rank, cp_rank, 2 * cp - 2 - cp_rank)
     return slots + position - skipped * size, tokens
 
@@ -176,7 +177,7 @@ def _map_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -
 def _fill(lengths: tuple[int, ...], padded: np.ndarray, kind: LayoutKind, slots: int, unit: int):
     """Fill a fixed size: lengths and padded lengths ``[B]``, or ``[B + 1]`` of a pack, that take exactly ``slots``.
 
-    What a pack leaves over becomes a sequence of its own without a token: stretching the last sequence over it would
+    The remaining slots of a pack become a sequence without a token. Padding the last sequence over them instead would
     move its chunks under context parallelism.
     """
     need = int(padded.max() if kind == "bshd" else padded.sum())

@@ -47,7 +47,7 @@ def _count_qkv_rows(model: ModelSpec) -> list[int]:
 
 def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     """Split one of Megatron's tensors into those of HuggingFace's: the inverse of ``_join``."""
-    rows = [shape[0] for shape in weight.tensors.values()]
+    rows = [shape[0] for shape in weight.tensors.values()]  # of each HF tensor, in the order of their join
     if weight.join == "qkv":
         groups = whole.unflatten(0, (model.kv_heads, -1))  # [kv_heads, rows of q, k and v in a group, ...]
         parts = groups.split([count // model.kv_heads for count in _count_qkv_rows(model)], dim=1)
@@ -67,13 +67,13 @@ def _cut_shard(kind: Join, whole: Tensor, parameter: torch.nn.Parameter) -> Tens
         return whole
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     if kind == "gated":
-        # [2 ffn, h], gate above up: each half is cut for itself, so that a rank has the gate of what it gates.
+        # [2 ffn, h], gate above up: each half is split by itself, so that a rank has gate and up of the same columns.
         return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
     return whole.chunk(size, dim=get_cut_dim(parameter))[rank]
 
 
 def _unshard(kind: Join, parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
-    """Gather the whole tensor from every tensor-parallel rank's part. Collective."""
+    """Gather the whole tensor from every tensor-parallel rank's part: the inverse of ``_cut_shard``. Collective."""
     if not _is_cut(parameter):
         return value
     group = get_tensor_group()
@@ -99,6 +99,7 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
         weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)
         if any(n not in folder for n in weight.tensors):
             continue
+        # Rows of a padded vocabulary over all ranks; other joins do not read it.
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
         tensors = [folder[n] for n in weight.tensors]
         value = _cut_shard(weight.join, _join(weight.join, tensors, model, rows), parameter)
@@ -115,7 +116,7 @@ def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data
     """Yield ``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
 
     Args:
-        value_of: what to export of a parameter; its gradient, say.
+        value_of: function of a parameter that returns the tensor to export, such as its gradient.
     """
     stages = get_pipeline_group()
     parameters = _name_parameters(module)

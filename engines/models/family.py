@@ -37,7 +37,7 @@ Piece = Callable[[DecoderSizes], tuple[Weight, ...]]
 
 @dataclass(frozen=True)
 class Family:
-    """Models that differ in their sizes alone. Name table, shapes, planned bytes and refusals all derive from this.
+    """A family of models that differ only in size. Weight names, shapes, planned bytes and refusals derive from it.
 
     Attributes:
         model_type: HuggingFace's, and the name of the family's file.
@@ -46,19 +46,18 @@ class Family:
             Megatron's modules have them. The output layer is the same in every family and not among them.
         needed: keys that ``config.json`` must have.
         refused: keys of features that one engine would build and the other would not; they must be off.
-        select: selects, by a whole config, the family that the model is read as, where there are several language
-            models; None is this one.
-        rules: reads who may see whom in each layer, or one rule for all; raises ValueError for what is not built.
-        defaults: what transformers takes for keys that a config leaves out.
-        ropes: reads the rotary settings, those of each kind of layer; None reads one for all.
-        form: reads what the layers compute; None is the form of Llama and Qwen.
+        select: selects the family of the language model from a whole config, where there are several; None is this.
+        rules: reads the attention rule of each layer, or one for all; raises ValueError for a rule that is not built.
+        defaults: transformers' defaults for keys that a config leaves out.
+        ropes: reads the rotary settings of each kind of layer; None reads one for all layers.
+        form: reads the options of the layers (norms, activation, scales); None takes those of Llama and Qwen.
         activation: key and only value of the MLP's activation.
         extract_language: extracts the settings of the language model from those of the whole; None where they are one.
         mixes_windows: vLLM knows layers with a window and layers without one.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
-        prefix: what the names of the language model's weights begin with in a saved folder.
-        output: name in a saved folder of the output layer's weight, where that is not the embedding.
-        renamed: how names begin in transformers' module -> in a saved folder, where they differ.
+        prefix: prefix of the language model's weights in a saved folder.
+        output: name of the output layer's weight in a saved folder, where it is not tied to the embedding.
+        renamed: prefix of names in transformers' module -> prefix in a saved folder, where they differ.
     """
 
     model_type: str
@@ -85,8 +84,8 @@ class Family:
     def find_architecture(self, head: Head) -> str:
         """Find the name of HuggingFace's class of a model with this head; a critic is a token classification.
 
-        Of a vision-language model transformers has none: who goes by that name refuses a critic, and does not take it
-        for a model that speaks.
+        Transformers has no token classification of a vision-language model. A program that reads this name then
+        refuses the critic, instead of loading it as a language model.
         """
         if head == "language":
             return self.architecture

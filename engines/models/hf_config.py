@@ -1,4 +1,7 @@
-"""A text model's config.json: what it may hold and an engine can build; families/ says where families differ."""
+"""Reading a text model's ``config.json``: keys, types and values that the engines can build.
+
+Differences between families are in ``families/``.
+"""
 
 import sys
 from pathlib import Path
@@ -58,7 +61,7 @@ _TYPES: dict[str, Any] = {
     "initializer_range": float,
     "use_cache": bool,
 }
-"""Key of a config -> what it may hold; transformers refuses most of the rest, but not before vLLM starts."""
+"""Key of a config -> allowed type; transformers refuses most other values too, but only after vLLM has started."""
 
 _ROPE_NEEDED = {
     "default": (),
@@ -103,7 +106,7 @@ def read_head_dim(config: dict, path: Path, family: Family) -> int:
 
 
 def read_rope(config: dict, path: Path) -> dict:
-    """Read the rotary settings in the form of today's configs; older ones say ``rope_scaling``, and in it ``type``.
+    """Read the rotary settings in the form of ``rope_parameters``; older configs have ``rope_scaling`` with ``type``.
 
     Raises:
         ValueError: a kind that is not built, or a key of it that is missing or no number.
@@ -157,7 +160,7 @@ def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
         )
     if not window:
         return (CAUSAL,)
-    first = config.get("max_window_layers", 28)  # what transformers takes
+    first = config.get("max_window_layers", 28)  # transformers' default
     kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     rules = tuple(Rule(window=window) if kind == "sliding_attention" else CAUSAL for kind in kinds)
     return rules if set(rules) != {CAUSAL} else (CAUSAL,)

@@ -107,8 +107,8 @@ class SafetensorsFolder:
             )
 
     def _equal(self, name: str, other: str, rows: int) -> bool:
-        """Tell whether two matrices of as many rows have the same values, whatever their types, some rows at a time."""
-        import torch  # what most folders do without: their models have one of both
+        """Tell whether two matrices of equal shape have equal values in float64, comparing some rows at a time."""
+        import torch  # imported here: most folders do not need it, since their models have one of both tensors
 
         parts = [safe_open(self._file_of[matrix], "pt").get_slice(matrix) for matrix in (name, other)]
         for start in range(0, rows, _ROWS_AT_ONCE):
@@ -168,7 +168,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     if (first := next(stream, None)) is None:
         return []
     target = Path(folder).with_name(f".{Path(folder).name}.partial")
-    shutil.rmtree(target, ignore_errors=True)  # what a killed save may have left
+    shutil.rmtree(target, ignore_errors=True)  # a killed save may have left it
     target.mkdir(parents=True)
     split = _split_into_files(model, first[1].element_size(), shard_bytes)
     pending, total, dtypes = {name: {} for name in split.filename_to_tensors}, 0, set()
@@ -236,9 +236,9 @@ def list_model_files(folder: str) -> list[str]:
 
 
 def _set_dtype(config: dict, dtypes: set[torch.dtype]) -> dict:
-    """Set the widest type of the weights in a configuration: transformers loads them all as this one.
+    """Set the widest type of the weights as the type in a configuration: transformers loads all weights in it.
 
-    The base's own may be narrower, and would round away what was learned.
+    The starting model's type may be narrower, which would round away small updates.
     """
     import torch
 

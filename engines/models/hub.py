@@ -9,7 +9,7 @@ SETTINGS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".bpe")
 FOREIGN = "consolidated*.safetensors"
 """Files that hold the weights once more, in the form of their maker's own library (Mistral's)."""
 PREFIX = "hf:"
-"""What the name of a model of the hub begins with: ``hf:ORG/NAME``, ``hf:ORG/NAME@REVISION``."""
+"""Prefix of the name of a hub model: ``hf:ORG/NAME``, ``hf:ORG/NAME@REVISION``."""
 _FORM = re.compile(r"hf:(?P<repository>[^/@\s]+/[^/@\s]+)(@(?P<revision>\S+))?")
 _SNAPSHOT = re.compile(r".*/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 """Folder of one commit in the hub's cache, where ``--`` stands for the slash of the repository's name."""
@@ -75,15 +75,14 @@ def _explain(error: Exception, repository: str) -> str:
 
 
 def name_snapshot(folder: str) -> tuple[str, str]:
-    """Name the model of the hub whose commit a folder of the hub's cache holds: the name and the commit, or nothing
-    twice where it is another folder."""
+    """Return name and commit of the hub model in a folder of the hub's cache; two empty texts for another folder."""
     if not (parts := _SNAPSHOT.fullmatch(folder)):
         return "", ""
     return PREFIX + parts["repository"].replace("--", "/"), parts["commit"]
 
 
 def find_here(folder: str) -> str:
-    """Find on this machine what another one has as this folder: the same, or the commit of the hub's that it holds in
-    this machine's cache. Raises ValueError as ``find_model``."""
+    """Find on this machine the folder that another machine named: the same path, or for a folder of the hub's cache
+    the same commit in this machine's cache. Raises ValueError as ``find_model``."""
     name, commit = name_snapshot(folder)
     return find_model(name, commit) if name else folder

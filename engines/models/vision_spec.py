@@ -57,8 +57,8 @@ class VisionSpec:
     """The shape of a vision tower, and how its features enter the language model.
 
     Attributes:
-        tower: what the family states of it. config: the model's ``vision_config`` as it was saved.
-        width, ffn, out: sizes of the tower's hidden states, of its MLPs and of what it hands to the language model.
+        tower: the family's description of it. config: the model's ``vision_config`` as it was saved.
+        width, ffn, out: sizes of the tower's hidden states, of its MLPs and of its output features.
         patch, temporal_patch: pixels of a patch's side and frames in it; channels: colours of a pixel.
         merge: an image token stands for ``merge x merge`` patches.
         positions: places of a learned grid of positions; 0 without one.
@@ -114,7 +114,8 @@ class VisionSpec:
 
     @property
     def levels(self) -> int:
-        """Kinds of features of each image token: its embedding, and what is added after each of the first layers."""
+        """Number of feature vectors of each image token: its embedding, and one for each of the first layers that adds
+        features."""
         return 1 + self.deepstack
 
     @property

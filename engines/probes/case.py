@@ -1,4 +1,4 @@
-"""The sequences that masks are probed with, and what a probe finds: plain data between controller and ranks."""
+"""The sequences that a probe runs with and its findings, as plain data between controller and ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ class ProbeCase:
     """Sequences to probe with.
 
     Attributes:
-        lengths: tokens of each sequence. columns: tokens of the stream whose influence is looked for.
+        lengths: tokens of each sequence. columns: tokens of the stream whose influence the probe measures.
         image_block: ``[N]`` as ``TrainBatch`` has it. prefixes: tokens of each sequence's prefix.
     """
 
@@ -55,7 +55,7 @@ class ProbeCase:
     def judge(
         self, layer: int, effects: np.ndarray, allowed: np.ndarray, required: np.ndarray, pads: int
     ) -> "Influence":
-        """Sort by kind the effects ``[N, columns]`` beyond what is allowed, and what is required and has no effect."""
+        """Sort the forbidden effects among ``[N, columns]`` by kind of leak, and find absent required effects."""
         sequence, position = self.place()
         leaks = {"padding": pads} if pads else {}
         words = [f"{pads} tokens see padding"] if pads else []
@@ -82,7 +82,7 @@ class ProbeCase:
 
 @dataclass(frozen=True)
 class Influence:
-    """The influence in a layer that is not what the rule says.
+    """The differences between the influence of tokens in a layer and the layer's rule.
 
     Attributes:
         layer: number of the layer, from 1; 0 for the model as a whole.

@@ -23,10 +23,11 @@ class Fault:
     """A known fault, and where it can be planted and found.
 
     Attributes:
-        patches: made when it is planted, because it imports what it patches; None where the platform has them.
-        where: the processes it belongs into. cp: the context-parallel size at which it can show.
-        model: HF model_type of a tiny model that it can show on.
-        found_by: the check that must find it; others may as well.
+        patches: makes the patches when the fault is planted, since that imports the patched modules; None where the
+            platform has them.
+        where: the kind of process to plant it in. cp: the context-parallel size at which it shows.
+        model: HF model_type of a tiny model on which it shows.
+        found_by: the check that must find it; other checks may find it too.
     """
 
     patches: Callable[[], list[Patch]] | None
@@ -251,7 +252,7 @@ def _small_terms_lost() -> list[Patch]:
     import torch
     from vllm.v1.sample.sampler import Sampler
 
-    # vLLM's own way, in the place of a platform's whose torch loses the small terms of a large vocabulary by it
+    # vLLM's own function instead of the platform's: it loses small terms of a large vocabulary
     platforms = {sampler.__module__ for sampler in Sampler.__subclasses__()}
     return [
         (sys.modules[module], "compute_logprobs", lambda _: lambda logits: logits.log_softmax(-1, dtype=torch.float32))
@@ -322,7 +323,7 @@ REAL_FAULTS: dict[str, Fault] = {
     "a tied head left behind": FAULTS["a tied head left behind"],
     "log_softmax of a large vocabulary": Fault(_small_terms_lost, "rollout", where="rollouts"),
 }
-"""Faults that a given model shows, whatever its family."""
+"""Faults that show on a model of any family."""
 
 
 def list_real_faults(model: ModelSpec) -> dict[str, Fault]:

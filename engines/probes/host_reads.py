@@ -19,7 +19,7 @@ READS_OF_A_STEP = {
     "megatron/core/distributed/finalize_model_grads.py finalize_model_grads": "whether any token counts",
     "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32": "the norm that gradients are clipped by",
 }
-"""Every place that reads, once a step or once it is over, and what. At a micro-batch none does."""
+"""Every place that reads a device's values, once a step or once after it, and the value. Micro-batches read none."""
 _T = torch.Tensor
 _READING_METHODS = (_T.item, _T.tolist, _T.cpu, _T.numpy, _T.nonzero, _T.unique, _T.equal, _T.masked_select)
 _READING_METHODS += (_T.__bool__, _T.__float__, _T.__int__, _T.__index__, _T.__contains__)
@@ -31,8 +31,8 @@ class HostReads:
     """A context that notes every read in it.
 
     Attributes:
-        places: ``FILE FUNCTION`` of each read in turn: the innermost function that is this project's or Megatron's.
-            What an emulator reads to check a call no device does, and is left out.
+        places: ``FILE FUNCTION`` of each read in order: the innermost function of this project or of Megatron. Reads of
+            an emulator, which checks calls, are left out.
     """
 
     def __init__(self):
@@ -86,7 +86,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Notes what Python asks of a tensor's values: on a CPU most of it never gets to an operator."""
+    """Notes reads of a tensor's values from Python: on a CPU most of them never reach an operator."""
 
     def __init__(self, operators: _Operators):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Probes of a rank of the training engine: who influences whom, what each layer computes, its gradients.
+"""Probes of a rank of the training engine: the influence of tokens on each other, hidden states, gradients.
 
-Every function is collective over the ranks of an engine. They go through the engine's own layout, attention inputs and
-schedule, so that what they show is what training does. The probes look for influence by changing inputs and comparing
-outputs bit by bit: what a mask hides is multiplied by an exact zero.
+Every function is collective over the ranks of an engine. The probes use the engine's own layout, attention inputs and
+schedule, so they show the computation of training. They change inputs and compare outputs bit by bit: a masked token is
+multiplied by an exact zero, so it changes no bit.
 """
 
 import contextlib
@@ -43,13 +43,13 @@ _LOUD = 64.0
 def probe_attention(
     engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase, every: bool = True
 ) -> list[Influence]:
-    """Find what each layer's core attention on this rank lets through beyond a rule, or not at all; empty if right.
+    """Compare each layer's core attention on this rank with its rule; returns the differences, empty if right.
 
-    One forward pass of copies of the sequences side by side, in each of which another token's key and value are
-    changed, is compared with one of unchanged copies; then one of a single copy with one that has other padding.
+    A forward pass over copies of the sequences, each with the key and value of another token changed, is compared with
+    a pass over unchanged copies. A pass over one copy is compared with a pass with other padding.
 
     Args:
-        every: each layer, and not the first and the last alone.
+        every: probe each layer; otherwise the first and the last alone.
     """
     layers = list(engine.decoder.decoder.layers)
     layers = layers if every else list(dict.fromkeys([layers[0], layers[-1]]))
@@ -120,10 +120,10 @@ def _explain(
 
 
 def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], case: ProbeCase) -> list[Influence]:
-    """Find what the whole model lets through from token to token, against the rules of its layers together.
+    """Compare the influence between tokens through the whole model with the rules of its layers together.
 
-    A token may see what the rules reach together. It must see what a single layer shows it: what comes by way of many
-    tokens may be too faint for the last bit.
+    Influence is allowed along any path through the layers' rules. It is required where a single layer's rule allows it;
+    an influence by way of many tokens may be below the last bit.
     """
     columns, visible = list(case.columns), {rule: case.compute_visible(rule) for rule in set(rules)}
     reach = np.eye(sum(case.lengths), dtype=np.float32)  # [N, N]: i is reached by j through the layers so far
@@ -158,7 +158,7 @@ def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]
     """Count images whose features change in the vision tower with the images beside them; 0 on later stages.
 
     Args:
-        others: for each image another of its size.
+        others: for each image another image of its size.
     """
     if engine.vision is None:
         return 0
@@ -209,7 +209,7 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
-    """Collect what each layer of this rank's stage gives out: layer number -> ``[N, hidden]`` float32."""
+    """Collect the output of each layer of this rank's stage: layer number -> ``[N, hidden]`` float32."""
     layouts, states = [], {}
     build = engine.layout
 
@@ -258,10 +258,10 @@ def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, 
 
 
 def gather_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dict[str, Tensor]:
-    """Gather what the last backward pass left, reduced over all replicas: HF name -> whole tensor, on every rank.
+    """Gather the gradients of the last backward pass, reduced over all replicas: HF name -> whole tensor on every rank.
 
     Args:
-        names: those to gather; none of them is all.
+        names: weights whose gradients to gather; empty gathers all.
     """
     _gather_buffers(engine)
     gradient = lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)  # noqa: E731 (a frozen one has none)

@@ -1,4 +1,4 @@
-"""Completions out of what vLLM answers."""
+"""Conversion of vLLM's outputs to completions."""
 
 from typing import cast
 
@@ -10,7 +10,7 @@ from engines.batch.samples import Completion
 
 
 def read_completion(sample: CompletionOutput) -> Completion:
-    """Read what was sampled, and check that there is a version and a logprob of every token."""
+    """Read a sampled completion, and check that every token has a weight version and a logprob."""
     tokens = np.asarray(sample.token_ids, dtype=np.int32)
     spans = tuple((int(span.version), span.end - span.start) for span in sample.weight_versions or ())
     if sum(length for _, length in spans) != len(tokens):
@@ -18,14 +18,14 @@ def read_completion(sample: CompletionOutput) -> Completion:
     finished, found = sample.finish_reason == "stop", cast(FlatLogprobs | None, sample.logprobs)
     if found is None:
         return Completion(tokens, np.zeros(0, np.float32), finished, spans)
-    # At each position vLLM reports the sampled token, and then the likeliest ones, be it among them or not.
+    # At each position vLLM reports the sampled token, then the likeliest tokens, which may include it.
     ids = np.asarray(found.token_ids, dtype=np.int32).reshape(len(tokens), -1)
     logprobs = np.asarray(found.logprobs, dtype=np.float32).reshape(ids.shape)
     if not np.array_equal(ids[:, 0], tokens):
         raise RuntimeError("rollout: vLLM reported logprobs of other tokens than it sampled")
     if ids.shape[1] == 1:
         return Completion(tokens, logprobs[:, 0], finished, spans)
-    # Banned tokens fill up what others leave.
+    # Banned tokens fill up the rest.
     top_ids = np.where(logprobs > -np.inf, ids, -1)[:, 1:]
     return Completion(tokens, logprobs[:, 0].copy(), finished, spans, top_ids, logprobs[:, 1:])
 

@@ -43,7 +43,7 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
     """Make the arguments of vLLM's LLM."""
     settings: dict[str, Any] = dict(
         model=model.folder,
-        # As the trainers read the folder, whatever else lies in it.
+        # The trainers read these files too, even if the folder has others.
         config_format="hf",
         load_format="safetensors",
         dtype=config.dtype,
@@ -52,9 +52,9 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         tensor_parallel_size=config.tp,
         # One process for each device beside this one, or none: within a placement group of Ray's vLLM would take Ray.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
-        # log_softmax(logits / temperature): what the trainer computes.
+        # log_softmax(logits / temperature), as the trainer computes it.
         logprobs_mode="processed_logprobs",
-        max_logprobs=model.vocab,  # a limit of what may be asked for, by which nothing is sized
+        max_logprobs=model.vocab,  # a limit on requests, which sizes no buffer
         worker_cls=worker,
         enable_sleep_mode=sleeps,
         worker_extension_cls="engines.vllm.worker.WeightSyncExtension",
@@ -69,14 +69,14 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         others = {"video": 0} if knows_videos and model.vision.tower.no_videos else {}
         tie = partial(_tie_alike, tied=model.tied)
         settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": tie}
-        # Newer ones normalise pixels themselves, by other numbers where preprocessor_config.json leaves them out.
+        # Newer versions normalise pixels on the device, by other numbers if preprocessor_config.json lacks them.
         settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
     if any(rule.images for rule in model.rules):
         # A chunk may end within an image, even where vLLM is asked to keep images whole (vLLM issue 52306).
         # Without chunks vLLM makes room for the longest sequence in a forward pass by itself.
         settings["enable_chunked_prefill"] = False
     if config.staleness:
-        settings["scheduling_policy"] = "priority"  # what an update waits for goes before what was begun ahead
+        settings["scheduling_policy"] = "priority"  # requests that an update waits for go first
     if config.kv_cache_mb:
         settings["kv_cache_memory_bytes"] = config.kv_cache_mb * 2**20
     return settings
@@ -111,7 +111,7 @@ class VllmEngine:
         if config.tp > 1:
             self._tie_workers()
         for parts in self.llm.collective_rpc("list_parts"):
-            # an upstream change may pass over what a worker installs, without a word
+            # an upstream change may silently ignore the parts that a worker installs
             if worker.parts and tuple(parts) != worker.parts:
                 self.close()
                 raise RuntimeError(
@@ -149,7 +149,7 @@ class VllmEngine:
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:
         """Sample a completion of each request, as ``generate`` does of prompts: one round, which ends with the last.
 
-        The same requests, weights and seed give the same tokens and logprobs, bit for bit, whatever came before.
+        The same requests, weights and seed give the same tokens and logprobs, bit for bit, after any earlier requests.
         """
         # vLLM takes a prompt once for all of its completions; so do equal requests that follow one another. Of greedy
         # ones it refuses several completions.
@@ -202,7 +202,7 @@ class VllmEngine:
         return self.llm.llm_engine.get_num_unfinished_requests()
 
     def abort_requests(self, names: Sequence[str]) -> None:
-        """Give requests up and free what they hold."""
+        """Abort requests and free their KV cache."""
         self.llm.llm_engine.abort_request(list(names))
 
     def step(self) -> list[RequestOutput]:
@@ -210,15 +210,15 @@ class VllmEngine:
         return cast(list[RequestOutput], self.llm.llm_engine.step())
 
     def finish_batches(self) -> list[RequestOutput]:
-        """Have vLLM finish what it computes ahead, so that new weights meet no forward pass; returns as ``step`` does.
+        """Wait for forward passes that vLLM has scheduled ahead, before new weights are loaded; returns as ``step``.
 
-        On a CPU there is nothing ahead. Elsewhere (``async_scheduling``) a step begins before the one before it was
-        read, and vLLM would count its tokens as sampled by weights that came in between.
+        On a CPU none is ahead. On devices (``async_scheduling``) vLLM begins a step before it reads the tokens of the
+        last step. It would label those tokens with the version of weights that came in between.
         """
         engine, outputs = self.llm.llm_engine, []
         batches = cast(Any, engine.engine_core).engine_core.batch_queue
         if batches:
-            engine.sleep(level=0, mode="keep")  # nothing new is scheduled; what runs keeps its place
+            engine.sleep(level=0, mode="keep")  # schedules nothing new; running requests stay
             while batches:
                 outputs += self.step()
             engine.wake_up(["scheduling"])
@@ -261,7 +261,7 @@ class VllmEngine:
         )
 
     def _empty_caches(self) -> None:
-        """Empty the caches: keys and values of prompts, and features of images. What runs computes its own anew."""
+        """Empty the prefix cache and the cache of image features. Running requests recompute their KV cache."""
         # Keys before features: a request that runs gives its features back with its keys.
         if not self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("rollout: vLLM did not empty the prefix cache; its version is not the pinned one")
@@ -269,7 +269,7 @@ class VllmEngine:
             self.llm.llm_engine.reset_encoder_cache()
 
     def rewind(self, version: int) -> None:
-        """Take ``version`` as the next one, be it older than what is here: the trainer went back to a checkpoint."""
+        """Accept ``version`` as the next update, even if it is older: the trainer went back to a checkpoint."""
         self._newest = version - 1
 
     def sleep(self, level: int) -> None:
@@ -281,13 +281,13 @@ class VllmEngine:
         self._sleep.wake(tags)
 
     def load_weights(self, bucket: WeightBucket, version: int, last: bool) -> None:
-        """Take one bucket; ``last`` finishes the update, empties the prefix cache and makes the weights ``version``.
+        """Load one bucket; ``last`` finishes the update, empties the prefix cache and makes the weights ``version``.
 
-        A first bucket begins an update, wherever another one was left.
+        A first bucket begins an update and drops an unfinished one.
 
         Raises:
-            ValueError: the bucket is damaged or not newer than what is here, its update did not begin here, or the
-                buckets together are not exactly the model's weights.
+            ValueError: the bucket is damaged, its version is not newer than the engine's, its update did not begin
+                here, or the buckets together are not exactly the model's weights.
         """
         if version <= self._newest:
             raise ValueError(f"weight sync: version {version} was sent to an engine that has version {self._newest}")
@@ -303,7 +303,7 @@ class VllmEngine:
             )
         if whole := cast(PieceJoiner, self._joiner).join(bucket):
             self._hand_on(whole)
-            self._names |= {name for name, *_ in whole.entries}  # what failed is missing at the end
+            self._names |= {name for name, *_ in whole.entries}  # failed weights are then missing at the end
         if not last:
             return
         names, self._names, self._joiner = self._names, set(), None
@@ -323,7 +323,7 @@ class VllmEngine:
         return merge_readings(parts, shapes)
 
     def _begin_version(self, version: int) -> None:
-        """Take the weights that are here for those of ``version``, and what is in the caches for that of older ones."""
+        """Label the loaded weights ``version`` and empty the caches, which hold results of older weights."""
         self._empty_caches()
         self.llm.llm_engine.engine_core.set_weight_version(str(version))
         self.version, self._newest, self._sleep.has_weights = version, version, True

@@ -31,25 +31,25 @@ class _Open:
 class EngineLoop:
     """One thread that builds an engine, steps it while it has requests, and makes every other call of it.
 
-    Methods may be called from any thread. One that calls and goes away leaves the loop as it was. When the loop ends
-    by an exception in a step, all who wait and all who come later hear of it.
+    Methods may be called from any thread. A caller that stops waiting does not disturb the loop. When a step raises,
+    the loop ends, and every waiting and later call raises RuntimeError with that cause.
 
     Args:
         build: makes the engine, on the loop's thread: the current device and OpenMP's team are a thread's own.
 
     Attributes:
-        engine: what ``build`` made. Other threads reach it by ``call`` alone.
-        idle_s: seconds in which there was nothing to sample.
+        engine: the engine that ``build`` made. Other threads reach it by ``call`` alone.
+        idle_s: seconds without a request to sample.
     """
 
     def __init__(self, build: Callable[[], VllmEngine]):
         self._changed = threading.Condition()
         self._calls: deque[tuple[Future, Callable[[], Any]]] = deque()
-        self._keys: set[Hashable] = set()  # of what was handed in and not yet taken
+        self._keys: set[Hashable] = set()  # of submitted requests that are not taken yet
         self._waiting: deque[_Open] = deque()
         self._running: dict[str, _Open] = {}  # by vLLM's name of each
         self._names = count()
-        self._image_bytes = 0  # of the running ones
+        self._image_bytes = 0  # of running requests
         self._finished: list[tuple[Hashable, Completions | Exception]] = []
         self._paused = self._closed = False
         self._fault: BaseException | None = None
@@ -63,7 +63,7 @@ class EngineLoop:
             raise
 
     def call(self, function: Callable, *args: Any) -> Any:
-        """Call ``function(*args)`` on the loop's thread, between two steps; returns or raises what it does."""
+        """Call ``function(*args)`` on the loop's thread, between two steps; returns its result or raises its error."""
         future: Future = Future()
         with self._changed:
             self._check_alive()
@@ -90,11 +90,11 @@ class EngineLoop:
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> list[tuple[Hashable, Completions | Exception]]:
-        """Take what has finished since the last call, in that order; waits for the first up to ``timeout_s`` seconds.
+        """Take the requests that finished since the last call, in order; waits up to ``timeout_s`` seconds for one.
 
         Returns:
-            the key of each request with its completions, or with the error for which it cannot be sampled: the prompt
-            is too long for the engine, or an image cannot be read.
+            the key of each request with its completions, or with the error that prevents sampling: the prompt is too
+            long for the engine, or an image cannot be read.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._finished or self._fault, timeout_s)
@@ -123,7 +123,7 @@ class EngineLoop:
         return self.call(lambda: self.engine.count_running() + sum(one.request.count for one in self._waiting))
 
     def close(self) -> None:
-        """End the loop once the step that is under way has ended, whatever was not answered; leaves the engine."""
+        """End the loop after the current step; open requests stay unanswered, and the engine stays."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -140,7 +140,7 @@ class EngineLoop:
             while self._take_turn():
                 pass
             fault: BaseException = RuntimeError("it was closed")
-        except BaseException as error:  # every kind must be told to those who wait for this thread
+        except BaseException as error:  # of any kind: callers that wait for this thread get it
             fault = error
         with self._changed:
             self._fault = fault
@@ -190,7 +190,7 @@ class EngineLoop:
                 self._image_bytes += first.image_bytes
 
     def _collect(self, outputs: Iterable[RequestOutput]) -> None:
-        """Take note of what vLLM has finished."""
+        """Store finished outputs of vLLM until they are taken."""
         finished = []
         for output in outputs:
             one = self._running.pop(output.request_id)

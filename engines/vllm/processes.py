@@ -11,14 +11,14 @@ from pathlib import Path
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux' prctl: the signal that this process gets when its parent ends."""
 _SHARED = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
-"""What the names of vLLM's shared memory begin with: queues to and from workers, and buffers of their collectives."""
+"""Prefixes of the names of vLLM's shared memory: queues to and from workers, and buffers of their collectives."""
 
 
 def end_with_parent() -> None:
-    """Have this process end with its parent, however that ends and whatever is computed here.
+    """Make the kernel kill this process when its parent ends.
 
-    vLLM's workers see a parent that ended between two calls. One that is stopped, or waits in a collective for another
-    that ended first, would stay.
+    vLLM's workers notice the end of their parent only between two calls. A worker that is stopped, or that waits in a
+    collective for a process that ended, would stay alive.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)

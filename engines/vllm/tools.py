@@ -18,7 +18,7 @@ from typing import Any
 _LIST = ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
 """vLLM's file and dictionary that hold the names of its parsers (0.32)."""
 _AROUND = re.compile(r"```\w*|</?\w+>|[\s,\[\]]")
-"""What may stand around the JSON of a call: a fence, half of the marks, a list."""
+"""Text that may surround the JSON of a tool call: a fence, half of the marks, a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 def parse_tool_calls(
     texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]], folder: str
 ) -> list[ToolCalls]:
-    """Find the calls in each text. One that cannot be read is an answer with an error, never an exception.
+    """Find the tool calls in each text. A call that cannot be read gives a result with an error, never an exception.
 
     Args:
-        parser: vLLM's name of it. tools: that the model was shown, each with ``type`` and ``function`` as in chat
-            templates. folder: of the model, whose tokenizer the parser is given.
+        parser: vLLM's name of the parser. tools: schemas that the model was shown, with ``type`` and ``function``.
+        folder: the model's folder, whose tokenizer the parser gets.
 
     Raises:
         ValueError: there is no such parser, or it cannot work with this tokenizer.
@@ -110,7 +110,7 @@ def _parse(reader, text: str, request) -> ToolCalls:
     with _hearing_errors() as errors:
         try:
             found = reader.extract_tool_calls(text, request)
-        except Exception as error:  # whatever a parser of vLLM's makes of text that a model made up
+        except Exception as error:  # a parser of vLLM's may raise anything on a model's text
             return ToolCalls(text, error=f"{type(error).__name__}: {error}")
     calls = tuple((call.function.name, call.function.arguments) for call in found.tool_calls)
     content = found.content or ""
@@ -127,9 +127,9 @@ def _parse(reader, text: str, request) -> ToolCalls:
 
 
 def find_bare_call(text: str, tools: Collection[str]) -> str:
-    """Find the name in the JSON of a call that has none of the marks by which parsers know one; empty without such.
+    """Find the name in the JSON of a tool call without the marks that parsers look for; empty if there is none.
 
-    A call of one of ``tools`` counts wherever it stands, and one of any other where it is all that the text has.
+    A call of one of ``tools`` counts anywhere in the text. A call of another tool counts if the text has nothing else.
     """
     decoder, start = json.JSONDecoder(), -1
     while (start := text.find("{", start + 1)) >= 0:
@@ -155,7 +155,7 @@ def _name_call(value: dict[str, Any]) -> str:
 
 @contextmanager
 def _hearing_errors() -> Iterator[list[str]]:
-    """Collect what vLLM's parsers log as errors: of a call that they cannot read they say nothing else."""
+    """Collect the errors that vLLM's parsers log, which is all that they report of a call that they cannot read."""
     errors: list[str] = []
 
     class Listener(logging.Handler):

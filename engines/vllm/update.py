@@ -6,7 +6,7 @@ import sys
 import threading
 
 _LIMIT_S = 900.0
-"""Seconds that the next bucket may take to come; whoever sends them is restarted in less."""
+"""Seconds to wait for the next bucket; a lost trainer is restarted in less."""
 
 
 class UpdateLimit:

@@ -1,1 +1,1 @@
-"""Attention rules: who may see whom, and which rules each attention kernel honours."""
+"""Attention rules, and the table of rules that each attention kernel honours."""

@@ -1,7 +1,7 @@
-"""The capability table: each backend honours a rule, told how, or refuses it, and names what works instead.
+"""The capability table: each backend honours a rule, in a stated way, or refuses it and names an alternative.
 
-``build_attention_inputs`` of every platform reads this table and nothing else, so that a rule which a kernel would
-ignore or misread never gets to it. docs/masks.md is this page for users.
+``build_attention_inputs`` of every platform reads this table alone. So a rule that a kernel would ignore or misread
+never reaches the kernel. docs/masks.md describes the table for users.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ TABLE: dict[Place, Cell] = {
 
 
 def name_place(place: Place) -> str:
-    """``backend/kind/cp or no-cp/rule``, as an override names it."""
+    """Name a cell as an override does: ``backend/kind/cp or no-cp/rule``."""
     backend, kind, cp, rule = place
     return f"{backend}/{kind}/{'cp' if cp else 'no-cp'}/{rule}"
 
@@ -35,13 +35,13 @@ PLACES: dict[str, Place] = {name_place(place): place for place in TABLE}
 def find_backend(
     backends: Iterable[str], kind: str, cp: int, rule: Rule, override: Iterable[str] = ()
 ) -> tuple[str, tuple[Cell, ...]]:
-    """The first of ``backends`` that honours every part of a rule, with the cells that say how.
+    """Find the first of ``backends`` that honours every part of a rule, with its cells.
 
     Args:
         override: names of refused cells (``name_place``) that count as honoured.
 
     Raises:
-        ValueError: none does; the message has each one's reason and what works instead.
+        ValueError: no backend honours it; the message has the reason of each backend and an alternative.
     """
     refusals = []
     for backend in backends:
@@ -60,7 +60,7 @@ def find_backend(
 
 
 def list_override_warnings(override: Iterable[str]) -> list[str]:
-    """List what a run should say about each refused cell that it uses all the same."""
+    """List the warnings of a run, one for each refused cell that it uses all the same."""
     return [
         f"attention: {name} is refused by the capability table ({TABLE[PLACES[name]].text}; nearest: "
         f"{TABLE[PLACES[name]].nearest}) and used all the same, as --actor.attention-override asks"

@@ -16,10 +16,10 @@ class Cell:
     """One backend and one rule, in one layout, with or without context parallelism.
 
     Attributes:
-        honoured: the backend computes the rule when told as ``text`` says; else ``text`` says why it does not.
-        nearest: where refused, what comes nearest.
-        composes: the rule is told by a mask of any form, so that it may be asked together with others told so.
-        evidence: how far this was proven here.
+        honoured: the backend computes the rule, by the arguments in ``text``; else ``text`` is the reason of refusal.
+        nearest: of a refused cell, the nearest rule or layout that works.
+        composes: the rule is passed as an arbitrary mask, so it can be combined with other rules of this kind.
+        evidence: level of proof: executed, emulated or untested.
     """
 
     honoured: bool

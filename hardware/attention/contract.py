@@ -1,6 +1,6 @@
 """Requirements of an attention kernel on its calls, as data: one form for every kernel that is emulated.
 
-An emulated kernel checks each call. It is strict: what a device computes as something else, without a word, raises.
+An emulated kernel checks each call. It is strict: a call that a device would silently compute wrongly raises.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,9 +39,9 @@ class Requirement(Generic[Call]):
     """One rule of a kernel.
 
     Attributes:
-        holds: the check, true of a call that keeps it. It may rely on the requirements before.
-        text: what is wrong with a call that does not.
-        silent: a device computes such a call as something else, without an error.
+        holds: the check, true of a call that keeps the requirement. It may rely on the requirements before.
+        text: the mistake of a call that breaks it.
+        silent: a device computes a call that breaks it wrongly, without an error.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Requirement(Generic[Call]):
 
     @property
     def consequence(self) -> str:
-        """The words for what a device does with a call that breaks it."""
+        """Words for the reaction of a device to a call that breaks it."""
         if self.silent:
             return "computed as something else, without an error"
         return "refused" if self.source.refuses else "not allowed; what happens is not known"
@@ -60,7 +60,7 @@ class Requirement(Generic[Call]):
 
 @dataclass(frozen=True)
 class KernelContract:
-    """A kernel on a device, and what it is asked there.
+    """A kernel on a device, and the calls to test it with.
 
     Attributes:
         examples: requirement -> arguments of a call that breaks it, and of one that keeps it.

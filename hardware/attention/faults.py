@@ -1,6 +1,6 @@
 """Wrong masks for the self-test, written once for all platforms.
 
-A platform says where its own code lowers a rule; what is changed there is the same everywhere.
+A platform names the places where its code lowers a rule; the change at each place is the same for all platforms.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,11 +29,11 @@ def build_attention_faults(
 
     Args:
         packs: functions ``(spec, ...)`` that plan a pack over one rank, from its lengths.
-        without_mask: patches after which a kernel gets no mask where it was to be causal, and all see all.
+        without_mask: patches after which a causal call gets no mask, so that every token sees every token.
         dense_masks: functions ``(spec, rule, ...) -> bool tensor or None``, True where a query sees a key.
-        calls: functions ``(spec, rule, ...)`` that tell a kernel a rule of a batch without a dense mask.
-        rule_calls: functions ``(rule, ...)`` that tell a kernel a rule alone without a dense mask.
-        inverted: patches after which a kernel without dense masks sees what it should not, and not what it should.
+        calls: functions ``(spec, rule, ...)`` that pass a rule of a batch to a kernel without a dense mask.
+        rule_calls: functions ``(rule, ...)`` that pass a rule alone to a kernel without a dense mask.
+        inverted: patches that invert the visible keys of a kernel without dense masks.
     """
     lowerings = [*dense_masks, *calls]
 
@@ -66,7 +66,7 @@ def _changing_spec(change: Callable) -> Callable:
 def _one_sequence(spec):
     prefixes = None if spec.prefixes is None else spec.prefixes[:1]
     block = spec.image_block
-    if block is not None:  # images of two sequences stay two, whose numbers may have been one
+    if block is not None:  # two sequences may number their images equally: they stay two images
         sequence = np.repeat(np.arange(len(spec.lengths)), spec.lengths)
         block = np.where(block < 0, -1, block + sequence * (len(block) + 1))
     total = (sum(spec.lengths),), (sum(spec.padded),)
@@ -74,7 +74,7 @@ def _one_sequence(spec):
 
 
 def _second_boundary_moved(spec):
-    """The first sequence takes a slot more; the third gives it, since the second may have a single one."""
+    """Move a boundary: the first sequence takes a slot of the third, since the second may have a single slot."""
     lengths, padded = list(spec.lengths), list(spec.padded)
     for sizes in (lengths, padded):
         sizes[0], sizes[2] = sizes[0] + 1, sizes[2] - 1
@@ -82,7 +82,7 @@ def _second_boundary_moved(spec):
 
 
 def _images_cut_at_the_window(spec, rule):
-    """Cut images that are longer than the window: as if it closed the future, first tokens do not see the last ones."""
+    """Let the window limit the future too: in an image longer than the window, first tokens do not see the last."""
     if spec.image_block is None or rule.window is None:
         return spec
     block, begins = np.asarray(spec.image_block), np.zeros(len(spec.image_block), dtype=bool)
@@ -97,7 +97,7 @@ def _inverted(mask: Callable) -> Callable:
     def inverted(*args):
         if (keep := mask(*args)) is None:
             return None
-        return ~keep | keep.all(-1, keepdim=True)  # who then sees nothing sees everyone, as on a device
+        return ~keep | keep.all(-1, keepdim=True)  # a query that sees nothing sees everything, as on a device
 
     return inverted
 

@@ -54,7 +54,7 @@ def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> Att
 
 
 def _group(spec: MaskSpec, members: np.ndarray, keys: int, device: torch.device) -> Group:
-    """The group of these sequences, each of ``keys`` slots over all context-parallel ranks."""
+    """Make the group of sequences ``members``, each of ``keys`` slots over all context-parallel ranks."""
     query = list_zigzag_positions(keys, spec.cp, spec.cp_rank)
     masks = {rule: build_dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
     masks = {rule: None if mask is None else to_device(mask, device) for rule, mask in masks.items()}
@@ -75,17 +75,20 @@ def _gathered(spec: MaskSpec, start: np.ndarray, length: int, slots: int) -> np.
 
 
 def _bucket(length: int, spec: MaskSpec) -> int:
-    """Group length for a sequence: eight buckets an octave waste at most an eighth; exact where positions are cut."""
+    """Round a length up to its bucket: eight buckets an octave waste at most an eighth of the slots.
+
+    Under context parallelism lengths stay exact, since rounding would move the chunks.
+    """
     if spec.cp > 1:
         return length
-    step = max(1, 2 ** (length.bit_length() - 4))
+    step = max(1, 2 ** (length.bit_length() - 4))  # a length is 8 to 15 whole steps
     return -(-length // step) * step
 
 
 def _plan_thd(spec: MaskSpec, device: torch.device) -> GroupedPlan:
     padded = np.asarray(spec.padded, dtype=np.int64)
-    local = padded // spec.cp
-    start = np.cumsum(local) - local
+    local = padded // spec.cp  # [B]: slots of each sequence on a rank
+    start = np.cumsum(local) - local  # [B]: first slot of each sequence on a rank
     slots = int(local.sum())
     # A sequence without tokens is all padding, and may be long: the rest of a pack of a fixed size.
     buckets = np.asarray([_bucket(n, spec) if length else 0 for n, length in zip(spec.padded, spec.lengths)])
@@ -94,9 +97,10 @@ def _plan_thd(spec: MaskSpec, device: torch.device) -> GroupedPlan:
         members = np.flatnonzero(buckets == keys)
         width = keys // spec.cp
         # A sequence shorter than its bucket repeats its last slot; its masks keep the copies out of sight.
-        within = np.minimum(np.arange(width), local[members, None] - 1)
-        queries = start[members, None] + within
-        own = np.arange(width) < local[members, None]
+        within = np.minimum(np.arange(width), local[members, None] - 1)  # [rows, width]
+        queries = start[members, None] + within  # [rows, width]: the slot of each query
+        own = np.arange(width) < local[members, None]  # [rows, width] bool: not a copy
+        # The output of a slot is its row among all groups end to end; copies are left out.
         slot_row[queries[own]] = base + np.arange(own.size).reshape(own.shape)[own]
         query_index.append(queries.ravel())
         key_index.append(_gathered(spec, start[members, None], keys, slots).ravel() if spec.cp > 1 else queries.ravel())

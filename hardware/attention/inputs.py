@@ -20,12 +20,13 @@ class AttentionInputs:
 
     Attributes:
         qkv_format: Megatron's word for the layout: ``"sbhd"`` or ``"thd"``.
-        attention_mask: what the backend's forward takes as its mask; None where the core attention knows the rule.
+        attention_mask: mask argument of the backend's forward; None where the core attention gets the rule by ``plan``.
         spec: the rule, which names each layer's window.
         rotary: ``(cos, sin)`` of this rank's own slots, ``[kinds, s, b, 1, d]`` (sbhd) or ``[kinds, s, 1, d]`` (thd):
             a kind for each rotary embedding that the model's layers turn by.
         plan: index tensors and masks that the platform's core attention built once for all layers.
-        deepstack: what the first layers add to their image tokens (``engines.megatron.vision``); None without images.
+        deepstack: features that the first layers add to image tokens (``engines.megatron.vision``); None without
+            images.
     """
 
     qkv_format: str

@@ -1,8 +1,7 @@
-"""Mask specifications: who may see whom, as data.
+"""Mask specifications: the attention mask of a micro-batch, as data.
 
-A ``MaskSpec`` names a rule and decides nothing: a platform lowers it to what its attention kernels honour
-(``Platform.build_attention_inputs``). ``MaskSpec.compute_visible`` is the dense oracle that every lowering is tested
-against.
+A ``MaskSpec`` names rules and lengths. A platform lowers it to arguments of its attention kernels
+(``Platform.build_attention_inputs``). ``MaskSpec.compute_visible`` is the dense oracle of the tests of every lowering.
 """
 
 from dataclasses import dataclass
@@ -61,8 +60,8 @@ def locate_gathered_keys(
     """Locate positions of sequences among the keys gathered over context-parallel ranks. The arrays broadcast.
 
     Args:
-        start: where the position's sequence begins on a rank. chunk: the ``2 * cp``-th part of its length.
-        slots: what each rank holds in all.
+        start: first slot of the position's sequence on a rank. chunk: its padded length / ``2 * cp``.
+        slots: number of slots of each rank.
     """
     number = position // chunk
     rank = np.minimum(number, 2 * cp - 1 - number)

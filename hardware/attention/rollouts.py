@@ -1,7 +1,7 @@
-"""The capability table of rollouts: what vLLM does with each part of a rule, by the backend that computes attention.
+"""The capability table of rollouts: the parts of a rule that each attention backend of vLLM honours.
 
-Trainers refuse what their kernels would misread; a rollout that misreads a rule samples from another model, mostly
-without a word. Settings are held against this table before anything starts. docs/masks.md is this page for users.
+A rollout that misreads a rule samples from another model, mostly without an error. Settings are checked against this
+table before anything starts. docs/masks.md describes the table for users.
 """
 
 from collections.abc import Iterable
@@ -55,15 +55,14 @@ ROLLOUTS: dict[str, dict[str, Cell]] = {
         )
     },
 }
-"""Backend -> part of a rule -> what it does with it. A backend is vLLM's on one kind of machine, as this project
-starts it."""
+"""Backend -> part of a rule -> its cell. A backend is vLLM's on one kind of machine, with this project's settings."""
 
 PLACES = {f"{backend}/{part}": cell for backend, cells in ROLLOUTS.items() for part, cell in cells.items()}
 """Every cell by the name that an override gives it."""
 
 
 def list_parts(rules: Iterable[Rule]) -> list[str]:
-    """List what the rules of a model's layers are made of, in the order of ``RULES``."""
+    """List the parts of the rules of a model's layers, in the order of ``RULES``."""
     asked = {part for rule in rules for part in rule.parts}
     return [part for part in RULES if part in asked]
 
@@ -75,7 +74,7 @@ def find_rollout_backend(backends: Iterable[str], rules: Iterable[Rule], overrid
         override: names of refused cells that count as honoured.
 
     Raises:
-        ValueError: none does; the message has each one's reason and what works instead.
+        ValueError: no backend honours them; the message has the reason of each backend and an alternative.
     """
     parts, refusals = list_parts(rules), []
     for backend in backends:
@@ -105,7 +104,7 @@ def check_rollout_override(override: Iterable[str]) -> None:
 
 
 def list_rollout_warnings(override: Iterable[str]) -> list[str]:
-    """List what a run should say about each cell that makes its rollouts approximate."""
+    """List the warnings of a run, one for each cell that makes its rollouts approximate."""
     return [
         f"rollout: {name} is refused by the capability table ({PLACES[name].text}; nearest: {PLACES[name].nearest}) "
         "and used all the same, as --rollout.attention-override asks: samples are those of an approximate model"

@@ -1,4 +1,4 @@
-"""Attention rules: who may see whom within a sequence, as data that needs no torch to be read and checked."""
+"""Attention rules: the mask of a layer within a sequence, as data that is read and checked without torch."""
 
 import math
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ RULES = ("full", "causal", "window", "chunk", "images", "prefix")
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of one attention layer: who sees whom, always within one sequence, and never a padding slot.
+    """The mask of one attention layer: always within one sequence, and never with a padding slot.
 
     A query at position q sees the key at position k where::
 
         (k <= q, or not causal, or both in one image, or both in the prefix)
         and q - k < window and q // chunk == k // chunk
 
-    which is what transformers does for Gemma 3 (images, and windows on local layers), PaliGemma (prefix) and Llama 4
-    (chunk). Images and prefix open the future; a window closes the past alone.
+    as transformers computes Gemma 3 (images, and windows on local layers), PaliGemma (prefix) and Llama 4 (chunk).
+    Images and prefix make future tokens visible; a window hides past tokens alone.
 
     Attributes:
         causal: a token sees those before it and itself; False sees the whole sequence.
         window: sliding window, counting the tokens seen *including oneself*; None sees the whole past.
-        chunk: positions are cut into chunks of this many, and nobody sees out of its own; None does not cut.
-        images: tokens of one image see each other both ways; which they are is ``MaskSpec.image_block``.
-        prefix: tokens of a sequence's prefix see each other both ways; how long it is is ``MaskSpec.prefixes``.
+        chunk: positions are split into chunks of this size, and a token sees its own chunk alone; None does not split.
+        images: tokens of one image see each other in both directions; ``MaskSpec.image_block`` numbers the images.
+        prefix: tokens of a sequence's prefix see each other in both directions; ``MaskSpec.prefixes`` has its lengths.
 
     Raises:
         ValueError: a window or chunk below 1, or a rule that needs to be causal and is not.

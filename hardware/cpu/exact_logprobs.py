@@ -16,14 +16,14 @@ from vllm.v1.sample.sampler import Sampler
 
 def compute_logprobs(logits: Tensor) -> Tensor:
     """Compute ``log softmax(logits)`` over the last dimension, in float32."""
-    # Shifted by the largest first: the logarithm of the sum is then small, whatever the size of the logits, and rounds
+    # Shifted by the largest first: the logarithm of the sum is then small for logits of any size, and rounds
     # by as little.
     shifted = logits.float() - logits.float().amax(-1, keepdim=True)
     return shifted - shifted.exp().sum(-1, keepdim=True).log()
 
 
 class ExactSampler(Sampler):
-    """Samples the tokens that vLLM's own samples, and computes their logprobs by ``compute_logprobs``.
+    """Samples the same tokens as vLLM's sampler, and computes their logprobs by ``compute_logprobs``.
 
     Args:
         replaced: the sampler whose settings it takes.

@@ -1,9 +1,9 @@
 """vLLM's CPU attention with the image rule: other metadata for its own kernel, and no kernel of ours.
 
-The kernel takes a flag for each sequence whether it is causal. So a request is told to it as several sequences that
-share their keys: the text up to an image, causal, and the image, which ends with its last token and is not. A query of
-either then sees what transformers' Gemma 3 lets it see. The kernel closes a window on both sides of a token that is
-not causal, which changes nothing while no image is longer than the window (``engines.models.families.gemma3``).
+The kernel takes a causal flag for each sequence. So a request is passed as several sequences that share their keys: the
+text up to an image, causal, and the image, not causal, whose keys end with its last token. Queries of both then see the
+same keys as in transformers' Gemma 3. For a token that is not causal the kernel applies a window on both sides, which
+changes nothing while no image is longer than the window (``engines.models.families.gemma3``).
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def cut_runs(request: int, start: int, stop: int, images: Iterable[tuple[int, in
         RuntimeError: an image ends after ``stop``, so that its tokens would not see all of it.
     """
     if start == stop:
-        return [Run(request, start, stop, causal=True)]  # what fills a batch has no tokens
+        return [Run(request, start, stop, causal=True)]  # the filler of a batch has no tokens
     runs, at = [], start
     for first, last in sorted(images):
         if last < at or first >= stop:

@@ -12,11 +12,11 @@ from hardware.attention.capabilities import find_backend
 from hardware.megatron.form import PLAIN
 from hardware.platform import KernelMemory, RolloutWorkerClass
 
-# Large tensors in huge pages: a page that is touched for the first time costs more than what is computed with it.
+# Large tensors in huge pages: the first touch of a page costs more than the computation on it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
 _CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""What Linux calls instructions for bfloat16, on x86 and, the last, on Arm."""
+"""Linux's names of instructions for bfloat16, on x86 and, the last, on Arm."""
 # Class of vLLM's worker for each backend, and the classes that build its attention's metadata and sample.
 _ROLLOUT_WORKERS = {
     "vllm_cpu": ("PlainWorker", ("CPUAttentionMetadataBuilder", "ExactSampler")),

@@ -1,8 +1,8 @@
 """vLLM's CPU worker with exact logprobs and a backend's attention, chosen in the process that builds the model.
 
-With tensor parallelism that is a process of each worker, into which nothing is inherited but a class by its name. An
-engine's process may build a model of another kind later, so that the plain worker takes back what the other installs.
-Neither inherits from the other: vLLM mixes its extension into a worker's class and refuses one that has it already.
+With tensor parallelism each worker is a process, which gets nothing but the name of a class. An engine's process may
+later build a model of another kind, so the plain worker undoes the patches of the image worker. Neither class inherits
+from the other: vLLM mixes its extension into a worker's class and refuses a class that has it already.
 """
 
 from vllm.v1.worker.cpu_worker import CPUWorker

@@ -1,12 +1,12 @@
-"""Samples of a prompt share all of its keys and values in vLLM, so that a prompt is computed once.
+"""Samples of a prompt share the prompt's whole KV cache in vLLM, so that a prompt is computed once.
 
-vLLM's prefix cache shares whole blocks, and every sample computes what is left of its prompt beyond them by itself: of
-50 tokens and blocks of 32 that is a third, once for each sample. Here a request is told that this rest is there but
-for its last token, and the blocks are copied from a request that computes it, in the same forward pass or an earlier
-one. A layer's keys and values of all requests are written before a connector is called, and read after it.
+vLLM's prefix cache shares whole blocks, and every sample computes the rest of its prompt by itself: for 50 tokens and
+blocks of 32 that is a third, once for each sample. Here a connector reports this rest, except for its last token, as
+cached. It copies the blocks from a request that computes them, in the same forward pass or an earlier one. vLLM writes
+a layer's keys and values of all requests before it calls a connector, and reads them after it.
 
-Blocks are copied whole, since how keys lie in one is the kernel's business. What a copy has beyond the prompt is of
-the other request's sample, and is overwritten before it is read.
+Blocks are copied whole, since the layout of keys within a block belongs to the kernel. Entries of a copy beyond the
+prompt belong to the other request's sample, and are overwritten before they are read.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ class Copies(KVConnectorMetadata):
 
 
 class SharedPrompts(KVConnectorBase_V1, SupportsHMA):
-    """Copies what is left of a prompt beyond the blocks that vLLM shares.
+    """Copies the rest of a prompt's KV cache beyond the blocks that vLLM shares.
 
-    One stands in the scheduler, which decides, and one in each worker, which copies. Prompts with images are left
-    alone: how much of one a forward pass takes is not known before it is scheduled.
+    The instance in the scheduler decides, and the instance in each worker copies. Prompts with images are left out: the
+    part of a prompt that a forward pass takes is not known before it is scheduled.
     """
 
-    requires_kv_delivery = False  # pyright: ignore[reportAssignmentType]  no other engine waits for what is here
+    requires_kv_delivery = False  # pyright: ignore[reportAssignmentType]  no other engine waits for this cache
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)

@@ -12,7 +12,7 @@ from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
 from hardware.megatron.layers import CoreAttention
 
 _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""torch 2.11 has no such argument and takes fewer key heads as they are."""
+"""torch 2.11 lacks this argument and takes fewer key heads without it."""
 
 
 class CudaAttention(CoreAttention):
@@ -58,5 +58,5 @@ class CudaAttention(CoreAttention):
 
 
 def _rows_end_to_end(x: Tensor, slots: int) -> Tensor:
-    """``[cp * s, b, h, d] -> [cp * b * s, h, d]``: of each rank one row after another."""
+    """Lay rows end to end, rank by rank: ``[cp * s, b, h, d] -> [cp * b * s, h, d]``."""
     return x.unflatten(0, (-1, slots)).transpose(1, 2).flatten(0, 2)

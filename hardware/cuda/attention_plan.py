@@ -1,9 +1,9 @@
 """CUDA's attention plan: each rule as one or two calls of ``varlen_attn``, built once for all layers.
 
-Under every rule a query sees one interval of positions. It begins with the query's window or chunk and ends with the
-query itself or, where the rule opens the future, with its image, its prefix or its sequence. ``varlen_attn`` takes runs
-of queries, each with keys up to the end of what the run sees, and a window that is counted from the last key. So one
-call computes every slot as if nobody saw the future, and a second one computes those anew that do.
+Under every rule a query sees one interval of positions. It begins with the query's window or chunk. It ends with the
+query itself or, where the rule makes future tokens visible, with its image, its prefix or its sequence. ``varlen_attn``
+takes runs of queries, each with keys up to the end of the run's interval, and a window that is counted from the last
+key. So a first call computes every slot as causal, and a second call recomputes the slots that see the future.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ class VarlenCall:
 
     Attributes:
         cu_seq_q, ..., window_size: the kernel's arguments of the same names.
-        query_index: ``[q]``, the slots whose queries it takes; None takes all as they lie.
-        key_index: ``[k]``, into the keys of all context-parallel ranks; None takes all as they lie.
+        query_index: ``[q]``, the slots whose queries it takes; None takes all in order.
+        key_index: ``[k]``, into the keys gathered over the context-parallel ranks; None takes all in order.
     """
 
     cu_seq_q: Tensor
@@ -42,10 +42,10 @@ class RuleCalls:
     """The calls of one rule.
 
     Attributes:
-        base: computes every slot.
-        opened: computes those anew that see the future; None where there are none.
-        rows: ``[n]``, the outputs of ``opened`` that count; None counts all.
-        slots: ``[n]``, the slots whose outputs of ``base`` they replace.
+        base: the call that computes every slot as causal.
+        opened: the call that recomputes slots that see the future; None where no slot does.
+        rows: ``[n]``, the rows of the output of ``opened`` that are used; None uses all.
+        slots: ``[n]``, the slots whose outputs of ``base`` these rows replace.
     """
 
     base: VarlenCall
@@ -56,17 +56,19 @@ class RuleCalls:
 
 @dataclass(frozen=True)
 class VarlenPlan:
-    """The calls of every rule."""
+    """The calls of ``varlen_attn`` for one micro-batch: rule -> its one or two calls. Layers pick theirs by rule."""
 
     calls: dict[Rule, RuleCalls]
 
 
 @dataclass(frozen=True)
 class _Places:
-    """The contents of this rank's slots, ``[slots]`` each.
+    """Sequence and position of this rank's slots, ``[slots]`` each.
 
     Attributes:
-        low, high: the part of the sequence out of which a slot's token does not see: its chunk, or everything.
+        sequence: number of the slot's sequence. position: its position in that sequence, from 0.
+        low, high: first and end (exclusive) of the slot's chunk; without chunks of the whole sequence. A token sees
+            positions within it alone.
     """
 
     sequence: np.ndarray
@@ -75,8 +77,11 @@ class _Places:
     high: np.ndarray
 
     def find_runs(self, *alike: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find ``(first slot, count)`` of the longest runs at consecutive positions of a sequence and a part of it,
-        within which the arrays do not change."""
+        """Find ``(first slot [runs], number of slots [runs])`` of the longest runs that the kernel takes as one.
+
+        Slots of a run have consecutive positions in one sequence and one chunk, and equal values in each of ``alike``.
+        """
+        # [slots] bool: a run starts where the position does not follow the slot before, or any column changes.
         starts = np.ones(len(self.position), bool)
         starts[1:] = np.diff(self.position) != 1
         for column in (self.sequence, self.low, *alike):
@@ -102,23 +107,28 @@ def _plan_pack(spec: MaskSpec, device: torch.device) -> VarlenPlan:
 
 def _plan_calls(spec: MaskSpec, rule: Rule, device: torch.device) -> RuleCalls:
     longest = max(spec.padded)
-    rule = replace(  # what reaches past the longest sequence changes nothing
+    rule = replace(  # a window or chunk of the longest sequence and more changes nothing
         rule,
         window=None if rule.window is None or rule.window >= longest else rule.window,
         chunk=None if rule.chunk is None or rule.chunk >= longest else rule.chunk,
     )
     places = _locate_slots(spec, rule)
+    # [runs]: without context parallelism a run is a sequence or a chunk of it; with it, one of a rank's two halves.
     first, count = places.find_runs()
     position, low = places.position[first], places.low[first]
     if not rule.causal:
-        ends = np.maximum(np.asarray(spec.lengths), 1)[places.sequence[first]]  # padding sees, and is not seen
+        # Keys 0 to length: padding slots are queries but never keys; a sequence without tokens keeps one key.
+        ends = np.maximum(np.asarray(spec.lengths), 1)[places.sequence[first]]
         call = _build_call(
             spec, places.sequence[first], count, (0 * low, ends), _convert_window(rule, True, longest), device
         )
         return RuleCalls(call)
+    # [runs]: keys from the first that the run's first query sees up to the run's own last position, which makes the
+    # kernel's bottom-right causal mask right for every query of the run.
     keys = np.maximum(low, position - _count_reach_back(rule, longest)), position + count
     base = _build_call(spec, places.sequence[first], count, keys, _convert_window(rule, False, longest), device)
     ends = _find_ends(spec, rule, places)
+    # Runs anew, of slots with one common end. A run whose end is just past its first slot sees no future.
     first, count = places.find_runs(ends)
     seeing = ends[first] > places.position[first] + 1
     if not seeing.any():
@@ -134,15 +144,22 @@ def _reopen(
     ends: np.ndarray,
     base: VarlenCall,
 ) -> RuleCalls:
-    """``base`` and the second call, over runs of slots that see the future up to the same end."""
+    """Return ``base`` with a second call that recomputes slots that see the future.
+
+    Args:
+        runs: first slot and number of slots ``[runs]``; the slots of a run see up to the same end.
+        ends: ``[slots]``, the end of the interval that each slot sees.
+    """
     first, count = runs
     position, end, device = places.position[first], ends[first], base.cu_seq_q.device
     longest = max(spec.padded)
-    # A window is counted from the last key. Where context parallelism or a chunk cuts an image, copies of the last
-    # query stand for those that are elsewhere, and nobody reads what they get.
+    # The kernel counts a window back from the last key: query i of q is aligned with key i of the last q keys. So with
+    # a window a run needs a query for each position up to its end. Where context parallelism or a chunk cuts the image,
+    # the later positions are on another rank: copies of the run's last slot take their place, and their outputs are
+    # dropped.
     queries = end - position if rule.window else count
-    owner, within = expand_counts(queries)
-    own = within < count[owner]
+    owner, within = expand_counts(queries)  # [q]: the run of each query, and its number in the run
+    own = within < count[owner]  # [q] bool: a slot of this rank, not a copy
     slots = first[owner] + np.minimum(within, count[owner] - 1)
     keys = np.maximum(places.low[first], position - _count_reach_back(rule, longest)), end
     call = _build_call(spec, places.sequence[first], queries, keys, _convert_window(rule, True, longest), device)
@@ -153,18 +170,21 @@ def _reopen(
 
 
 def _locate_slots(spec: MaskSpec, rule: Rule) -> _Places:
-    """A sequence without tokens, the rest of a pack of a fixed size, is cut into parts no longer than the longest that
-    has some: whole, it would cost its square."""
+    """Locate this rank's slots in their sequences, with the chunk of each.
+
+    A sequence without tokens, the rest of a pack of a fixed size, is split into chunks no longer than the longest real
+    sequence: attention over the whole would take time by the square of its length.
+    """
     sequence, position = locate_slots(spec.padded, spec.cp, spec.cp_rank)
     padded, real = np.asarray(spec.padded), np.asarray(spec.lengths) > 0
     size = np.full(len(padded), rule.chunk or padded.max())
     size[~real] = np.minimum(size[~real], padded[real].max(initial=1))
-    low = position // size[sequence] * size[sequence]
+    low = position // size[sequence] * size[sequence]  # [slots]: first position of the slot's chunk
     return _Places(sequence, position, low, low + size[sequence])
 
 
 def _find_ends(spec: MaskSpec, rule: Rule, places: _Places) -> np.ndarray:
-    """Find the end of what each slot sees, ``[slots]``: past itself, or past its image or prefix."""
+    """Find the end (exclusive) of the interval that each slot sees, ``[slots]``: of itself, its image or its prefix."""
     sequence, position = places.sequence, places.position
     ends = position + 1
     if rule.images:
@@ -176,9 +196,10 @@ def _find_ends(spec: MaskSpec, rule: Rule, places: _Places) -> np.ndarray:
 
 
 def _find_image_ends(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Find the position past the end of the image at each place, 0 where there is none. The arrays broadcast."""
+    """Find the end (exclusive) of the image at each position of a sequence, 0 for text. The arrays broadcast."""
     lengths, blocks = np.asarray(spec.lengths), np.asarray(spec.image_block)
-    owner, within = expand_counts(lengths)
+    owner, within = expand_counts(lengths)  # [N]: sequence of each token, and its position there
+    # [N] bool: a run of tokens with one image number in one sequence starts here.
     starts = np.ones(len(blocks), bool)
     starts[1:] = (np.diff(owner) != 0) | (np.diff(blocks) != 0)
     first = np.flatnonzero(starts)
@@ -189,23 +210,23 @@ def _find_image_ends(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray)
             "image as one run of tokens; give each run a number of its own"
         )
     count = np.diff(first, append=len(blocks))
-    ends = np.repeat(within[first] + count, count)
-    inside = position < lengths[sequence]
-    token = np.where(inside, (np.cumsum(lengths) - lengths)[sequence] + position, 0)
+    ends = np.repeat(within[first] + count, count)  # [N]: end of the run of each token, as a position of its sequence
+    inside = position < lengths[sequence]  # padding belongs to no image
+    token = np.where(inside, (np.cumsum(lengths) - lengths)[sequence] + position, 0)  # index into the N tokens
     return np.where(inside & (blocks[token] >= 0), ends[token], 0)
 
 
 def _count_reach_back(rule: Rule, longest: int) -> int:
-    """Count the tokens before it that the first query of a run sees."""
+    """Count the tokens before the first query of a run that this query sees."""
     return longest if rule.window is None else count_tokens_before(rule.window)
 
 
 def _convert_window(rule: Rule, sees_future: bool, longest: int) -> tuple[int, int]:
-    """Return ``window_size``: how far a query sees before and after the place that is as far from the last key as it is
-    from the last query.
+    """Return ``window_size``: the keys that a query sees before and after its diagonal key, aligned at the last key.
 
-    Never (-1, -1), which says that all see all: for that torch 2.14 may take cuDNN's kernel, whose backward reads where
-    nothing is (PyTorch's pull request 186142). As many as there are keys says the same.
+    The diagonal key of a query is as far from the last key as the query is from the last query. Never (-1, -1), an
+    unlimited window: for it torch 2.14 may take cuDNN's kernel, whose backward reads out of bounds (PyTorch's pull
+    request 186142). A window of as many keys as there are is equivalent.
     """
     if not sees_future:
         return count_tokens_before(rule.window), 0
@@ -220,10 +241,15 @@ def _build_call(
     window_size: tuple[int, int],
     device: torch.device,
 ) -> VarlenCall:
-    """Build the call of runs of so many queries of a sequence each, which see keys ``first <= position < end``."""
+    """Build a call from its runs.
+
+    Args:
+        sequence, queries: ``[runs]``, sequence and number of queries of each run.
+        keys: first and end (exclusive) ``[runs]`` of the positions whose keys a run gets.
+    """
     first, end = keys
-    owner, within = expand_counts(end - first)
-    index = _locate_keys(spec, sequence[owner], first[owner] + within)
+    owner, within = expand_counts(end - first)  # [k]: the run of each key, and its number in the run
+    index = _locate_keys(spec, sequence[owner], first[owner] + within)  # [k], into the gathered keys
     as_they_lie = np.array_equal(index, np.arange(sum(spec.padded)))
     cu_seq_q = to_device(_accumulate(queries), device)
     same = np.array_equal(queries, end - first)
@@ -238,9 +264,9 @@ def _build_call(
 
 
 def _locate_keys(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Locate positions among the keys of all context-parallel ranks."""
-    local = np.asarray(spec.padded) // spec.cp
-    start = (np.cumsum(local) - local)[sequence]
+    """Locate positions of sequences among the keys gathered from all context-parallel ranks. The arrays broadcast."""
+    local = np.asarray(spec.padded) // spec.cp  # [B]: slots of each sequence on a rank
+    start = (np.cumsum(local) - local)[sequence]  # first slot of the sequence on each rank
     if spec.cp == 1:
         return start + position
     return locate_gathered_keys(spec.cp, start, local[sequence] // 2, position, int(local.sum()))

@@ -1,4 +1,4 @@
-"""A call of ``varlen_attn``: its arguments, the sizes that follow from them, and who sees whom.
+"""A call of ``varlen_attn``: its arguments, the sizes that follow from them, and its mask.
 
 Sources: torch 2.13, ``torch/nn/attention/varlen.py`` and ``flash_attn/flash_api.cpp`` of ATen; 2.11 and 2.14 compared.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 TYPES = (torch.float16, torch.bfloat16)
-"""What the kernels compute in."""
+"""Types in which the kernels compute."""
 MAX_HEAD = 256
 HEAD_UNIT = 8
 """Heads are at most that wide, and a multiple of that."""
@@ -22,8 +22,8 @@ class Call:
     """The arguments of ``torch_attn::_varlen_attn`` by their names.
 
     Attributes:
-        stands_for_16_bits: a type that is taken in the place of bf16. The emulator takes fp32: all but its rounding is
-            then what the device does. None says what a device takes.
+        stands_for_16_bits: a type that is accepted in the place of bf16. The emulator takes fp32, so that its results
+            differ from a device's by rounding alone. None accepts a device's types.
     """
 
     query: Tensor
@@ -68,7 +68,7 @@ class Call:
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def compute_allowed(self, queries: int, keys: int) -> Tensor:
-        """``[queries, keys]`` bool, True where a query sees a key: the last query's diagonal ends at the last key."""
+        """Compute the mask ``[queries, keys]``, True where a query sees a key: the diagonal ends at the last key."""
         before, after = self.window_size
         query, key = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
         see = torch.ones(queries, keys, dtype=torch.bool)
@@ -79,7 +79,7 @@ class Call:
         return see
 
     def list_groups(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Sequences of like sizes: ``(queries [n, q], keys [n, k], who sees whom [q, k])``, of tokens by number."""
+        """Iterate over groups of equal sizes: ``(queries [n, q], keys [n, k], mask [q, k])`` of token numbers."""
         sizes: dict[tuple[int, int], list[int]] = {}
         for number, size in enumerate(zip(self.query_lengths, self.key_lengths)):
             if size[0]:

@@ -6,16 +6,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class LayerForm:
-    """A layer's arithmetic, where families differ in more than names.
+    """Options of a layer's arithmetic in which families differ.
 
     Attributes:
-        norms_from_one: a norm's weight is what is added to 1, as in Gemma.
-        post_norms: what attention and the MLP give is normed before it is added to the residual stream.
+        norms_from_one: a norm scales by 1 + weight, as in Gemma.
+        post_norms: outputs of attention and the MLP are normed before they are added to the residual stream.
         activation: of the gated MLP; ``gelu_tanh`` is GELU by its tanh formula.
         attention_scale: of the scores; None is 1 / sqrt(head_dim).
         scales_embedding: token embeddings are multiplied by sqrt(hidden), rounded to the type of the weights.
-        scales_rotary: cosines and sines are multiplied, so that they may be above 1, as yarn's are.
-        rotary_kinds: which of the model's rotary embeddings each layer turns by, or one for every layer.
+        scales_rotary: cosines and sines are scaled, possibly above 1, as in yarn.
+        rotary_kinds: number of each layer's rotary embedding among the model's, or one for every layer.
     """
 
     norms_from_one: bool = False

@@ -60,7 +60,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _slices(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
-    """The columns of rows of tensors, in runs of at most ``AT_ONCE`` elements each; larger tensors in parts."""
+    """Split rows of tensors into runs of at most ``AT_ONCE`` elements each; a larger tensor is split into parts."""
     run: list[tuple[Tensor, ...]] = []
     held = 0
     for row in rows:

@@ -37,7 +37,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class NormFromOne(torch.nn.Module):
-    """Root mean square norm whose weight is what is added to 1, so that decay draws it to 1; all in fp32, as in
+    """RMS norm that scales by 1 + weight, so that weight decay draws the scale to 1; computed in fp32, as in
     transformers' Gemma 3."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
@@ -58,7 +58,7 @@ class NormedAdd(torch.nn.Module):
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool):
-        """Return what Megatron calls with ``(output, bias)``, the residual and a dropout rate."""
+        """Return the function that Megatron calls with ``(output, bias)``, the residual and a dropout rate."""
         return self._add
 
     def _add(self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -133,7 +133,7 @@ class CoreAttention(MegatronModule, ABC):
         """Attend with rotated queries to the keys and values of all context-parallel ranks; shapes as in ``forward``.
 
         Args:
-            plan: what the platform's ``build_attention_inputs`` built.
+            plan: the plan that the platform's ``build_attention_inputs`` made.
         """
 
 
@@ -147,7 +147,7 @@ def build_layer_spec(
     """Build Megatron's local layers with our norms, a family's form and a platform's core attention.
 
     Args:
-        plain_norm, mlp: those of the platform; a family whose norms are from one has ``NormFromOne``.
+        plain_norm, mlp: the platform's modules; a family with ``norms_from_one`` gets ``NormFromOne``.
 
     Raises:
         ValueError: the configuration asks for attention dropout, which the core attention does not do.

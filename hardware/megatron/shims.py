@@ -247,14 +247,14 @@ SHIMS = (
 
 
 INSTALLED: dict[str, Undo] = {}
-"""Shims in place in this process, by name, with what takes each back."""
+"""Shims in place in this process: name -> function that removes it."""
 
 
 def install(runtime: Runtime | None) -> None:
     """Import megatron-core and apply what it needs. Call once per process, before anything else imports megatron.
 
     Args:
-        runtime: what stands in for ``torch.cuda``; None where that is there itself.
+        runtime: replacement of ``torch.cuda``'s functions; None uses ``torch.cuda``.
     """
     import_megatron(with_compile=runtime is None)
     for shim in SHIMS:

@@ -70,7 +70,8 @@ def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes:
 
 
 def _compressed(rule: Rule, mode: int, device: torch.device) -> KernelCall:
-    """``sparse_mode`` 2 and 3, causal from the first or the last key on, and 4, a window."""
+    """Make a call with the kernel's compressed mask: ``sparse_mode`` 2 causal aligned at the first key, 3 causal
+    aligned at the last key, 4 a window."""
     if mode == 4:
         return KernelCall(_triangle(device), mode, count_tokens_before(rule.window), next_tockens=0)
     return KernelCall(_triangle(device), mode)
@@ -83,7 +84,7 @@ def _plan_bshd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> 
     for rule, mode in modes.items():
         if mode == 1:
             mask = build_dense_mask(spec, rule, rows, list_zigzag_positions(length, spec.cp, spec.cp_rank), length)
-            if mask is None:  # no row has what the rule adds to causal
+            if mask is None:  # no row needs more than causal
                 calls[rule] = (_compressed(CAUSAL, 2, device),)
             else:
                 calls[rule] = (KernelCall(~mask.to(device), 1, key_index=order),)
@@ -94,7 +95,9 @@ def _plan_bshd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> 
 
 
 def _positions(spec: MaskSpec, device: torch.device) -> Tensor:
-    """``[length]``, where the keys of each position of a row are among those that the ranks deliver."""
+    """Locate the key of each position of a row, ``[length]``, among the keys gathered over the context-parallel
+    ranks."""
+    # Gathered keys lie rank after rank, each with its low and its high chunk: position order is a permutation of them.
     chunk = spec.padded[0] // (2 * spec.cp)
     keys = locate_gathered_keys(spec.cp, np.zeros(1, np.int64), chunk, np.arange(spec.padded[0]), 2 * chunk)
     return torch.from_numpy(keys).to(device)
@@ -103,10 +106,11 @@ def _positions(spec: MaskSpec, device: torch.device) -> Tensor:
 def _chunks_bshd(
     spec: MaskSpec, order: Tensor | None, device: torch.device
 ) -> list[tuple[Tensor | None, Tensor | None]]:
-    """Queries and keys of each call: the low and the high chunk of a rank, each with the positions up to its end."""
+    """List ``(query_index, key_index)`` of each call: the low and the high chunk of a rank, each with all keys up to
+    the chunk's end, so that the kernel's causal mask aligned at the last key is right."""
     if order is None:
         return [(None, None)]
-    chunk = spec.padded[0] // (2 * spec.cp)
+    chunk = spec.padded[0] // (2 * spec.cp)  # slots of a chunk; a rank holds two, low then high
     slots = torch.arange(2 * chunk, device=device)
     return [
         (slots[half * chunk : (half + 1) * chunk], order[: chunk * end]) for half, end in enumerate(_count_chunks(spec))
@@ -114,19 +118,23 @@ def _chunks_bshd(
 
 
 def _count_chunks(spec: MaskSpec) -> tuple[int, int]:
-    """Count the chunks of a sequence after which the low and the high chunk of a rank end (zigzag)."""
+    """Count the chunks of a sequence up to the end of the rank's low chunk, and of its high chunk (zigzag)."""
+    # Rank r holds chunks r and 2 cp - 1 - r.
     return spec.cp_rank + 1, 2 * spec.cp - spec.cp_rank
 
 
 def _cut_pieces(spec: MaskSpec, sizes: np.ndarray) -> np.ndarray:
-    """Cut sequences of these sizes as the kernel is told them: each as it is, but one without a token, the rest of a
-    pack of a fixed size, in pieces no longer than the longest that has one: whole, it would cost its square."""
+    """Split the sequence without tokens of a pack of a fixed size; returns the sizes that the kernel gets.
+
+    Other sequences stay whole. The pieces are no longer than the longest real sequence, as far as the kernel's limit on
+    sequences allows: attention over the whole would take time by the square of its length.
+    """
     longest = max(size for size, tokens in zip(sizes, spec.lengths) if tokens)
-    room, pieces = MAX_PACK_SEQUENCES - len(sizes), []
+    room, pieces = MAX_PACK_SEQUENCES - len(sizes), []  # room: further pieces that the kernel takes
     for size, tokens in zip(sizes.tolist(), spec.lengths):
         count = 1 if tokens or not size else min(-(-size // int(longest)), room + 1)
         room -= count - 1
-        pieces += [size // count + (number < size % count) for number in range(count)]
+        pieces += [size // count + (number < size % count) for number in range(count)]  # equal sizes, to one
     return np.asarray(pieces)
 
 
@@ -144,7 +152,9 @@ def _plan_thd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> N
 
 
 def _shared_mask(rule: Rule, length: int) -> Tensor:
-    """``[length, length]``, True blocks: of a rule that depends on the position alone, for every sequence of a pack.
+    """Make one mask ``[length, length]`` for every sequence of a pack, True where a key is hidden.
+
+    The rule must depend on positions alone.
 
     Raises:
         ValueError: it depends on more, and got here by an override of the table.
@@ -157,17 +167,18 @@ def _shared_mask(rule: Rule, length: int) -> Tensor:
 
 
 def _plan_thd_cp(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> NpuPlan:
-    """Two calls, the low chunks of all sequences and the high ones, each bottom-right against its own prefix."""
+    """Plan two calls, the low chunks of all sequences and the high chunks, each bottom-right against its prefix."""
     if 1 in modes.values():
         raise ValueError("attention: an NPU takes no mask of a pack under context parallelism; leave out the override")
     padded = np.asarray(spec.padded, dtype=np.int64)
     pieces = _cut_pieces(spec, padded // (2 * spec.cp))
-    chunk, local = padded // (2 * spec.cp), padded // spec.cp
-    start = np.cumsum(local) - local
+    chunk, local = padded // (2 * spec.cp), padded // spec.cp  # [B]: slots of a chunk, and of a sequence on a rank
+    start = np.cumsum(local) - local  # [B]: first slot of each sequence on a rank
     halves = []
     for half, end in enumerate(_count_chunks(spec)):
-        owner, within = expand_counts(chunk)
-        key_owner, position = expand_counts(chunk * end)
+        owner, within = expand_counts(chunk)  # [q]: sequence of each query, and its place in the chunk
+        key_owner, position = expand_counts(chunk * end)  # [k]: sequence of each key, and its position there
+        # A sequence's slots on a rank are its low chunk, then its high chunk.
         queries = start[owner] + half * chunk[owner] + within
         keys = locate_gathered_keys(spec.cp, start[key_owner], chunk[key_owner], position, int(local.sum()))
         halves.append(
@@ -181,4 +192,5 @@ def _plan_thd_cp(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -
     calls = {
         rule: tuple(replace(_compressed(rule, mode, device), **half) for half in halves) for rule, mode in modes.items()
     }
+    # The calls' outputs end to end are in the order of their queries; argsort inverts that order to slots.
     return NpuPlan(calls, torch.cat([half["query_index"] for half in halves]).argsort())

@@ -1,4 +1,4 @@
-"""A call of ``npu_fusion_attention``: its arguments, the sizes that follow from them, and who sees whom.
+"""A call of ``npu_fusion_attention``: its arguments, the sizes that follow from them, and its mask.
 
 Sources: the operator's page in the op-plugin documentation, and its tiling in CANN.
 """

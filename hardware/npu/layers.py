@@ -1,7 +1,7 @@
 """Layers whose arithmetic is one operator on an NPU: the norm, SwiGLU and rotation.
 
-Each computes what the plain one computes, in one kernel in place of several. What an operator's documentation does not
-allow is computed plainly. They are called by ``torch.ops.npu``, where an emulated operator may stand.
+Each computes the same function as the plain layer, in one kernel instead of several. Calls that an operator's
+documentation does not allow take the plain layer. Operators are called by ``torch.ops.npu``, so they can be emulated.
 """
 
 import torch

@@ -1,11 +1,11 @@
-"""MindSpeed beside the NPU platform, where it is asked for: when it is imported, and what it is told around a forward.
+"""MindSpeed beside the NPU platform, on request: the order of its import, and the lengths that it gets for a forward.
 
 MindSpeed replaces functions of Megatron while ``mindspeed.megatron_adaptor`` is imported, and so has to come first. It
-keeps the lengths of the sequences of a pack in a variable of the process (``_ACTUAL_SEQ_LEN``, in two of its modules),
-which whatever it replaced may read. Our core attention has its own and never reads them.
+keeps the lengths of a pack's sequences in a variable of the process (``_ACTUAL_SEQ_LEN``, in two of its modules), which
+its replacements may read. This project's core attention never reads them.
 
-``RLWORKER_MINDSPEED=1`` asks for it. It is not taken merely because it is there: the MindSpeed of July 2026 is for
-megatron-core 0.12.1, and its patches replace functions of any other version without a word.
+``RLWORKER_MINDSPEED=1`` asks for it. An installed MindSpeed is not used without that: the version of July 2026 is for
+megatron-core 0.12.1, and patches functions of any other version without an error.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ def patch_megatron() -> None:
 
 @contextlib.contextmanager
 def pass_lengths(inputs: AttentionInputs) -> Iterator[None]:
-    """Tell MindSpeed the pack's boundaries for one forward, and take them back: the next micro-batch has others.
+    """Set MindSpeed's variable to the pack's boundaries for one forward, and reset it: the next micro-batch differs.
 
-    Recomputation in the backward pass runs without them, where nothing but what MindSpeed replaced would look.
+    Recomputation in the backward pass runs without them; only MindSpeed's replacements would read them.
     """
     keepers = [sys.modules[name] for name in KEEPERS if name in sys.modules]
     before = [keeper.get_actual_seq_len() for keeper in keepers]

@@ -17,7 +17,7 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
 def make_tokenizer(chat_template: str | None = None, further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of one token per printable ASCII character, and of ``further`` special ones."""
+    """Make a tokenizer of one token per printable ASCII character, and of ``further`` special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -36,8 +36,7 @@ class PlayConfig(ToyConfig):
     """Settings of a toy that plays: it is warmed up on episodes that were played well."""
 
     warm_up_success: Annotated[float, Gt(0), Lt(1)] = 0.3
-    """The warm-up ends where this share of episodes is won, played greedily: far enough that rewards differ, and early
-    enough that they have something to teach."""
+    """The warm-up ends when the model wins this share of greedy episodes: enough that rewards within a group differ."""
 
 
 class Teacher:

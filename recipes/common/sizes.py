@@ -19,8 +19,8 @@ _WEIGHTS_GB = 16
 
 
 def fit_to_model(recipe: Recipe) -> Recipe:
-    """Cut the model over as many tensor-parallel ranks as it can be, up to those that the recipe states; what is wrong
-    with the model itself is said where all is checked."""
+    """Lower the actor's tensor-parallel size to the largest that the model allows; an invalid model is left to later
+    checks."""
     with suppress(ValueError):
         folder = find_model(recipe.model, files=("config.json",))
         model, actor = ModelSpec.from_folder(folder), recipe.actor
@@ -34,10 +34,10 @@ def fit_to_model(recipe: Recipe) -> Recipe:
 
 
 def fit_to_node(recipe: Recipe, node: Node | None) -> Recipe:
-    """Size the recipe for one machine, or for as few as hold the model once.
+    """Size the recipe for one machine, or for the smallest number of machines that hold the model once.
 
-    Half of the devices train, rounded down to whole replicas, and the others sample. Without a rollout all of them
-    train. Keys and values get half of what the weights leave of a rollout engine's device.
+    Half of the devices train, rounded down to whole replicas, and the rest sample. Without a rollout all devices train.
+    The KV cache gets half of a rollout device's memory beside the weights.
 
     Args:
         node: None leaves the recipe as it is.

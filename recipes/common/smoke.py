@@ -21,8 +21,8 @@ class RecipeConfig(RunConfig):
     """Settings of a recipe: a RunConfig that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
-    sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+    """Try the recipe: two steps on a CPU with tiny models and sixteen rows, made on the spot. Sizes of the engines and
+    of the data are replaced; algorithm, rewards and rates stay."""
 
     def fit_to_model(self) -> Self:
         return fit_to_model(self)
@@ -44,8 +44,8 @@ class SftRecipeConfig(SftConfig):
     """Settings of a recipe of supervised training that can be tried on any machine."""
 
     smoke: bool = False
-    """Two steps on a CPU, where a device is emulated, of tiny models made on the spot and a data file of sixteen rows:
-    sizes and settings of the engines and of the data are the smoke's, what else the recipe decides is as given."""
+    """Try the recipe: two steps on a CPU with tiny models and sixteen rows, made on the spot. Sizes of the engines and
+    of the data are replaced; losses and rates stay."""
 
     def fit_to_model(self) -> Self:
         return fit_to_model(self)
@@ -77,7 +77,7 @@ def parse_recipe_config(default: Recipe, description: str | None) -> Recipe:
 def shrink_recipe(config: RecipeConfig) -> RecipeConfig:
     """Shrink a recipe to two CPU ranks, models of 132 thousand parameters and sixteen questions.
 
-    What the recipe decides (algorithm, critic, reward, layout, rates) stays; what only its size decides does not.
+    Algorithm, critic, reward, layout and rates stay as the recipe has them; sizes do not.
     """
     algorithm = replace(config.algorithm, mini_batches=min(2, config.algorithm.mini_batches))
     if algorithm.reference:

@@ -1,12 +1,11 @@
-"""Advantages: plain functions of what was rewarded.
+"""Advantage estimators: plain functions of a batch with rewards.
 
-``advantage(batch) -> [N]``, or with a critic ``-> ([N] advantages, [N] returns)``, the returns being what its values
-should have been. Rewards are ``batch.rewards``, one a sequence, given at its last counting token, and where there are
-any ``turn_rewards`` and ``penalties``, at each token. A completion that was cut at the length limit counts as ended
-there.
+``advantage(batch) -> [N]``, or with a critic ``-> ([N] advantages, [N] returns)``; returns are the targets of the
+critic's values. Rewards are ``batch.rewards``, one for each sequence, given at its last counting token, and optionally
+``turn_rewards`` and ``penalties`` at each token. A completion that was cut at the length limit counts as ended there.
 
-All go by the E episodes of a batch, which have one sequence or several. A group compares episodes by all that was
-rewarded in them, and sums over time run through an episode's counting tokens, whichever sequence they are in.
+An episode has one or more sequences, and a batch has E episodes. A group compares episodes by the sum of their rewards.
+Sums over time run through an episode's counting tokens, over all of its sequences.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ Advantage = TypeVar("Advantage", bound=AdvantageFn)
 
 
 def group_relative(advantage: Advantage) -> Advantage:
-    """Mark an advantage that compares a prompt's completions with each other, and so is zero where there is but one."""
+    """Mark an advantage that compares a prompt's completions with each other, and so is zero for a single one."""
     advantage.group_relative = True
     return advantage
 
@@ -68,14 +67,14 @@ def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
 
 @group_relative
 def turn_grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
-    """Compute ``grpo`` of each turn, by the rewards that were given from it on: each turn of an episode is compared
-    with the same turn of the group's others, as far as they have one.
+    """Compute ``grpo`` of each turn, by the sum of the rewards from that turn on.
 
-    What is summed up and then normalised is what outcome rewards per step give in DeepSeekMath, arXiv:2402.03300,
-    section 4.1.3, which normalises first. For instance, two episodes have the rewards 1, 0 and 0, 4 in their turns:
-    from the first turn on 1 and 4, from the second on 0 and 4, so that the second episode does better in both.
+    A turn is compared with the same turn of the group's other episodes that have it. DeepSeekMath (arXiv:2402.03300,
+    section 4.1.3) normalises the rewards of the steps first and then sums; here the sums are normalised. For instance,
+    two episodes have the rewards 1, 0 and 0, 4 in their turns. From the first turn on the sums are 1 and 4, from the
+    second 0 and 4, so the second episode is better in both.
 
-    An episode's first turn is compared by its whole reward, whether or not anything was sampled in it.
+    An episode's first turn is compared by the episode's whole reward, even if no token was sampled in it.
 
     Returns:
         ``[N]`` float32, zero where the mask is.
@@ -166,8 +165,8 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
     """Compute generalised advantage estimation (arXiv:1506.02438, equation 16), normalised over the counting tokens.
 
     ``delta_t = reward_t + gamma * value_{t+1} - value_t`` and ``A_t = sum of (gamma * lam)^k * delta_{t+k}``, where
-    t + 1 is the next token of the episode that counts: what an environment wrote in between is skipped, and so is the
-    prompt of the next sequence. Nothing comes after the last.
+    t + 1 is the episode's next counting token: tokens of the environment and prompts of further sequences are skipped.
+    After the last counting token value and advantage are 0.
     For instance, values 0.2, 0.4 and a reward of 1 at the end have, with gamma = 1 and lam = 0.5, deltas 0.2, 0.6,
     advantages 0.2 + 0.5 * 0.6 = 0.5, 0.6 before normalising, and returns 0.7, 1.
 
@@ -193,7 +192,7 @@ def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
     return counting.scatter(sum_discounted(rewards, batch.sum_per_episode(counting.lengths), gamma))
 
 
-# -- what a reward is made of
+# -- penalties within the reward
 
 
 def add_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1) -> TrainBatch:
@@ -204,10 +203,10 @@ def add_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1)
 
 
 def add_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> TrainBatch:
-    """Return the batch with lower rewards for episodes whose counting tokens end within ``buffer`` of the limit.
+    """Return the batch with a penalty on episodes of more than ``max_tokens - buffer`` counting tokens.
 
-    From 0 at ``max_tokens - buffer`` tokens down to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476, equation 13), at the
-    last counting token.
+    The penalty goes from 0 at ``max_tokens - buffer`` tokens down to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476,
+    equation 13), at the last counting token.
     """
     tokens = batch.sum_per_sequence(batch.mask.float())
     over = batch.sum_per_episode(tokens) - (max_tokens - buffer)
@@ -258,7 +257,7 @@ def _repeat_per_token(batch: TrainBatch, per_episode: Tensor) -> Tensor:
 
 
 def _take_per_episode(batch: TrainBatch, per_sequence: Tensor) -> Tensor:
-    """Take what an episode's sequences have in common: ``[B] -> [E]``."""
+    """Take a number that is equal in all sequences of an episode: ``[B] -> [E]``."""
     return per_sequence.new_empty(batch.num_episodes).index_copy(0, batch.number_episodes(), per_sequence)
 
 

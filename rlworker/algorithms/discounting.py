@@ -11,7 +11,7 @@ _torch = cast(Any, torch)
 _BLOCK = 64
 """Numbers of a sequence that one row of a matrix product sums up."""
 _LONG_RUN = 16
-"""From this mean length on, runs are copied one by one; shorter ones are faster by index."""
+"""Mean length from which runs are copied one by one; shorter runs are faster by index."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Selection:
 def sum_discounted(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
     """Compute ``y_n = x_n + decay * y_{n+1}`` within each sequence of a flat stream: ``[N] -> [N]``.
 
-    Each sequence is cut into blocks, which a triangular matrix sums up at once; what follows a block is the sum at the
-    start of the next one, which is this very problem over fewer numbers.
+    Each sequence is split into blocks, and a matrix product with a triangular matrix sums all blocks at once. The rest
+    of a sequence after a block is the sum at the start of the next block, which is the same problem over fewer numbers.
     """
     if not len(x):
         return x.clone()

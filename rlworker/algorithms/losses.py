@@ -1,8 +1,8 @@
 """Losses: plain functions ``loss(outputs, batch) -> (sum over tokens, metric sums)``.
 
-A policy loss is put together of a surrogate (what is maximised, PPO's or another's), an aggregation (how much each
-token counts, which the trainer puts into the batch's ``weights``) and, where wanted, penalties and a correction for
-what the rollout engine computes otherwise than the trainer. Shapes are ``[N]`` where nothing else is said.
+A policy loss has a surrogate (PPO's or another's), an aggregation (the weight of each token, which the trainer puts
+into the batch's ``weights``), and optionally penalties and a correction for differences between rollout and trainer
+logprobs. Shapes are ``[N]`` unless stated.
 """
 
 from collections.abc import Callable
@@ -44,11 +44,11 @@ def ppo(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` (PPO, arXiv:1707.06347, equation 7).
 
-    A ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). For instance, a token
-    whose ratio is 1.5 has the loss ``-min(1.5 * 2, 1.2 * 2) = -2.4`` where A = 2, and 3 where A = -2.
+    A ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). For instance, a token with
+    the ratio 1.5 has the loss ``-min(1.5 * 2, 1.2 * 2) = -2.4`` where A = 2, and 3 where A = -2.
 
     Args:
-        dual_clip: where A < 0, the loss is at most ``-dual_clip * A`` (arXiv:1912.09729); 0 leaves it out.
+        dual_clip: where A < 0, the loss is at most ``-dual_clip * A`` (arXiv:1912.09729); 0 turns this off.
     """
     ratio, advantages = (logprobs - old).exp(), batch.require_column("advantages")
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -103,8 +103,8 @@ def gmpo(
 def sapo(
     logprobs: Tensor, old: Tensor, batch: TrainBatch, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``: a soft gate in place of the clip, closing faster on what
-    was bad (SAPO, arXiv:2511.20347)."""
+    """Compute ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``: a soft gate in place of the clip, steeper for negative
+    advantages (SAPO, arXiv:2511.20347)."""
     ratio, advantages = (logprobs - old).exp(), batch.require_column("advantages")
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, torch.zeros_like(batch.mask)
@@ -120,7 +120,7 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KL by k2: ``(logprob - ref)^2 / 2``, whose gradient in a loss is that of the KL divergence."""
+    """Estimate KL by k2: ``(logprob - ref)^2 / 2``; its gradient in a loss is that of the KL divergence."""
     return (logprobs - ref_logprobs).square() / 2
 
 
@@ -153,18 +153,18 @@ def masked_importance(old: Tensor, rollout: Tensor, *, least: float = 0.5, most:
 
 
 def center_scores(outputs: TokenOutputs, batch: TrainBatch, correction: Correction | None = None) -> Tensor:
-    """Compute the term ``[N]`` which, added to each token's surrogate times correction, takes out the mean of their
-    gradient over what the sampler might have drawn in its place (score centering, arXiv:2609.20807).
+    """Compute the term ``[N]`` that removes the mean gradient over the sampler's distribution from each token's
+    surrogate times correction (score centering, arXiv:2609.20807).
 
-    In one place let the sampler draw id v with probability q_v, and the loss of v be ``-A f(old_v / q_v) p_v / old_v``.
-    Were all advantages A alike there would be nothing to learn, and yet the mean gradient is the sum over v of
-    ``-A q_v f(old_v / q_v) (p_v / old_v) d log p_v``: a drift, where ``f`` is not the whole ratio. The term is that sum
-    with the other sign: a cross-entropy whose targets have no gradient. Its classes are the sampler's k likeliest ids
-    and all others together, which stand for the rest of the vocabulary. The published form, with
-    ``rho = q(rest) / p(rest)``, has the same gradient; this one stays exact where p(rest) is next to nothing.
+    At one position let the sampler sample id v with probability q_v, and let the loss of v be
+    ``-A f(old_v / q_v) p_v / old_v``. If all advantages A are equal there is nothing to learn. The mean gradient, the
+    sum over v of ``-A q_v f(old_v / q_v) (p_v / old_v) d log p_v``, is still a drift unless ``f`` is the whole ratio.
+    The term is this sum with the opposite sign: a cross-entropy with targets that have no gradient. Its classes are the
+    sampler's k likeliest ids, and all other ids together. The published form, with ``rho = q(rest) / p(rest)``, has the
+    same gradient; this form stays exact where p(rest) is close to 0.
 
-    The clip of a surrogate has no part in it. It holds back what has moved far, whatever was sampled: a mean gradient
-    too, but not one of the sampler's, and without it the policy runs away.
+    The clip of a surrogate is left out of the term. A clip also has a mean gradient, which does not come from the
+    sampler: it holds back ids that have moved far. With this part removed the policy diverges.
 
     Raises:
         ValueError: the batch lacks a column, or the outputs the top logprobs.
@@ -229,7 +229,7 @@ def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
 
 
 def constant_length(batch: TrainBatch, *, tokens: int) -> tuple[Tensor, float]:
-    """Take the sum over each episode's tokens, divided by the same number for all, such as the longest completion
+    """Divide the sum over each episode's tokens by a constant, for instance the longest completion's length
     (Dr. GRPO, arXiv:2503.20783)."""
     return batch.mask.float(), float(batch.num_episodes * tokens)
 
@@ -252,8 +252,8 @@ def policy_loss(
 
     With ``center`` it has the term of ``center_scores``, which reads the sampler's likeliest ids.
 
-    Where the batch has no ``old_logprobs`` this is the only step on its rollout, and they are these very logprobs. The
-    metric ``loss`` counts every token alike, whatever ``batch.weights`` say.
+    A batch without ``old_logprobs`` is the only optimizer step of its rollout; the current logprobs are then the old
+    ones. The metric ``loss`` weighs every counting token equally, without ``batch.weights``.
     """
     mask = batch.mask
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -312,8 +312,8 @@ def configure_loss(
 
 
 def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum ``(value - return)^2 / 2``, or the larger of this and the same with the value held within ``clip`` of what it
-    was before the update (PPO as its authors' baselines implement it; Engstrom et al., arXiv:2005.12729)."""
+    """Sum ``(value - return)^2 / 2``; with ``clip`` the larger of this and the same with the value clipped to within
+    ``clip`` of the value before the update (PPO's baselines; Engstrom et al., arXiv:2005.12729)."""
     values, returns, mask = outputs.values, batch.require_column("returns"), batch.mask
     loss = (values - returns).square()
     metrics = {"value_loss": (loss * mask).sum().detach() / 2}

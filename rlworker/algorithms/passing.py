@@ -11,10 +11,10 @@ _BY_KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class PassedFunction:
-    """A function that is given settings. One that the user set and nobody reads would be dropped in silence: refused.
+    """A user's function that gets settings as keyword arguments. A set option that no parameter takes is refused.
 
     Args:
-        what: what the function is to the run, for messages.
+        what: role of the function, for messages: "loss", "advantage".
 
     Attributes:
         bound: keywords that the code has set by ``partial``. given: those that settings have set.
@@ -34,7 +34,7 @@ class PassedFunction:
         return takes_any or (name in self._parameters and self._parameters[name].kind in _BY_KEYWORD)
 
     def give(self, name: str, value: Any, key: str, is_set: bool) -> None:
-        """Give it a setting by its parameter ``name``, where the user set it or the parameter has no default.
+        """Pass a setting to the parameter ``name``, where the user set it or the parameter has no default.
 
         Args:
             key: dotted name of the setting.
@@ -65,5 +65,5 @@ class PassedFunction:
             self.give(name, value, f"{section}.{name}", value != getattr(default, name))
 
     def build(self) -> Callable:
-        """Return the function with what it was given."""
+        """Return the function with its settings bound."""
         return partial(self.function, **self.given) if self.given else self.function

@@ -1,1 +1,1 @@
-"""``rlworker check`` and ``rlworker plan``: what is proved, or worked out, before a run."""
+"""``rlworker check`` and ``rlworker plan``: proof of a model's numbers, and an estimate of a run's memory."""

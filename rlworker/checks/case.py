@@ -24,7 +24,7 @@ _IMAGE_COUNTS = (0, 1, 2, 0, 1)
 _VIDEO_FRAMES = 3
 _PREFIXES = (3, 1, 5, 0, 2, 0, 4)
 _ALL_COLUMNS, _FEW_COLUMNS = 200, 12
-"""Tokens of a stream whose influence is looked for: all of a stream that is no longer, else so many of it."""
+"""Largest number of tokens of a stream whose influence is probed; a longer stream is probed at as many of them."""
 _LONG, _TOKENS = (97, 83, 101, 89), 512
 """Lengths of further sequences that numbers are compared on, until there are so many tokens."""
 _SMALL_MODEL = 10**7
@@ -36,10 +36,10 @@ class Case:
     """Sequences to check with.
 
     Attributes:
-        probe: what masks are probed with. window_probe: the same, longer than the model's windows.
-        token_probe: for the whole model; of a large one with fewer columns. batch: what numbers are compared on.
-        denominator: of the loss. prompts: what the rollout engine continues.
-        others: for each image another of its size.
+        probe: sequences for the probe of each layer's mask. window_probe: sequences longer than the model's windows.
+        token_probe: sequences for the probe of the whole model, with fewer columns for a large model.
+        batch: the batch whose logprobs and gradients are compared. denominator: of its loss.
+        prompts: prompts for the rollout engine. others: for each image another image of its size.
     """
 
     probe: ProbeCase
@@ -141,7 +141,8 @@ def _insert_images(ids: list[int], prompt: int, images: tuple[Image, ...], model
 
 
 def make_probe_case(lengths: tuple[int, ...] = _LENGTHS) -> ProbeCase:
-    """Make what masks are probed with: sequences that begin with ``_LENGTHS``, images, prefixes, tokens to change."""
+    """Make the sequences to probe masks with: of lengths that begin with ``_LENGTHS``, with images, prefixes and the
+    tokens to change."""
     blocks = []
     for i, n in enumerate(lengths):
         block = [-1] * n

@@ -1,7 +1,7 @@
 """``rlworker check``: proof on this machine, of this model and at these parallel sizes, that the numbers are right.
 
-Masks are probed for what they let through, layouts compared with each other and with HuggingFace, the rollout's
-logprobs with the trainer's, before and after new weights are sent. Everything goes through the engines that train.
+Masks are probed for leaks. Layouts are compared with each other and with HuggingFace, and the rollout's logprobs with
+the trainer's, before and after a weight sync. All checks run through the engines of training.
 """
 
 from collections.abc import Callable, Collection
@@ -29,23 +29,23 @@ _STEPS = 6
 
 
 def run_check(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]:
-    """Start the engines, run every check once, end them.
+    """Start the engines, run every check once, end the engines.
 
     Args:
-        tell: is told what begins.
+        tell: called with a line of text at the start of each part.
     """
     with start_engines(config, tell) as engines:
         return [*check_all(engines, version=1), *list_platform_limits(get_platform(config.platform))]
 
 
 def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ()) -> list[Finding]:
-    """Make every check, in the order in which one explains the next. New weights are sent as ``version``.
+    """Run every check, in an order in which a failure explains later ones. New weights are sent as ``version``.
+
+    A worker that raises makes its check fail, with the error in the finding. Other ranks may still wait for it in a
+    collective, so no later check calls several ranks.
 
     Args:
-        only: the names of the checks to make, where not all are.
-
-    A worker that raises is a check that failed, and says what it raised. The others may still wait for it in a
-    collective, so that nothing more is asked of several ranks after that.
+        only: names of the checks to run; empty runs all.
     """
     findings: list[Finding] = []
     checks = {name: partial(check, engines.trainer) for name, check in TRAINER_CHECKS.items()}
@@ -74,7 +74,7 @@ def check_rollout(engines: CheckedEngines) -> list[Finding]:
 
 
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
-    """Send weights that are a step away, on whose samples both must agree; then the first weights come back."""
+    """Send weights of a further optimizer step, compare logprobs of their samples, then send the first weights back."""
     trainer = engines.trainer
     try:
         moved, target = _move_weights(engines)

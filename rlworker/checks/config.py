@@ -14,23 +14,22 @@ from rlworker.config.model_checks import check_engines
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """Settings that say what ``rlworker check`` proves, and of which model."""
+    """Settings of ``rlworker check``: the model to check, its sizes, and the references to compare with."""
 
     model: Positional[str] = ""
-    """HuggingFace folder or hf:ORG/NAME; without one a tiny model is made on the spot."""
+    """HuggingFace folder or hf:ORG/NAME of the model to check; empty makes a tiny model on the spot."""
     tiny: Tiny = "qwen2"
-    """Kind of that tiny model."""
+    """Family of the tiny model."""
     platform: PlatformName = DEFAULT_PLATFORM
-    """Kind of machine the engines run on."""
+    """Kind of machine that the engines run on."""
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     rollout: VllmConfig = field(
         default_factory=lambda: VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=16, kv_cache_mb=256)
     )
     huggingface: bool = True
-    """Compare with HuggingFace, which computes in this process before the engines start: in float64 where memory has
-    16 bytes a weight and more."""
+    """Compare with HuggingFace transformers, in float64 where memory has at least 16 bytes for each weight."""
     self_test: bool = False
-    """Plant known faults one at a time, into tiny models or the one given; each must be found."""
+    """Plant known faults one at a time, into tiny models or the given one; the check must find each."""
     json: bool = False
     """Print JSON in place of the table."""
 
@@ -46,5 +45,5 @@ class CheckConfig:
             )
 
     def check_model(self) -> ModelSpec:
-        """Return ``check_engines`` of what is checked."""
+        """Check the model against both engines and return its spec, as ``check_engines``."""
         return check_engines(self.model, self.platform, self.actor, self.rollout)

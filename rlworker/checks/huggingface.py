@@ -1,4 +1,4 @@
-"""HuggingFace's own computation, one sequence at a time: what layouts, masks and parallel sizes must not change.
+"""HuggingFace's own computation, one sequence at a time: the reference of layouts, masks and parallel sizes.
 
 ``rlworker check`` and the tests compare the engines with it. It is itself compared with a second oracle, transformers'
 own loss of one label at a time, in ``tests/rlworker/checks/test_reference.py``.
@@ -30,7 +30,7 @@ Arguments = Callable[[TrainBatch], dict[str, Tensor]]
 """A function that makes the arguments that transformers' forward is given of a sequence beside its ids."""
 
 _SCORES_AT_ONCE = 2**25
-"""Logits that are scored together: what scoring them keeps is several times as large."""
+"""Number of logits that are scored together; scoring takes several times their memory."""
 _LEAST_NORM = 1e-3
 """Share of the largest gradient's norm that a tensor's difference is at least held against: softmax takes no notice of
 a bias that all keys share, so that its gradient is rounding alone."""
@@ -55,10 +55,10 @@ class Reference:
     """Numbers of a batch without padding, packing or parallelism.
 
     Attributes:
-        logprobs, entropy: ``[N]``, float64 where that was computed.
-        hidden: layer number, from 1 -> ``[N, hidden]`` float32, what the layer gives out.
+        logprobs, entropy: ``[N]``, float64, or float32 where ``rounding`` is None.
+        hidden: layer number, from 1 -> ``[N, hidden]`` float32, output of the layer.
         gradients: HF name -> gradient of ``sum(loss) / denominator``, float32.
-        rounding: None where memory was short of float64, so that these are HuggingFace's numbers in float32.
+        rounding: None where memory does not hold the model in float64; the numbers are then HuggingFace's in float32.
     """
 
     logprobs: Tensor
@@ -167,7 +167,7 @@ def _compute_in(
 
 
 def _estimate_bytes(spec: ModelSpec, batch: TrainBatch) -> int:
-    """Estimate what float64 takes at most: weights, their gradients, the logits of a sequence and what scores them."""
+    """Estimate the peak bytes in float64: weights, their gradients, the logits of a sequence, and their scoring."""
     weights = spec.count_weights()
     logits = max(batch.lengths) * spec.vocab
     return 8 * (2 * weights + 4 * logits + 6 * min(logits, _SCORES_AT_ONCE)) + 2**30
@@ -266,13 +266,13 @@ def probe_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[s
 
 
 def name_gradients(model: "PreTrainedModel", spec: ModelSpec) -> dict[str, Tensor]:
-    """Name what the last backward pass left as the weights are named in the folder; nothing is copied."""
+    """Map the folder's names of weights to the gradients of the last backward pass, without a copy."""
     parameters = model.named_parameters()
     return {spec.find_folder_name(name): p.grad for name, p in parameters if p.grad is not None}
 
 
 def make_image_arguments(spec: ModelSpec) -> Arguments:
-    """Make what gives each sequence its images; of a model without a vision tower, nothing."""
+    """Make the function that returns the image arguments of a sequence; empty for a model without a vision tower."""
     if not (vision := spec.vision):
         return lambda one: {}
     processor, by_rule = ImageProcessor(spec.folder, vision), any(rule.images for rule in spec.rules)
@@ -300,11 +300,11 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
 
 
 def _keep_hidden_states(language: Any) -> dict[int, list[Tensor]]:
-    """Watch a decoder: what each layer gives out of every sequence that is run from now on, by its number from 1."""
+    """Hook a decoder to collect the output of each layer for every later sequence: layer number, from 1 -> outputs."""
     states: dict[int, list[Tensor]] = {}
 
     def keep(number: int):
-        def hook(_, args, kwargs):  # what goes on from a layer, with what is added to it on the way
+        def hook(_, args, kwargs):  # a layer's output, with features that are added to it
             hidden = args[0] if args else kwargs["hidden_states"]
             states.setdefault(number, []).append(hidden.detach()[0])
 

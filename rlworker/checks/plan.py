@@ -1,4 +1,4 @@
-"""``rlworker plan RECIPE`` tells what a run will take before anything is taken."""
+"""``rlworker plan RECIPE``: batches, padding and memory of a run, computed before it starts."""
 
 import importlib
 import importlib.util
@@ -31,9 +31,11 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "host")
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes:
-    batch: what a step is made of, label and value. needs: the largest rank of each stage, and of RL a rollout engine.
-    padding: share of the trainer's slots without a token. sees: the model sees images.
+    """The plan of a run.
+
+    Attributes:
+        batch: sizes of a step, label -> value. needs: memory of the largest rank of each stage and of a rollout engine.
+        padding: share of the trainer's slots without a token. sees: the model takes images.
     """
 
     batch: dict[str, str]
@@ -43,15 +45,15 @@ class Plan:
 
 
 def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str, bool]:
-    """Tell the plan of a recipe in words, and whether it fits.
+    """Return the plan of a recipe as text, and whether it fits into memory.
 
     Args:
-        recipe: a module's name or a file's path, which has its settings as ``DEFAULT``. settings: changes to them, as
-            on its command line.
-        memory_gb: of the device of each process; 0 takes this machine's memory for all of them together.
+        recipe: a module's name or a file's path; its settings are in ``DEFAULT``. settings: options of its command
+            line.
+        memory_gb: memory of the device of each process; 0 takes this machine's memory for all processes together.
 
     Raises:
-        ValueError: there is no such recipe, or the settings do not fit each other or the models.
+        ValueError: the recipe is missing, or the settings do not fit each other or the models.
     """
     default = _import_default(recipe)
     config = parse_config(default, args=settings, prog=f"rlworker plan {recipe}")
@@ -70,7 +72,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
 
 
 def _import_default(recipe: str) -> Config:
-    """Read the settings of a recipe, whose module is imported."""
+    """Import a recipe and return its settings."""
     path = Path(recipe)
     is_file = path.suffix == ".py"
     advice = "give a module such as recipes.grpo or the path of a recipe's file, such as ./own.py"
@@ -78,7 +80,7 @@ def _import_default(recipe: str) -> Config:
         raise ValueError(f"plan: {recipe!r} is {'no file' if is_file else 'no name of a module'}; {advice}")
     try:
         module = _import_file(path) if is_file else importlib.import_module(recipe)
-    except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
+    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is imported
         lacks = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
         if not is_file and f"{recipe}.".startswith(lacks):
             raise ValueError(f"plan: there is no module {recipe!r} ({error}); {advice}") from None
@@ -99,8 +101,7 @@ def _import_default(recipe: str) -> Config:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import the module in a file, imported as ``python FILE`` would find what lies beside it, under a name of its
-    own."""
+    """Import the module in a file under a name of its own, with the file's folder on the path as in ``python FILE``."""
     name = f"recipe at {path}"
     spec = importlib.util.spec_from_file_location(name, path)
     if not spec or not spec.loader:
@@ -178,8 +179,7 @@ def list_misfits(plan: Plan, memory_gb: float) -> list[Need]:
 
 
 def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float) -> str:
-    """Find settings under which the trainers fit, as few changes from the given ones as will do; empty where none of
-    those tried does."""
+    """Find the settings under which the trainers fit with the fewest changes; empty where no tried setting fits."""
     actor = config.actor
     recompute = dict.fromkeys((actor.recompute, "full"))
     tokens = [actor.micro_batch_tokens // cut for cut in (1, 2, 4, 8)]

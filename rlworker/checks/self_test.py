@@ -19,16 +19,17 @@ from rlworker.cluster.rollout_group import Rollouts
 
 
 def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None]) -> list[Finding]:
-    """Run checks without a fault; then with each fault of ``engines.probes.faults`` the one that must find it.
+    """Run the checks without a fault, then plant each fault of ``engines.probes.faults`` and run the check for it.
 
     Args:
-        config: with a model, the faults that it can show. Its sizes are not used: faults show on one rank, or on two
-            under context parallelism, and on engines of one device, in whose own process they are planted.
-        folder: for the tiny models that they show on where none is given.
-        tell: is told of every fault as it is done.
+        config: settings of the check; with a model, only faults that show on it are planted. Its sizes are not used:
+            faults show on one rank, or on two under context parallelism, and on engines of one device, in their own
+            process.
+        folder: folder for tiny models, where no model is given.
+        tell: called with a line of text after every fault.
 
     Returns:
-        a finding for each fault, and the failures of the check without one.
+        a finding for each fault, and the failures of the check without a fault.
 
     Raises:
         ValueError: the platform has no place for a fault; nothing was started.

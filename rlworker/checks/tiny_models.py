@@ -74,13 +74,13 @@ _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Of each family, patterns of names as a version of transformers may save them, and those of the released folders."""
 _NEWLINES = tuple("\n" * count for count in range(1, 5))
-"""Tokens around Gemma's images, of low ids: text of larger ones has none beside an image."""
+"""Tokens around Gemma's images, with low ids; random text has larger ids, so none beside an image."""
 LARGE_WEIGHTS = {"initializer_range": 0.08}
-"""A setting of either tower that makes attention sharp, four times what transformers takes by itself."""
+"""A setting of both towers that makes attention sharp: four times transformers' default."""
 
 
 def make_tiny_model(folder: str | Path, kind: Tiny) -> str:
-    """Save a model whose weights are large enough that a wrong one would show."""
+    """Save a tiny model with weights large enough that a wrong weight changes its outputs."""
     if kind in _TEXT:
         return make_tiny_text(folder, kind, 131, **_TEXT[kind])
     return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
@@ -233,8 +233,7 @@ def _make_tiny_gemma(
 def _make_tiny_intern(
     folder: str | Path, tokenizer: Any, vocab: int, seed: int, tied: bool, language: dict, vision: dict, apart: float
 ) -> str:
-    """Save an InternVL, of whose images the larger are cut into tiles; ``model_type`` of ``language`` is Qwen2's or
-    Qwen3's."""
+    """Save a tiny InternVL that cuts large images into tiles; ``language`` is a config of Qwen2 or Qwen3."""
     import torch
     from transformers import (
         GotOcr2ImageProcessor,
@@ -293,8 +292,8 @@ def _name_tokens(tokenizer: Any, names: dict[str, str]) -> Any:
 def _name_as_released(folder: str, family: str) -> None:
     """Rename weights as in the released folders, which transformers and vLLM read.
 
-    transformers 5 saves other names: 5.5 puts ``model.`` before Qwen2.5-VL's tower, and before all of InternVL and of
-    Gemma 3, whose tower is within one too many; 5.19 leaves out what Gemma's tower is within.
+    transformers 5 saves other names. 5.5 puts ``model.`` before Qwen2.5-VL's tower and before all of InternVL and of
+    Gemma 3, and nests Gemma's tower once too often; 5.19 leaves out the module around Gemma's tower.
     """
     from safetensors.torch import load_file, save_file
 

@@ -51,10 +51,10 @@ LIMITS = {
     "float32": {"logprobs": 1e-4, "gradients": 1e-4, "layers": 1e-6, "rollout": (2e-5, 1e-5, 5e-3)},
     "bfloat16": {"logprobs": 0.2, "gradients": 0.1, "layers": 1e-2, "rollout": (0.05, math.inf, math.inf)},
 }
-"""Limits by the type of weights, estimated where a model's own rounding is not known: largest difference of a logprob,
-``|difference| / |gradient|`` of a tensor, what a layer adds by rounding alone to the relative difference of a token's
-hidden state. Of rollout - trainer logprob the mean of its size, the size of its mean and the largest: rounding goes
-either way, so that the second finds what is always off to one side."""
+"""Limits by the type of weights, for models without a measured rounding: the largest difference of a logprob,
+``|difference| / |gradient|`` of a tensor, and the relative difference that one layer's rounding adds to a token's
+hidden state. For rollout - trainer logprobs: the mean absolute difference, the absolute mean, and the largest. Rounding
+has both signs, so the absolute mean finds a bias."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        check: what was checked. where: layout, rule, engine.
-        outcome: "refused" is the capability table's word: nothing was run, and nothing is wrong.
-        text: what was found. evidence: what it shows (``Platform.evidence``), or "table".
+        check: name of the check. where: layout, rule, engine.
+        outcome: "refused" means that the capability table refuses the case: nothing was run, and nothing is wrong.
+        text: the result in words. evidence: level of proof (``Platform.evidence``), or "table".
     """
 
     check: str
@@ -76,15 +76,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckedTrainer:
-    """A training engine under check, and what it is checked with.
+    """A training engine under check, with the sequences and references of the check.
 
     Attributes:
         platform: its name. settings: of the engine.
         call_ranks: ``call_ranks(name, *args)`` calls a function of ``engines.probes.megatron`` on every rank and
-            returns what each of them returned.
-        ends_early: masks are probed up to the first rule under which one is wrong. A wrong mask may see a whole pack,
-            whose square takes its time.
-        tell: is told of each part of a check as it begins.
+            returns the result of each rank.
+        ends_early: stop probing masks at the first rule with a wrong mask. A wrong mask may cover a whole pack, which
+            takes quadratic time.
+        tell: called with a line of text at the start of each part.
     """
 
     platform: str
@@ -107,7 +107,7 @@ class CheckedTrainer:
         return list_kinds(self.platform, self.settings, self.model)
 
     def list_comparisons(self) -> list[tuple[str, Reference]]:
-        """List the layouts to be compared with HuggingFace, each with what that computed; none where it did not run."""
+        """List the layouts to compare with HuggingFace, each with HuggingFace's numbers; empty where it did not run."""
         return [(kind, self.reference) for kind in self.kinds if self.reference]
 
     def compute_outputs(self, kind: str, batch: TrainBatch | None = None) -> TokenOutputs:
@@ -132,7 +132,7 @@ def list_kinds(platform: str, settings: MegatronConfig, model: ModelSpec) -> tup
 
 
 def list_platform_limits(platform: Platform) -> list[Finding]:
-    """List what the platform's evidence says nothing about, as the last line of the report."""
+    """List the subjects that the platform does not cover, as the last line of the report."""
     covered = Finding("platform", platform.name, "ok", describe(platform), platform.evidence)
     return [covered] if platform.not_covered else []
 
@@ -164,7 +164,7 @@ def check_attention(trainer: CheckedTrainer) -> list[Finding]:
 
 
 def check_tokens(trainer: CheckedTrainer) -> list[Finding]:
-    """Check who influences whom through the whole model, from token ids to the entropy of what is predicted."""
+    """Check the influence of tokens on each other through the whole model, from token ids to entropies."""
     findings = []
     for kind in trainer.kinds:
         trainer.tell(f"tokens: {kind}")
@@ -177,8 +177,8 @@ def check_tokens(trainer: CheckedTrainer) -> list[Finding]:
 
 
 def check_images(trainer: CheckedTrainer) -> list[Finding]:
-    """Check who influences whom from pixels on: another image moves what comes from its first token on, in its own
-    sequence and nowhere else; and within the tower nothing of the images beside it."""
+    """Check the influence of pixels: another image changes outputs from its first token on, in its own sequence alone,
+    and does not change the features of other images in the tower."""
     findings, batch, others = [], trainer.case.batch, trainer.case.others
     if not others:
         return []
@@ -236,7 +236,7 @@ def check_layouts(trainer: CheckedTrainer) -> list[Finding]:
 
 
 def _judge_outputs(trainer: CheckedTrainer, found: dict[str, float]) -> tuple[bool, str]:
-    """Judge what ``compare_outputs`` has found by HuggingFace's own rounding: whether it passes, and the figures."""
+    """Judge the differences of ``compare_outputs`` by HuggingFace's own rounding: whether they pass, and a text."""
     if not (trainer.reference and trainer.reference.rounding):
         limit = trainer.limits["logprobs"]
         over = [value for value in found.values() if not value <= limit]
@@ -251,7 +251,7 @@ def _judge_outputs(trainer: CheckedTrainer, found: dict[str, float]) -> tuple[bo
 
 
 def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Reference) -> str:
-    """Name the first layer whose output is not HuggingFace's, in words."""
+    """Name the first layer with another output than HuggingFace's, in words."""
     states = {
         n: hidden
         for part in trainer.call_ranks("hidden_states", kind, trainer.case.batch)

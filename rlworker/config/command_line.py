@@ -20,16 +20,16 @@ Config = TypeVar("Config")
 def parse_config(
     default: Config, description: str | None = None, args: Sequence[str] | None = None, prog: str | None = None
 ) -> Config:
-    """Read settings from the command line. ``--help`` shows those of no section, ``--help SECTION`` a section's.
+    """Read settings from the command line. ``--help`` shows settings without a section, ``--help SECTION`` a section.
 
     Args:
-        default: a frozen dataclass, whose fields that are dataclasses are its sections; what the command line does not
-            name is as it is there. Settings of a run are first fitted to the model and the platform that it names.
-        description: of the program, for ``--help``; left out, the docstring of the default's class.
-        args: in place of the program's own. prog: the program's name, in place of its file's.
+        default: a frozen dataclass; fields that are dataclasses are its sections. Settings that the command line does
+            not name keep its values. Settings of a run are first fitted to the named model and platform.
+        description: description of the program for ``--help``; None takes the docstring of the default's class.
+        args: arguments in place of the program's own. prog: the program's name in place of its file's.
 
     Raises:
-        SystemExit: help was asked for, or the command line is wrong; what is printed names the option and what to do.
+        SystemExit: help was asked for, or the command line is wrong; the message names the option and a remedy.
     """
     args = _spell_switches(sys.argv[1:] if args is None else args, default)
     if isinstance(default, TrainingConfig):
@@ -78,13 +78,13 @@ def _fit_default(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig
     named = parser.parse_known_args(args)[0]
     default = replace(default, model=named.model or default.model).fit_to_model()
     name = named.platform
-    is_another = name in PLATFORMS and name != default.platform  # what is wrong with a name is said where all is read
+    is_another = name in PLATFORMS and name != default.platform  # a wrong name is reported when all options are read
     return default.move_to_platform(name) if is_another else default
 
 
 def _show_help(parse: partial, default: Any, following: Sequence[str]) -> None:
-    """Print the help of the section that the first of the ``following`` words names, or what is in no section and a
-    list of all, and end the program."""
+    """Print help and end the program: of the section that the first of the ``following`` words names, or else of the
+    settings without a section, with a list of all sections."""
     sections = {f.name: getattr(default, f.name) for f in fields(default)}
     sections = {name: value for name, value in sections.items() if is_dataclass(value)}
     section = next((word for word in following[:1] if not word.startswith("-")), "")

@@ -36,9 +36,8 @@ class Need:
     """Bytes of one process on its device.
 
     Attributes:
-        name: which. count: how many there are; 0 for what several processes hold at a time on a device they share.
-        roles: engine -> what it holds; a rollout engine has its weights as parameters, its cache of keys and values as
-            activations.
+        name: kind of process. count: number of such processes; 0 for the sum over processes that share a device.
+        roles: engine -> its memory; a rollout engine counts its weights as parameters and its KV cache as activations.
     """
 
     name: str
@@ -47,8 +46,8 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Engines that share a process run one after the other, so that their activations do not add up, nor does
-        what visits the device to compute."""
+        """Total bytes on the device. Engines of a process run one after the other, so that neither activations nor
+        offloaded weights, which are on the device only to compute, add up."""
         resident = sum(memory.total - memory.computing for memory in self.roles.values())
         return resident + max(memory.computing for memory in self.roles.values())
 
@@ -63,7 +62,7 @@ class Need:
 
 
 def list_needs(config: Config, models: dict[str, ModelSpec]) -> list[Need]:
-    """List what the processes of a run take: the largest rank of each stage, then the rollout's."""
+    """List the memory of a run's processes: the largest rank of each stage, then a rollout engine."""
     needs = list(_plan_trainers(config, models))
     if isinstance(config, RunConfig):
         needs.append(_plan_rollout(config, models["actor"]))
@@ -132,8 +131,8 @@ def count_share(config: Config) -> int:
 
 
 def judge_machine(config: Config, models: dict[str, ModelSpec]) -> tuple[str, bool]:
-    """Tell in words what all processes of a run take on this machine where samples are as long as they may be, and
-    whether they fit."""
+    """Return the memory of all processes of a run on this machine, at the longest samples, as text, and whether it
+    fits."""
     total = _read_machine_bytes()
     limit = float(os.environ.get(_THRESHOLD) or 0.95) * total
     parts = _list_machine_parts(config, models)
@@ -153,7 +152,7 @@ def judge_machine(config: Config, models: dict[str, ModelSpec]) -> tuple[str, bo
 
 
 def _list_machine_parts(config: Config, models: dict[str, ModelSpec]) -> list[tuple[str, int, float]]:
-    """List what takes a machine's memory where its processes have no other: which, how many, and the bytes of each."""
+    """List the processes that share a machine's memory: name, number, and bytes of each."""
     parts = []
     for need in list_needs(config, models):
         pieces = 0 if need.is_rollout else _PIECES * max(memory.activations for memory in need.roles.values())

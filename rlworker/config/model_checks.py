@@ -149,7 +149,7 @@ def check_rollout_rules(model: ModelSpec, rollout: VllmConfig, platform: Platfor
 def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:
     """Raise ValueError where the longest sequence does not fit into the rollout's memory for keys and values."""
     if rollout.vllm or model.rules != (CAUSAL,):
-        return  # a pass-through or a window may change what a token takes
+        return  # a pass-through or a window may change the memory of a token
     block = platform.rollout_block_tokens
     heads = model.kv_heads // rollout.tp
     token = 2 * model.layers * heads * model.head_dim * (4 if rollout.dtype == "float32" else 2)

@@ -52,7 +52,7 @@ def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
 
 
 def parse_steps(text: str, steps: int) -> range:
-    """The steps that ``A:B`` names, both among them; an empty text names none.
+    """Parse ``A:B`` to the steps from A to B; an empty text names none.
 
     Raises:
         ValueError: it is not two whole numbers, from 1 to ``steps`` and in their order.
@@ -71,35 +71,34 @@ def parse_steps(text: str, steps: int) -> range:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Settings that every run which trains has."""
+    """Settings of every run that trains."""
 
     model: str = ""
     """Folder of a saved HuggingFace model with its tokenizer, or a model of the hub: hf:ORG/NAME or
-    hf:ORG/NAME@REVISION. It is downloaded into the hub's cache; --resume keeps the commit that the run began with."""
+    hf:ORG/NAME@REVISION. A hub model is downloaded into the hub's cache; --resume keeps the run's first commit."""
     run_dir: str = ""
-    """Folder that receives everything the run writes."""
+    """Run folder: checkpoints, metrics, samples and the report are written there."""
     data: DataConfig = field(default_factory=DataConfig)
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     platform: PlatformName = DEFAULT_PLATFORM
-    """Kind of machine the engines run on."""
+    """Kind of machine that the engines run on."""
     steps: Annotated[int, Ge(1)] = 100
-    """Steps of the run: of RL rollouts, each followed by its update; of supervised training optimizer steps."""
+    """Number of steps: in RL a rollout and its update, in supervised training an optimizer step."""
     eval_every: Annotated[int, Ge(0)] = 0
-    """Steps between evaluations on the held-out rows; 0 evaluates before and after only."""
+    """Steps between evaluations on the held-out rows; 0 evaluates before the first and after the last step."""
     # Generators of 64 bits are seeded with a million times it and the step.
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
-    """Decides the order of prompts and every sample."""
+    """Seed of the order of prompts and of every sample."""
     resume: bool = False
-    """Go on from the newest checkpoint in run_dir, where rates, batch and steps may be other ones; where there is no
-    run yet, begin one."""
+    """Go on from the newest checkpoint in run_dir, with another learning rate, batch or number of steps if set. A
+    run_dir without a run begins one."""
     profile_steps: str = ""
-    """Steps A:B, from the A-th to the B-th, of which run_dir/profile receives traces of what every engine computes in
-    every phase; empty takes none."""
+    """Steps A:B to profile, from A to B; traces of every engine and phase go to run_dir/profile. Empty takes none."""
     trackers: tuple[TrackerName, ...] = ()
-    """Trackers that get the metrics beside metrics.jsonl, in run_dir and on this machine unless the tracker's own
-    variables, such as WANDB_MODE, say otherwise."""
+    """Experiment trackers that get the metrics beside metrics.jsonl. They write into run_dir and stay offline, unless
+    variables of the tracker, such as WANDB_MODE, say otherwise."""
 
     def __post_init__(self):
         check_types("config", self)
@@ -126,8 +125,8 @@ class TrainingConfig:
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """Name of each group of workers, in the order in which they are placed: its workers, the devices of each, and
-        how many consecutive ones lie in one node."""
+        """List the groups of workers in the order of their placement: name, number of workers, devices of a worker,
+        and the number of consecutive workers that must share a node."""
         raise NotImplementedError
 
     @property
@@ -136,7 +135,7 @@ class TrainingConfig:
         return {"actor": self.actor.dtype}
 
     def fit_to_model(self) -> Self:
-        """Fit the run to its model. A recipe whose sizes depend on the model overrides this."""
+        """Fit the run to its model. A recipe with sizes that depend on the model overrides this."""
         return self
 
     def move_to_platform(self, name: PlatformName) -> Self:
@@ -165,12 +164,12 @@ class RunConfig(TrainingConfig):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     prompts_per_step: Annotated[int, Ge(1)] = 32
-    """Prompts sampled in a step."""
+    """Number of prompts in a step."""
     samples_per_prompt: Annotated[int, Ge(1)] = 8
-    """Completions of each prompt."""
+    """Number of samples for each prompt."""
     samples_every: Annotated[int, Ge(0)] = 10
-    """Steps between those of which run_dir/rollouts keeps a few samples, beside the first, the last and evaluated ones;
-    0 keeps no others."""
+    """Interval, in steps, at which run_dir/rollouts keeps a few samples. The first, the last and evaluated steps always
+    keep some; 0 adds no other step."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -288,8 +287,8 @@ class RunConfig(TrainingConfig):
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """Name of each group of workers, in the order in which they are placed: its workers, the devices of each, and
-        how many consecutive ones lie in one node. Engines that share the actor's devices are none of them."""
+        """List the groups of workers in the order of their placement: name, number of workers, devices of a worker,
+        and the number of consecutive workers that must share a node. Colocated engines are left out."""
         trainers = ["actor", *dict.fromkeys(self.placement.separate)]
         engines = ("rollout engines", self.rollout.engines, self.rollout.tp, 1)
         apart = [] if self.placement.colocate else [engines]
@@ -297,7 +296,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def takes_floor(self) -> bool:
-        """The limit on the mean |rollout - trainer logprob| comes from what is measured when the run begins."""
+        """The limit on the mean |rollout - trainer logprob| comes from a measurement when the run begins."""
         return self.limits.logprob_diff_mean is None and not self._is_fp32
 
     def find_logprob_limits(self, floor: float | None) -> tuple[float, float]:

@@ -16,29 +16,28 @@ class DataConfig:
     """Rows to learn from."""
 
     train: str = ""
-    """A JSONL or .parquet file, a folder of parquet files or a pattern of them ('FOLDER/train-*.parquet'), a folder of
-    Dataset.save_to_disk (FOLDER:SPLIT for a DatasetDict's), or a data set of the HuggingFace hub (hf:OWNER/NAME:SPLIT,
-    hf:OWNER/NAME/CONFIG:SPLIT)."""
+    """Rows to train on: a JSONL or parquet file, a folder or a pattern of parquet files ('FOLDER/train-*.parquet'), or
+    a folder of Dataset.save_to_disk (FOLDER:SPLIT). Of the hub: hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT."""
     heldout: str = ""
-    """Rows of the same form, never trained on; empty evaluates nothing."""
+    """Held-out rows, in a source of the same kinds: evaluated and never trained on. Empty evaluates nothing."""
     prompt_field: str = "prompt"
-    """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]. Text comes
-    after the special tokens that the tokenizer opens one with (Llama's BOS); what it ends one with is left out."""
+    """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]. A text gets
+    the special tokens that the tokenizer puts before one (Llama's BOS), and no token after it."""
     answer_field: str = "answer"
-    """Field of a row that holds the answer: text, given to the reward function or learned."""
+    """Field of a row that holds the answer: text, for the reward function, or to learn in supervised training."""
     image_field: str = "images"
-    """Field of a row that holds its images, for a vision-language model: a list of paths (from the rows' folder) or
-    of {"bytes": ...}; the prompt has <image> where each belongs."""
+    """Field of a row that holds its images, for a vision-language model: a list of paths, relative to the rows' folder,
+    or of {"bytes": ...}. The prompt has one <image> for each."""
     video_field: str = "videos"
-    """Field of a row that holds its videos: a list of {"path": ..., "fps": ..., "rate" or "frames": ...}, or of paths;
-    the prompt has <video> where each belongs. docs/vlm.md says what the keys mean."""
+    """Field of a row that holds its videos: a list of {"path": ..., "fps": ..., "rate" or "frames": ...}, or of paths.
+    The prompt has one <video> for each. docs/vlm.md explains the keys."""
     instruction: str = ""
-    """A text prompt becomes a user's message that ends with this, by the chat template; empty leaves it as it is. Rows
-    of messages have their own."""
+    """Text to append to a prompt, which then becomes the message of a user in the chat template. Empty leaves prompts
+    as they are. Rows of messages are refused with it."""
     max_prompt_tokens: Annotated[int, Ge(1)] = 1024
-    """A longer prompt is an error that names its row, or is skipped with skip_long_prompts."""
+    """Longest prompt in tokens. A longer one is an error that names its row, or is skipped with skip_long_prompts."""
     skip_long_prompts: bool = False
-    """Leave rows out whose prompt is longer than max_prompt_tokens, or in supervised training the answer too long."""
+    """Skip rows whose prompt, or in supervised training whose answer, is too long."""
 
     def __post_init__(self):
         check_types("data", self)
@@ -49,35 +48,36 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Settings of what is maximised."""
+    """The policy loss: clips, KL penalty, entropy, off-policy correction, mini-batches."""
 
     clip_low: Annotated[float, Ge(0)] = 0.2
     """The policy ratio is clipped at 1 - clip_low."""
     clip_high: Annotated[float, Ge(0)] = 0.2
     """The policy ratio is clipped at 1 + clip_high."""
     dual_clip: float = 0.0
-    """Where the advantage is negative the loss is at most this times its size; 0 leaves that out, else above 1."""
+    """Dual-clip PPO (arXiv:1912.09729): a token with advantage A < 0 has a loss of at most dual_clip x |A|, which
+    bounds the update where the ratio is large. 0 turns it off; other values must be above 1, such as 3."""
     kl_coef: Annotated[float, Ge(0), FINITE] = 0.0
-    """Weight of the KL penalty to the reference; above 0 a reference model runs too."""
+    """Weight of the KL penalty to the reference model; above 0 the run has a reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL penalty: in the loss, or in each token's reward."""
     reference: str = ""
-    """HuggingFace folder or hf:ORG/NAME of the reference, which then runs whatever kl_coef is (a teacher, say); without
-    one it is the starting model."""
+    """HuggingFace folder or hf:ORG/NAME of the reference model, or of a teacher. It then runs with kl_coef 0 too.
+    Empty takes the starting model."""
     importance: Literal["auto", "truncated", "none"] = "auto"
-    """Factor of each token's loss: none, or truncated, trainer's over rollout's probability held to 2 at most; auto
-    truncates where an engine is bfloat16 or rollouts run ahead. A loss of the recipe's own takes it as correction."""
+    """Importance weight of each token's loss: none, or the trainer's over the rollout's probability, truncated at 2.
+    The default, auto, truncates in bfloat16 and where rollouts run ahead. A loss of a recipe gets it as correction."""
     score_centering: Annotated[int, Ge(0)] = 0
-    """Take the rollout's mean drift out of the gradient, of so many of its likeliest tokens in each place (score
-    centering, arXiv:2609.20807); 0 leaves it in. A loss of the recipe's own calls center_scores."""
+    """Number of likeliest tokens by which score centering (arXiv:2609.20807) removes the rollout's mean drift from the
+    gradient; 0 turns it off. A loss of a recipe calls center_scores."""
     entropy_coef: Annotated[float, Ge(0), FINITE] = 0.0
-    """Weight of the entropy in what is maximised."""
+    """Weight of the entropy bonus."""
     mini_batches: Annotated[int, Ge(1)] = 1
-    """Optimizer steps per rollout."""
+    """Number of mini-batches, and so of optimizer steps, per rollout."""
     greedy_baseline: bool = False
-    """Reward a greedy completion of every prompt as well, for ReMax."""
+    """Sample and reward a greedy completion of every prompt, the baseline of ReMax."""
     dynamic_sampling: Annotated[int, Ge(0)] = 0
-    """Most further rollouts of a step, whose prompts take the place of zero-variance groups (DAPO)."""
+    """Largest number of further rollouts in a step, which replace zero-variance groups (DAPO); 0 turns it off."""
 
     def __post_init__(self):
         check_types("algorithm", self)
@@ -89,24 +89,24 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A critic that learns beside the actor, on the actor's parallel sizes; its values make the advantages (PPO)."""
+    """The critic of PPO: its values make the advantages. It has the actor's parallel sizes."""
 
     train: bool = False
-    """Train a critic; advantages then come from generalised advantage estimation."""
+    """Train a critic; advantages then come from generalised advantage estimation (GAE)."""
     model: str = ""
-    """HuggingFace folder or hf:ORG/NAME to start from, of a language model or a critic; without one the actor's. A new
-    head is 0."""
+    """HuggingFace folder or hf:ORG/NAME of a language model or a critic to start from; empty takes the actor's. A new
+    value head starts at 0."""
     lr: Annotated[float, Ge(0), FINITE] = 1e-5
-    """Peak learning rate; its lr scheduler has the shape of the actor's."""
+    """Peak learning rate; the other optimizer settings are the actor's."""
     clip: Annotated[float, Ge(0), FINITE] = 0.0
-    """A value counts as having moved no further than this since the rollout, where that makes its loss larger; 0 does
-    not clip."""
+    """Value clipping of PPO: the loss is max((V - R)^2, (V_clipped - R)^2) / 2, where V_clipped keeps V within clip of
+    the value before the update. 0 turns it off."""
     warmup_steps: Annotated[int, Ge(0)] = 0
-    """First steps in which the critic alone learns."""
+    """Number of first steps in which the critic learns and the actor does not."""
     gamma: Annotated[float, Ge(0), Le(1)] = 1.0
-    """Discount per token."""
+    """Discount factor of GAE, per token."""
     lam: Annotated[float, Ge(0), Le(1)] = 0.95
-    """Lambda of generalised advantage estimation: 1 takes whole returns, 0 one token's."""
+    """Lambda of GAE: 1 takes the whole return less the value (no bias, most variance), 0 the one-step TD error."""
 
     def __post_init__(self):
         check_types("critic", self)
@@ -114,15 +114,15 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Settings of where the reward function runs, and what becomes of a text that it fails on."""
+    """The processes that call the reward function, and the reward where a call fails."""
 
     workers: Annotated[int, Ge(1)] = 1
-    """Processes that call it, spread over the nodes that Ray has, the driver's first."""
+    """Number of processes that call the reward function, spread over Ray's nodes, the driver's node first."""
     time_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
-    """Seconds that one call may take; one that takes longer is ended and counts as failed."""
+    """Time limit of one call in seconds; a longer call is ended and counts as failed."""
     default: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 0.0
-    """Reward of a text whose call failed: no end in time, an error, no number up to a million in size, a process that
-    died; and of an episode whose play failed."""
+    """Reward where a call failed, by a timeout, an exception or a lost process, or returned no finite number of at most
+    a million. Failed episodes get it too."""
 
     def __post_init__(self):
         check_types("reward", self)
@@ -130,19 +130,19 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class EpisodesConfig:
-    """Settings of plays: the limits of an episode, and the processes that play."""
+    """The limits of an episode, and the processes that run environments."""
 
     turns: Annotated[int, Ge(1)] = 16
-    """Most samples of an episode."""
+    """Largest number of turns of an episode."""
     tokens: Annotated[int, Ge(0)] = 0
-    """Most tokens of a sequence of an episode, prompt and observations among them; 0 takes data.max_prompt_tokens +
+    """Longest sequence of an episode in tokens, prompt and observations included; 0 takes data.max_prompt_tokens +
     rollout.max_new_tokens."""
     time_limit_s: Annotated[float, Gt(0), FINITE] = 30.0
-    """Seconds that a play may take in which it waits neither for a sample nor for a tool."""
+    """Time limit of an environment in seconds, not counting the time that it waits for samples and tools."""
     workers: Annotated[int, Ge(1)] = 1
-    """Processes that play, spread over the nodes that Ray has, the driver's first."""
+    """Number of processes that run environments, spread over Ray's nodes, the driver's node first."""
     tool_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
-    """Seconds that a call of a tool may take where the play gives it no limit of its own."""
+    """Time limit of a tool call in seconds, where the environment sets none."""
 
     def __post_init__(self):
         check_types("episodes", self)
@@ -150,16 +150,16 @@ class EpisodesConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Settings of when a run saves, and which of its checkpoints stay."""
+    """The schedule of checkpoints, and the number of them to keep."""
 
     save_every: Annotated[int, Ge(0)] = 0
-    """Steps between checkpoints; 0 saves by time alone, and at the end."""
+    """Steps between checkpoints; 0 saves by time and at the end."""
     save_minutes: Annotated[float, Ge(0), FINITE] = 30.0
-    """Most minutes between checkpoints; 0 saves by steps alone, and at the end."""
+    """Largest number of minutes between checkpoints; 0 saves by steps and at the end."""
     keep_newest: Annotated[int, Ge(0)] = 3
-    """Newest checkpoints that are kept; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     keep_best: bool = True
-    """Save whenever the held-out rows have not been answered better, and keep that checkpoint too."""
+    """Save at every new best result on the held-out rows, and keep the best checkpoint."""
 
     def __post_init__(self):
         check_types("checkpoint", self)
@@ -167,15 +167,15 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Settings of which processes hold which model."""
+    """The processes and devices that hold each model."""
 
     separate: tuple[Literal["critic", "reference"], ...] = ()
-    """Models that get processes of their own; the others share the actor's."""
+    """Models with processes and devices of their own; by default they share the actor's."""
     on_host: tuple[Literal["reference"], ...] = ()
-    """Models whose weights wait in the host's memory while they do not compute."""
+    """Models whose weights are offloaded to the host's memory while they do not compute."""
     colocate: bool = False
-    """Rollout engines take turns with the actor's ranks on the same devices, engines asleep and trainers in the host's
-    memory while it is the others' turn; models in separate keep devices of their own."""
+    """Rollout engines and the actor's ranks take turns on the same devices. Engines sleep while trainers compute, and
+    trainers are offloaded to the host while engines sample. Models in separate keep their own devices."""
 
     def __post_init__(self):
         check_types("placement", self)
@@ -183,15 +183,15 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """Limits that end a run when they are exceeded."""
+    """Limits on the difference between rollout and trainer logprobs; a run that exceeds one ends."""
 
     logprob_diff_mean: Annotated[float, Ge(0)] | None = None
-    """Largest mean |rollout - trainer logprob| of a step; None takes 2e-5 (float32), or in bfloat16 five times what is
-    measured before the first step, at most 0.5."""
+    """Limit on a step's mean |rollout - trainer logprob|. None takes 2e-5 in float32. In bfloat16 it takes five times
+    the value measured before the first step, at most 0.5."""
     logprob_diff_max: Annotated[float, Ge(0)] | None = None
-    """Largest single difference; None takes 5e-3 (float32) or no limit (bfloat16)."""
+    """Limit on the difference of a single token; None takes 5e-3 in float32 and no limit in bfloat16."""
     ignore_logprob_diff: bool = False
-    """Go on, with a warning at each step, where rollout and trainer disagree."""
+    """Warn at each step that exceeds a limit, and go on."""
 
     def __post_init__(self):
         check_types("limits", self)
@@ -199,14 +199,14 @@ class LimitsConfig:
 
 @dataclass(frozen=True)
 class RecoveryConfig:
-    """Settings of what becomes of a run that loses processes."""
+    """Detection and replacement of lost processes."""
 
     stall_timeout_s: Annotated[float, Ge(1), FINITE] = 300.0
-    """Seconds without a sign of life after which a process counts as standing still and is ended; one that is merely
-    busy gives signs of life."""
+    """Seconds without a sign of life after which a process counts as hanging and is killed. A busy process gives signs
+    of life."""
     restarts: Annotated[int, Ge(0)] = 0
-    """Most times that lost processes are replaced and the run goes on in the same program: rollout engines with the
-    weights of the others, trainers from the newest checkpoint. 0 ends the run at the first."""
+    """Number of times that the run replaces lost processes and goes on. A new rollout engine gets the current weights;
+    trainers go back to the newest checkpoint. 0 ends the run at the first loss."""
 
     def __post_init__(self):
         check_types("recovery", self)

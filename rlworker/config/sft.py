@@ -14,15 +14,17 @@ from rlworker.config.run import TrainingConfig, check_slots, set_decay
 
 @dataclass(frozen=True)
 class SftConfig(TrainingConfig):
-    """Supervised training on the rows of RL: the model learns to say ``data.answer_field`` after the prompt, and then
-    the token with which the chat template ends an answer, or behind plain text the end-of-sequence token. Rows may have
-    whole conversations in a field messages, and tools; what the assistant says is then learned."""
+    """Supervised training on rows of a prompt and an answer, or of conversations.
+
+    The model learns the answer and the token that ends it: the chat template's, or behind plain text the
+    end-of-sequence token. Of a conversation (fields ``messages`` and ``tools``) it learns the assistant's messages.
+    """
 
     rows_per_step: Annotated[int, Ge(1)] = 64
-    """Rows of an optimizer step."""
+    """Number of rows in an optimizer step."""
     max_answer_tokens: Annotated[int, Ge(1)] = 1024
-    """A longer answer, its end included, is an error that names its row, or is skipped with data.skip_long_prompts; a
-    conversation may have data.max_prompt_tokens more in all."""
+    """Longest answer in tokens, its end included. A longer one is an error that names its row, or is skipped with
+    data.skip_long_prompts. A conversation may have data.max_prompt_tokens + max_answer_tokens."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -39,7 +41,7 @@ class SftConfig(TrainingConfig):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Length of the longest row, in tokens."""
         return self.data.max_prompt_tokens + self.max_answer_tokens
 
     @property

@@ -1,1 +1,1 @@
-"""Rows to learn from: where they are, what they hold, their images."""
+"""Rows to learn from: their sources, their fields, their images."""

@@ -1,4 +1,4 @@
-"""Whole conversations to learn from: what the assistant says in them is learned, all else is context."""
+"""Whole conversations to learn from: the assistant's messages are learned, all other tokens are context."""
 
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a conversation's text; what the model says has its end in it unless ``is_open``."""
+    """A piece of a conversation's text.
+
+    Attributes:
+        is_said: the assistant says it: it is learned. is_open: it lacks the token that ends the assistant's turn.
+    """
 
     text: str
     is_said: bool = False
@@ -71,10 +75,10 @@ def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]
 
 
 def check_examples(path: str, data: DataConfig) -> None:
-    """Look at every row's fields, as ``check_rows`` does, where it may have a conversation.
+    """Check the fields of every row, of conversations too; otherwise as ``check_rows``.
 
     Raises:
-        ValueError: there are no such rows, or a broken one, by place, row and field.
+        ValueError: there are no rows, or a row is broken; the message has place, row and field.
     """
     if has_conversations(path, data):
         for _ in iterate_conversations(path, data):
@@ -84,15 +88,17 @@ def check_examples(path: str, data: DataConfig) -> None:
 
 
 def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequence[str]) -> list[list[Piece]]:
-    """Write a conversation as the chat template does: one sequence, or where the template rewrites what came before,
-    such as thinking that it drops, another from there on. Every message of the assistant is said in one of them.
+    """Write a conversation by the chat template, as one sequence or several.
+
+    Where the template rewrites earlier messages, for instance by dropping their thinking, another sequence begins.
+    Every message of the assistant is learned in one of the sequences.
 
     Args:
-        ends: texts of the tokens that end what the model says.
+        ends: texts of the tokens that end the assistant's turn.
 
     Raises:
         jinja2.TemplateError: the template refuses these messages.
-        ValueError: what is said would lack a call of a tool.
+        ValueError: the written turn would lack a tool call.
     """
     messages, tools, written = conversation.messages, conversation.tools, None
     sequences: list[list[Piece]] = []
@@ -120,10 +126,10 @@ def _refuse_lost_calls(whole: str, written: str) -> None:
 
 
 class ConversationEncoder:
-    """Encodes conversations.
+    """Encodes conversations to token ids.
 
     Args:
-        ends: ids of the tokens that end what the model says; the tokenizer's own goes where the template has none.
+        ends: ids of the tokens that end the assistant's turn; without one in the template the tokenizer's eos is used.
     """
 
     def __init__(self, tokenizer: Any, ends: Sequence[int], data: DataConfig, image_reader: ImageReader | None = None):
@@ -133,12 +139,14 @@ class ConversationEncoder:
     def encode(
         self, conversation: Conversation, images: tuple[Image, ...]
     ) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[Image, ...]]]:
-        """Encode a conversation: of each sequence the ids, the places of what is learned, from the first to before the
-        last, and the images in the order of their places.
+        """Encode a conversation to sequences.
+
+        Returns:
+            for each sequence its ids, the learned spans ``(first, end)``, and its images in the order of their tokens.
 
         Raises:
-            ValueError: the template refuses the messages, the assistant shows an image, or there are places for another
-                number of images.
+            ValueError: the template refuses the messages, the assistant shows an image, or the messages have places for
+                another number of images.
         """
         where = conversation.where
         if not self.tokenizer.chat_template:
@@ -149,7 +157,7 @@ class ConversationEncoder:
                 raise ValueError(f"{where}: the assistant's message {said[:80]!r} has an image: only others have some")
         try:
             sequences = write_conversation(conversation, self.tokenizer, self.ends)
-        except Exception as error:  # it refuses roles and orders with one kind, and computes with what messages hold
+        except Exception as error:  # a template raises one kind for roles and orders, and others on values
             raise ValueError(f"{where}: the chat template refuses these messages: {error}") from None
         return [
             self._expand(self._encode_pieces(pieces), images, where, pieces is sequences[-1]) for pieces in sequences

@@ -1,9 +1,9 @@
-"""Text to ids where other tokens stand before it, and ids to text where they do not begin one.
+"""Encoding of a text that follows other tokens, and decoding of ids that follow another id.
 
-To many tokenizers a text is another one when it is encoded alone. Those of Llama's and Mistral's kind put a space
-before whatever they are given (``Prepend``, ``Metaspace``); a token with ``rstrip``, as Phi-3 has them, takes the white
-space that follows it. Of what stands before, only the last token has such a part in it, and its id is all that these
-functions ask for: what was sampled is never encoded again.
+Many tokenizers encode a text differently at the start than after other text. Llama's and Mistral's put a space before
+any text (``Prepend``, ``Metaspace``). A token with ``rstrip``, as in Phi-3, takes the white space after it. Only the
+last token before a text matters for this, and these functions need its id alone: sampled tokens are never encoded
+again.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from typing import Any
 ORDINARY = -1
 """The id that stands for any token of plain text, as ``<s>`` is none."""
 _LETTERS = ("\n", "0")
-"""Stand for the plain text before a boundary; no text begins with what merges with both."""
+"""Letters that stand for the plain text before a boundary; no text begins with letters that merge with both."""
 
 
 def encode_after(tokenizer: Any, last: int | None, text: str) -> list[int]:
-    """Encode text as it stands behind other tokens: the ids ``[T]`` that the whole has from that boundary on.
+    """Encode a text that follows other tokens: the ids ``[T]`` that the joint text has after the boundary.
 
-    Where the whole would merge letters across the boundary, the ids before it stay what they were; the text is encoded
-    as behind a letter with which it does not merge. Special tokens may be written out, and none is added.
+    The ids before the boundary stay as they are. Where the joint text would merge letters across the boundary, the text
+    is encoded as after a letter with which it does not merge. Special tokens may be written out; none is added.
 
     Args:
-        last: the token before the text: its id, ``ORDINARY``, or None where nothing stands there.
+        last: the token before the text: its id, ``ORDINARY``, or None at the start of a sequence.
     """
     if last is None:
         return _encode(tokenizer, text)
@@ -66,8 +66,8 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str], is_plain: Sequence[bool
 
 
 def _find_opening(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
-    """Find the special tokens that the tokenizer puts before any text, such as Llama's BOS, by the ``ids`` of one
-    without them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
+    """Find the special tokens that the tokenizer puts before any text (BOS), given the ``ids`` of a text without
+    them. Special tokens after a text are left out: a prompt is continued."""
     encoding = tokenizer(text, return_special_tokens_mask=True)
     whole, count = encoding["input_ids"], len(list(takewhile(bool, encoding["special_tokens_mask"])))
     if whole[count : count + len(ids)] != ids:
@@ -88,5 +88,5 @@ def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)  # of thousands of tokens it takes milliseconds
 def _list_added(tokenizer: Any) -> dict[int, str]:
-    """List the tokens that a tokenizer finds before it splits a text, such as special ones, with their texts."""
+    """List the added tokens, which a tokenizer finds before it splits a text: id -> text; special tokens are some."""
     return {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}

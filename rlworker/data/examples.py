@@ -46,7 +46,7 @@ def read_examples(
 ) -> tuple[list[Example], int]:
     """Read the rows at ``path`` as examples, and how many were skipped because they are too long.
 
-    A row has a prompt and its answer, or a conversation, of which the model learns what the assistant says.
+    A row has a prompt and its answer, or a conversation; of a conversation the assistant's messages are learned.
 
     Raises:
         ValueError: as ``read_rows``; an answer or a conversation is too long or has an image token, or a token is not
@@ -62,7 +62,7 @@ def read_examples(
     for row in read.rows:
         try:
             answer = _encode_answer(row, tokenizer, ends)
-        except Exception as error:  # of whatever kind the template has
+        except Exception as error:  # a template may raise errors of any kind
             raise ValueError(
                 f"data: {path}: the chat template refuses {row.answer[:80]!r} as the assistant's message: {error}"
             ) from None

@@ -1,4 +1,4 @@
-"""Images and videos of rows: what a row names becomes a reference, which the engines decode when they need it."""
+"""Images and videos of rows: references to files, which the engines decode when they need them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -42,13 +42,13 @@ def refuse_other_fields(source: dict, where: str, data: "DataConfig") -> None:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Turns the images that rows name into references, as one vision-language model sees them.
+    """Turns the images of rows into references, with the sizes of one vision-language model.
 
     Attributes:
-        folder: keeps the images that rows hold as bytes.
-        limit: bytes that the images of a row may take while they are decoded.
-        newlines: tokens that are newlines alone, count -> id, of a family that surrounds images by them.
-        opened: those that were read before, by their paths; videos by what rows say of them as well.
+        folder: receives the images that rows hold as bytes.
+        limit: largest number of bytes of a row's images while they are decoded.
+        newlines: tokens of newlines alone, count -> id, for a family that surrounds images by newlines.
+        opened: references by path, so that an image is read once; for videos by path and settings.
     """
 
     processor: ImageProcessor
@@ -133,7 +133,7 @@ class ImageReader:
         raise ValueError(f'{place} must be a path or {{"bytes": ..., "path": ...}}, got {type(value).__name__}')
 
     def _store(self, data: bytes, place: str) -> Path:
-        """Write these bytes to a file named by what they are, so that it is written once, and return its path."""
+        """Write these bytes to a file named by their SHA-256, once, and return its path."""
         path = self.folder / hashlib.sha256(data).hexdigest()
         if not path.is_file():
             check_image(data, "its bytes", place)
@@ -210,7 +210,7 @@ class ImageReader:
 
 
 def _list(value: Any) -> Sequence[Any]:
-    """List what a row's field holds: several, one, or none."""
+    """Return the value of a row's field as a list: several, one, or none."""
     return value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
 
 
@@ -224,7 +224,7 @@ def _join(base: Path, path: str, place: str) -> Path:
 
 
 def _read_video(value: Any, place: str) -> dict[str, Any]:
-    """Read what a row says of a video: its path, and what ``VideoProcessor.open`` is told of it."""
+    """Read the description of a video in a row: its path, and arguments of ``VideoProcessor.open``."""
     settings = {"path": value} if isinstance(value, str) else value
     if not isinstance(settings, dict) or not isinstance(settings.get("path"), str):
         raise ValueError(f'{place} must be a path or {{"path": ..., "fps": ...}}, got {type(value).__name__}')

@@ -1,4 +1,4 @@
-"""Chat messages of rows and of plays: what they may hold, and what the model's chat template makes of them."""
+"""Chat messages of rows and of environments: their checks, and their rendering by the model's chat template."""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from rlworker.data.images import MARKER, VIDEO_MARKER
 
 MARKERS = {"image": MARKER, "video": VIDEO_MARKER}
-"""Type of a message's part -> what stands for it in the text."""
+"""Type of a message's part -> its marker in the text."""
 
 
 def check_messages(messages: Sequence[Any], place: str) -> None:

@@ -26,15 +26,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class Row:
-    """One question.
+    """One question, with its answer.
 
     Attributes:
-        prompt: the text that the model sees, chat template applied.
-        prompt_ids: its token ids, those of its images and those that the tokenizer opens a text with included.
-        answer: what a reward function compares with.
+        prompt: the prompt's text, chat template applied.
+        prompt_ids: its token ids, with image tokens and the tokenizer's opening tokens (BOS).
+        answer: the answer, for the reward function.
         source: the whole row in plain Python values, for reward functions that need more.
         images: its images and videos in order.
-        messages: what the chat template has made the prompt of; none where it is plain text.
+        messages: the chat messages of the prompt; empty for plain text.
     """
 
     prompt: str
@@ -136,10 +136,10 @@ def _read_ends(path: Path) -> list[int]:
 
 
 def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], vocab: int) -> None:
-    """Raise ValueError where the tokenizer knows tokens, used here, that the model of ``vocab`` tokens does not.
+    """Raise ValueError where ids are not in the model's vocabulary of ``vocab`` tokens.
 
     Args:
-        texts: what the message calls each of ``ids``.
+        texts: the prompts of ``ids``, for the message.
     """
     for text, numbers in zip(texts, ids, strict=True):
         if max(numbers) >= vocab:
@@ -150,28 +150,28 @@ def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], vocab: 
 
 
 def check_rows(path: str, data: DataConfig) -> None:
-    """Look at every row's fields, which takes no tokenizer.
+    """Check the fields of every row, without a tokenizer.
 
     Raises:
-        ValueError: there are no such rows, or a broken one, by place, row and field.
+        ValueError: there are no rows, or a row is broken; the message has place, row and field.
     """
     for _ in _iterate_checked(path, data):
         pass
 
 
 def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader | None = None) -> Rows:
-    """Read the rows at ``path``, which ``DataConfig.train`` describes, and tokenise their prompts.
+    """Read the rows of a source (``DataConfig.train`` lists the kinds) and tokenize their prompts.
 
-    Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template; text stays as it is
-    where ``data.instruction`` does not make a message of it, after the special tokens that the tokenizer opens a text
-    with.
+    Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template. Text stays as it is,
+    after the tokenizer's opening tokens, unless ``data.instruction`` makes it a message.
 
     Args:
-        image_reader: of a vision-language model; without one a row with images is refused.
+        image_reader: reader of a vision-language model; without one a row with images is refused.
 
     Raises:
-        ValueError: there are no such rows, or a broken one, by place, row and field; a prompt is too long, or all are
-            where such are skipped; an image cannot be read, or there is another number of them than places for them.
+        ValueError: there are no rows, or a row is broken; a prompt is too long, or with ``skip_long_prompts`` all are;
+            an image cannot be read, or the prompt has places for another number of images. The message has place, row
+            and field.
     """
     places, sources, texts, images, chats = [], [], [], [], []
     for where, source in _iterate_checked(path, data):
@@ -264,7 +264,7 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
 
 
 def check_chat(messages: Sequence[Any], place: str, data: DataConfig) -> None:
-    """Raise ValueError, by ``place``, where a row's messages cannot be what a chat template is given."""
+    """Raise ValueError where a chat template cannot take a row's messages; the message begins with ``place``."""
     check_messages(messages, place)
     if any(set(part) - {"type", "text"} for m in messages for part in list_parts(m.get("content"))):
         raise ValueError(
@@ -315,15 +315,15 @@ def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataC
         raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
     try:
         return render_messages(messages, tokenizer)
-    except Exception as error:  # it refuses roles and orders with one kind, and computes with what messages hold
+    except Exception as error:  # a template raises one kind for roles and orders, and others on the messages' values
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
 
 
 def pick_rows(rows: Sequence[Item], count: int, start: int, seed: int) -> list[Item]:
     """Pick the next ``count`` rows of a run that has taken ``start`` before.
 
-    Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but
-    the arguments, so that a resumed run sees what the uninterrupted one would have.
+    Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on the arguments
+    alone, so a resumed run sees the rows of the uninterrupted run.
     """
     chosen_rows = []
     for place in range(start, start + count):

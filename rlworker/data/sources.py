@@ -27,8 +27,8 @@ _Table = tuple[list[str], Iterator[dict]]
 
 
 def find_base_folder(path: str) -> Path:
-    """Find where paths within the rows at ``path`` start: their file's folder, their own, or the working directory;
-    of a pattern of files what is before its first wildcard."""
+    """Find the folder of relative paths within rows: the folder of their file, the rows' own folder, for a pattern the
+    part before its first wildcard, for the hub the working directory."""
     if path.startswith("hf:"):
         return Path()
     if Path(path).is_file():
@@ -39,14 +39,15 @@ def find_base_folder(path: str) -> Path:
 
 
 def iterate_rows(path: str, data: DataConfig | None = None) -> Iterator[tuple[str, dict]]:
-    """Iterate over the rows at ``path``, which ``DataConfig.train`` describes, after where it stands. Rows of a table
-    count from 0, lines of a file from 1.
+    """Iterate over the rows of a source as ``(place, row)``; ``DataConfig.train`` lists the kinds of sources.
+
+    A place names the source and the row of a table, from 0, or the line of a file, from 1.
 
     Args:
-        data: names the columns that a table must have for prompts and answers; without it any will do.
+        data: names the columns of prompts and answers that a table must have; None requires no column.
 
     Raises:
-        ValueError: there are no such rows, or they cannot be read.
+        ValueError: the source is missing or cannot be read.
     """
     if not path:
         raise ValueError("data: no rows were given; set --data.train, such as --data.train train.jsonl")
@@ -211,7 +212,7 @@ def _read_dataset(path: str, load: Callable, expected: str) -> _Table:
     except Exception as error:  # each kind of file and each way to the hub fails with errors of its own
         raise ValueError(f"data: {path}: cannot be loaded as {expected}: {type(error).__name__}: {error}") from error
     features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=_skip_decoding))
-    batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # whatever form its owner set
+    batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # overrides the format that its owner set
     return dataset.column_names, (features.decode_example(row) for batch in batches for row in batch.to_pylist())
 
 

@@ -1,4 +1,4 @@
-"""The model's turn in a chat: what its template writes of an answer, and the token that ends it."""
+"""The model's turn in a chat: the text that the chat template writes for an answer, and the token that ends it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ _CHAT = ({"role": "user", "content": "question"}, {"role": "assistant", "content
 
 
 def find_turn_end(tokenizer: Any) -> str:
-    """Find the special token with which the chat template ends an answer, such as ``<|im_end|>``; empty where it ends
-    none so, or there is no template."""
+    """Find the special token with which the chat template ends an answer (``<|im_end|>``); empty where there is no
+    template, or it ends answers without one."""
     if not tokenizer.chat_template:
         return ""
     try:
@@ -29,14 +29,15 @@ def write_turn(
     ends: Sequence[str],
     tools: Sequence = (),
 ) -> tuple[str, bool]:
-    """Write what the model has to say behind the prompt of some messages for its answer, as the template has it.
+    """Write the text of the model's turn: the continuation of the messages' prompt that is this answer.
 
-    That is the answer with what the template puts before it, up to the first of ``ends``: a newline behind that belongs
-    to the next prompt. Where the template rewrites prompt or answer, as those do that drop thinking, the answer stands
-    as it was given.
+    The text is the answer with the template's text before it, up to the first of ``ends``; a newline after that belongs
+    to the next prompt. Where the template rewrites prompt or answer, for instance by dropping thinking, the answer
+    stays as given.
 
     Args:
-        messages: before the answer. answer: a message of the assistant. ends: texts of the tokens that end a sample.
+        messages: messages before the answer. answer: a message of the assistant.
+        ends: texts of the tokens that end a sample.
 
     Returns:
         the text, and whether it ends with one of ``ends``.

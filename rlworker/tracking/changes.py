@@ -18,13 +18,13 @@ _MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.")
 _BELONG_TO_RUN = {"actor.dtype", "actor.freeze", "actor.attention_override", "actor.megatron"}
 _BELONG_TO_RUN |= {"rollout.attention_override", "algorithm.reference"}
 _BELONG_TO_RUN |= {"critic.train", "critic.model", "critic.warmup_steps"}
-"""Of those sections what decides which models a run has, what they compute, and which of them learn."""
+"""Settings of these sections that decide the models of a run, their computation, and whether they learn."""
 
 
 def list_changes(stored: dict, config: TrainingConfig) -> Changes:
     """List the settings in which a run's stored settings differ from those that it is to go on with.
 
-    A setting that did not exist yet when the run was started had what is now its default.
+    A setting that did not exist when the run was started counts as having its present default.
     """
     default, now = flatten_config(type(config)()), flatten_config(config)
     before, now = (json.loads(json.dumps(settings)) for settings in (default | flatten(stored), now))

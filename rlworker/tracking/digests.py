@@ -38,7 +38,7 @@ DigestFiles = Callable[[Path, list[str]], Mapping[str, FileDigest]]
 
 
 def digest_text(text: str) -> FileDigest:
-    """Digest what a file holds that has this text."""
+    """Digest the content of a file with this text."""
     data = text.encode()
     return FileDigest(len(data), xxhash.xxh3_128_hexdigest(data))
 
@@ -82,7 +82,7 @@ def read_digests(checkpoint: Path) -> dict[str, FileDigest]:
     """Read the digests of a checkpoint's files.
 
     Raises:
-        ValueError: they are not what was written.
+        ValueError: the file of digests is damaged.
     """
     text = (checkpoint / DIGESTS).read_text("utf-8", errors="replace")
     *lines, last = text.splitlines(keepends=True) or [""]
@@ -100,10 +100,10 @@ def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> 
     """Find what is not as it was written in a checkpoint.
 
     Args:
-        digest: reads the files; None looks at their names and sizes alone, which takes no time.
+        digest: reads the files; None compares their names and sizes alone, which is quick.
 
     Returns:
-        a line for each file that is missing, cut short, changed or not of this checkpoint; none where all is well.
+        a line for each file that is missing, truncated, changed or not of this checkpoint; empty if all are whole.
     """
     if not (checkpoint / DIGESTS).exists():
         return [f"{DIGESTS} is missing"]
@@ -123,7 +123,7 @@ def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> 
     if digest:
         try:
             got = digest(checkpoint, whole)
-        except OSError as error:  # of a disk that fails; what Ray brings from a rank ends with it
+        except OSError as error:  # a failing disk; a rank's error comes through Ray and ends with the same text
             return [*damage, f"a file cannot be read: {str(error).splitlines()[-1]}"]
         damage += [
             f"{name} has the digest {got[name].digest}, expected {expected[name].digest}"
@@ -134,6 +134,6 @@ def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> 
 
 
 def describe_damage(checkpoint: Path, damage: list[str]) -> str:
-    """Say in one line what is damaged of a checkpoint."""
+    """Describe the damage of a checkpoint in one line."""
     more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
     return f"checkpoint {str(checkpoint)!r} is damaged: {', '.join(damage[:_NAMED])}{more}"

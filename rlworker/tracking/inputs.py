@@ -17,14 +17,14 @@ from rlworker.tracking.digests import FileDigest, digest_files
 from rlworker.tracking.step_lines import write_whole
 
 Digests = dict[str, dict[str, str]]
-"""Input, such as "actor" or "data.train" -> part of it, such as a file -> what that holds, in short."""
+"""Input ("actor", "data.train") -> part of it, mostly a file -> digest of the part."""
 INPUTS = "inputs.json"
 _HUB = "hub"
-"""The input whose parts are models of the hub by their names, each with its commit."""
+"""Name of the input with the hub's models: name -> commit."""
 
 
 class Inputs:
-    """The inputs of the run in a folder, whose ``inputs.json`` has their digests."""
+    """The inputs of a run: models, rows, images. Their digests are in ``inputs.json`` of the run folder."""
 
     def __init__(self, folder: Path):
         self._folder, self._held = folder, Digests()
@@ -40,14 +40,14 @@ class Inputs:
         return folder
 
     def hold(self, data: DataConfig, models: Mapping[str, ModelSpec] | None = None, rows: Sequence[Any] = ()) -> None:
-        """Hold a run to its inputs.
+        """Compare inputs with those that the run began with, or record them for a new run.
 
         Args:
-            data: whose rows are read, if they are not held yet.
-            models: by role. rows: as they were read, with their images.
+            data: names the rows; they are read unless they are recorded already.
+            models: models by role. rows: rows as they were read, with their images.
 
         Raises:
-            ValueError: the run in the folder began with other inputs, which are named.
+            ValueError: the run in the folder began with other inputs; the message names them.
         """
         self._model_folders |= {model.folder for model in (models or {}).values()}
         self._image_folders |= {os.path.dirname(image.path) for row in rows for image in row.images}
@@ -67,7 +67,7 @@ class Inputs:
         return sorted(self._model_folders), sorted(self._image_folders)
 
     def write(self) -> str:
-        """Write the digests of what is held into the folder; returns what is to be said of those before."""
+        """Write the digests of the inputs into the folder; returns a text about earlier digests."""
         lacks = (self._folder / "config.json").exists() and not (self._folder / INPUTS).exists()
         write_whole(self._folder / INPUTS, json.dumps(self._read() | self._held, indent=1) + "\n")
         return f"; NOTE it had no {INPUTS}, so that other data or models would not be noticed" if lacks else ""
@@ -94,7 +94,7 @@ def _digest_rows(path: str) -> dict[str, str]:
 
 
 def _digest_value(value: Any) -> str:
-    """Write what JSON cannot hold: the bytes of an image, a date."""
+    """Convert a value that JSON cannot hold, such as an image's bytes or a date, to its digest."""
     return xxhash.xxh3_128_hexdigest(value) if isinstance(value, bytes) else repr(value)
 
 

@@ -35,11 +35,11 @@ SUPERVISED_LINE = (
 )
 """The same of supervised training."""
 _RECENT = 50
-"""Steps from whose time it is told how long the rest will take; they should hold an evaluation or two."""
+"""Number of last steps from which the remaining time is estimated; they should include an evaluation or two."""
 
 
 def is_due(step: int, every: int) -> bool:
-    """Tell whether what is done every so many steps is done after this one; 0 is never."""
+    """Tell whether an action of every ``every`` steps is due after this step; 0 is never."""
     return bool(every) and step % every == 0
 
 
@@ -64,8 +64,8 @@ class RunLog:
     """Writes one JSON line per step, passes it on to the trackers and shows the run on the terminal.
 
     Args:
-        steps: of the whole run. first_step: steps done so far.
-        trackers: open ones; they are closed with this. line: what the terminal shows of a step.
+        steps: steps of the whole run. first_step: steps done so far.
+        trackers: open trackers, which are closed with the log. line: columns of a step's line on the terminal.
     """
 
     def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
@@ -79,7 +79,7 @@ class RunLog:
         self._tracked = first_step - 1  # the last step that trackers have
 
     def go_back(self, step: int) -> None:
-        """Go on after ``step``, to which metrics.jsonl was cut meanwhile. Trackers have what comes again."""
+        """Go on after ``step``, to which metrics.jsonl was cut. Trackers keep later steps, which are logged again."""
         self._metrics.close()
         self._metrics = open(self._path, "a", encoding="utf-8")
         self._told.clear()
@@ -113,8 +113,8 @@ class RunLog:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def _estimate_left(self, step: int, seconds: float | None) -> str:
-        """Estimate the time from here to the last step, if steps go on as this process's last ones did, evaluating and
-        saving included; the first one is all there is at first (``seconds``)."""
+        """Estimate the time to the last step from this process's last steps, with evaluations and saves; at first from
+        the first step alone (``seconds``)."""
         self._told.append((time.monotonic(), step))
         (begin, first), (end, _) = self._told[0], self._told[-1]
         each = (end - begin) / (step - first) if step > first else seconds

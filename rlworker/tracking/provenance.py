@@ -30,13 +30,13 @@ class Provenance:
     """The place that figures come from.
 
     Attributes:
-        command: as it was typed, without the machine's folders and without where figures are written.
+        command: the command line, without the machine's folders and without the option of an output file.
         commit: short hash of the code, with a ``+`` where tracked files were changed; an installed package has its
             version instead.
-        date: UTC, to the second, such as "2026-01-31T12:00:00+00:00".
-        platform: its name and what it shows, such as "cpu (executed)".
+        date: UTC, to the second: "2026-01-31T12:00:00+00:00".
+        platform: its name and level of proof: "cpu (executed)".
         device: processor, cores and memory of this machine.
-        versions: library -> version, of those that are installed.
+        versions: installed library -> version.
     """
 
     command: str
@@ -48,7 +48,7 @@ class Provenance:
 
 
 def collect_provenance(platform: str) -> Provenance:
-    """Say where the figures of this process come from, which runs on the platform of this name.
+    """Collect the provenance of this process's figures, on the platform of this name.
 
     Raises:
         ValueError: there is no such platform.
@@ -106,7 +106,7 @@ def read_commit(root: Path) -> str:
 
 
 def _describe_machine() -> str:
-    """Name the processor, cores that this process may use, and memory, such as "AMD EPYC, 2 cores, 23 GiB"."""
+    """Name the processor, the cores that this process may use, and the memory: "AMD EPYC, 2 cores, 23 GiB"."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -1,4 +1,4 @@
-"""The run folder: claimed once, written so that what is there is whole."""
+"""The run folder: claimed by one program, and written so that every file in it is whole."""
 
 import dataclasses
 import json
@@ -35,11 +35,11 @@ from rlworker.tracking.step_lines import METRICS, PROMPTS, count_later, keep_ste
 _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
 OUTAGES = "outages.jsonl"
-"""A line for every time that workers were lost and replaced: where in the run, who, and what became of each."""
+"""A line for every outage: the place in the run, the lost workers, and the fate of each."""
 FLOOR = "logprob_diff_floor"
 """Key of a state and of a start: the mean |rollout - trainer logprob| that rounding alone makes at a run's start."""
 _PROBE_BYTES = 2**20
-"""Written to see that there is room; less than what any run writes."""
+"""Bytes written to check for free space; less than any run writes."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class RunFolder:
         self.inputs = Inputs(self.path)
 
     def check(self, config: TrainingConfig) -> None:
-        """See whether the folder can hold the run, without making it.
+        """Check that the folder can hold the run, without making it.
 
         Raises:
-            ValueError: it cannot be made, or holds a run already, or one of other settings (keys named), or one whose
-                newest checkpoint lacks files or has others.
+            ValueError: it cannot be made, holds a run already, or holds a run with other settings (keys named) or with
+                missing or foreign files in its newest checkpoint.
         """
         if self.given in ("", "."):
             raise ValueError("run_dir: no folder of its own was given; set --run-dir, such as --run-dir runs/mine")
@@ -138,18 +138,18 @@ class RunFolder:
             self._lock = None
 
     def begin(self, config: TrainingConfig, digest: DigestFiles | None = digest_files) -> tuple[dict | None, str]:
-        """Take up the run that a claimed folder holds, or begin one: once everything has started, since a start that
-        fails must not leave a folder that looks taken.
+        """Resume the run in a claimed folder, or begin one.
 
-        A newest checkpoint that is damaged is refused rather than passed over: an older one would take hours of steps
-        with it, where a copy may be had of the file that is damaged. Nothing is changed then.
+        Call it after everything has started: a failed start must not leave a folder that looks taken. A damaged newest
+        checkpoint is refused, not skipped: an older checkpoint would lose hours of steps, and the user may have a copy
+        of the damaged file. Nothing is changed then.
 
         Args:
-            digest: reads the checkpoint's files; None looks at their names and sizes alone.
+            digest: reads the checkpoint's files; None compares their names and sizes alone.
 
         Returns:
-            when resuming, the newest checkpoint's state with its ``folder``, or None where there is none; metrics of
-            later steps are cut off. And what was done, in words.
+            when resuming, the newest checkpoint's state with its ``folder``, or None without a checkpoint; metrics of
+            later steps are cut off. And a text about it.
 
         Raises:
             RunError: the newest checkpoint is damaged.
@@ -187,8 +187,8 @@ class RunFolder:
         write_whole(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
 
     def record_start(self, step: int, platform: str, state: Mapping[str, Any] | None = None) -> None:
-        """Add a line to starts.jsonl: this program goes on from ``step``, where its figures come from, the settings
-        that differ from those of the program before it, and what was measured of its model."""
+        """Add a line to starts.jsonl: the ``step`` from which this program goes on, its provenance, the settings that
+        differ from the previous program's, and measurements of its model."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
         start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
@@ -197,7 +197,7 @@ class RunFolder:
         write_whole(path, before + json.dumps(start) + "\n")
 
     def _clear_leftovers(self) -> None:
-        """Remove what a killed run was in the middle of writing."""
+        """Remove unfinished files of a killed run."""
         for folder in self.path.glob("checkpoints/.step_*.partial"):
             shutil.rmtree(folder)
         for folder in self.path.glob("checkpoints/.step_*.older"):
@@ -216,13 +216,13 @@ class RunFolder:
         return next(reversed(self.list_checkpoints()), None)
 
     def find_newest_good(self, digest: DigestFiles = digest_files) -> tuple[Path | None, list[str]]:
-        """Find the checkpoint of the highest step whose files are all as they were written.
+        """Find the newest checkpoint without damage.
 
         Args:
             digest: reads the files.
 
         Returns:
-            the checkpoint, None where there is none; and of each that is newer, what is damaged.
+            the checkpoint, or None; and the damage of each newer checkpoint.
         """
         passed_over = []
         for checkpoint in reversed(self.list_checkpoints()):
@@ -236,7 +236,7 @@ class RunFolder:
         """Set aside the checkpoints that are newer than the newest good one.
 
         Returns:
-            what is damaged of each, and where it is now.
+            the damage of each, and its new path.
         """
         good, damaged = self.find_newest_good(digest)
         checkpoints = self.list_checkpoints()
@@ -298,7 +298,7 @@ class RunFolder:
 
 
 def _read_state(checkpoint: Path) -> dict:
-    """Read what a checkpoint tells beside its engines; nothing where it is not as it was written."""
+    """Read the trainer's state in a checkpoint; empty where the file is damaged."""
     try:
         text = (checkpoint / _COMPLETE).read_text()
         digests = read_digests(checkpoint)

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
-"""What each step measured."""
+"""File with the metrics of each step."""
 PROMPTS = "prompts.jsonl"
-"""What each step was asked: the number of its first rollout, and those of its rows in the order drawn."""
+"""File with the prompts of each step: the number of its first rollout, and the numbers of its rows in order."""
 
 
 def keep_steps(path: Path, last: int) -> int:

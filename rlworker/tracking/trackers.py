@@ -19,7 +19,7 @@ from rlworker.tracking.terminal import LOGGER
 
 _PROJECT = "rlworker"
 _FINISH_S = 120.0
-"""Seconds that the end of a run waits for what wandb has not sent yet; ``wandb sync`` can send it later."""
+"""Seconds that the end of a run waits for wandb's unsent data; ``wandb sync`` can send it later."""
 
 
 class Tracker(Protocol):
@@ -152,10 +152,10 @@ assert set(_OPENED) == set(get_args(TrackerName))
 class Trackers:
     """The open trackers of a run.
 
-    None of them can end it: one that fails, be it at its start, is dropped with a warning.
+    A tracker cannot end the run: one that fails, at its start too, is dropped with a warning.
 
     Args:
-        names: of those to be made here. run: what they are told of the run. others: trackers of the user's own.
+        names: names of trackers to open. run: description of the run for them. others: open trackers of the user.
     """
 
     def __init__(self, names: Iterable[str], run: TrackedRun, others: Sequence[Tracker] = ()):

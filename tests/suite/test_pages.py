@@ -1,48 +1,39 @@
-"""What pages say of the tree is so: paths that they name, and tables that repeat what code has."""
+"""Everything that a page says of the tree is there: paths, modules, options, links, messages, tables of code."""
 
 import re
-from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
-from engines.probes.faults import FAULTS
-
 ROOT = Path(__file__).parents[2]
-NAMES = ("architecture", "ascend", "cuda", "episodes", "from_verl", "masks", "metrics", "models", "vlm")
-PAGES = ("CONTRIBUTING.md", *(f"docs/{name}.md" for name in NAMES))
-TOPS = ("hardware", "engines", "rlworker", "recipes", "tests", "scripts", "docs", "requirements", "docker")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+)
+FLOORS = ("hardware", "engines", "rlworker", "recipes")
+TOPS = (*FLOORS, "tests", "scripts", "docs", "requirements", "docker")
 PLACEHOLDER = re.compile(r"\b[A-Z]+\b")
-"""Such as NAME in ``hardware/NAME/platform.py``."""
-OTHER_OPTIONS = {
-    "name",
-    "check",
-    "fast",
-    "kills",
-    "list",
-    "memory-gb",
-    "stops",
-    "timeout",
-    "npu",
-    "only",
-    "help",
-    "algorithm",
-}
-"""What stands after two dashes and is no setting: options of scripts, and a section."""
+"""A word such as NAME in ``hardware/NAME/platform.py``."""
+FOREIGN = re.compile(
+    r"^.*(?:srun |ray start|docker |vllm serve|#SBATCH|\bpip |-m pytest ).*$|`[^`]*(?:ray start|tool-call)[^`]*`", re.M
+)
+"""Commands of other programs, with options of their own."""
 
 
 def paths_in(page: str) -> set[str]:
-    """Paths of the tree that a page names, those of recipes as modules too, such as ``recipes.grpo``."""
+    """Find the paths of the tree that a page names; modules after ``-m`` and those of recipes count as files."""
     named = re.findall(rf"(?<![\w/.])(?:{'|'.join(TOPS)})/[\w/.-]*\w/?", page)
-    named += [f"{module.replace('.', '/')}.py" for module in re.findall(r"\brecipes(?:\.[a-z]\w*)+", page)]
+    modules = re.findall(r"-m ((?:recipes|tests|rlworker)[\w.]*)", page) + re.findall(r"\brecipes(?:\.[a-z]\w*)+", page)
+    named += [path if (ROOT / (path := module.replace(".", "/"))).is_dir() else f"{path}.py" for module in modules]
     return {path for path in named if not PLACEHOLDER.search(path)}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_path_on_a_page_exists(page):
-    named = paths_in((ROOT / page).read_text())
-    assert {path for path in named if not (ROOT / path).exists()} == set()
+def test_every_path_and_command_on_a_page_exists(page):
+    assert {path for path in paths_in((ROOT / page).read_text()) if not (ROOT / path).exists()} == set()
 
 
 def test_a_path_that_is_not_there_is_found():
@@ -50,37 +41,91 @@ def test_a_path_that_is_not_there_is_found():
         "See `rlworker/cli.py`, `hardware/NAME/platform.py`, [docs](docs/no.md), `torch/nn/functional.py`, recipes.a.b."
     )
     assert paths_in(page) == {"rlworker/cli.py", "docs/no.md", "recipes/a/b.py"}
+    assert paths_in("python -m recipes.demo_cpu; python scripts/no.py") == {"recipes/demo_cpu.py", "scripts/no.py"}
 
 
-def options(config: type, prefix: str = "") -> set[str]:
-    """Spell a config's settings as options, without the dashes before them."""
-    kinds, found = get_type_hints(config), set()
-    for field in fields(config):
-        name = prefix + field.name.replace("_", "-")
-        kind = kinds[field.name]
-        found |= options(kind, f"{name}.") if is_dataclass(kind) else {name}
-    return found
+@cache
+def anchors(page: str) -> set[str]:
+    """List the anchors that the headings of a page have on GitHub."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.fixture(scope="module")
-def every_option() -> set[str]:
-    from recipes.common.plays import PlayConfig
-    from recipes.common.smoke import SftVlmRecipeConfig, VlmRecipeConfig
-    from recipes.demos.cpu import DemoConfig
-    from rlworker.checks.config import CheckConfig
-
-    return set().union(*map(options, (VlmRecipeConfig, SftVlmRecipeConfig, DemoConfig, PlayConfig, CheckConfig)))
+def broken_links(page: str, text: str) -> set[str]:
+    """Find the links of a page to files or headings that are not there."""
+    broken = set()
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists() or (anchor and anchor not in anchors(str(file.resolve().relative_to(ROOT.resolve())))):
+            broken.add(target)
+    return broken
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_option_on_a_page_is_a_setting(page, every_option):
-    if page == "docs/from_verl.md" and "actor.optimizer.lr" not in every_option:
-        pytest.skip("the page has the optimizer's keys in a section of their own, which the settings lack")
-    named = set(re.findall(r"(?<![\w-])--([a-z][\w.-]*\w)", (ROOT / page).read_text()))
-    assert named - every_option - OTHER_OPTIONS == set()
+def test_every_link_of_a_page_leads_somewhere(page):
+    assert broken_links(page, (ROOT / page).read_text()) == set()
+
+
+def test_a_broken_link_is_found():
+    text = "[a](masks.md#the-table) [b](masks.md#no) [c](no.md) [d](../README.md) [e](https://a.b/c) [f](#no)"
+    assert broken_links("docs/masks.md", text) == {"masks.md#no", "no.md", "#no"}
+
+
+@cache
+def known_options() -> frozenset[str]:
+    """Name every setting, as the generated page lists them, and every option that a script's own text has."""
+    settings = re.findall(r"^\| `--([\w.-]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.M)
+    files = [*(ROOT / "scripts").rglob("*.*"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/support").rglob("*.py")]
+    files += [ROOT / "rlworker/cli.py"]
+    texts = [file.read_text() for file in files if file.suffix in (".py", ".sh")]
+    own = [option for text in texts for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", text)]
+    return frozenset({*settings, *own, "help", "resume"} | {f"no-{name}" for name in settings})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_option_on_a_page_is_a_setting(page):
+    text = FOREIGN.sub("", (ROOT / page).read_text())
+    sections = {name.partition(".")[0] for name in known_options() if "." in name}
+    named = set(re.findall(r"(?<![\w-])--([a-z][\w.-]*\w)", text))
+    assert named - known_options() - sections == set()
+
+
+@cache
+def read_code() -> str:
+    """Read the code, each text that goes on over several lines on one line."""
+    sources = (path.read_text() for top in FLOORS for path in sorted((ROOT / top).rglob("*.py")))
+    return "\n".join(re.sub(r"([\"'])\n\s*f?\1", "", source) for source in sources)
+
+
+def is_in_code(message: str) -> bool:
+    """Tell whether a line of the code has the parts of a message between its ``…`` in their order."""
+    first, *rest = (re.escape(part.strip()) for part in message.split("…"))
+    return bool(re.search(first + "".join(f"[^\n]*{part}" for part in rest), read_code()))
+
+
+def messages_in(page: str) -> list[str]:
+    """List the messages in the first column of the tables that are headed ``message contains``."""
+    tables = re.findall(r"^\| message contains \|.*\n\|[-|]+\n((?:\|.*\n?)+)", page, re.M)
+    return [m for table in tables for row in table.splitlines() for m in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+
+
+@pytest.mark.parametrize(("page", "count"), [("docs/troubleshooting.md", 40), ("docs/data.md", 14)])
+def test_every_message_on_a_page_is_in_the_code(page, count):
+    messages = messages_in((ROOT / page).read_text())
+    assert len(messages) >= count
+    assert [message for message in messages if not is_in_code(message)] == []
+
+
+def test_a_message_that_is_not_in_the_code_is_found():
+    page = "| message contains | do |\n|---|---|\n| `nobody … wrote this`, `rows were given` | - |\n"
+    assert messages_in(page) == ["nobody … wrote this", "rows were given"]
+    assert [is_in_code(message) for message in messages_in(page)] == [False, True]
 
 
 def test_the_self_test_is_told_fault_by_fault():
+    from engines.probes.faults import FAULTS
+
     page = (ROOT / "docs" / "masks.md").read_text().partition("## The self-test")[2].partition("## Faults of")[0]
     told = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page, re.M)[1:])
     assert told == {name: fault.found_by for name, fault in FAULTS.items()}

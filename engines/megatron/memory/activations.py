@@ -1,4 +1,4 @@
-"""Memory of activations: what forward passes keep for their backward passes, and what these take beside it."""
+"""Memory of activations: tensors that forward passes keep for backward passes, and temporary tensors of the latter."""
 
 from dataclasses import dataclass
 
@@ -30,10 +30,10 @@ class _Layer:
     """Bytes of one layer's micro-batch on a rank.
 
     Attributes:
-        input: what comes in. norms, mlp: what they keep; late_norms: those after core attention.
-        before: what attention keeps of queries, keys and values before they are rotated. core: what core attention
-            keeps. output: what the projection after it keeps.
-        core_input: what is kept in place of ``core`` where that is computed again.
+        input: the layer's input. norms, mlp: kept by norms and MLP; late_norms: by norms after core attention.
+        before: queries, keys and values that attention keeps from before their rotation. core: kept by core attention.
+            output: kept by the output projection.
+        core_input: kept in place of ``core`` where core attention is recomputed.
     """
 
     input: float
@@ -51,20 +51,21 @@ class _Layer:
 
 
 def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, kernels: KernelMemory) -> _Layer:
-    """Count what a layer keeps for its backward pass, tensor by tensor.
+    """Count the bytes that a layer keeps for its backward pass, tensor by tensor.
 
-    Sequence parallelism cuts over tp what has the width of the hidden size; all else is cut by heads or columns. Values
-    are a view into the projection's output, which therefore stays whole, unless context parallelism gathers them. The
-    MLP keeps the projection's two halves, the activation of one, the other, and their product; a fused one the first
-    and the last of these. A rotation that keeps its input has queries of its own, and keys where a norm made them.
+    Tensors of the hidden size's width are split over tp by sequence parallelism, all other tensors by heads or columns.
+    Values are a view into the projection's output, which therefore stays whole, unless context parallelism gathers
+    them. The MLP keeps the two halves of its projection, the activation of the first, and the product; a fused MLP
+    keeps the projection and the product. A rotation that keeps its input keeps the queries, and the keys where a norm
+    made them.
     """
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
     query, key = (heads * model.head_dim * size * slots for heads in (model.heads, model.kv_heads))
-    # One whose weight is added to 1 works in fp32, and multiplies what was normed by hand: both are kept.
+    # A norm that scales by 1 + weight computes in fp32 and multiplies by hand: both tensors are kept.
     norm_input = (2 * FP32 if model.form.norms_from_one else kernels.count_norm_input_bytes(size)) * slots
     hidden, ffn = model.hidden * size * slots, model.ffn * size * slots
     before, core_input = query + 2 * key, query
-    if model.qk_norm:  # a fused norm keeps its input, and of keys that is a view into what is there
+    if model.qk_norm:  # a fused norm keeps its input, which for keys is a view into a kept tensor
         queries, keys = (heads * model.head_dim * norm_input for heads in (model.heads, model.kv_heads))
         before += queries + keys - (key if kernels.keeps_own_input(size) else 0)
         core_input += key
@@ -76,7 +77,7 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
     sums = model.heads * FP32 * slots
     copied = query if kernels.copies_output and config.layout == "thd" else 0.0
     norm = model.hidden * norm_input + hidden
-    post_norms = 2 * model.hidden * norm_input if model.form.post_norms else 0.0  # what they give is added, not kept
+    post_norms = 2 * model.hidden * norm_input if model.form.post_norms else 0.0  # their outputs are added, not kept
     out = query - copied  # with a copy the kernel keeps its own
     return _Layer(
         input=hidden,
@@ -95,8 +96,8 @@ class Kept:
     """Bytes that autograd keeps on a rank of a stage, vision towers aside.
 
     Attributes:
-        layers: of the micro-batches in flight. again: of a layer that is computed again, beside that.
-        loss: what comes after the last layer, which has gone before a layer is computed again.
+        layers: of all micro-batches in flight. again: of one layer while it is recomputed, on top of ``layers``.
+        loss: kept after the last layer, and freed before a layer is recomputed.
     """
 
     layers: float
@@ -109,14 +110,14 @@ class Kept:
 
 
 def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory) -> Kept:
-    """Count what autograd keeps. Stage i of p has p - i micro-batches in flight."""
+    """Count the bytes that autograd keeps. Stage i of p has p - i micro-batches in flight."""
     layer = _count_layer(model, config, micro, kernels)
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp
     each, again, loss = layer.whole, 0.0, 0.0
-    if config.recompute == "core":  # when a layer's core is computed again, what came after it in the layer has gone
+    if config.recompute == "core":  # when a layer's core is recomputed, later tensors of the layer are freed
         each += layer.core_input - layer.core
         again = max(0.0, layer.core - layer.mlp - layer.output - layer.late_norms)
-    elif config.recompute == "full":  # the first norm keeps what the layer keeps
+    elif config.recompute == "full":  # the first norm keeps the same tensor as the layer
         each, again = layer.input, layer.whole - (layer.input if kernels.keeps_own_input(size) else 0)
     kept = model.layers // config.pp * each + 2 * len(model.ropes) * model.head_dim * size * slots
     if stage == config.pp - 1:
@@ -127,12 +128,12 @@ def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: Micr
 def estimate_activations(
     model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory, trainable: bool
 ) -> int:
-    """Estimate what a rank of a stage holds at most beside its weights, gradients and optimizer.
+    """Estimate the peak bytes of a stage's rank beside its weights, gradients and optimizer state.
 
-    That is what autograd keeps, and what comes on top at one time: either a layer that is computed again with what its
-    attention's backward kernel takes, or on the last stage the logits of some tokens with their gradient, and the
-    output weight's gradient in fp32 and as it is handed on. The first stage also has what a vision tower keeps where
-    every token is an image's. Gradients on their way from one operator to the next are left out.
+    The peak is the bytes that autograd keeps plus the larger of two temporary sets. The first is a recomputed layer
+    with the buffers of its attention's backward kernel. The second, on the last stage, is the logits of one chunk with
+    their gradient, and the output weight's gradient in fp32 and in the weight's type. The first stage adds the vision
+    tower's activations, as if every token were an image's. Gradients between two operators are left out.
     """
     size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
     head, is_last = 0.0, stage == config.pp - 1
@@ -152,12 +153,12 @@ def estimate_activations(
 
 
 _MLP_TENSORS = {"silu": 4, "gelu": 2, "gelu_pytorch_tanh": 2, "quick_gelu": 3}
-"""Activation of a tower -> tensors that its MLP keeps: input and output of it, the sigmoid of quick-gelu, which torch
-computes by itself, and with a gate what is gated and the product."""
+"""Activation of a tower -> tensors that its MLP keeps: its input and output, the sigmoid of quick-gelu, a separate
+operator in torch, and for a gated MLP the gated half and the product."""
 
 
 def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
-    """Estimate what a vision tower keeps of so many image tokens of each context-parallel rank.
+    """Estimate the bytes that a vision tower keeps for a number of image tokens of each context-parallel rank.
 
     Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and after
     rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are

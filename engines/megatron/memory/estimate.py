@@ -103,8 +103,8 @@ def compute_rank_memory(
 
     Args:
         rank: among the data- and context-parallel ranks that hold the same parameters.
-        micro: what it computes at a time, by these kernels.
-        trainable: with gradients and an optimizer. on_host: weights that do not learn wait on the host.
+        micro: sizes of a micro-batch. kernels: extra memory of the platform's kernels.
+        trainable: with gradients and an optimizer. on_host: frozen weights are offloaded to the host.
     """
     parameters, size = list_parameters(model, config, stage), get_itemsize(config.dtype)
     numbers = sum(parameter.numbers for parameter in parameters)

@@ -32,13 +32,13 @@ from hardware.transfer import to_device
 
 
 def add_tower(module: GPTModel, vision: VisionSpec) -> None:
-    """Add ``module.vision``, whose weights are the same on every rank, and let its features into the first layers."""
+    """Add the tower ``module.vision``, replicated on every rank, and add its features to the first layers."""
     runner: TowerRunner = resolve_name(vision.tower.runner)
     module.vision = runner.build(vision, module.config.params_dtype)
     if module.config.recompute_granularity == "full":
         for block in runner.list_blocks(module.vision):  # none of which draws random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-    # Each rank sees its own images: Megatron adds gradients of such weights up over tensor-parallel ranks.
+    # Each rank has its own images: Megatron sums the gradients of weights marked so over tensor-parallel ranks.
     mark_sequence_parallel(module.vision.parameters(), module.config)
     for level in range(vision.deepstack):
         module.decoder.layers[level].register_forward_hook(partial(_add_level, level), with_kwargs=True)
@@ -71,10 +71,10 @@ def _add_level(level: int, layer, args: tuple, kwargs: dict, output: tuple) -> t
 
 
 class _HandBack(torch.autograd.Function):
-    """Identity of ``x`` whose backward gives ``source`` the gradient that ``leaf``, a copy of it, has by then.
+    """Identity of ``x`` whose backward gives ``source`` the gradient that its copy ``leaf`` has collected.
 
-    What uses the leaf comes after ``x``, so that its backward is over when that of ``x`` begins. The leaf comes within
-    a list: as an input of its own its gradient would wait for this node.
+    Every use of the leaf comes after ``x``, so its backward is done when the backward of ``x`` begins. The leaf is
+    passed within a list: as an input its gradient would wait for this node.
     """
 
     @staticmethod

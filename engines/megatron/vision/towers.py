@@ -103,7 +103,7 @@ class _ShuffleProjector(torch.nn.Module):
         self.linear_2 = torch.nn.Linear(vision.out, vision.out, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[tiles, side * side, width] -> [tiles, tokens, out]``, tokens row by row."""
+        """Project patches to tokens: ``[tiles, side * side, width] -> [tiles, tokens, out]``, row by row."""
         cells = hidden.unflatten(1, (self.rows, self.merge, self.rows, self.merge))
         tokens = cells.transpose(2, 3).flatten(3).flatten(1, 2)  # [tiles, rows * rows, merge * merge * width]
         return self.linear_2(torch.nn.functional.gelu(self.linear_1(self.layer_norm(tokens))))
@@ -119,7 +119,7 @@ class _Projector(torch.nn.Module):
         self.side, self.merge, self.eps = vision.side or 0, vision.merge, vision.norm_eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[images, side * side, width] -> [images, tokens, out]``, tokens row by row."""
+        """Project patches to tokens: ``[images, side * side, width] -> [images, tokens, out]``, row by row."""
         grid = hidden.transpose(1, 2).unflatten(2, (self.side, self.side))
         pooled = torch.nn.functional.avg_pool2d(grid, self.merge).flatten(2).transpose(1, 2)
         normed = torch.nn.functional.rms_norm(pooled.float(), pooled.shape[-1:], None, self.eps)

@@ -1,6 +1,6 @@
-"""The families of models that can be trained: a file each, named as its ``model_type``, whose ``FAMILY`` states it.
+"""The families of models that can be trained: one file for each ``model_type``, with a ``FAMILY`` that describes it.
 
-A further one is a further file here and no line anywhere else. Files that begin with ``_`` hold what several share.
+A new family is a new file here and no line anywhere else. Files that begin with ``_`` are shared by several families.
 """
 
 import pkgutil

@@ -1,4 +1,5 @@
-"""Gemma 3 with images: a SigLIP tower whose images, all of one size, are seen both ways (arXiv:2503.19786)."""
+"""Gemma 3 with images: a SigLIP tower, images of one size, bidirectional attention within an image
+(arXiv:2503.19786)."""
 
 import math
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hardware.attention.rules import Rule
 
 _TOKENS = {"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000}
 _DEFAULTS: dict[str, Any] = {"mm_tokens_per_image": 256} | _TOKENS
-"""What transformers 5.19 takes for what a config leaves out (Gemma3Config)."""
+"""Defaults of transformers 5.19 for keys that a config leaves out (Gemma3Config)."""
 _VISION_DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -51,7 +52,7 @@ def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
-    """Read the tower of a whole ``config.json``; ValueError for what is not built."""
+    """Read the vision tower from a ``config.json``; ValueError for features that are not built."""
     config, text = _DEFAULTS | config, extract_text(config)
     vision = _VISION_DEFAULTS | (config.get("vision_config") or {})
     window = text.get("sliding_window", TEXT.defaults["sliding_window"])
@@ -108,7 +109,7 @@ def extract_text(config: dict) -> dict:
 
 
 def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
-    """Read the rule of each layer: images both ways on all, within the window on sliding ones."""
+    """Read the rule of each layer: bidirectional images on all, and a window on sliding layers."""
     return tuple(replace(rule, images=True) for rule in read_text_rules(config, path))
 
 

@@ -24,7 +24,7 @@ _DEFAULTS = {
     "sliding_window": 4096,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-"""What transformers 5.19 takes for what a config leaves out, as the released ones do (Gemma3TextConfig)."""
+"""Defaults of transformers 5.19 for keys that a config leaves out, as released configs do (Gemma3TextConfig)."""
 _PATTERN, _LOCAL_THETA, _THETA = 6, 10000.0, 1000000.0
 """Every sixth layer sees the whole past; the rotary bases of both kinds."""
 
@@ -57,7 +57,7 @@ def read_kinds(config: dict, path: Path) -> list[str]:
 
 
 def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
-    """Read the rule of each layer: a window on sliding ones."""
+    """Read the rule of each layer: causal, with a window on sliding layers."""
     window = Rule(window=config["sliding_window"])
     return tuple(window if kind == _KINDS[0] else CAUSAL for kind in read_kinds(config, path))
 

@@ -26,7 +26,7 @@ _DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-"""What transformers 5.19 takes for what a ``text_config`` leaves out (Qwen2Config, Qwen3Config)."""
+"""Defaults of transformers 5.19 for keys that a ``text_config`` leaves out (Qwen2Config, Qwen3Config)."""
 _LANGUAGE_DEFAULTS = {"qwen2": _DEFAULTS, "qwen3": _DEFAULTS | {"head_dim": 128}}
 _WHOLE_DEFAULTS = {"image_token_id": 151667, "image_seq_length": 256, "downsample_ratio": 0.5}
 """InternVLConfig's."""
@@ -60,7 +60,7 @@ _VISION_BUILT: dict[str, Any] = {
 """The only values that are built, which are transformers' own: a larger InternViT (6B) has others."""
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels")
 _TOKENS = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
-"""Tokens that the tokenizer's settings name, and what the released ones call them."""
+"""Keys of the tokenizer's settings that name tokens -> the tokens of the released models."""
 
 
 def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
@@ -90,10 +90,10 @@ def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
-    """Read the tower of a whole ``config.json``, and from the tokenizer beside it what marks images.
+    """Read the vision tower from a ``config.json``, and the image tokens from the tokenizer beside it.
 
     Raises:
-        ValueError: a key asks for what is not built, or the tokenizer lacks a token.
+        ValueError: a key asks for a feature that is not built, or the tokenizer lacks a token.
     """
     config, text = _WHOLE_DEFAULTS | _WHOLE_BUILT | config, extract_text(config)
     vision: dict[str, Any] = _VISION_DEFAULTS | _VISION_BUILT | (config.get("vision_config") or {})
@@ -196,7 +196,7 @@ def extract_text(config: dict) -> dict:
 
 
 def select_language(config: dict, path: Path) -> Family:
-    """Select the family whose language model a config has; ValueError where that is neither Qwen2 nor Qwen3."""
+    """Select the family of a config's language model; ValueError where it is neither Qwen2 nor Qwen3."""
     kind = (config.get("text_config") or {}).get("model_type", "qwen2")
     if kind not in _LANGUAGES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose layers may all see through one window (arXiv:2310.06825)."""
+"""Mistral: Llama with an optional attention window on all layers (arXiv:2310.06825)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ FAMILY = replace(
     LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
-    # transformers would put numbers of its own for what is left out.
+    # transformers would fill in its own defaults for missing keys.
     needed=(*NEEDED, "num_key_value_heads", "sliding_window"),
     refused=(*SWITCHES, "llama_4_scaling", "ada_rms_norm_t_cond"),
     rules=read_rules,

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2 with a tower whose attention sees through windows on most layers (arXiv:2502.13923)."""
+"""Qwen2.5-VL: Qwen2 with a tower with windowed attention on most layers (arXiv:2502.13923)."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL: Qwen2 with a tower of layer norms and MLPs without a gate, whose attention sees a whole image
+"""Qwen2-VL: Qwen2 with a tower of layer norms, MLPs without a gate, and attention over the whole image
 (arXiv:2409.12191)."""
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from engines.validation import fits
 
 
 def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
-    """Read the tower, whose sizes have names of their own: ``hidden_size`` is the language model's.
+    """Read the vision tower. Its config names sizes differently: ``hidden_size`` is the language model's.
 
     Raises:
         ValueError: a key is missing, has a wrong type, or asks for something that is not built.

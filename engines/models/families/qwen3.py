@@ -10,7 +10,7 @@ FAMILY = Family(
     before=(embedding,),
     layer=(attention, qk_norm, mlp),
     after=(final_norm,),
-    # transformers would put numbers of its own for what is left out.
+    # transformers would fill in its own defaults for missing keys.
     needed=(*NEEDED, "num_key_value_heads", "head_dim"),
     refused=("attention_bias", "mlp_bias", "dual_chunk_attention_config", "quantization_config"),
     rules=read_rules,

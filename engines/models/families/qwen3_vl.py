@@ -1,4 +1,5 @@
-"""Qwen3-VL: Qwen3 with a tower whose deeper features are added after the decoder's first layers (arXiv:2406.04334)."""
+"""Qwen3-VL: Qwen3 with a vision tower; features of its inner layers are added after the decoder's first layers
+(arXiv:2406.04334)."""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
 """The requirements of ``varlen_attn``: all that its code checks, and every misuse that it computes in silence.
 
 Each requirement names its source: ATen's ``flash_api.cpp``, which raises; ``torch/nn/attention/varlen.py``, which
-raises before; or what is known of the kernels, which say nothing. Those that torch's Python would find first are
-checked again, since torch 2.11 does not have all of them.
+raises before it; or known behaviour of the kernels, which raise nothing. Checks of torch's Python are repeated here,
+since torch 2.11 lacks some of them.
 """
 
 import torch
@@ -24,12 +24,12 @@ def _are_covered(call: Call) -> bool:
 
 
 def _swaps_groups(call: Call) -> bool:
-    """The kernel takes grouped heads for queries of one sequence, which saves it work in decoding."""
+    """Tell whether the kernel takes grouped heads for queries of one sequence, an optimization of decoding."""
     return call.max_q == 1 and call.query.shape[1] > call.key.shape[1] and max(call.window_size) < 0
 
 
 def _every_query_sees_a_key(call: Call) -> bool:
-    """So does the first of each sequence, whose diagonal is the lowest; below 0 a window has no end."""
+    """Check the first query of each sequence, whose diagonal is the lowest; a window below 0 is unlimited."""
     after = call.window_size[1]
     pairs = zip(call.query_lengths, call.key_lengths)
     return all(keys > 0 and (after < 0 or keys - queries + after >= 0) for queries, keys in pairs)

@@ -87,7 +87,7 @@ def build_contract(device: torch.device) -> KernelContract:
 
 
 def _draw(tokens: int, heads: int, *, dim: int = DIM, **on: Any) -> Tensor:
-    """The same at every call, on every device."""
+    """Draw random numbers, the same at every call and on every device."""
     generator = torch.Generator().manual_seed(tokens * 1000 + heads)
     return torch.randn(tokens, heads, dim, generator=generator).to(**on)
 

@@ -97,11 +97,11 @@ def _backward(
 
 
 def _heads(call: Call, x: Tensor, tokens: Tensor) -> Tensor:
-    """``[n, h, tokens, d]`` in fp32 of keys or values, each of their heads for its group of query heads."""
+    """Expand keys or values to all query heads, in fp32: ``[n, h, tokens, d]``."""
     return x[tokens].float().transpose(1, 2).repeat_interleave(call.query.shape[1] // x.shape[1], 1)
 
 
 def _scores(call: Call, queries: Tensor, keys: Tensor, see: Tensor) -> Tensor:
-    """``[n, h, q, k]``, -inf where a query does not see a key."""
+    """Compute scores ``[n, h, q, k]``, -inf where a query does not see a key."""
     scores = call.query[queries].float().transpose(1, 2) @ _heads(call, call.key, keys).mT * call.scaled_by
     return scores.masked_fill(~see, -torch.inf)

@@ -3,9 +3,9 @@
 They are every documented rule, and every misuse that the operator computes in silence.
 
 Each requirement names its source: the operator's page in the op-plugin documentation; op-plugin's host code,
-FlashAttentionKernelNpuOpApi.cpp; the operator's tiling in CANN. What the host code or the tiling checks, a device
-refuses. What the page alone says is not allowed, and what a device then does is not known here. What is known to be
-computed as something else, without an error, is ``silent``.
+FlashAttentionKernelNpuOpApi.cpp; the operator's tiling in CANN. A device refuses calls that break requirements of the
+host code or the tiling. For requirements of the page alone the device's reaction is unknown. Requirements whose breach
+is known to be computed wrongly without an error are ``silent``.
 """
 
 import torch

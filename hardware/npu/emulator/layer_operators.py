@@ -16,7 +16,7 @@ _D = Source("torch-npu documentation", refuses=False)
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _Rule = Requirement[SimpleNamespace]
 _ROTARY_LAYOUTS = ((2,), (1,), (0,), (0, 2), (0, 1), (0, 1, 2))
-"""Dimensions that cosines share with what is rotated: 11SD, 1S1D, S11D, B1SD, BS1D or SB1D, and all."""
+"""Dimensions that cosines share with the rotated tensor: 11SD, 1S1D, S11D, B1SD, BS1D or SB1D, and all."""
 
 
 def _has_rotary_layout(call: SimpleNamespace) -> bool:

@@ -76,7 +76,7 @@ def _fusion_attention(arguments: dict) -> tuple:
 
 
 def _attend(call: Call, members: list[int]) -> Tensor:
-    """``[members, N, Sq, D]`` of sequences that see alike."""
+    """Attend for sequences with one mask: ``[members, N, Sq, D]``."""
     see = call.compute_allowed(members[0])
     blind = ~see.any(-1, keepdim=True)
     query, key, value = (
@@ -99,7 +99,7 @@ def _locate_tokens(lengths: list[int], members: list[int]) -> Tensor:
 
 
 def _take(call: Call, tensor: Tensor, lengths: list[int], members: list[int]) -> Tensor:
-    """``[members, N, S, D]``."""
+    """Take the tokens of sequences of equal length: ``[members, N, S, D]``."""
     if call.packed:
         return tensor[_locate_tokens(lengths, members)].unflatten(0, (len(members), -1)).transpose(1, 2)
     if "H" in call.input_layout:

@@ -12,7 +12,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, see: Tensor) -> T
 
     Args:
         query: ``[b, s, h, d]``, as ``key`` and ``value``, whose heads may be fewer.
-        see: ``[b, q, k]`` bool, who sees whom.
+        see: ``[b, q, k]`` bool, True where a query sees a key.
 
     Returns:
         ``[b, s, h * d]``.
@@ -26,7 +26,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, see: Tensor) -> T
 def find_image_blocks(lengths: tuple[int, ...]) -> Tensor:
     """Return the image of each token ``[N]``, -1 where it is text.
 
-    Every sequence that has the room has an image of two tokens near its start, long ones one of three at their end.
+    A sequence that is long enough has an image of two tokens near its start; a longer one also has an image of three
+    tokens at its end.
     """
     blocks = []
     for n in lengths:

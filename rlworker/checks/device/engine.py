@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MODELS: tuple[Tiny, ...] = ("qwen2", "qwen2_5_vl", "qwen3_vl", "gemma3")
 DTYPES = ("float32", "bfloat16")
 PLAN_LIMITS = {"activations": 0.1, "peak": 0.15}
-"""By how much of the plan what was measured may be away from it (activations), or above it (peak)."""
+"""Largest relative difference of measured from planned activations, and largest excess of the measured peak."""
 _MB = 2**20
 
 
@@ -90,7 +90,7 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
 
 
 def make_references(folder: Path, kind: Tiny) -> tuple[ModelSpec, Case, list[Reference]]:
-    """Make a tiny model, sequences for it, and what HuggingFace computes of them for each type of weights."""
+    """Make a tiny model, sequences for it, and HuggingFace's numbers of them for each type of weights."""
     model = ModelSpec.from_folder(make_tiny_model(folder / kind, kind))
     images = folder / f"{kind}_images"  # another kind may see a video where this one sees an image
     images.mkdir()
@@ -131,8 +131,8 @@ def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, seq
     """Measure the bytes of two training steps, each of one micro-batch, beside the plan.
 
     Returns:
-        on an accelerator ``peak`` and ``planned peak``; else ``activations`` (what autograd held) and
-        ``planned activations``.
+        on an accelerator ``peak`` and ``planned peak``; else ``activations`` (held by autograd) and ``planned
+        activations``.
     """
     from engines.probes.saved_bytes import SavedBytes
 
@@ -183,7 +183,7 @@ def check_reads(device: Device, folder: Path) -> list[DeviceFinding]:
     dtype = "float32" if device.is_host else "bfloat16"
     engine = build_engine(device, model, MegatronConfig(dtype=dtype))
     shard = plan_shard(engine, make_batch(model, 4, 16))
-    engine.train_step(shard, probe_loss, 1.0)  # in whose first all is made that is made once
+    engine.train_step(shard, probe_loss, 1.0)  # the first step allocates buffers that are allocated once
     with HostReads() as reads:
         engine.train_step(shard, probe_loss, 1.0)
     counts = reads.count()

@@ -41,7 +41,7 @@ def measure_seconds(device: Device, run: Callable[[], Any], repeat: int = 5) -> 
 
 
 def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
-    """Measure attention, the share of its second call, and a training step. Only what cannot be run fails.
+    """Measure attention, the share of its second call, and a training step. A measurement fails only if it cannot run.
 
     On a CPU everything is small: the lines show that the program runs, and their numbers say nothing.
     """
@@ -60,11 +60,11 @@ def measure_product(device: Device) -> float:
 
 
 def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
-    """Measure causal attention of one sequence by the platform's core and by SDPA, forward and backward; then what
-    images that see each other both ways add to a pack."""
+    """Measure causal attention of one sequence by the platform's core and by SDPA, forward and backward; then the share
+    of a pack's bidirectional images."""
     tokens, heads, kv_heads, dim = (128, 4, 2, 16) if device.is_host else (8192, 16, 16, 128)
     dtype, findings = torch.bfloat16, []
-    flops = 2 * tokens**2 * heads * dim  # two products of [tokens, dim], of whose pairs half are seen
+    flops = 2 * tokens**2 * heads * dim  # two products of [tokens, dim]; half of the pairs are visible
     drawn = [torch.randn(tokens, h, dim, device=device.device, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
     query, key, value = (x.requires_grad_() for x in drawn)
     layout = Layout.build((tokens,), "thd", device=device.device)
@@ -91,7 +91,7 @@ def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
 
 
 def _measure_images(device: Device, query, key, value, core, rotary) -> DeviceFinding:
-    """Measure the share of a forward pass that a pack's images take, half of whose tokens they are."""
+    """Measure the share of a forward pass that images take in a pack in which half of the tokens are an image's."""
     tokens, where = len(query), "image pack, second call"
     lengths, rule = (tokens // 4,) * 4, Rule(images=True)
     try:

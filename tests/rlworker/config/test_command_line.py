@@ -95,9 +95,9 @@ def test_help_shows_what_is_in_no_section_and_names_the_sections():
         assert shown >= {"--model", "--run-dir", "--steps", "--prompts-per-step", "--resume"}
         assert not any("." in option for option in shown)
         for line in (
-            "  actor       The training engine: how it is spread over ranks and how it steps.",
-            "  checkpoint  Settings of when a run saves, and which of its checkpoints stay.",
-            "  limits      Limits that end a run when they are exceeded.",
+            "  actor       The training engine: its parallel sizes, the layout of its micro-batches, its optimizer.",
+            "  checkpoint  The schedule of checkpoints, and the number of them to keep.",
+            "  recovery    Detection and replacement of lost processes.",
         ):
             assert line in done.stdout.splitlines()
 
@@ -107,7 +107,7 @@ def test_help_of_a_section_shows_its_subsections_with_defaults_and_bounds():
     said, config = parse(default, "--steps", "5", "--help", "actor")
     assert config == [] and options(said) >= {"--help", "--actor.ranks", "--actor.optimizer.lr"}
     assert all(option.startswith(("--help", "--actor.")) for option in options(said))
-    assert "Processes in all; data parallelism takes what tp, pp and cp leave. (default: 2; at least 1)" in said
+    assert "data-parallel size is ranks / (tp x pp x cp). (default: 2; at least 1)" in said
     assert "Peak learning rate. (default: 0.5; finite and not negative)" in said
     assert "AdamW and the schedule of its learning rate." in said
     said, _ = parse(RunConfig(), "--help", "limits")
@@ -131,7 +131,7 @@ def test_the_commands_of_rlworker_have_the_same_help():
     done = run_program(main, "check", "--help")
     assert done.returncode == 0 and "--self-test" in done.stdout and "--actor.tp" not in done.stdout
     assert "Prove masks, layouts, logprobs and weight sync on this machine" in done.stdout
-    assert "  rollout     The rollout engine." in done.stdout.splitlines()
+    assert "  rollout     The rollout engines: vLLM, its sizes and its sampling." in done.stdout.splitlines()
     for command in (("check",), ("plan", "recipes.grpo")):
         done = run_program(main, *command, "--help", "rollout")
         assert done.returncode == 0 and "--rollout.max-new-tokens INT" in done.stdout and "--actor" not in done.stdout

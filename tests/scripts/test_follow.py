@@ -1,4 +1,4 @@
-"""The script that follows docs/first_hour.md; following the page itself starts engines and is done by hand."""
+"""The script that follows pages of the docs; following one to its end starts engines and is done by hand."""
 
 import ast
 import subprocess
@@ -10,9 +10,11 @@ import pytest
 import rlworker
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import first_hour
+import follow
 
 sys.path.pop(0)
+
+ROOT = Path(__file__).parents[2]
 
 PAGE = """
 Text, and a block that is shown alone:
@@ -38,15 +40,16 @@ python3 say.py > said
 
 
 def test_files_are_written_and_commands_run_in_one_environment(tmp_path):
-    first_hour.follow(PAGE, tmp_path)
+    follow.follow(PAGE, tmp_path)
     assert (tmp_path / "said").read_text() == "you True\n"
     with pytest.raises(subprocess.CalledProcessError):
-        first_hour.follow(PAGE + "```sh\nfalse\ntouch after\n```\n", tmp_path)
+        follow.follow(PAGE + "```sh\nfalse\ntouch after\n```\n", tmp_path)
     assert not (tmp_path / "after").exists()
 
 
-def test_every_file_of_the_page_is_python_that_takes_names_of_the_face():
-    found = first_hour.parse_blocks(first_hour.PAGE.read_text())
+@pytest.mark.parametrize("page", ["first_hour", "environments"])
+def test_every_file_of_a_page_is_python_that_takes_public_names(page):
+    found = follow.parse_blocks((ROOT / "docs" / f"{page}.md").read_text())
     files = {name: ast.parse(text, name) for name, text in found if name}
     taken = [
         alias.name
@@ -62,4 +65,4 @@ def test_every_file_of_the_page_is_python_that_takes_names_of_the_face():
 
 def test_its_last_reward_is_what_is_told(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "heldout": 0.25}\n{"step": 1}\n{"step": 2, "heldout": 0.5}\n')
-    assert first_hour.read_heldout_rewards(tmp_path) == [0.25, 0.5]
+    assert follow.read_heldout_rewards(tmp_path) == [0.25, 0.5]
