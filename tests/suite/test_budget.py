@@ -40,6 +40,7 @@ def python(*options):
 def run_rank():
     from support.suite.ledger.sitecustomize import note
     note("rank")
+    note("rank")
 
 def test_child():
     python("-c", "import vllm, torch")

@@ -130,32 +130,6 @@ def test_a_worked_example():
     assert ["".join(case) for case in table.cover(table.triples, start=[("y", "y", "x")])][:2] == ["yyx", "xxx"]
 
 
-def test_every_case_has_a_run_and_a_name():
-    """Three sizes and two layouts are six pairs, so six is the least; triples of three factors are the product."""
-    table = Matrix(EXAMPLE)
-    runs = runs_of(table)
-    assert [len(runs[run]) for run in ("", "large", "product")] == [6, 6, 0]
-    assert [param.values for param in table.make_params()] == list(product(*EXAMPLE.values()))
-    assert [param.id for param in table.make_params()][:2] == ["one-bshd-none", "one-bshd-full"]
-
-
-def test_what_cannot_be_is_neither_taken_nor_wanted():
-    """Without CP2 in bshd the pair is gone, and so is every triple that holds it; what is left is still whole."""
-    table = Matrix(EXAMPLE, allowed=lambda case: (case["size"], case["layout"]) != ("CP2", "bshd"))
-    taken = [dict(zip(EXAMPLE, case)) for case in table.cover(table.pairs)]
-    assert not any(case["size"] == "CP2" and case["layout"] == "bshd" for case in taken)
-    assert len(met(whole(table), EXAMPLE, 2)) == 6 + 6 + 4 - 1
-    assert met(taken, EXAMPLE, 2) == met(whole(table), EXAMPLE, 2)
-
-
-def test_a_combination_that_no_allowed_case_has_is_not_wanted():
-    """x=1 goes with y=1 alone and y=1 with z=1 alone, so x=1 never meets z=0, which nothing says in so many words."""
-    allowed = lambda case: case["x"] <= case["y"] <= case["z"]  # noqa: E731
-    table = Matrix({"x": (0, 1), "y": (0, 1), "z": (0, 1)}, allowed)
-    assert table.cover(table.pairs) and table.cases == [(0, 0, 0), (0, 0, 1), (0, 1, 1), (1, 1, 1)]
-    assert (("x", 1), ("z", 0)) not in met(whole(table), table.factors, 2)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_random_tables_are_covered(seed):
     """Tables of two to five factors, some of whose cases cannot be; triples go on from the pairs."""

@@ -58,6 +58,7 @@ class Budget:
         self.starts: dict[str, Counter] = defaultdict(Counter)  # test -> kind -> processes
         self._seconds: dict[psutil.Process, float] = {}
         self._unnamed: dict[str, Counter] = defaultdict(Counter)  # worker -> kind -> processes
+        self._lines: set[str] = set()
         descriptor, self._path = tempfile.mkstemp(prefix="suite-ledger-")
         self._ledger = open(descriptor)
         folders = filter(None, (str(Path(__file__).parent / "ledger"), os.environ.get("PYTHONPATH")))
@@ -98,7 +99,9 @@ class Budget:
         os.unlink(self._path)
 
     def _name_starts(self, test: str, worker: str) -> None:
-        for kind, of in map(str.split, self._ledger):
+        new = set(self._ledger) - self._lines
+        self._lines |= new
+        for kind, of, _ in map(str.split, new):
             self._unnamed[of][kind] += 1
         self.starts[test] += self._unnamed.pop(worker, Counter())
 

@@ -13,12 +13,16 @@ KINDS = {"vllm": "vllm", "megatron.core": "rank", "torch": "torch"}
 
 
 def note(kind: str) -> None:
-    """Write that this process is of a kind: a rank that is forked imports nothing and so says it by itself."""
+    """Write that this process is of a kind. A rank that is forked imports nothing, and calls this by itself.
+
+    Twice is as good as once.
+    """
     try:
         ledger = os.open(os.environ[LEDGER], os.O_WRONLY | os.O_APPEND)
     except (KeyError, OSError):  # no run of the tests, or one that is over
         return
-    os.write(ledger, f"{kind} {os.environ.get('PYTEST_XDIST_WORKER', 'master')}\n".encode())  # in one piece
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "master")
+    os.write(ledger, f"{kind} {worker} {os.getpid()}\n".encode())  # in one piece
     os.close(ledger)
 
 
