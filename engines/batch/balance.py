@@ -1,5 +1,6 @@
 """The costs of sequences, and work dealt out evenly."""
 
+from collections.abc import Sequence
 from heapq import heappop, heapreplace
 
 import numpy as np
@@ -42,3 +43,17 @@ def balance_costs(costs: np.ndarray, parts: int, counts_matter: bool = True) -> 
     owner = np.empty(len(costs), dtype=np.int64)
     owner[order] = parts_in_order  # from the order of costs back to that of the argument
     return owner
+
+
+def split_by_budget(costs: Sequence[int], budget: int) -> list[slice]:
+    """Split items by their costs into runs of neighbours within the budget; an item above it makes a run alone.
+
+    ``split_by_budget([3, 3, 9, 1], 6)`` is ``[slice(0, 2), slice(2, 3), slice(3, 4)]``.
+    """
+    bounds, spent = [0], 0  # starts of the runs, and the cost of the last one so far
+    for number, cost in enumerate(costs):
+        if spent + cost > budget and number > bounds[-1]:
+            bounds.append(number)
+            spent = 0
+        spent += cost
+    return [slice(start, stop) for start, stop in zip(bounds, [*bounds[1:], len(costs)])]

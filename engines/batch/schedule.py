@@ -207,3 +207,13 @@ def _cut_rows(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count
         parts.sort(key=len)
         parts += np.array_split(parts.pop(), 2)
     return [np.sort(part) for part in parts] + [rows[:0]] * (count - len(parts))
+
+
+def number_image_sets(batch: TrainBatch) -> list[int] | None:
+    """Number the sets of images, ``[B]``: sequences with the same images have the same number, each without images one
+    of its own. None where no sequence has an image."""
+    if not batch.images or not any(batch.images):
+        return None
+    numbers: dict = {}
+    keys = (tuple(image.digest for image in shown) or row for row, shown in enumerate(batch.images))
+    return [numbers.setdefault(key, len(numbers)) for key in keys]

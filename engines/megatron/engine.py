@@ -31,7 +31,6 @@ from engines.megatron.logprobs import score_tokens
 from engines.megatron.model import FrozenModel, build_model, build_transformer_config
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
-from engines.megatron.vision.embedding import Vision
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
 from hardware.collectives import refuse_shared_devices
@@ -125,6 +124,8 @@ class MegatronEngine:
             parameter.requires_grad_(trainable and model.find_parameter_part(name) not in config.freeze)
         self.vision = None
         if model.vision and module.pre_process:
+            from engines.megatron.vision.embedding import Vision
+
             self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
         # fp32 gradients, because a bf16 sum over micro-batches loses the small ones.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)

@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engines.models.vision_spec import Tower
 from engines.models.weight import Head, Weight
 from hardware.attention.rules import Rule
 from hardware.megatron.form import LayerForm
+
+if TYPE_CHECKING:  # families of text alone load nothing of images
+    from engines.models.vision_spec import Tower
 
 
 @dataclass(frozen=True)

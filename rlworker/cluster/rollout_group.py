@@ -16,7 +16,6 @@ from engines.batch.balance import balance_costs
 from engines.batch.samples import Completions, Prompt, make_seed
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from engines.vllm.tools import check_tool_parser
 from rlworker.cluster.placement import Seat, choose_seat, list_engine_seats
 from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
@@ -139,6 +138,8 @@ class Rollouts:
         Raises:
             ValueError: vLLM has no such parser.
         """
+        from engines.vllm.tools import check_tool_parser
+
         check_tool_parser(parser)
         return self._ask(RolloutWorker.parse_tools, {0: (texts, parser, tools)})[0]
 

@@ -10,9 +10,8 @@ import ray
 from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
-from engines.batch.schedule import Schedule, plan_schedule
+from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import Outputs
-from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn
 from hardware.platform import Platform
 from hardware.platforms import get_platform

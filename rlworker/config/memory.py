@@ -1,9 +1,12 @@
 """Memory that a run takes: of each process on its device, and of all of them on one machine."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -14,10 +17,12 @@ from engines.models.spec import ModelSpec
 from hardware.attention.rules import compute_slot_unit
 from hardware.platforms import get_platform
 from rlworker.config.run import RunConfig
-from rlworker.config.sft import SftConfig
 from rlworker.config.sizes import count_batch_bytes
 
-Config = RunConfig | SftConfig
+if TYPE_CHECKING:
+    from rlworker.config.sft import SftConfig
+
+    Config = RunConfig | SftConfig
 
 GB = 2**30
 _PROCESS = {"trainer": 0.5 * GB, "rollout": 1.7 * GB, "scorer": 0.2 * GB, "driver": 0.6 * GB, "ray": 0.6 * GB}

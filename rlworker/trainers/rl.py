@@ -21,7 +21,6 @@ from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
 from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
-from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, check_scorer, is_play
@@ -37,7 +36,6 @@ from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, describe_limits
 from rlworker.trainers.canary import Canary
-from rlworker.trainers.rejected_step import reject_step
 from rlworker.trainers.run import Run
 from rlworker.trainers.run_processes import list_groups, running_stream, start_scorer
 from rlworker.trainers.shared_devices import SharedDevices
@@ -88,7 +86,7 @@ class Trainer(Run[RunConfig]):
         actor = self.models["actor"]
         self.tokenizer = load_tokenizer(actor.folder)
         self.stop_token_ids = list_stop_tokens(actor.folder, self.tokenizer, actor.vocab)
-        image_reader = build_image_reader(actor, config.run_dir, config.image_memory_mb)
+        image_reader = self.build_image_reader(actor, config.image_memory_mb)
         self.codec = Codec(self.tokenizer, self.stop_token_ids, image_reader, config.data, actor.vocab)
         read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
         train = read(config.data.train)
@@ -290,6 +288,8 @@ class Trainer(Run[RunConfig]):
         batch = replace(batch, weights=weights)
         metrics, outputs = group.train_step(batch, loss, denominator)
         if math.isnan(metrics["grad_norm"]):
+            from rlworker.trainers.rejected_step import reject_step
+
             reject_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
         return metrics, outputs
 

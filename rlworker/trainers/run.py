@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ray.actor import ActorHandle
 
+from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import list_override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from rlworker.cluster.node_checks import check_nodes
-from rlworker.cluster.placement import Demand, check_room
+from rlworker.cluster.placement import Demand, check_room, list_nodes
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.traces import tracing
@@ -35,6 +35,9 @@ from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
 from rlworker.trainers.outages import ADVICE, Outages
 from rlworker.trainers.stop import Stop
+
+if TYPE_CHECKING:
+    from rlworker.data.images import ImageReader
 
 Config = TypeVar("Config", bound=TrainingConfig)
 Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool, PlayPool)
@@ -129,6 +132,14 @@ class Run(Generic[Config]):
 
     # -- what they share
 
+    def build_image_reader(self, model: ModelSpec, limit_mb: int) -> "ImageReader | None":
+        """Build the reader of the rows' images, with a limit of MB a row; None for a model of text alone."""
+        if not model.vision:
+            return None
+        from rlworker.data.images import build_image_reader
+
+        return build_image_reader(model, self.config.run_dir, limit_mb)
+
     def __enter__(self) -> Self:
         with self.running as running:
             self.start()
@@ -152,7 +163,10 @@ class Run(Generic[Config]):
         self.running.enter_context(limiting_stalls(config.recovery.stall_timeout_s))
         self.running.enter_context(running_ray(config.num_workers, config.platform, count_batch_bytes(config)))
         check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
-        check_nodes(*self.folder.inputs.list_folders(), self.folder.path)
+        if len(list_nodes()) > 1:
+            from rlworker.cluster.node_checks import check_nodes
+
+            check_nodes(*self.folder.inputs.list_folders(), self.folder.path)
         self.start_engines(clock)
         self.begin()
         self.start_seconds = clock.seconds
