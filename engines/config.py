@@ -111,7 +111,7 @@ class OptimizerConfig:
     """Added to the root of the mean of squared gradients."""
     clip_grad: Annotated[float, Ge(0), FINITE] = 1.0
     """Largest global gradient norm; 0 does not clip."""
-    host_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
+    optimizer_offload_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of the optimizer's masters and moments that the host's memory holds and its processor steps."""
 
     def __post_init__(self):

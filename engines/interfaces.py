@@ -20,7 +20,7 @@ whole optimizer step, so a loss does not depend on how the batch was cut. Metric
 data-parallel ranks; a name that ends in ``_max`` is a maximum.
 """
 
-Holding = Literal["weights", "gradients", "optimizer"]
+OffloadPart = Literal["weights", "gradients", "optimizer"]
 """What a training engine holds on its device: the optimizer's are fp32 masters, where weights are bf16, and moments."""
 Tag = Literal["weights", "kv_cache"]
 """What a rollout engine holds on its devices, by vLLM's names."""
@@ -80,12 +80,12 @@ class TrainEngine(Protocol):
         """Restore what ``save`` wrote."""
         ...
 
-    def offload(self, holdings: Sequence[Holding]) -> None:
-        """Move holdings to the host's memory. Whatever needs one raises RuntimeError until it is back."""
+    def offload(self, parts: Sequence[OffloadPart]) -> None:
+        """Move parts to the host's memory. Whatever needs one raises RuntimeError until it is back."""
         ...
 
-    def onload(self, holdings: Sequence[Holding]) -> None:
-        """Bring holdings back onto the device."""
+    def onload(self, parts: Sequence[OffloadPart]) -> None:
+        """Bring parts back onto the device."""
         ...
 
 

@@ -15,15 +15,15 @@ def estimate_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
     return 12 * hidden * lengths + lengths**2
 
 
-def balance_costs(costs: np.ndarray, parts: int, counts_matter: bool = True) -> np.ndarray:
+def balance_costs(costs: np.ndarray, parts: int, equal_counts: bool = True) -> np.ndarray:
     """Deal out costs ``[B]``, whole numbers, over parts: ``[B]``, the part of each. The dearest goes first, each to the
     part with the smallest load so far (Graham 1969, longest processing time first).
 
     Args:
-        counts_matter: all parts hold equally many, to one.
+        equal_counts: all parts hold equally many, to one.
     """
     # Parts take `capacity` each, and the first `extra` of them to fill up take one more.
-    capacity, extra = divmod(len(costs), parts) if counts_matter else (len(costs), 0)
+    capacity, extra = divmod(len(costs), parts) if equal_counts else (len(costs), 0)
     order = np.argsort(-costs, kind="stable")
     # The heap holds `load << bits | part` of every part that is not full: its root is the smallest load, of equal ones
     # the first part. One number is compared faster than a pair.

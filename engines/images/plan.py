@@ -44,7 +44,7 @@ class VisionPlan:
         uses = [image for shown in micro.images or () for image in shown]
         unique = list({image.digest: image for image in uses}.values())
         owner = balance_costs(
-            np.asarray([image.patches for image in unique], dtype=np.int64), ranks, counts_matter=False
+            np.asarray([image.patches for image in unique], dtype=np.int64), ranks, equal_counts=False
         )
         parts = [tuple(image for image, choice in zip(unique, owner) if choice == rank) for rank in range(ranks)]
         # A gather wants as many rows of each rank: rank r has rows r * height and on, and pads past its own images.

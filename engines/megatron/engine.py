@@ -23,12 +23,12 @@ from torch.profiler import record_function
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, Shard, ValueOutputs, change_columns, drop_top, join_outputs, list_columns
 from engines.config import MegatronConfig
-from engines.interfaces import Holding, LossFn, StepResult
+from engines.interfaces import LossFn, OffloadPart, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
-from engines.megatron.host import DeviceHoldings, HostedWeights
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
 from engines.megatron.model import FrozenModel, build_model, build_transformer_config
+from engines.megatron.offload import OffloadedWeights, OffloadManager
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
 from engines.megatron.weights import export_weights, load_weights
@@ -92,7 +92,7 @@ class MegatronEngine:
         model: what to build, its weights read from ``model.folder``; its head decides what kind the outputs are of.
         temperature: divides the logits before logprobs and entropy, as the sampler does.
         trainable: False builds neither gradients nor an optimizer (a reference model).
-        on_host: weights that do not learn are on the device during a forward alone.
+        cpu_offload: weights that do not learn are on the device during a forward alone.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MegatronEngine:
         *,
         temperature: float = 1.0,
         trainable: bool = True,
-        on_host: bool = False,
+        cpu_offload: bool = False,
     ):
         self.model, self.config, self.platform, self.device = model, config, platform, device
         self.temperature, self.banned = temperature, model.banned_tokens
@@ -134,8 +134,8 @@ class MegatronEngine:
         # By the types of an engine that learns: only there is any of them asked for what a model itself has not.
         self.module = cast(DistributedDataParallel, wrapped)
         self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
-        self.weights_on_device = HostedWeights(module, device) if on_host else contextlib.nullcontext()
-        self.holdings = DeviceHoldings(wrapped, learner[0], device, visits=on_host)
+        self.weights_on_device = OffloadedWeights(module, device) if cpu_offload else contextlib.nullcontext()
+        self.offload_manager = OffloadManager(wrapped, learner[0], device, visits=cpu_offload)
 
     # -- forward and backward
 
@@ -147,7 +147,7 @@ class MegatronEngine:
             parts.append(outputs)
             return torch.zeros(()), torch.tensor(0), {}
 
-        self.holdings.require("forward", "weights")
+        self.offload_manager.require("forward", "weights")
         self._check_schedule(shard)
         self.module.eval()
         own = self.temperature, self.banned
@@ -180,7 +180,7 @@ class MegatronEngine:
 
     def backward(self, shard: Shard, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
         """Add gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
-        self.holdings.require("backward", "weights", "gradients", "optimizer")
+        self.offload_manager.require("backward", "weights", "gradients", "optimizer")
         self._check_schedule(shard)
         step_tokens = self._sum_over_replicas(shard.num_tokens)
         parts: list[Outputs] = []
@@ -309,7 +309,7 @@ class MegatronEngine:
 
         Only the first replica works: the others hold the same weights and yield nothing.
         """
-        self.holdings.require("export_weights", "weights")
+        self.offload_manager.require("export_weights", "weights")
         if self.dp_rank or mpu.get_context_parallel_rank():
             return
         for name, tensor in export_weights(self.decoder, self.model):
@@ -318,7 +318,7 @@ class MegatronEngine:
 
     def save(self, folder: str) -> list[str]:
         """Save a checkpoint into an empty folder; returns the names of the files that this rank wrote."""
-        self.holdings.require("save", "weights", "optimizer")
+        self.offload_manager.require("save", "weights", "optimizer")
         return save_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
     def load(self, folder: str) -> None:
@@ -327,16 +327,16 @@ class MegatronEngine:
         Raises:
             ValueError: the folder holds none.
         """
-        self.holdings.require("load", "weights", "optimizer")
+        self.offload_manager.require("load", "weights", "optimizer")
         load_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
-    def offload(self, holdings: Sequence[Holding]) -> None:
-        """Move holdings to the host's memory. Not collective."""
-        self.holdings.offload(holdings)
+    def offload(self, parts: Sequence[OffloadPart]) -> None:
+        """Move parts to the host's memory. Not collective."""
+        self.offload_manager.offload(parts)
 
-    def onload(self, holdings: Sequence[Holding]) -> None:
-        """Bring holdings back onto the device. Not collective."""
-        self.holdings.onload(holdings)
+    def onload(self, parts: Sequence[OffloadPart]) -> None:
+        """Bring parts back onto the device. Not collective."""
+        self.offload_manager.onload(parts)
 
 
 def _reduce(metrics: list[dict]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from engines.models.hub import find_here
 from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
-from hardware.megatron.form import PLAIN, LayerForm
+from hardware.megatron.form import PLAIN, LayerOptions
 
 if TYPE_CHECKING:  # models of text alone load nothing of images
     from engines.models.vision_spec import VisionSpec
@@ -42,7 +42,7 @@ class ModelSpec(DecoderSizes):
     max_positions: int
     head: Head = "language"
     vision: "VisionSpec | None" = None
-    form: LayerForm = PLAIN
+    form: LayerOptions = PLAIN
 
     @classmethod
     def from_folder(cls, folder: str | Path, head: Head = "language") -> "ModelSpec":

@@ -27,8 +27,8 @@ from rlworker import (
 from rlworker.cluster.ray import running_ray
 from rlworker.errors import RunError
 from rlworker.tracking.log import read_metrics
-from rlworker.tracking.report import tell_report
-from rlworker.trainers.stop import Stop, ending_well
+from rlworker.tracking.report import format_report
+from rlworker.trainers.stop import Stop, graceful_stop
 
 _WARM_UP = dict(lr=2e-3, min_lr=2e-4, lr_warmup_steps=50, lr_scheduler="linear", lr_decay_steps=900, weight_decay=0.0)
 TWINS = Toy(twins.make_data, twins.make_model, demo_cpu.warm_up_on_answers(_WARM_UP, rows=64))
@@ -88,7 +88,7 @@ def run_one(config: demo_cpu.DemoConfig, stop: Stop) -> dict:
             if must_end_well:
                 raise
             stopped = str(error)
-    print(tell_report(Path(config.run_dir)))
+    print(format_report(Path(config.run_dir)))
     return summarise(config) | ({"stopped": stopped} if stopped else {})
 
 
@@ -109,7 +109,7 @@ def main(config: demo_cpu.DemoConfig, stop: Stop) -> None:
 
 if __name__ == "__main__":
     settings = parse_config(DEFAULT, __doc__)
-    with ending_well() as stop_request:
+    with graceful_stop() as stop_request:
         try:
             if "vllm_cpu" not in get_platform(settings.platform).rollout_backends:
                 raise ValueError(

@@ -20,7 +20,7 @@ _RENAMED = {
     "save_minutes": "checkpoint.save_minutes",
     "keep_checkpoints": "checkpoint.keep_newest",
     "keep_best": "checkpoint.keep_best",
-    "separate": "placement.separate",
+    "separate": "placement.dedicated_devices",
     "logprob_diff_mean": "limits.logprob_diff_mean",
     "logprob_diff_max": "limits.logprob_diff_max",
     "ignore_logprob_diff": "limits.ignore_logprob_diff",

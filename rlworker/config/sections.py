@@ -169,13 +169,13 @@ class CheckpointConfig:
 class PlacementConfig:
     """Settings of which processes hold which model."""
 
-    separate: tuple[Literal["critic", "reference"], ...] = ()
+    dedicated_devices: tuple[Literal["critic", "reference"], ...] = ()
     """Models that get processes of their own; the others share the actor's."""
-    on_host: tuple[Literal["reference"], ...] = ()
+    cpu_offload: tuple[Literal["reference"], ...] = ()
     """Models whose weights wait in the host's memory while they do not compute."""
     colocate: bool = False
     """Rollout engines take turns with the actor's ranks on the same devices, engines asleep and trainers in the host's
-    memory while it is the others' turn; models in separate keep devices of their own."""
+    memory while it is the others' turn; models in dedicated_devices keep their own."""
 
     def __post_init__(self):
         check_types("placement", self)

@@ -54,7 +54,7 @@ _CURVES = (
 """Title, metric -> label, scale of each plot."""
 
 
-def tell_report(folder: Path) -> str:
+def format_report(folder: Path) -> str:
     """Draw the report and say where it is, or what to install to have one: a run does not fail without plotly."""
     return _find_missing_package(folder) or f"report: {write_report(folder)}"
 

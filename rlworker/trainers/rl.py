@@ -31,7 +31,7 @@ from rlworker.rollouts.sampler import Sampler
 from rlworker.rollouts.to_batch import compare_logprobs
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
-from rlworker.tracking.terminal import LOGGER, tell_start
+from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, describe_limits
@@ -96,7 +96,7 @@ class Trainer(Run[RunConfig]):
         self.folder.inputs.hold(config.data, self.models, every)
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
-        tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
+        log_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
         critic, algorithm = config.critic, config.algorithm
         self.advantage = configure_advantage(critic, advantage)
         check_group_size(self.advantage, config.samples_per_prompt)
@@ -120,7 +120,7 @@ class Trainer(Run[RunConfig]):
         sizes = config.platform, config.rollout.engines, config.rollout.tp
         if config.placement.colocate:
             trainers = [self.start_processes(StartingGroup(*group)) for group in list_groups(config, self.models)]
-            rollouts = self.start_processes(Rollouts(*sizes, trainers[0].list_seats))
+            rollouts = self.start_processes(Rollouts(*sizes, trainers[0].list_device_slots))
         else:
             rollouts = self.start_processes(self.starting_rollouts or Rollouts(*sizes))
             rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
@@ -130,7 +130,7 @@ class Trainer(Run[RunConfig]):
             if config.placement.colocate:
                 self.devices.begin(rollouts)
                 rollouts.start(self.models["actor"], config.rollout)
-        tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
+        log_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
         # While vLLM alone is still starting.
         scorer = start_scorer(self.start_processes, config, self.reward, self.codec, rollouts, self.folder.path)
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
@@ -138,7 +138,7 @@ class Trainer(Run[RunConfig]):
         if config.recovery.restarts:
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
             scorer.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
-        tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
+        log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, scorer, self._phase, self._warn)
         stream = self.running.enter_context(running_stream(config, self.rollouts, scorer, self.tokenizer))
         self.sampler = Sampler(config, *parts, stream)
@@ -149,7 +149,9 @@ class Trainer(Run[RunConfig]):
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor = groups["actor"]
         self.reference, self.critic = groups.get("reference"), groups.get("critic")
-        self.devices.groups = {name: groups[name] for name in groups if name not in self.config.placement.separate}
+        self.devices.groups = {
+            name: groups[name] for name in groups if name not in self.config.placement.dedicated_devices
+        }
 
     def begin(self) -> None:
         super().begin()

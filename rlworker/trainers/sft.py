@@ -20,7 +20,7 @@ from rlworker.data.examples import read_examples, to_batch
 from rlworker.data.rows import load_tokenizer, pick_rows
 from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
-from rlworker.tracking.terminal import tell_start
+from rlworker.tracking.terminal import log_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers.run import Run
 from rlworker.trainers.stop import Stop
@@ -60,7 +60,7 @@ class SftTrainer(Run[SftConfig]):
         self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
         self.folder.inputs.hold(config.data, {"actor": self.model}, [*self.train, *self.heldout])
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
-        tell_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
+        log_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
 
     def start_engines(self, clock: StepClock) -> None:
         """Start the one engine."""
@@ -69,7 +69,7 @@ class SftTrainer(Run[SftConfig]):
         self.start_processes(StartingGroup("actor", config.platform, roles, config.seed))
         with self._phase(clock, "start_trainers"):
             self.wait_for_trainers()
-        tell_start(f"trainer ranks are up: {len(self.group.workers)}")
+        log_start(f"trainer ranks are up: {len(self.group.workers)}")
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.group = groups["actor"]

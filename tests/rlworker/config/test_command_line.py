@@ -9,7 +9,7 @@ from annotated_types import Ge
 from support.program import run_program, run_recipe
 
 from engines.config import MegatronConfig, OptimizerConfig
-from rlworker.cli import main
+from rlworker.__main__ import main
 from rlworker.config.command_line import parse_config
 from rlworker.config.keys import flatten_config, map_renamed_keys
 from rlworker.config.run import RunConfig
@@ -151,7 +151,7 @@ def test_the_commands_of_rlworker_have_the_same_help():
         (["--no-keep-best"], "there is no option --no-keep-best, take --checkpoint.no-keep-best"),
         (
             ["--separate", "critic", "--steps", "2", "--keep-checkpoints", "1"],
-            "no option --separate, take --placement.separate; there is no option --keep-checkpoints, take --check",
+            "no option --separate, take --placement.dedicated-devices; there is no option --keep-checkpoints, take --c",
         ),
     ],
 )

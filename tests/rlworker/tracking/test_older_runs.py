@@ -96,7 +96,9 @@ OTHERS = {"lr_scheduler": "cosine", "lr_warmup_steps": 41}
 def test_another_setting_is_named_by_its_key(older):
     folder, config = older
     for key, value in vars(OPTIMIZER).items():
-        other = OTHERS.get(key, 1.0 if key == "host_fraction" else value / 2 if isinstance(value, float) else 91)
+        other = OTHERS.get(
+            key, 1.0 if key == "optimizer_offload_fraction" else value / 2 if isinstance(value, float) else 91
+        )
         actor = replace(config.actor, pad_to_multiple_of=16, optimizer=replace(OPTIMIZER, **{key: other}))
         said = folder.begin(replace(config, actor=actor))[1]
         assert said.endswith(f"; with other settings: actor.optimizer.{key} {value} -> {other}"), said
