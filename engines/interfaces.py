@@ -20,7 +20,7 @@ whole optimizer step, so a loss does not depend on how the batch was cut. Metric
 data-parallel ranks; a name that ends in ``_max`` is a maximum.
 """
 
-Holding = Literal["weights", "gradients", "optimizer"]
+OffloadPart = Literal["weights", "gradients", "optimizer"]
 """Parts that a training engine holds on its device; ``optimizer`` is moments, and fp32 masters of bf16 weights."""
 Tag = Literal["weights", "kv_cache"]
 """Parts that a rollout engine holds on its devices, by vLLM's names."""
@@ -80,12 +80,12 @@ class TrainEngine(Protocol):
         """Load a checkpoint that ``save`` wrote."""
         ...
 
-    def offload(self, holdings: Sequence[Holding]) -> None:
+    def offload(self, parts: Sequence[OffloadPart]) -> None:
         """Move parts to the host's memory. Calls that need an offloaded part raise RuntimeError."""
         ...
 
-    def onload(self, holdings: Sequence[Holding]) -> None:
-        """Bring holdings back onto the device."""
+    def onload(self, parts: Sequence[OffloadPart]) -> None:
+        """Bring parts back onto the device."""
         ...
 
 

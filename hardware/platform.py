@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hardware.megatron.form import PLAIN, LayerForm
+from hardware.megatron.form import PLAIN, LayerOptions
 
 if TYPE_CHECKING:  # settings are checked against a platform before anything takes the time to import torch
     import torch
@@ -150,7 +150,7 @@ class Platform(Protocol):
     def get_device_key(self) -> str | None:
         """Return an identifier of this process's device, unique among all devices; None where ranks may share one."""
 
-    def build_layer_spec(self, config, form: LayerForm = PLAIN) -> Any:
+    def build_layer_spec(self, config, form: LayerOptions = PLAIN) -> Any:
         """Build Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
         ...
 

@@ -1,6 +1,94 @@
-"""The ``rlworker`` command, as ``python -m rlworker``."""
+"""The ``rlworker`` command, also as ``python -m rlworker``."""
 
-from rlworker.cli import main
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import tyro
+from tyro.conf import Positional
+
+from engines.models.hub import find_model
+from rlworker.checks.config import CheckConfig
+from rlworker.config.command_line import parse_config
+from rlworker.errors import RunError
+
+
+def report(run: Positional[Path]) -> None:
+    """Draw a run folder into its report.html.
+
+    Args:
+        run: Folder of the run.
+    """
+    from rlworker.tracking.report import write_report
+
+    print(write_report(run))
+
+
+def check(config: CheckConfig) -> None:
+    """Prove masks, layouts, logprobs and weight sync on this machine; exit status 1 where one of them fails.
+
+    Args:
+        config: What is checked.
+    """
+    from rlworker.checks.check import run_check
+    from rlworker.checks.device.report import format_table
+    from rlworker.checks.self_test import run_self_test
+    from rlworker.checks.tiny_models import make_tiny_model
+
+    with TemporaryDirectory(prefix="rlworker-check-") as folder:
+        start = time.monotonic()
+        tell = lambda line: print(f"{time.monotonic() - start:6.0f} s  {line}", file=sys.stderr, flush=True)  # noqa: E731
+        if config.self_test:
+            findings = run_self_test(replace(config, self_test=False), folder, tell)
+        else:
+            model = find_model(config.model) or make_tiny_model(folder, config.tiny)
+            findings = run_check(replace(config, model=model, tiny="qwen2"), tell)
+    if config.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        print(format_table(findings))
+    sys.exit(any(finding.outcome == "FAILED" for finding in findings))
+
+
+def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
+    """Say what a recipe will take (batches, padding, memory of each process) before anything is taken.
+
+    Exit status 1 where it does not fit.
+
+    Args:
+        arguments: RECIPE [--memory-gb N] [its settings], such as recipes.grpo --model FOLDER --actor.ranks 2. RECIPE
+            is a module's name, or a file's path such as ./own.py.
+    """
+    from rlworker.checks.plan import plan_recipe
+
+    parser = argparse.ArgumentParser("rlworker plan", add_help=False)
+    parser.add_argument("recipe")
+    parser.add_argument("--memory-gb", type=float, default=0.0)
+    options, settings = parser.parse_known_args(arguments)
+    text, fits = plan_recipe(options.recipe, settings, options.memory_gb)
+    print(text)
+    sys.exit(not fits)
+
+
+def main() -> None:
+    """Run the command line."""
+    commands = {"check": check, "plan": plan, "report": report}
+    command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
+    try:
+        if command == "plan" and not {"-h", "--help"} & set(arguments[:1]):
+            plan(tuple(arguments))  # its settings are those of the recipe that it names
+            return
+        if command == "check":
+            check(parse_config(CheckConfig(), (check.__doc__ or "").partition("\n")[0], arguments, "rlworker check"))
+            return
+        tyro.extras.subcommand_cli_from_dict(commands, prog="rlworker", description="RL post-training.")
+    except (ValueError, RunError) as error:
+        sys.exit(f"error: {error}")
+
 
 if __name__ == "__main__":
     main()

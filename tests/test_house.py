@@ -44,7 +44,7 @@ def test_imports_run_down(path):
 
 NAMES_OF_PLATFORMS = {
     # torch's kind of device, where no platform is asked.
-    ("engines/megatron/host.py", "cpu"),
+    ("engines/megatron/offload.py", "cpu"),
     ("engines/megatron/layout.py", "cpu"),
     # Seconds of a processor.
     ("scripts/bench/step.py", "cpu"),
@@ -116,15 +116,11 @@ def test_functions_are_verbs_and_docstrings_begin_with_a_sentence():
                 assert not FRAGMENT.match(text), f"{path}: {text.splitlines()[0]!r}: begin with a whole sentence"
 
 
-PYTHONS = {"__init__.py", "__main__.py"}
-"""Files that Python asks for by name: the one is the folder itself, the other calls what a file beside it has."""
-
-
 def entries(folder: Path) -> list[Path]:
     """Files and folders that someone looking for something has to look through."""
     files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     found = {folder / path.relative_to(folder).parts[0] for path in files}
-    return sorted(path for path in found if path.name not in PYTHONS and not path.name.startswith("."))
+    return sorted(path for path in found if path.name != "__init__.py" and not path.name.startswith("."))
 
 
 @pytest.mark.parametrize("top", [*FLOORS, "tests", "scripts"])

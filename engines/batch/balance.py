@@ -1,5 +1,6 @@
 """The costs of sequences, and work dealt out evenly."""
 
+from collections.abc import Sequence
 from heapq import heappop, heapreplace
 
 import numpy as np
@@ -14,15 +15,15 @@ def estimate_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
     return 12 * hidden * lengths + lengths**2
 
 
-def balance_costs(costs: np.ndarray, parts: int, counts_matter: bool = True) -> np.ndarray:
+def balance_costs(costs: np.ndarray, parts: int, equal_counts: bool = True) -> np.ndarray:
     """Deal out costs ``[B]``, whole numbers, over parts: ``[B]``, the part of each. The dearest goes first, each to the
     part with the smallest load so far (Graham 1969, longest processing time first).
 
     Args:
-        counts_matter: all parts hold equally many, to one.
+        equal_counts: all parts hold equally many, to one.
     """
     # Parts take `capacity` each, and the first `extra` of them to fill up take one more.
-    capacity, extra = divmod(len(costs), parts) if counts_matter else (len(costs), 0)
+    capacity, extra = divmod(len(costs), parts) if equal_counts else (len(costs), 0)
     order = np.argsort(-costs, kind="stable")
     # The heap holds `load << bits | part` of every part that is not full: its root is the smallest load, of equal ones
     # the first part. One number is compared faster than a pair.
@@ -42,3 +43,17 @@ def balance_costs(costs: np.ndarray, parts: int, counts_matter: bool = True) -> 
     owner = np.empty(len(costs), dtype=np.int64)
     owner[order] = parts_in_order  # from the order of costs back to that of the argument
     return owner
+
+
+def split_by_budget(costs: Sequence[int], budget: int) -> list[slice]:
+    """Split items by their costs into runs of neighbours within the budget; an item above it makes a run alone.
+
+    ``split_by_budget([3, 3, 9, 1], 6)`` is ``[slice(0, 2), slice(2, 3), slice(3, 4)]``.
+    """
+    bounds, spent = [0], 0  # starts of the runs, and the cost of the last one so far
+    for number, cost in enumerate(costs):
+        if spent + cost > budget and number > bounds[-1]:
+            bounds.append(number)
+            spent = 0
+        spent += cost
+    return [slice(start, stop) for start, stop in zip(bounds, [*bounds[1:], len(costs)])]

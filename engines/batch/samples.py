@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from engines.batch.places import find_tokens
-from engines.models.vision_spec import VisionSpec
+
+if TYPE_CHECKING:
+    from engines.models.vision_spec import VisionSpec
 
 _COPIES = 3
 """Of an image's patches at once: transformers 5 resizes, normalises and cuts, each into memory of its own."""

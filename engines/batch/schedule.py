@@ -16,7 +16,7 @@ from engines.batch.shard import Kind, Shard, change_columns, join_outputs
 from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit
 
-_SMALL = 8
+_MIN_MICRO_BATCHES = 8
 """Largest share of the work of a replica, or of its pipeline stage, at which sequences are kept together."""
 
 
@@ -85,7 +85,7 @@ def plan_schedule(
     config: MegatronConfig,
     hidden: int,
     replicas: int,
-    most_sequences: int | None = None,
+    max_sequences: int | None = None,
     together: Sequence[int] | None = None,
 ) -> Schedule:
     """Balance sequences over replicas by cost, and split each replica's sequences into micro-batches.
@@ -97,7 +97,7 @@ def plan_schedule(
 
     Args:
         lengths: tokens of each sequence. hidden: the model's hidden size, which weighs attention against the rest.
-        most_sequences: largest number of sequences that the platform's kernels take in a pack
+        max_sequences: largest number of sequences that the platform's kernels take in a pack
             (``Platform.max_pack_sequences``); None has no limit.
         together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, unless they
             are too large a share of the work: a prompt's images are then computed once. Replicas then have equal work
@@ -114,16 +114,16 @@ def plan_schedule(
     slots = -(-sizes // unit) * unit  # [B]: tokens and padding, as a layout gives them
     bundle, single = np.arange(len(sizes)), together is None  # [B]: each sequence is a bundle of its own, or shares one
     if not single:
-        largest = min(_find_budget(config), int(slots.sum()) // (_SMALL * replicas * config.pp))
-        bundle = _bundle(np.asarray(together), slots, largest, most_sequences)
+        largest = min(_find_budget(config), int(slots.sum()) // (_MIN_MICRO_BATCHES * replicas * config.pp))
+        bundle = _bundle(np.asarray(together), slots, largest, max_sequences)
     # Bundles are assigned as wholes: costs are summed to [bundles], and the replica of each goes back to [B'].
     _, number = np.unique(bundle[nonempty], return_inverse=True)
     costs = np.bincount(number, weights=estimate_costs(sizes[nonempty], hidden)).astype(np.int64)
-    shares = _split_rows(nonempty, balance_costs(costs, replicas, counts_matter=single)[number], replicas)
+    shares = _split_rows(nonempty, balance_costs(costs, replicas, equal_counts=single)[number], replicas)
     if config.layout == "bshd":
         cut, low = partial(_cut_rows, slots=slots, config=config), config.pp
     else:  # the rest of a pack of a fixed size is a sequence of its own
-        capacity = (most_sequences or len(sizes) + 1) - bool(config.slots)
+        capacity = (max_sequences or len(sizes) + 1) - bool(config.slots)
         cut = partial(_cut_packs, slots=slots, bundle=bundle, budget=_find_budget(config), capacity=capacity)
         low = max(config.pp, *(_bound_count(slots[rows], _find_budget(config), capacity) for rows in shares))
     # With a sequence in each micro-batch everything fits, so the longest share bounds the count from above.
@@ -167,12 +167,12 @@ def _find_budget(config: MegatronConfig) -> int:
     return min(config.micro_batch_tokens, config.slots or config.micro_batch_tokens)
 
 
-def _bundle(together: np.ndarray, slots: np.ndarray, largest: int, most_sequences: int | None) -> np.ndarray:
+def _bundle(together: np.ndarray, slots: np.ndarray, largest: int, max_sequences: int | None) -> np.ndarray:
     """Number the bundles that stay together, ``[B]``: sequences of a number with at most ``largest`` slots in all."""
     _, number = np.unique(together, return_inverse=True)  # [B], from 0 on
     sums, count = np.bincount(number, weights=slots), np.bincount(number)  # [numbers]: slots and sequences
     # Fewer than the kernels take, since the rest of a pack of a fixed size is one more; without a limit all fit.
-    fits = (sums <= largest) & (count < (most_sequences or len(slots) + 2))
+    fits = (sums <= largest) & (count < (max_sequences or len(slots) + 2))
     # The others become bundles of one, under numbers that are free.
     return np.where(fits[number], number, number.max() + 1 + np.arange(len(slots)))
 
@@ -186,7 +186,7 @@ def _cut_packs(
     """
     _, number = np.unique(bundle[rows], return_inverse=True)  # [n]: bundles of this replica, from 0 on
     sums = np.bincount(number, weights=slots[rows]).astype(np.int64)
-    owner = balance_costs(sums, count, counts_matter=False)[number]
+    owner = balance_costs(sums, count, equal_counts=False)[number]
     loads, sizes = np.bincount(owner, weights=slots[rows], minlength=count), np.bincount(owner, minlength=count)
     # A sequence that is longer than the budget is allowed alone, two that are too long together are not.
     if ((loads > budget) & (sizes > 1)).any() or sizes.max() > capacity:
@@ -210,3 +210,13 @@ def _cut_rows(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count
         parts.sort(key=len)
         parts += np.array_split(parts.pop(), 2)
     return [np.sort(part) for part in parts] + [rows[:0]] * (count - len(parts))
+
+
+def number_image_sets(batch: TrainBatch) -> list[int] | None:
+    """Number the sets of images, ``[B]``: sequences with the same images have the same number, each without images one
+    of its own. None where no sequence has an image."""
+    if not batch.images or not any(batch.images):
+        return None
+    numbers: dict = {}
+    keys = (tuple(image.digest for image in shown) or row for row, shown in enumerate(batch.images))
+    return [numbers.setdefault(key, len(numbers)) for key in keys]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,30 +12,6 @@ from torch import Tensor
 from engines.batch.balance import balance_costs
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
-
-
-def cut_waves(costs: Sequence[int], budget: int) -> list[slice]:
-    """Split items into runs of consecutive items whose summed cost is within the budget; a dearer item goes alone.
-
-    ``cut_waves([3, 3, 9, 1], 6)`` is ``[slice(0, 2), slice(2, 3), slice(3, 4)]``.
-    """
-    bounds, spent = [0], 0  # starts of the waves, and the cost of the last one so far
-    for number, cost in enumerate(costs):
-        if spent + cost > budget and number > bounds[-1]:
-            bounds.append(number)
-            spent = 0
-        spent += cost
-    return [slice(start, stop) for start, stop in zip(bounds, [*bounds[1:], len(costs)])]
-
-
-def number_image_sets(batch: TrainBatch) -> list[int] | None:
-    """Number the sets of images, ``[B]``: sequences with the same images have the same number, each without images one
-    of its own. None where no sequence has an image."""
-    if not batch.images or not any(batch.images):
-        return None
-    numbers: dict = {}
-    keys = (tuple(image.digest for image in shown) or row for row, shown in enumerate(batch.images))
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 @dataclass(frozen=True)
@@ -69,7 +44,7 @@ class VisionPlan:
         uses = [image for shown in micro.images or () for image in shown]
         unique = list({image.digest: image for image in uses}.values())
         owner = balance_costs(
-            np.asarray([image.patches for image in unique], dtype=np.int64), ranks, counts_matter=False
+            np.asarray([image.patches for image in unique], dtype=np.int64), ranks, equal_counts=False
         )
         parts = [tuple(image for image, choice in zip(unique, owner) if choice == rank) for rank in range(ranks)]
         # A gather wants as many rows of each rank: rank r has rows r * height and on, and pads past its own images.

@@ -23,15 +23,14 @@ from torch.profiler import record_function
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, Shard, ValueOutputs, change_columns, drop_top, join_outputs, list_columns
 from engines.config import MegatronConfig
-from engines.interfaces import Holding, LossFn, StepResult
+from engines.interfaces import LossFn, OffloadPart, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
-from engines.megatron.host import DeviceHoldings, HostedWeights
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
 from engines.megatron.model import FrozenModel, build_model, build_transformer_config
+from engines.megatron.offload import OffloadedWeights, OffloadManager
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
-from engines.megatron.vision.embedding import Vision
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
 from hardware.collectives import refuse_shared_devices
@@ -93,7 +92,7 @@ class MegatronEngine:
         model: spec of the model; weights are read from ``model.folder``. Its head decides the type of the outputs.
         temperature: divides the logits before logprobs and entropy, as the sampler does.
         trainable: False builds neither gradients nor an optimizer (a reference model).
-        on_host: offload frozen weights to the host; they are on the device only during a forward pass.
+        cpu_offload: offload frozen weights to the host; they are on the device only during a forward pass.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class MegatronEngine:
         *,
         temperature: float = 1.0,
         trainable: bool = True,
-        on_host: bool = False,
+        cpu_offload: bool = False,
     ):
         self.model, self.config, self.platform, self.device = model, config, platform, device
         self.temperature, self.banned = temperature, model.banned_tokens
@@ -125,6 +124,8 @@ class MegatronEngine:
             parameter.requires_grad_(trainable and model.find_parameter_part(name) not in config.freeze)
         self.vision = None
         if model.vision and module.pre_process:
+            from engines.megatron.vision.embedding import Vision
+
             self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
         # fp32 gradients, because a bf16 sum over micro-batches loses small terms.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -133,8 +134,8 @@ class MegatronEngine:
         # Typed as in an engine that learns; of other engines only attributes that a plain module has are read.
         self.module = cast(DistributedDataParallel, wrapped)
         self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
-        self.weights_on_device = HostedWeights(module, device) if on_host else contextlib.nullcontext()
-        self.holdings = DeviceHoldings(wrapped, learner[0], device, visits=on_host)
+        self.weights_on_device = OffloadedWeights(module, device) if cpu_offload else contextlib.nullcontext()
+        self.offload_manager = OffloadManager(wrapped, learner[0], device, visits=cpu_offload)
 
     # -- forward and backward
 
@@ -146,7 +147,7 @@ class MegatronEngine:
             parts.append(outputs)
             return torch.zeros(()), torch.tensor(0), {}
 
-        self.holdings.require("forward", "weights")
+        self.offload_manager.require("forward", "weights")
         self._check_schedule(shard)
         self.module.eval()
         own = self.temperature, self.banned
@@ -181,7 +182,7 @@ class MegatronEngine:
 
     def backward(self, shard: Shard, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
         """Add gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
-        self.holdings.require("backward", "weights", "gradients", "optimizer")
+        self.offload_manager.require("backward", "weights", "gradients", "optimizer")
         self._check_schedule(shard)
         step_tokens = self._sum_over_replicas(shard.num_tokens)
         parts: list[Outputs] = []
@@ -310,7 +311,7 @@ class MegatronEngine:
 
         Only the first replica works: the others hold the same weights and yield nothing.
         """
-        self.holdings.require("export_weights", "weights")
+        self.offload_manager.require("export_weights", "weights")
         if self.dp_rank or mpu.get_context_parallel_rank():
             return
         for name, tensor in export_weights(self.decoder, self.model):
@@ -319,7 +320,7 @@ class MegatronEngine:
 
     def save(self, folder: str) -> list[str]:
         """Save a checkpoint into an empty folder; returns the names of the files that this rank wrote."""
-        self.holdings.require("save", "weights", "optimizer")
+        self.offload_manager.require("save", "weights", "optimizer")
         return save_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
     def load(self, folder: str) -> None:
@@ -328,16 +329,16 @@ class MegatronEngine:
         Raises:
             ValueError: the folder holds none.
         """
-        self.holdings.require("load", "weights", "optimizer")
+        self.offload_manager.require("load", "weights", "optimizer")
         load_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
-    def offload(self, holdings: Sequence[Holding]) -> None:
-        """Move holdings to the host's memory. Not collective."""
-        self.holdings.offload(holdings)
+    def offload(self, parts: Sequence[OffloadPart]) -> None:
+        """Move parts to the host's memory. Not collective."""
+        self.offload_manager.offload(parts)
 
-    def onload(self, holdings: Sequence[Holding]) -> None:
-        """Bring holdings back onto the device. Not collective."""
-        self.holdings.onload(holdings)
+    def onload(self, parts: Sequence[OffloadPart]) -> None:
+        """Bring parts back onto the device. Not collective."""
+        self.offload_manager.onload(parts)
 
 
 def _reduce(metrics: list[dict]) -> dict[str, float]:

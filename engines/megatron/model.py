@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engines.config import MegatronConfig
-from engines.megatron.vision.embedding import add_tower
 from engines.models.spec import ModelSpec
 from hardware.megatron.marks import mark_sequence_parallel
 from hardware.platform import Platform
@@ -141,6 +140,8 @@ def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform)
     if model.head == "value" and module.post_process:
         module.output_layer = ValueHead(config)
     if model.vision and module.pre_process:
+        from engines.megatron.vision.embedding import add_tower
+
         add_tower(module, model.vision)
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -9,7 +9,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from engines.config import MegatronConfig
-from engines.megatron.host import HostedState
+from engines.megatron.offload import OffloadedOptimizer
 
 
 def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
@@ -40,9 +40,9 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(settings, [module], use_gloo_process_groups=False)
-    if config.optimizer.host_fraction:
+    if config.optimizer.optimizer_offload_fraction:
         for part in cast(list[DistributedOptimizer], cast(ChainedOptimizer, optimizer).chained_optimizers):
-            HostedState(part, config.optimizer.host_fraction)
+            OffloadedOptimizer(part, config.optimizer.optimizer_offload_fraction)
     # The n-th step takes the rate at n: the peak at the last of the warm-up (the first step without one) and min_lr at
     # the first after the decay, so that the last step of a run that decays to 0 still learns.
     warmup = max(config.optimizer.lr_warmup_steps, 1)

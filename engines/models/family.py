@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engines.models.vision_spec import Tower
 from engines.models.weight import Head, Weight
 from hardware.attention.rules import Rule
-from hardware.megatron.form import LayerForm
+from hardware.megatron.form import LayerOptions
+
+if TYPE_CHECKING:  # families of text alone load nothing of images
+    from engines.models.vision_spec import Tower
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Family:
     rules: Callable[[dict, Path], tuple[Rule, ...]]
     defaults: dict[str, Any] = field(default_factory=dict)
     ropes: Callable[[dict, Path], tuple[dict, ...]] | None = None
-    form: Callable[[dict, Path], LayerForm] | None = None
+    form: Callable[[dict, Path], LayerOptions] | None = None
     activation: tuple[str, str] = ("hidden_act", "silu")
     extract_language: Callable[[dict], dict] | None = None
     mixes_windows: bool = False

@@ -4,16 +4,19 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engines.models.families import find_family
 from engines.models.family import DecoderSizes, Family
 from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, read_rope, refuse_unsupported
 from engines.models.hub import find_here
-from engines.models.vision_spec import VisionSpec
 from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
-from hardware.megatron.form import PLAIN, LayerForm
+from hardware.megatron.form import PLAIN, LayerOptions
+
+if TYPE_CHECKING:  # models of text alone load nothing of images
+    from engines.models.vision_spec import VisionSpec
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class ModelSpec(DecoderSizes):
     rules: tuple[Rule, ...]
     max_positions: int
     head: Head = "language"
-    vision: VisionSpec | None = None
-    form: LayerForm = PLAIN
+    vision: "VisionSpec | None" = None
+    form: LayerOptions = PLAIN
 
     @classmethod
     def from_folder(cls, folder: str | Path, head: Head = "language") -> "ModelSpec":
@@ -105,7 +108,7 @@ class ModelSpec(DecoderSizes):
         """
         return replace(self, folder=find_here(self.folder))
 
-    def require_vision(self) -> VisionSpec:
+    def require_vision(self) -> "VisionSpec":
         """Return the vision tower of a model that must have one; ValueError for a language model."""
         if not self.vision:
             raise ValueError(f"model: {self.folder!r} has no vision tower and is given images; take one that has")

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
-from engines.batch.schedule import Schedule, plan_schedule
+from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import TokenOutputs, require_tokens
-from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn
 from engines.megatron import engine as engine_module
 from engines.megatron.engine import MegatronEngine

@@ -12,9 +12,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from engines.batch.balance import split_by_budget
 from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
 from engines.config import VllmConfig
-from engines.images.plan import cut_waves
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.completions import read_completion, read_scores
@@ -167,8 +167,8 @@ class VllmEngine:
         self.seed(seed)
         completions = []
         costs = [self.count_image_bytes(prompt) for prompt, _ in asked]
-        for wave in cut_waves(costs, self.config.image_memory_mb * 2**20):
-            prompts, params = zip(*asked[wave], strict=True)
+        for run in split_by_budget(costs, self.config.image_memory_mb * 2**20):
+            prompts, params = zip(*asked[run], strict=True)
             requests = [make_prompt(prompt, self.model) for prompt in prompts]
             outputs = self.llm.generate(requests, list(params), use_tqdm=False)
             for prompt, output in zip(prompts, outputs, strict=True):

@@ -6,9 +6,6 @@ import numpy as np
 from vllm.inputs import TokensPrompt
 
 from engines.batch.samples import Prompt
-from engines.images.decoding import decode
-from engines.images.frames import decode_video
-from engines.images.placeholders import collapse_images
 from engines.images.video import Video
 from engines.models.spec import ModelSpec
 
@@ -21,6 +18,9 @@ def make_prompt(prompt: Prompt, model: ModelSpec) -> TokensPrompt:
     """
     if not prompt.images:
         return TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+    from engines.images.decoding import decode
+    from engines.images.placeholders import collapse_images
+
     ids = collapse_images(prompt.token_ids, prompt.images, model)
     decoded: dict[str, list] = {}
     digests: dict[str, list] = {}
@@ -33,6 +33,8 @@ def make_prompt(prompt: Prompt, model: ModelSpec) -> TokensPrompt:
 
 def _decode_video(video: Video) -> tuple[np.ndarray, dict[str, Any]]:
     """Decode a video as vLLM takes it: its frames, and which of the whole video's they are."""
+    from engines.images.frames import decode_video
+
     metadata = {
         "fps": video.fps,
         "duration": video.total / video.fps,

@@ -122,9 +122,3 @@ def install() -> None:
     """Have vLLM models that this process builds from now on compute attention with the image rule."""
     selector._cached_get_attn_backend.cache_clear()  # it would answer with the one of an engine before
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{ImageRuleBackend.__name__}")
-
-
-def uninstall() -> None:
-    """Have vLLM models that this process builds from now on compute attention as vLLM does."""
-    selector._cached_get_attn_backend.cache_clear()
-    AttentionBackendEnum.CPU_ATTN.clear_override()

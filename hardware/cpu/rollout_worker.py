@@ -5,9 +5,10 @@ later build a model of another kind, so the plain worker undoes the patches of t
 from the other: vLLM mixes its extension into a worker's class and refuses a class that has it already.
 """
 
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from hardware.cpu import image_rule
 from hardware.cpu.exact_logprobs import ExactSampler
 
 
@@ -15,7 +16,8 @@ class PlainWorker(CPUWorker):
     """Computes attention as vLLM does."""
 
     def init_device(self) -> None:
-        image_rule.uninstall()
+        selector._cached_get_attn_backend.cache_clear()
+        AttentionBackendEnum.CPU_ATTN.clear_override()  # an engine before this one may have had the image rule
         super().init_device()
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
 
@@ -24,6 +26,8 @@ class ImageRuleWorker(CPUWorker):
     """Lets the tokens of an image see each other."""
 
     def init_device(self) -> None:
+        from hardware.cpu import image_rule  # models of text alone load nothing of it
+
         image_rule.install()
         super().init_device()
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)

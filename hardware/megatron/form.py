@@ -5,7 +5,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class LayerForm:
+class LayerOptions:
     """Options of a layer's arithmetic in which families differ.
 
     Attributes:
@@ -31,5 +31,5 @@ class LayerForm:
         return self.rotary_kinds[0] if len(self.rotary_kinds) == 1 else self.rotary_kinds[layer_number - 1]
 
 
-PLAIN = LayerForm()
+PLAIN = LayerOptions()
 """The form of Llama and Qwen."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 from hardware.collectives import gather_keys_values
-from hardware.megatron.form import PLAIN, LayerForm
+from hardware.megatron.form import PLAIN, LayerOptions
 from hardware.megatron.marks import mark_sequence_parallel
 
 
@@ -88,7 +88,7 @@ class CoreAttention(MegatronModule, ABC):
         cp_comm_type=None,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
-        form: LayerForm = PLAIN,
+        form: LayerOptions = PLAIN,
     ):
         super().__init__(config=config)
         self.layer_number = layer_number
@@ -139,7 +139,7 @@ class CoreAttention(MegatronModule, ABC):
 
 def build_layer_spec(
     config,
-    form: LayerForm,
+    form: LayerOptions,
     core_attention: type[CoreAttention],
     plain_norm: type[torch.nn.Module] = RMSNorm,
     mlp: type[MLP] = MLP,

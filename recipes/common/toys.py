@@ -17,11 +17,11 @@ from hardware.platforms import get_platform
 from rlworker import RunConfig, TrainBatch, Trainer, advantages, parse_config, rewards
 from rlworker.cluster.ray import running_ray
 from rlworker.tracking.log import read_metrics
-from rlworker.tracking.report import tell_report
+from rlworker.tracking.report import format_report
 from rlworker.tracking.run_folder import RunFolder
-from rlworker.tracking.terminal import tell_start
+from rlworker.tracking.terminal import log_start
 from rlworker.tracking.trackers import check_trackers
-from rlworker.trainers.stop import Stop, ending_well
+from rlworker.trainers.stop import Stop, graceful_stop
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ def train_toy(config: ToyConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     if config.shuffle_rewards:
         advantage = shuffle_advantage(advantage)
     with running_ray(config.num_workers, config.platform):  # once for both parts
-        tell_start("Ray is up")
+        log_start("Ray is up")
         if not warm_model.exists():
             toy.warm_up(config, str(warm_model))
-            tell_start("the model is warmed up")
+            log_start("the model is warmed up")
         warm_up_seconds = time.perf_counter() - start
         parts: dict[str, Any] = dict(advantage=advantage, folder=run, stop=stop)
         with Trainer(replace(config, model=str(warm_model)), toy.learn_from, **parts) as trainer:
@@ -151,7 +151,7 @@ def train_toy(config: ToyConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     summary = summarise(config, time.perf_counter() - start, warm_up_seconds) | further
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
-    print(tell_report(folder))
+    print(format_report(folder))
 
 
 def run_toy(default: ToyConfig, description: str | None, toy: Toy) -> None:
@@ -159,7 +159,7 @@ def run_toy(default: ToyConfig, description: str | None, toy: Toy) -> None:
     config = parse_config(default, description)
     if config.smoke:
         config = shrink_toy(config)
-    with ending_well() as stop:
+    with graceful_stop() as stop:
         try:
             config, folder = prepare(config, toy)
         except ValueError as error:

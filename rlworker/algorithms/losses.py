@@ -137,16 +137,16 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 # -- corrections for a rollout that computes other logprobs than the trainer
 
 
-def truncated_importance(old: Tensor, rollout: Tensor, *, most: float = 2.0) -> Tensor:
-    """Compute ``min(exp(old - rollout), most)`` (truncated importance sampling, Ionides 2008; between rollout and
+def truncated_importance(old: Tensor, rollout: Tensor, *, max_ratio: float = 2.0) -> Tensor:
+    """Compute ``min(exp(old - rollout), max_ratio)`` (truncated importance sampling, Ionides 2008; between rollout and
     trainer: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025)."""
-    return (old - rollout).exp().clamp(max=most)
+    return (old - rollout).exp().clamp(max=max_ratio)
 
 
-def masked_importance(old: Tensor, rollout: Tensor, *, least: float = 0.5, most: float = 5.0) -> Tensor:
-    """Compute ``exp(old - rollout)`` where it lies in ``[least, most]``, else 0 (IcePop, arXiv:2510.18855)."""
+def masked_importance(old: Tensor, rollout: Tensor, *, min_ratio: float = 0.5, max_ratio: float = 5.0) -> Tensor:
+    """Compute ``exp(old - rollout)`` where it lies in ``[min_ratio, max_ratio]``, else 0 (IcePop, arXiv:2510.18855)."""
     ratio = (old - rollout).exp()
-    return ratio * ((ratio >= least) & (ratio <= most))
+    return ratio * ((ratio >= min_ratio) & (ratio <= max_ratio))
 
 
 # -- score centering: an expectation that is known is taken out of the gradient

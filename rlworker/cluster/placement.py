@@ -28,7 +28,7 @@ class RayNode:
 
 
 @dataclass(frozen=True)
-class Demand:
+class ResourceRequest:
     """Workers that are placed together.
 
     Attributes:
@@ -79,61 +79,67 @@ def find_interfaces(platform: Platform) -> dict[str, str]:
     return {name: os.environ.get(name, holders[0]) for name in platform.interface_variables}
 
 
-def check_room(demands: Sequence[Demand]) -> None:
-    """Raise RunError where the nodes of Ray's cluster, each by itself, have no room for all of the ``demands``."""
-    plan_nodes(list_nodes(), demands)
+def check_room(requests: Sequence[ResourceRequest]) -> None:
+    """Raise RunError where the nodes of Ray's cluster, each by itself, have no room for all of the ``requests``."""
+    plan_nodes(list_nodes(), requests)
 
 
-def plan_nodes(nodes: Sequence[RayNode], demands: Sequence[Demand], taken: Iterable[tuple[str, Demand]] = ()) -> list:
-    """Plan the node of every worker of every demand; nodes are filled one after another.
+def plan_nodes(
+    nodes: Sequence[RayNode], requests: Sequence[ResourceRequest], taken: Iterable[tuple[str, ResourceRequest]] = ()
+) -> list:
+    """Plan the node of every worker of every request; nodes are filled one after another.
 
     Consecutive workers share a node, so that ranks which talk most, tensor-parallel ones, are neighbours.
 
     Args:
-        taken: node and demand of workers that are placed already, each for one worker.
+        taken: node and request of workers that are placed already, each for one worker.
 
     Returns:
-        a list of nodes' names for each demand.
+        a list of nodes' names for each request.
 
     Raises:
         RunError: no node has room for workers that must lie together; the message says who, and what each node has.
     """
     room = {node.name: dict(node.resources) for node in nodes}
-    for name, demand in taken:
+    for name, request in taken:
         if name in room:
-            _take(room[name], demand, 1)
+            _take(room[name], request, 1)
     plan = []
-    for demand in demands:
+    for request in requests:
         chosen: list[str] = []
-        while len(chosen) < demand.workers:
-            count = min(demand.together, demand.workers - len(chosen))
-            fitting = [node for node in nodes if _fits(room[node.name], demand, count)]
+        while len(chosen) < request.workers:
+            count = min(request.together, request.workers - len(chosen))
+            fitting = [node for node in nodes if _fits(room[node.name], request, count)]
             if not fitting:
-                raise RunError(_say_no_room(nodes, room, demand, count, len(chosen)))
-            _take(room[fitting[0].name], demand, count)
+                raise RunError(_say_no_room(nodes, room, request, count, len(chosen)))
+            _take(room[fitting[0].name], request, count)
             chosen += [fitting[0].name] * count
         plan.append(chosen)
     return plan
 
 
-def _count(demand: Demand, workers: int) -> dict[str, float]:
-    """Count the resources of some workers of a demand."""
-    return list_ray_resources(get_platform(demand.platform), demand.devices * workers)
+def _count(request: ResourceRequest, workers: int) -> dict[str, float]:
+    """Count the resources of some workers of a request."""
+    return list_ray_resources(get_platform(request.platform), request.devices * workers)
 
 
-def _fits(room: Mapping[str, float], demand: Demand, workers: int) -> bool:
-    return all(room.get(resource, 0) >= need for resource, need in _count(demand, workers).items())
+def _fits(room: Mapping[str, float], request: ResourceRequest, workers: int) -> bool:
+    return all(room.get(resource, 0) >= need for resource, need in _count(request, workers).items())
 
 
-def _take(room: dict[str, float], demand: Demand, workers: int) -> None:
-    for resource, need in _count(demand, workers).items():
+def _take(room: dict[str, float], request: ResourceRequest, workers: int) -> None:
+    for resource, need in _count(request, workers).items():
         room[resource] = room.get(resource, 0) - need
 
 
 def _say_no_room(
-    nodes: Sequence[RayNode], room: Mapping[str, Mapping[str, float]], demand: Demand, workers: int, placed: int
+    nodes: Sequence[RayNode],
+    room: Mapping[str, Mapping[str, float]],
+    request: ResourceRequest,
+    workers: int,
+    placed: int,
 ) -> str:
-    need = _count(demand, workers)
+    need = _count(request, workers)
     wanted = " and ".join(f"{count:g} {resource}s" for resource, count in need.items())
     have = "; ".join(
         f"node {node.address} has "
@@ -141,8 +147,8 @@ def _say_no_room(
         for node in nodes
     )
     return (
-        f"placement: {demand.who} needs {wanted} in one node, and none has them left after {placed} of "
-        f"{demand.workers} are placed ({have}); lower the engine's parallel sizes or the number of engines, or start "
+        f"placement: {request.who} needs {wanted} in one node, and none has them left after {placed} of "
+        f"{request.workers} are placed ({have}); lower the engine's parallel sizes or the number of engines, or start "
         "Ray with more on a node"
     )
 
@@ -157,7 +163,7 @@ def _sort_key(address: str) -> tuple:
 
 
 @dataclass(frozen=True)
-class Seat:
+class DeviceSlot:
     """A place on one node that is given beside Ray, which counts nothing there.
 
     Attributes:
@@ -167,19 +173,19 @@ class Seat:
     node: str
     devices: tuple[str, ...] = ()
 
-    def overlaps(self, other: "Seat") -> bool:
+    def overlaps(self, other: "DeviceSlot") -> bool:
         """Tell whether a device belongs to both."""
         return self.node == other.node and not set(self.devices).isdisjoint(other.devices)
 
 
-def list_engine_seats(ranks: Sequence[Seat], engines: int, devices: int) -> list[Seat]:
-    """List seats for rollout engines on the devices of trainer ranks.
+def list_engine_slots(ranks: Sequence[DeviceSlot], engines: int, devices: int) -> list[DeviceSlot]:
+    """List the device slots for rollout engines on the devices of trainer ranks.
 
     A node's devices are taken in their own order. Which rank has which may change at a restart, and a new engine must
     find the devices of the lost one.
 
     Args:
-        ranks: the seat of each. devices: of an engine.
+        ranks: the device slot of each. devices: of an engine.
 
     Returns:
         at least ``engines`` of them, each within a node.
@@ -187,31 +193,31 @@ def list_engine_seats(ranks: Sequence[Seat], engines: int, devices: int) -> list
     Raises:
         RunError: the ranks' nodes do not hold so many.
     """
-    seats = []
+    device_slots = []
     for node in dict.fromkeys(rank.node for rank in ranks):
         here = sorted((rank.devices for rank in ranks if rank.node == node), key=_sort_devices)
         cuts = range(0, len(here) - devices + 1, devices)
-        seats += [Seat(node, tuple(chain.from_iterable(here[cut : cut + devices]))) for cut in cuts]
-    if len(seats) < engines:
+        device_slots += [DeviceSlot(node, tuple(chain.from_iterable(here[cut : cut + devices]))) for cut in cuts]
+    if len(device_slots) < engines:
         counts = Counter(rank.node for rank in ranks).values()
         raise RunError(
             f"placement: {engines} rollout engines of {devices} devices are to share those of the actor, and its nodes "
-            f"hold {len(seats)} such engines (devices on each: {', '.join(map(str, counts))}); lower --rollout.engines "
-            "or --rollout.tp, or leave --placement.colocate out"
+            f"hold {len(device_slots)} of them (devices on each: {', '.join(map(str, counts))}); lower "
+            "--rollout.engines or --rollout.tp, or leave --placement.colocate out"
         )
-    return seats
+    return device_slots
 
 
-def choose_seat(index: int, seats: Sequence[Seat], held: Iterable[Seat]) -> Seat:
-    """Choose a seat for engine ``index`` that overlaps with none that others hold: its own before any other.
+def choose_device_slot(index: int, device_slots: Sequence[DeviceSlot], held: Iterable[DeviceSlot]) -> DeviceSlot:
+    """Choose a device slot for engine ``index`` that overlaps with no held one; its own comes first.
 
     Raises:
         RunError: there is none.
     """
     held = list(held)
-    for seat in (seats[index], *seats):
-        if not any(seat.overlaps(other) for other in held):
-            return seat
+    for device_slot in (device_slots[index], *device_slots):
+        if not any(device_slot.overlaps(other) for other in held):
+            return device_slot
     raise RunError(
         f"placement: other rollout engines are on the devices of the actor's ranks, which leaves none to rollout "
         f"engine {index}; start the run again with --resume"

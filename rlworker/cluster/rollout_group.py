@@ -16,8 +16,7 @@ from engines.batch.balance import balance_costs
 from engines.batch.samples import Completions, Prompt, make_seed
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from engines.vllm.tools import check_tool_parser
-from rlworker.cluster.placement import Seat, choose_seat, list_engine_seats
+from rlworker.cluster.placement import DeviceSlot, choose_device_slot, list_engine_slots
 from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
@@ -51,10 +50,14 @@ class Rollouts:
     """
 
     def __init__(
-        self, platform: str, engines: int, devices: int = 1, list_ranks: Callable[[], Sequence[Seat]] | None = None
+        self,
+        platform: str,
+        engines: int,
+        devices: int = 1,
+        list_ranks: Callable[[], Sequence[DeviceSlot]] | None = None,
     ):
         self._platform, self._devices, self._list_ranks, self._engines = platform, devices, list_ranks, engines
-        self._seats: dict[int, Seat] = {}
+        self._device_slots: dict[int, DeviceSlot] = {}
         self._note: Callable[[Mapping[str, str]], None] | None = None
         self._send_weights: Callable[[list[ActorHandle]], None] | None = None
         self.workers = self._start_processes(range(engines))
@@ -63,9 +66,9 @@ class Rollouts:
     def _start_processes(self, indices: Iterable[int]) -> list[ActorHandle]:
         arguments: list[tuple] = [(index, self._devices) for index in indices]
         if self._list_ranks:
-            seats = self._take_seats([index for index, _ in arguments], self._list_ranks())
-            arguments = [(*each, seat) for each, seat in zip(arguments, seats, strict=True)]
-            nodes = [seat.node for seat in seats]
+            device_slots = self._take_device_slots([index for index, _ in arguments], self._list_ranks())
+            arguments = [(*each, device_slot) for each, device_slot in zip(arguments, device_slots, strict=True)]
+            nodes = [device_slot.node for device_slot in device_slots]
             workers = start_workers(RolloutWorker, self._platform, arguments, devices=0, nodes=nodes)
         else:
             workers = start_workers(RolloutWorker, self._platform, arguments, self._devices)
@@ -74,14 +77,14 @@ class Rollouts:
             worker.prepare.remote()
         return workers
 
-    def _take_seats(self, indices: Sequence[int], ranks: Sequence[Seat]) -> list[Seat]:
-        """Take seats on the ranks' devices for engines of some indices, whose seats of before count no more."""
-        seats = list_engine_seats(ranks, self._engines, self._devices)
+    def _take_device_slots(self, indices: Sequence[int], ranks: Sequence[DeviceSlot]) -> list[DeviceSlot]:
+        """Take device slots of the ranks for engines of some indices; those that the engines had before are free."""
+        device_slots = list_engine_slots(ranks, self._engines, self._devices)
         for index in indices:
-            self._seats.pop(index, None)
+            self._device_slots.pop(index, None)
         for index in indices:
-            self._seats[index] = choose_seat(index, seats, self._seats.values())
-        return [self._seats[index] for index in indices]
+            self._device_slots[index] = choose_device_slot(index, device_slots, self._device_slots.values())
+        return [self._device_slots[index] for index in indices]
 
     def start(self, model: ModelSpec, config: VllmConfig) -> Rollouts:
         """Begin to load a model; ``wait`` waits for it."""
@@ -139,6 +142,8 @@ class Rollouts:
         Raises:
             ValueError: vLLM has no such parser.
         """
+        from engines.vllm.tools import check_tool_parser
+
         check_tool_parser(parser)
         return self._ask(RolloutWorker.parse_tools, {0: (texts, parser, tools)})[0]
 
@@ -257,5 +262,5 @@ def deal_requests(requests: Sequence[Request], engines: int) -> list[list[int]]:
 
 
 def _deal(costs: np.ndarray, engines: int) -> list[list[int]]:
-    owners = balance_costs(costs, engines, counts_matter=False)
+    owners = balance_costs(costs, engines, equal_counts=False)
     return [np.flatnonzero(owners == engine).tolist() for engine in range(engines)]

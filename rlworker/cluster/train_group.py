@@ -10,13 +10,12 @@ import ray
 from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
-from engines.batch.schedule import Schedule, plan_schedule
+from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import Outputs
-from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn
 from hardware.platform import Platform
 from hardware.platforms import get_platform
-from rlworker.cluster.placement import Seat
+from rlworker.cluster.placement import DeviceSlot
 from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
@@ -103,7 +102,7 @@ class WorkerGroup:
 
     def _drop_unread(self, batch: TrainBatch) -> TrainBatch:
         """Drop the columns ``[N, k]`` where the role's loss does not read them."""
-        if self.role.reads_top:
+        if self.role.needs_topk_logprobs:
             return batch
         return replace(batch, rollout_top_ids=None, rollout_top_logprobs=None, old_top_logprobs=None)
 
@@ -160,7 +159,7 @@ class StartingGroup:
         ranks = [(self.name, rank) for rank in range(config.ranks)]
         self.workers = start_workers(TrainWorker, self.platform.name, ranks, together=config.tp)
         watch_workers(self.name_workers())
-        self._seats = [worker.find_seat.remote() for worker in self.workers]
+        self._device_slots = [worker.find_device_slot.remote() for worker in self.workers]
         # Imports are a core's work for seconds. No more ranks import at a time than there are cores beside the one
         # that vLLM needs, which takes longest and would otherwise wait for them.
         at_once = max(1, (os.cpu_count() or 1) - 1)
@@ -186,9 +185,9 @@ class StartingGroup:
         places = wait_for(self._places)
         return {role.name: WorkerGroup(role, self.platform, self.workers, places) for role in self.roles}
 
-    def list_seats(self) -> list[Seat]:
+    def list_device_slots(self) -> list[DeviceSlot]:
         """List where Ray has put each rank, as soon as their processes are there."""
-        return wait_for(self._seats)
+        return wait_for(self._device_slots)
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """List every rank by the name that a message gives it."""

@@ -32,7 +32,7 @@ _SLICE_S = 1.0
 """Seconds of a wait between two looks at those who have been asked."""
 _ASK_EVERY_S = 4.0
 """Seconds between two questions to a worker."""
-_MOST_REPRIEVES = 10
+_MAX_REPRIEVES = 10
 """Stall timeouts in a row that a worker may be silent for while it computes."""
 _LESS_MEMORY = (
     "lower what processes hold there (`rlworker plan` says how much: --actor.micro-batch-tokens, "
@@ -89,7 +89,7 @@ class _Watched:
         """
         if self.is_dead or self.silent_s <= limit_s:
             return False
-        if self.reprieves < _MOST_REPRIEVES and self.is_computing():
+        if self.reprieves < _MAX_REPRIEVES and self.is_computing():
             self.silent_s, self.reprieves = 0.0, self.reprieves + 1
             return False
         answered, _ = ray.wait([self.question], timeout=0)  # while it was looked at

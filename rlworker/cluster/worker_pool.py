@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from hardware.platform import list_ray_resources, make_ray_options
 from hardware.platforms import get_platform
-from rlworker.cluster.placement import Demand, list_nodes, pin_to, plan_nodes
+from rlworker.cluster.placement import ResourceRequest, list_nodes, pin_to, plan_nodes
 from rlworker.cluster.watch import LIVENESS
 
 POLL = "poll"
@@ -30,7 +30,7 @@ class _Pool:
 
 
 _pool: _Pool | None = None
-_placed: dict[ActorHandle, tuple[str, Demand]] = {}
+_placed: dict[ActorHandle, tuple[str, ResourceRequest]] = {}
 """Node and demand of every worker of this program that lies on one of several nodes."""
 
 
@@ -85,7 +85,7 @@ def start_workers(
     remote_class = make_remote(concurrency_groups={LIVENESS: 1, POLL: 1})(kind)
     keys = [(kind, devices, platform, *further) for further in arguments]
     if len(every := list_nodes()) > 1:
-        demand = Demand(kind.__name__, platform, len(keys), devices, together)
+        demand = ResourceRequest(kind.__name__, platform, len(keys), devices, together)
         places = nodes or plan_nodes(every, [demand], _placed.values())[0]
         pinned = [remote_class.options(**options, scheduling_strategy=pin_to(node)) for node in places]
         workers = [each.remote(*key[2:]) for each, key in zip(pinned, keys, strict=True)]

@@ -22,7 +22,7 @@ from ray.actor import ActorHandle
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
-from rlworker.cluster.placement import Seat, find_interfaces
+from rlworker.cluster.placement import DeviceSlot, find_interfaces
 from rlworker.cluster.ray import pausing_collection
 from rlworker.cluster.transport import send_buckets
 from rlworker.tracking.digests import FileDigest, digest_files
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from engines.batch.shard import Outputs, Shard
-    from engines.interfaces import Holding, LossFn, RolloutEngine, StepResult, Tag, TrainEngine
+    from engines.interfaces import LossFn, OffloadPart, RolloutEngine, StepResult, Tag, TrainEngine
     from engines.trace import Tracer
     from engines.weight_digest import DigestPlan
     from hardware.platform import Platform
@@ -44,8 +44,8 @@ class Role:
     Attributes:
         name: "actor", "reference", "critic".
         temperature: divides the logits. trainable: False has neither gradients nor an optimizer.
-        on_host: its weights are on the device while it computes alone.
-        reads_top: its loss reads the sampler's likeliest ids, which no other role is sent.
+        cpu_offload: its weights are on the device while it computes alone.
+        needs_topk_logprobs: its loss reads the sampler's likeliest ids, which no other role is sent.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Role:
     config: MegatronConfig
     temperature: float = 1.0
     trainable: bool = True
-    on_host: bool = False
-    reads_top: bool = False
+    cpu_offload: bool = False
+    needs_topk_logprobs: bool = False
 
 
 class _Worker:
@@ -95,10 +95,10 @@ class TrainWorker(_Worker):
     def __repr__(self) -> str:  # Ray's messages say it
         return f"{self.name} rank {self.rank}"
 
-    def find_seat(self) -> Seat:
+    def find_device_slot(self) -> DeviceSlot:
         """Find where Ray put this rank: its node, and the device that it gave."""
         names = os.environ.get(self.platform.visible_devices or "", "").split(",")
-        return Seat(ray.get_runtime_context().get_node_id(), tuple(filter(None, names)))
+        return DeviceSlot(ray.get_runtime_context().get_node_id(), tuple(filter(None, names)))
 
     def prepare(self, after: None) -> None:
         """Import what the engine needs, once. ``after`` is another rank's ``prepare``, which Ray waits for."""
@@ -133,7 +133,7 @@ class TrainWorker(_Worker):
                     self.device,
                     temperature=role.temperature,
                     trainable=role.trainable,
-                    on_host=role.on_host,
+                    cpu_offload=role.cpu_offload,
                 )
                 self.engines[role.name] = engine
         return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
@@ -167,11 +167,11 @@ class TrainWorker(_Worker):
     def train_step(self, role: str, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
         return self._use(role).train_step(shard, loss_fn, denominator)
 
-    def offload(self, role: str, holdings: tuple[Holding, ...]) -> None:
-        self.engines[role].offload(holdings)
+    def offload(self, role: str, parts: tuple[OffloadPart, ...]) -> None:
+        self.engines[role].offload(parts)
 
-    def onload(self, role: str, holdings: tuple[Holding, ...]) -> None:
-        self.engines[role].onload(holdings)
+    def onload(self, role: str, parts: tuple[OffloadPart, ...]) -> None:
+        self.engines[role].onload(parts)
 
     def sync_weights(
         self, role: str, rollouts: Sequence[ActorHandle], version: int, max_bytes: int, plan: DigestPlan | None = None
@@ -212,14 +212,14 @@ class RolloutWorker(_Worker):
 
     Args:
         index: its number, for messages. devices: that it takes.
-        seat: where it takes turns with trainers; None has devices of its own.
+        device_slot: where it takes turns with trainers; None has devices of its own.
     """
 
-    def __init__(self, platform: str, index: int, devices: int = 1, seat: Seat | None = None):
-        self.index, self.platform, self.takes_turns = index, get_platform(platform), seat is not None
+    def __init__(self, platform: str, index: int, devices: int = 1, device_slot: DeviceSlot | None = None):
+        self.index, self.platform, self.takes_turns = index, get_platform(platform), device_slot is not None
         os.environ.update(self.platform.get_rollout_env() | {"HF_HUB_OFFLINE": "1"})
-        if seat and self.platform.visible_devices:
-            os.environ[self.platform.visible_devices] = ",".join(seat.devices)
+        if device_slot and self.platform.visible_devices:
+            os.environ[self.platform.visible_devices] = ",".join(device_slot.devices)
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         if devices > 1 and threads.isdecimal():
             # Ray gives a process as many as it has CPUs; those of the devices share them.

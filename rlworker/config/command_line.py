@@ -101,7 +101,7 @@ def _show_help(parse: partial, default: Any, following: Sequence[str]) -> None:
 
 
 def _make_help_class(default: Any, hidden: Collection[str] = ()) -> type:
-    """Make a likeness of a config's class, from which help is drawn: defaults as given, with their bounds."""
+    """Make a placeholder of a config's class, from which help is drawn: defaults as given, with their bounds."""
     kinds, shown = get_type_hints(type(default), include_extras=True), []
     for name, kind in ((f.name, kinds[f.name]) for f in fields(default)):
         make = partial(getattr, default, name)

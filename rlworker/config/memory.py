@@ -1,9 +1,12 @@
 """Memory that a run takes: of each process on its device, and of all of them on one machine."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -14,10 +17,12 @@ from engines.models.spec import ModelSpec
 from hardware.attention.rules import compute_slot_unit
 from hardware.platforms import get_platform
 from rlworker.config.run import RunConfig
-from rlworker.config.sft import SftConfig
 from rlworker.config.sizes import count_batch_bytes
 
-Config = RunConfig | SftConfig
+if TYPE_CHECKING:
+    from rlworker.config.sft import SftConfig
+
+    Config = RunConfig | SftConfig
 
 GB = 2**30
 _PROCESS = {"trainer": 0.5 * GB, "rollout": 1.7 * GB, "scorer": 0.2 * GB, "driver": 0.6 * GB, "ray": 0.6 * GB}
@@ -72,9 +77,9 @@ def list_needs(config: Config, models: dict[str, ModelSpec]) -> list[Need]:
 
 
 def _plan_trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Need]:
-    separate = config.placement.separate if isinstance(config, RunConfig) else ()
-    shared = [role for role in models if role not in separate]
-    for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(separate))):
+    dedicated = config.placement.dedicated_devices if isinstance(config, RunConfig) else ()
+    shared = [role for role in models if role not in dedicated]
+    for name, roles in (("actor", shared), *((role, [role]) for role in dict.fromkeys(dedicated))):
         for stage in range(config.actor.pp):
             held = {role: _find_largest_rank(models[role], config, stage, role) for role in roles}
             where = f"{name} ranks, stage {stage}" if config.actor.pp > 1 else f"{name} ranks"
@@ -100,11 +105,11 @@ def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) 
     """Find the rank with the most optimizer state among those that hold the same parameters."""
     actor, kernels, slots = config.actor, get_platform(config.platform).kernel_memory, _count_micro_batch_slots(config)
     trainable = role != "reference"
-    on_host = isinstance(config, RunConfig) and role in config.placement.on_host
+    cpu_offload = isinstance(config, RunConfig) and role in config.placement.cpu_offload
     micro = MicroBatch(slots, max(1, slots // count_row_slots(config)))
     ranks = range(actor.dp * actor.cp if trainable else 1)
     memories = (
-        compute_rank_memory(model, actor, stage, rank, micro, kernels, trainable=trainable, on_host=on_host)
+        compute_rank_memory(model, actor, stage, rank, micro, kernels, trainable=trainable, cpu_offload=cpu_offload)
         for rank in ranks
     )
     return max(memories, key=lambda memory: memory.total)

@@ -2,10 +2,9 @@
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.images.placeholders import list_margin_tokens
-from engines.images.processor import ImageProcessor
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.hub import FindModel
 from engines.models.spec import ModelSpec
@@ -14,6 +13,9 @@ from hardware.attention.rollouts import find_rollout_backend, list_parts
 from hardware.attention.rules import CAUSAL
 from hardware.platform import Platform
 from hardware.platforms import get_platform
+
+if TYPE_CHECKING:
+    from engines.images.processor import ImageProcessor
 
 
 def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollout: VllmConfig) -> ModelSpec:
@@ -42,6 +44,8 @@ def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str
     check_rules(model, config, get_platform(platform_name))
     SafetensorsFolder(model.folder).check(model)
     if model.vision:
+        from engines.images.placeholders import list_margin_tokens
+
         _check_processor(model.folder)
         list_margin_tokens(model)
 
@@ -67,7 +71,7 @@ def check_beside_actor(
     try:
         model = ModelSpec.from_folder(find(name), head="value" if role == "critic" else "language")
         check_trainable(model, config, platform_name)
-        check_sees_alike(model, actor)
+        check_same_image_processing(model, actor)
     except ValueError as error:
         raise ValueError(f"{role} ({option}): {error}") from None
     requirements = (("tokens in its vocabulary", model.vocab, actor.vocab), ("positions", model.max_positions, longest))
@@ -80,7 +84,7 @@ def check_beside_actor(
     return model
 
 
-def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:
+def check_same_image_processing(model: ModelSpec, actor: ModelSpec) -> None:
     """Raise ValueError where a model is given other tokens or pixels for an image than the actor, or none."""
     seeing = [(spec.folder, spec.vision) for spec in (model, actor) if spec.vision]
     if not seeing:
@@ -95,6 +99,8 @@ def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:
             f"model: {model.folder!r} has image tokens {tokens[0]} and patches {cut[0]}, the actor {tokens[1]} and "
             f"{cut[1]}; take two that agree"
         )
+    from engines.images.processor import ImageProcessor
+
     settings, actor_settings = (_read_pixel_settings(ImageProcessor(*one)) for one in seeing)
     if differing := sorted(key for key in settings | actor_settings if settings.get(key) != actor_settings.get(key)):
         raise ValueError(
@@ -103,7 +109,7 @@ def check_sees_alike(model: ModelSpec, actor: ModelSpec) -> None:
         )
 
 
-def _read_pixel_settings(processor: ImageProcessor) -> dict:
+def _read_pixel_settings(processor: "ImageProcessor") -> dict:
     """Read all settings that decide about pixels of images, and of videos where the folder has a processor of them."""
     if not processor.vision.tower.video_processor:
         return processor.settings

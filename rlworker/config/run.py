@@ -173,15 +173,15 @@ class RunConfig(TrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if unused := [role for role in self.placement.separate if role not in self.models]:
+        if unused := [role for role in self.placement.dedicated_devices if role not in self.models]:
             raise ValueError(
-                f"config: placement.separate names {unused}, which this run does not have; leave "
-                "--placement.separate out, or set --critic.train or --algorithm.kl-coef"
+                f"config: placement.dedicated_devices names {unused}, which this run does not have; leave "
+                "--placement.dedicated-devices out, or set --critic.train or --algorithm.kl-coef"
             )
-        if idle := [role for role in self.placement.on_host if role not in self.models]:
+        if idle := [role for role in self.placement.cpu_offload if role not in self.models]:
             raise ValueError(
-                f"config: placement.on_host names {idle}, which this run does not have; leave --placement.on-host "
-                "out, or set --algorithm.kl-coef"
+                f"config: placement.cpu_offload names {idle}, which this run does not have; leave "
+                "--placement.cpu-offload out, or set --algorithm.kl-coef"
             )
         if self.placement.colocate and self.rollout.devices > self.actor.ranks:
             raise ValueError(
@@ -283,13 +283,13 @@ class RunConfig(TrainingConfig):
     def num_workers(self) -> int:
         """Devices that the run's worker processes hold at once."""
         own = 0 if self.placement.colocate else self.rollout.devices
-        return own + self.actor.ranks * (1 + len(set(self.placement.separate)))
+        return own + self.actor.ranks * (1 + len(set(self.placement.dedicated_devices)))
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
         """List the groups of workers in the order of their placement: name, number of workers, devices of a worker,
         and the number of consecutive workers that must share a node. Colocated engines are left out."""
-        trainers = ["actor", *dict.fromkeys(self.placement.separate)]
+        trainers = ["actor", *dict.fromkeys(self.placement.dedicated_devices)]
         engines = ("rollout engines", self.rollout.engines, self.rollout.tp, 1)
         apart = [] if self.placement.colocate else [engines]
         return [*apart, *((name, self.actor.ranks, 1, self.actor.tp) for name in trainers)]

@@ -169,13 +169,13 @@ class CheckpointConfig:
 class PlacementConfig:
     """The processes and devices that hold each model."""
 
-    separate: tuple[Literal["critic", "reference"], ...] = ()
+    dedicated_devices: tuple[Literal["critic", "reference"], ...] = ()
     """Models with processes and devices of their own; by default they share the actor's."""
-    on_host: tuple[Literal["reference"], ...] = ()
+    cpu_offload: tuple[Literal["reference"], ...] = ()
     """Models whose weights are offloaded to the host's memory while they do not compute."""
     colocate: bool = False
     """Rollout engines and the actor's ranks take turns on the same devices. Engines sleep while trainers compute, and
-    trainers are offloaded to the host while engines sample. Models in separate keep their own devices."""
+    trainers are offloaded to the host while engines sample. Models in dedicated_devices keep their own devices."""
 
     def __post_init__(self):
         check_types("placement", self)

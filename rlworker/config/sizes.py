@@ -1,7 +1,11 @@
 """Sizes that follow from the settings of a run."""
 
+from typing import TYPE_CHECKING, cast
+
 from rlworker.config.run import RunConfig, TrainingConfig
-from rlworker.config.sft import SftConfig
+
+if TYPE_CHECKING:
+    from rlworker.config.sft import SftConfig
 
 _TOKEN_BYTES = 100
 """Bytes of a token in a batch that has every column of ``TrainBatch`` with one entry."""
@@ -14,5 +18,5 @@ def count_batch_bytes(config: TrainingConfig) -> int:
     if isinstance(config, RunConfig):
         top = _TOP_BYTES * config.algorithm.score_centering
         return 2 * (_TOKEN_BYTES + top) * config.samples_per_step * config.longest
-    assert isinstance(config, SftConfig), "there are two kinds of runs"
-    return 2 * _TOKEN_BYTES * config.rows_per_step * config.longest
+    supervised = cast("SftConfig", config)
+    return 2 * _TOKEN_BYTES * supervised.rows_per_step * supervised.longest

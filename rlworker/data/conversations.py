@@ -11,8 +11,8 @@ from engines.models.vision_spec import VisionSpec
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_after
-from rlworker.data.images import MARKER, VIDEO_MARKER, ImageReader
-from rlworker.data.messages import flatten_content, render_messages
+from rlworker.data.images import ImageReader
+from rlworker.data.messages import MARKER, VIDEO_MARKER, flatten_content, render_messages
 from rlworker.data.rows import check_chat, check_rows
 from rlworker.data.sources import iterate_rows
 from rlworker.data.turns import write_turn

@@ -12,7 +12,8 @@ from engines.models.vision_spec import VisionSpec
 from rlworker.config.sft import SftConfig
 from rlworker.data.conversations import ConversationEncoder, has_conversations, iterate_conversations
 from rlworker.data.encoding import encode_after
-from rlworker.data.images import MARKER, VIDEO_MARKER, ImageReader
+from rlworker.data.images import ImageReader
+from rlworker.data.messages import MARKER, VIDEO_MARKER
 from rlworker.data.rows import Row, check_vocabulary, list_stop_tokens, read_images, read_rows
 from rlworker.data.sources import find_base_folder
 from rlworker.data.turns import write_turn

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines.batch.samples import Image
 from engines.images.columns import find_image_blocks
@@ -15,29 +15,10 @@ from engines.images.video import Video
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from engines.validation import fits, spell
-
-if TYPE_CHECKING:
-    from rlworker.config.sections import DataConfig
-
-MARKER, VIDEO_MARKER = "<image>", "<video>"
-"""The markers that stand for an image and a video in the text of a prompt."""
+from rlworker.config.sections import DataConfig
+from rlworker.data.messages import MARKER, VIDEO_MARKER
 
 _VIDEO_KEYS = {"path": str, "fps": float, "rate": float, "frames": list[int]}
-_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-
-
-def refuse_other_fields(source: dict, where: str, data: "DataConfig") -> None:
-    """Raise ValueError where a row seems to have images, in another field than the one that is asked for."""
-    for name, value in source.items():
-        if name in (data.image_field, data.video_field, data.prompt_field, data.answer_field):
-            continue
-        first = value[0] if isinstance(value, list) and value else value
-        is_image = isinstance(first, dict) and isinstance(first.get("bytes"), bytes)
-        if is_image or (isinstance(first, str) and first.lower().endswith(_ENDINGS)):
-            raise ValueError(
-                f'{where}: field "{name}" seems to have images, and no row has any in "{data.image_field}"; name the '
-                f"field with --data.image-field {name}, or leave it out of rows that are text alone"
-            )
 
 
 @dataclass(frozen=True)
@@ -61,7 +42,7 @@ class ImageReader:
     def vision(self) -> VisionSpec:
         return self.processor.vision
 
-    def read_row(self, source: dict, where: str, data: "DataConfig", base: Path) -> tuple[Image, ...]:
+    def read_row(self, source: dict, where: str, data: DataConfig, base: Path) -> tuple[Image, ...]:
         """Return the images of a row in order, then its videos.
 
         Args:
@@ -158,7 +139,7 @@ class ImageReader:
         text = text.replace(MARKER, f"{margin}{start}{image}{end}{margin}")
         return text.replace(VIDEO_MARKER, *video) if video else text
 
-    def check_places(self, ids: Sequence[int], images: Sequence[Image], where: str, data: "DataConfig") -> None:
+    def check_places(self, ids: Sequence[int], images: Sequence[Image], where: str, data: DataConfig) -> None:
         """Raise ValueError where ids have places for another number of images, or of videos."""
         videos = sum(isinstance(image, Video) for image in images)
         for token, kind, marker, count, option in (
@@ -173,7 +154,7 @@ class ImageReader:
                 )
 
     def expand_ids(
-        self, ids: Sequence[int], images: tuple[Image, ...], where: str, data: "DataConfig"
+        self, ids: Sequence[int], images: tuple[Image, ...], where: str, data: DataConfig
     ) -> tuple[list[int], tuple[Image, ...]]:
         """Repeat the token of each image as often as the tower makes tokens of it, and put a video's frames in the
         place of its own: ``[n] -> [m]`` ids.
@@ -239,9 +220,8 @@ def _read_video(value: Any, place: str) -> dict[str, Any]:
     return settings
 
 
-def build_image_reader(model: ModelSpec, run_dir: str, limit_mb: int) -> ImageReader | None:
-    """Make the image reader of a model, which writes into the run folder; None for a model without vision."""
-    if model.vision is None:
-        return None
-    newlines = read_newlines(model.folder) if model.vision.tower.margin else {}
-    return ImageReader(ImageProcessor(model.folder, model.vision), Path(run_dir) / "images", limit_mb * 2**20, newlines)
+def build_image_reader(model: ModelSpec, run_dir: str, limit_mb: int) -> ImageReader:
+    """Make the image reader of a vision-language model, which writes into the run folder."""
+    vision = model.require_vision()
+    newlines = read_newlines(model.folder) if vision.tower.margin else {}
+    return ImageReader(ImageProcessor(model.folder, vision), Path(run_dir) / "images", limit_mb * 2**20, newlines)

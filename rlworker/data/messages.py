@@ -4,7 +4,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlworker.data.images import MARKER, VIDEO_MARKER
+MARKER, VIDEO_MARKER = "<image>", "<video>"
+"""The markers that stand for an image and a video in the text of a prompt."""
 
 MARKERS = {"image": MARKER, "video": VIDEO_MARKER}
 """Type of a message's part -> its marker in the text."""

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from engines.images.video import Video
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_prompts
-from rlworker.data.images import ImageReader, refuse_other_fields
 from rlworker.data.messages import check_messages, flatten_content, has_images, list_parts, render_messages
-from rlworker.data.sources import find_base_folder, iterate_rows
+from rlworker.data.sources import find_base_folder, iterate_rows, refuse_other_fields
 from rlworker.data.turns import find_turn_end
+
+if TYPE_CHECKING:  # rows of text load nothing of images
+    from rlworker.data.images import ImageReader
 
 Item = TypeVar("Item")
 
@@ -159,7 +161,7 @@ def check_rows(path: str, data: DataConfig) -> None:
         pass
 
 
-def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader | None = None) -> Rows:
+def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader | None" = None) -> Rows:
     """Read the rows of a source (``DataConfig.train`` lists the kinds) and tokenize their prompts.
 
     Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template. Text stays as it is,
@@ -211,7 +213,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: ImageReader 
 
 
 def read_images(
-    source: dict, prompt: Any, where: str, data: DataConfig, base: Path, image_reader: ImageReader | None
+    source: dict, prompt: Any, where: str, data: DataConfig, base: Path, image_reader: "ImageReader | None"
 ) -> tuple[Image, ...]:
     """Read the images and videos of a row as ``ImageReader.read_row``; ValueError where the model sees none."""
     if image_reader:

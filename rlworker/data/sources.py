@@ -13,6 +13,9 @@ from typing import Any
 
 from rlworker.config.sections import DataConfig
 
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Endings of images' files."""
+
 _BATCH = 100
 """Rows of a table that become Python values at once; they may hold images."""
 
@@ -221,3 +224,17 @@ def _skip_decoding(feature: dict) -> dict:
     if isinstance(kind := feature.get("_type"), str) and "feature" not in feature:  # neither a struct nor a list
         return feature | {"decode": kind == "Json"}  # a kind without a decoder drops the key
     return feature
+
+
+def refuse_other_fields(source: dict, where: str, data: DataConfig) -> None:
+    """Raise ValueError where a row seems to have images, in another field than the one that is asked for."""
+    for name, value in source.items():
+        if name in (data.image_field, data.video_field, data.prompt_field, data.answer_field):
+            continue
+        first = value[0] if isinstance(value, list) and value else value
+        is_image = isinstance(first, dict) and isinstance(first.get("bytes"), bytes)
+        if is_image or (isinstance(first, str) and first.lower().endswith(_ENDINGS)):
+            raise ValueError(
+                f'{where}: field "{name}" seems to have images, and no row has any in "{data.image_field}"; name the '
+                f"field with --data.image-field {name}, or leave it out of rows that are text alone"
+            )

@@ -137,7 +137,7 @@ def name_samples(folder: Path, step: int) -> Path:
     return folder / "rollouts" / f"step_{step:06d}.jsonl"
 
 
-def tell_skipped(skipped: dict[str, int]) -> None:
+def log_skipped(skipped: dict[str, int]) -> None:
     """Say how many rows were left out because they are too long, where there are any (``{"skipped_train": 3}``)."""
     if any(skipped.values()):
         counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in skipped.items())

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader
 
-from engines.images.decoding import DECODING_ERRORS, convert_to_rgb
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker.tracking.log import name_samples, read_metrics
@@ -55,7 +54,7 @@ _CURVES = (
 """Title, metric -> label, scale of each plot."""
 
 
-def tell_report(folder: Path) -> str:
+def format_report(folder: Path) -> str:
     """Draw the report and return a text with its path, or without plotly the package to install: the run goes on."""
     return _find_missing_package(folder) or f"report: {write_report(folder)}"
 
@@ -223,7 +222,9 @@ def _make_thumbnails(paths: Sequence[str]) -> list[tuple[str, str]]:
     """Pair each path with its image as data, which is empty where the file is gone."""
     if not paths:
         return []
-    from PIL import Image as PILImage  # which runs without images have no use for
+    from PIL import Image as PILImage  # runs without images load neither
+
+    from engines.images.decoding import DECODING_ERRORS, convert_to_rgb
 
     thumbnails = []
     for path in paths:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 LOGGER = logging.getLogger("rlworker")
 
 
-class _BesideTheBar(logging.Handler):
+class _TqdmHandler(logging.Handler):
     """Print each line at once, above the progress bar where there is one, or wherever the output goes."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -25,13 +25,13 @@ class _BesideTheBar(logging.Handler):
 
 
 if not LOGGER.handlers:
-    LOGGER.addHandler(_BesideTheBar())
+    LOGGER.addHandler(_TqdmHandler())
     LOGGER.propagate = False  # a handler of the root logger would print every line a second time
 if LOGGER.level == logging.NOTSET:
     LOGGER.setLevel(logging.INFO)
 
 
-def tell_start(text: str) -> None:
+def log_start(text: str) -> None:
     """Say that a part of the start is done, and at which second of this program; it may take minutes in all."""
     LOGGER.info("start %7.1f s  %s", read_process_age(), text)
 

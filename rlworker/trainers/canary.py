@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from engines.batch.samples import Sampling
 from engines.batch.shard import get_logprobs
-from engines.images.placeholders import list_margin_tokens
 from engines.models.spec import ModelSpec
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.data.rows import Row
@@ -54,7 +53,11 @@ class Canary:
 
     def _list_prompts(self) -> list[tuple[int, ...]]:
         """List the prompts' ids without those of images, which stand in no text."""
-        special = {*self.model.banned_tokens, *list_margin_tokens(self.model)}
+        special = {*self.model.banned_tokens}
+        if self.model.vision:
+            from engines.images.placeholders import list_margin_tokens
+
+            special |= {*list_margin_tokens(self.model)}
         return [tuple(token for token in row.prompt_ids if token not in special) for row in self.rows]
 
     def _compare(self, rows: Sequence[Row], scores_prompt: bool) -> dict[str, float]:

@@ -1,28 +1,30 @@
 """The way from settings to a trained model, which a recipe's ``__main__`` calls."""
 
+from __future__ import annotations
+
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
-from rlworker.cluster.placement import Demand, check_room
+from rlworker.cluster.placement import ResourceRequest, check_room
 from rlworker.cluster.ray import check_ray, pausing_collection, running_ray
 from rlworker.cluster.rollout_group import Rollouts
-from rlworker.config.memory import judge_machine
 from rlworker.config.run import RunConfig
-from rlworker.config.sft import SftConfig
 from rlworker.config.sizes import count_batch_bytes
-from rlworker.data.conversations import check_examples
 from rlworker.data.rows import check_rows, read_ends
 from rlworker.episodes.model import Play, check_scorer
-from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.tracking.run_folder import RunFolder
-from rlworker.tracking.terminal import LOGGER, tell_start
+from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import check_trackers
-from rlworker.trainers.stop import ending_well, leave_signals
+from rlworker.trainers.stop import block_signals, graceful_stop
+
+if TYPE_CHECKING:
+    from engines.models.spec import ModelSpec
+    from rlworker.config.sft import SftConfig
+    from rlworker.rewards.functions import BatchRewardFn, RewardFn
 
 
 def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: Any) -> dict[str, float]:
@@ -41,18 +43,18 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: 
     Returns:
         the metrics of the last step.
     """
-    with ending_well() as stop, ExitStack() as running:
+    with graceful_stop() as stop, ExitStack() as running:
         try:
             check_scorer(reward)
             folder = check_run(config)
             running.callback(folder.release)
-            tell_start("settings, folders and fields of rows are checked")
-            with ThreadPoolExecutor(1, initializer=leave_signals) as beside:
+            log_start("settings, folders and fields of rows are checked")
+            with ThreadPoolExecutor(1, initializer=block_signals) as beside:
                 building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(running_ray(config.num_workers, config.platform, count_batch_bytes(config)))
-                check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
-                tell_start("Ray is up")
+                check_room([ResourceRequest(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
+                log_start("Ray is up")
                 rollouts = None
                 if not config.placement.colocate:  # else they wait for the ranks whose devices they share
                     sizes = config.rollout.engines, config.rollout.tp
@@ -72,7 +74,7 @@ def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
     Args:
         parts: further arguments of ``SftTrainer``: ``trackers``.
     """
-    with ending_well() as stop, ExitStack() as running:
+    with graceful_stop() as stop, ExitStack() as running:
         try:
             folder = check_run(config)
             running.callback(folder.release)
@@ -99,7 +101,9 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     read_ends(models["actor"].folder, models["actor"].vocab)
     _warn_of_memory(config, models)
     check_trackers(config.trackers)
-    check = check_rows if isinstance(config, RunConfig) else check_examples
+    check = check_rows
+    if not isinstance(config, RunConfig):
+        from rlworker.data.conversations import check_examples as check
     check(config.data.train, config.data)
     if config.data.heldout:
         check(config.data.heldout, config.data)
@@ -112,6 +116,8 @@ def _warn_of_memory(config: RunConfig | SftConfig, models: dict[str, ModelSpec])
     """Warn where a run on this machine alone is about to take more than its memory."""
     if get_platform(config.platform).visible_devices or os.environ.get("RAY_ADDRESS"):
         return  # devices have memory of their own, and a cluster has more machines
+    from rlworker.config.memory import judge_machine
+
     text, fits = judge_machine(config, models)
     if not fits:
         LOGGER.warning(f"memory: {text[0].lower()}{text[1:]}")

@@ -33,7 +33,7 @@ def find_offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[i
     return dict(sorted(names_by_row.items())) or {row: [] for row in range(len(batch))}
 
 
-def save_refused(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], tokenizer) -> int:
+def save_rejected(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], tokenizer) -> int:
     """Write the offending rows to ``path``, a JSON line each. Returns how many they are."""
     rows = find_offending_rows(batch, outputs)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +57,8 @@ def reject_step(run: Path, step: int, role: str, batch: TrainBatch, outputs: Out
     """Raise RunError for step ``step``, whose gradient is not finite, after writing the rows that may be the cause
     into the run folder. The engine kept its weights."""
     rate = "--critic.lr" if role == "critic" else "--actor.optimizer.lr"
-    path = run / "refused" / f"step_{step:06d}.jsonl"
-    count = save_refused(path, batch, list_columns(outputs), tokenizer)
+    path = run / "rejected" / f"step_{step:06d}.jsonl"
+    count = save_rejected(path, batch, list_columns(outputs), tokenizer)
     raise RunError(
         f"step {step}: the {role}'s gradient is not finite, so the step was not taken. {count} of {len(batch)} rows "
         f"may be why: see {path}. If their numbers are finite, lower {rate} or --actor.optimizer.clip-grad; if not, "

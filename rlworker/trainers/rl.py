@@ -21,7 +21,6 @@ from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
 from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
-from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
 from rlworker.episodes.codec import Codec
 from rlworker.episodes.model import Play, check_scorer, is_play
@@ -32,12 +31,11 @@ from rlworker.rollouts.sampler import Sampler
 from rlworker.rollouts.to_batch import compare_logprobs
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
-from rlworker.tracking.terminal import LOGGER, tell_start
+from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, describe_limits
 from rlworker.trainers.canary import Canary
-from rlworker.trainers.rejected_step import reject_step
 from rlworker.trainers.run import Run
 from rlworker.trainers.run_processes import list_groups, running_stream, start_scorer
 from rlworker.trainers.shared_devices import SharedDevices
@@ -88,7 +86,7 @@ class Trainer(Run[RunConfig]):
         actor = self.models["actor"]
         self.tokenizer = load_tokenizer(actor.folder)
         self.stop_token_ids = list_stop_tokens(actor.folder, self.tokenizer, actor.vocab)
-        image_reader = build_image_reader(actor, config.run_dir, config.image_memory_mb)
+        image_reader = self.build_image_reader(actor, config.image_memory_mb)
         self.codec = Codec(self.tokenizer, self.stop_token_ids, image_reader, config.data, actor.vocab)
         read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
         train = read(config.data.train)
@@ -98,7 +96,7 @@ class Trainer(Run[RunConfig]):
         self.folder.inputs.hold(config.data, self.models, every)
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
-        tell_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
+        log_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
         critic, algorithm = config.critic, config.algorithm
         self.advantage = configure_advantage(critic, advantage)
         check_group_size(self.advantage, config.samples_per_prompt)
@@ -122,7 +120,7 @@ class Trainer(Run[RunConfig]):
         sizes = config.platform, config.rollout.engines, config.rollout.tp
         if config.placement.colocate:
             trainers = [self.start_processes(StartingGroup(*group)) for group in list_groups(config, self.models)]
-            rollouts = self.start_processes(Rollouts(*sizes, trainers[0].list_seats))
+            rollouts = self.start_processes(Rollouts(*sizes, trainers[0].list_device_slots))
         else:
             rollouts = self.start_processes(self.starting_rollouts or Rollouts(*sizes))
             rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
@@ -132,7 +130,7 @@ class Trainer(Run[RunConfig]):
             if config.placement.colocate:
                 self.devices.begin(rollouts)
                 rollouts.start(self.models["actor"], config.rollout)
-        tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
+        log_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
         # While vLLM alone is still starting.
         scorer = start_scorer(self.start_processes, config, self.reward, self.codec, rollouts, self.folder.path)
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
@@ -140,7 +138,7 @@ class Trainer(Run[RunConfig]):
         if config.recovery.restarts:
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
             scorer.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
-        tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
+        log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, scorer, self._phase, self._warn)
         stream = self.running.enter_context(running_stream(config, self.rollouts, scorer, self.tokenizer))
         self.sampler = Sampler(config, *parts, stream)
@@ -151,7 +149,9 @@ class Trainer(Run[RunConfig]):
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor = groups["actor"]
         self.reference, self.critic = groups.get("reference"), groups.get("critic")
-        self.devices.groups = {name: groups[name] for name in groups if name not in self.config.placement.separate}
+        self.devices.groups = {
+            name: groups[name] for name in groups if name not in self.config.placement.dedicated_devices
+        }
 
     def begin(self) -> None:
         super().begin()
@@ -290,6 +290,8 @@ class Trainer(Run[RunConfig]):
         batch = replace(batch, weights=weights)
         metrics, outputs = group.train_step(batch, loss, denominator)
         if math.isnan(metrics["grad_norm"]):
+            from rlworker.trainers.rejected_step import reject_step
+
             reject_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
         return metrics, outputs
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ray.actor import ActorHandle
 
+from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import list_override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from rlworker.cluster.node_checks import check_nodes
-from rlworker.cluster.placement import Demand, check_room
+from rlworker.cluster.placement import ResourceRequest, check_room, list_nodes
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.traces import tracing
@@ -28,13 +28,16 @@ from rlworker.episodes.processes.pool import PlayPool
 from rlworker.errors import NothingScored, RunError
 from rlworker.rewards.pool import RewardPool
 from rlworker.tracking.digests import FileDigest
-from rlworker.tracking.log import RunLog, StepClock, is_due, tell_skipped
-from rlworker.tracking.report import tell_report
+from rlworker.tracking.log import RunLog, StepClock, is_due, log_skipped
+from rlworker.tracking.report import format_report
 from rlworker.tracking.run_folder import RunFolder, Score
-from rlworker.tracking.terminal import LOGGER, tell_start
+from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
 from rlworker.trainers.outages import ADVICE, Outages
 from rlworker.trainers.stop import Stop
+
+if TYPE_CHECKING:
+    from rlworker.data.images import ImageReader
 
 Config = TypeVar("Config", bound=TrainingConfig)
 Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool, PlayPool)
@@ -129,6 +132,14 @@ class Run(Generic[Config]):
 
     # -- what they share
 
+    def build_image_reader(self, model: ModelSpec, limit_mb: int) -> "ImageReader | None":
+        """Build the reader of the rows' images, with a limit of MB a row; None for a model of text alone."""
+        if not model.vision:
+            return None
+        from rlworker.data.images import build_image_reader
+
+        return build_image_reader(model, self.config.run_dir, limit_mb)
+
     def __enter__(self) -> Self:
         with self.running as running:
             self.start()
@@ -151,8 +162,11 @@ class Run(Generic[Config]):
         os.environ.update(platform.get_driver_env())
         self.running.enter_context(limiting_stalls(config.recovery.stall_timeout_s))
         self.running.enter_context(running_ray(config.num_workers, config.platform, count_batch_bytes(config)))
-        check_room([Demand(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
-        check_nodes(*self.folder.inputs.list_folders(), self.folder.path)
+        check_room([ResourceRequest(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
+        if len(list_nodes()) > 1:
+            from rlworker.cluster.node_checks import check_nodes
+
+            check_nodes(*self.folder.inputs.list_folders(), self.folder.path)
         self.start_engines(clock)
         self.begin()
         self.start_seconds = clock.seconds
@@ -195,11 +209,11 @@ class Run(Generic[Config]):
             LOGGER.info(f"NOTE actor.deterministic: {platform.name} repeats its numbers without it")
         for warning in list_override_warnings(config.actor.attention_override):
             LOGGER.warning(warning)
-        tell_skipped(self.skipped)
+        log_skipped(self.skipped)
         if state:
             with self._phase(StepClock(), "restore"):
                 self.restore(state)
-            tell_start(f"step {self.steps_done} is restored")
+            log_start(f"step {self.steps_done} is restored")
         self._note_saved()
         self.folder.record_start(self.steps_done, config.platform, self.get_state())
 
@@ -223,7 +237,7 @@ class Run(Generic[Config]):
             try:
                 return self.outages.repeat(self._steps, self._go_back)
             finally:  # a run that ends early has a report too
-                LOGGER.info(tell_report(self.folder.path))
+                LOGGER.info(format_report(self.folder.path))
         except OSError as error:
             if error.errno not in _UNWRITABLE:
                 raise

@@ -26,16 +26,16 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
         models: by role.
     """
     actor = "actor", models["actor"], config.actor_of_run, config.rollout.temperature
-    roles = {"actor": Role(*actor, reads_top=config.algorithm.score_centering > 0)}
+    roles = {"actor": Role(*actor, needs_topk_logprobs=config.algorithm.score_centering > 0)}
     if "reference" in models:
-        on_host = "reference" in config.placement.on_host
-        settings = config.actor_of_run, config.rollout.temperature, False, on_host
+        cpu_offload = "reference" in config.placement.cpu_offload
+        settings = config.actor_of_run, config.rollout.temperature, False, cpu_offload
         roles["reference"] = Role("reference", models["reference"], *settings)
     if "critic" in models:
         roles["critic"] = Role("critic", models["critic"], config.critic_of_run)
-    shared = tuple(role for name, role in roles.items() if name not in config.placement.separate)
+    shared = tuple(role for name, role in roles.items() if name not in config.placement.dedicated_devices)
     yield "actor", config.platform, shared, config.seed
-    for name in dict.fromkeys(config.placement.separate):
+    for name in dict.fromkeys(config.placement.dedicated_devices):
         yield name, config.platform, (roles[name],), config.seed
 
 

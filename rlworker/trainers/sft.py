@@ -17,13 +17,11 @@ from rlworker.cluster.workers import Role, TrainWorker
 from rlworker.config.model_checks import check_trainable
 from rlworker.config.sft import SftConfig
 from rlworker.data.examples import read_examples, to_batch
-from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer, pick_rows
 from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
-from rlworker.tracking.terminal import tell_start
+from rlworker.tracking.terminal import log_start
 from rlworker.tracking.trackers import Tracker
-from rlworker.trainers.rejected_step import reject_step
 from rlworker.trainers.run import Run
 from rlworker.trainers.stop import Stop
 
@@ -54,7 +52,7 @@ class SftTrainer(Run[SftConfig]):
         super().__init__(config, folder, stop, trackers)
         self.model = config.check_models(self.folder.inputs.find_model)["actor"]
         self.tokenizer = load_tokenizer(self.model.folder)
-        image_reader = build_image_reader(self.model, config.run_dir, config.actor.image_memory_mb)
+        image_reader = self.build_image_reader(self.model, config.actor.image_memory_mb)
         read = partial(
             read_examples, tokenizer=self.tokenizer, config=config, model=self.model, image_reader=image_reader
         )
@@ -62,7 +60,7 @@ class SftTrainer(Run[SftConfig]):
         self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
         self.folder.inputs.hold(config.data, {"actor": self.model}, [*self.train, *self.heldout])
         self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
-        tell_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
+        log_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
 
     def start_engines(self, clock: StepClock) -> None:
         """Start the one engine."""
@@ -71,7 +69,7 @@ class SftTrainer(Run[SftConfig]):
         self.start_processes(StartingGroup("actor", config.platform, roles, config.seed))
         with self._phase(clock, "start_trainers"):
             self.wait_for_trainers()
-        tell_start(f"trainer ranks are up: {len(self.group.workers)}")
+        log_start(f"trainer ranks are up: {len(self.group.workers)}")
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.group = groups["actor"]
@@ -85,6 +83,8 @@ class SftTrainer(Run[SftConfig]):
         with self._phase(clock, "update"):
             metrics, outputs = self.group.train_step(batch, sft_loss, float(batch.mask.sum()))
         if math.isnan(metrics["grad_norm"]):
+            from rlworker.trainers.rejected_step import reject_step
+
             reject_step(self.folder.path, self.steps_done + 1, "actor", batch, outputs, self.tokenizer)
         self.steps_done += 1
         times = clock.total()

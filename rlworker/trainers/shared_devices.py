@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engines.interfaces import Holding, Tag
+from engines.interfaces import OffloadPart, Tag
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.workers import RolloutWorker, TrainWorker
 
-HOLDINGS: tuple[Holding, ...] = ("weights", "gradients", "optimizer")
+OFFLOAD_PARTS: tuple[OffloadPart, ...] = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Occupancy:
             next that they get are new ones.
     """
 
-    actor: tuple[Holding, ...] = ()
-    others: tuple[Holding, ...] = ()
+    actor: tuple[OffloadPart, ...] = ()
+    others: tuple[OffloadPart, ...] = ()
     engines: tuple[Tag, ...] = ()
     level: int = 2
 
 
 _SAMPLING = Occupancy(engines=("weights", "kv_cache"))
-_LEARNING = Occupancy(actor=HOLDINGS, others=HOLDINGS)
+_LEARNING = Occupancy(actor=OFFLOAD_PARTS, others=OFFLOAD_PARTS)
 _SYNC = Occupancy(actor=("weights",), engines=("weights",))
 _CANARY = Occupancy(actor=("weights",), engines=("weights", "kv_cache"))
 _SAVING = Occupancy(actor=("weights", "optimizer"), others=("weights", "optimizer"), level=1)
@@ -87,13 +87,13 @@ class SharedDevices:
         else:
             self._rollouts.call(RolloutWorker.sleep, occupancy.level)
         for name, group in self.groups.items():
-            group.call(TrainWorker.onload, _choose_holdings(occupancy, name))
+            group.call(TrainWorker.onload, _choose_parts(occupancy, name))
         self._occupancy = occupancy
 
     def _offload(self, occupancy: Occupancy) -> None:
         for name, group in self.groups.items():
-            kept = _choose_holdings(occupancy, name)
-            group.call(TrainWorker.offload, tuple(holding for holding in HOLDINGS if holding not in kept))
+            kept = _choose_parts(occupancy, name)
+            group.call(TrainWorker.offload, tuple(holding for holding in OFFLOAD_PARTS if holding not in kept))
 
     def free_devices(self) -> None:
         """Take the trainers off the devices, for new engines, which start with all of their memory."""
@@ -110,5 +110,5 @@ class SharedDevices:
             self._move(self._occupancy)
 
 
-def _choose_holdings(occupancy: Occupancy, name: str) -> tuple[Holding, ...]:
+def _choose_parts(occupancy: Occupancy, name: str) -> tuple[OffloadPart, ...]:
     return occupancy.actor if name == "actor" else occupancy.others

@@ -35,7 +35,7 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():  # Python lets no other ask for signals
-            self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_) -> None:
@@ -48,7 +48,7 @@ class Stop:
         """The exit status of a program that was asked to end, as shells count: 128 and the signal's number."""
         return 128 + self.signal
 
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if not self.signal and self.in_hand:
             self.signal = number
@@ -64,7 +64,7 @@ class Stop:
 
 
 @contextmanager
-def ending_well() -> Iterator[Stop]:
+def graceful_stop() -> Iterator[Stop]:
     """Run a program that trains: a failure ends it with a message, signals end it as ``Stop`` says.
 
     Raises:
@@ -79,7 +79,7 @@ def ending_well() -> Iterator[Stop]:
             sys.exit(stop.exit_status)
 
 
-def leave_signals() -> None:
+def block_signals() -> None:
     """Let this thread receive none of the signals that ``Stop`` hears: they are the main thread's, which may hold them
     back for a while."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

@@ -17,7 +17,7 @@ from hardware.platform import KernelMemory
 
 _ALIGNED, _BUCKET = 64, 128
 """Numbers to a multiple of which Megatron starts a parameter in its buffer, and ends a bucket (core 0.16)."""
-_HOSTED = 4 * FP32
+_OFFLOADED = 4 * FP32
 """Bytes of a number on the host: its master, two moments and, in a step, its gradient."""
 
 
@@ -97,20 +97,20 @@ def compute_rank_memory(
     kernels: KernelMemory,
     *,
     trainable: bool = True,
-    on_host: bool = False,
+    cpu_offload: bool = False,
 ) -> RankMemory:
     """Compute the memory of a pipeline stage's rank.
 
     Args:
         rank: among the data- and context-parallel ranks that hold the same parameters.
         micro: sizes of a micro-batch. kernels: extra memory of the platform's kernels.
-        trainable: with gradients and an optimizer. on_host: frozen weights are offloaded to the host.
+        trainable: with gradients and an optimizer. cpu_offload: frozen weights are offloaded to the host.
     """
     parameters, size = list_parameters(model, config, stage), get_itemsize(config.dtype)
     numbers = sum(parameter.numbers for parameter in parameters)
     activations = estimate_activations(model, config, stage, micro, kernels, trainable)
     if not trainable:
-        return RankMemory(numbers * size, 0, 0, activations, numbers * size if on_host else 0, on_host)
+        return RankMemory(numbers * size, 0, 0, activations, numbers * size if cpu_offload else 0, cpu_offload)
     learning = [parameter for parameter in parameters if parameter.part not in config.freeze]
     frozen = numbers - sum(parameter.numbers for parameter in learning)
     places, buckets = _buffer(learning, config.dp * config.cp)
@@ -119,14 +119,14 @@ def compute_rank_memory(
         share = (end - start) // (config.dp * config.cp)
         part = start + rank * share, start + (rank + 1) * share
         moments += (max(0, min(stop, part[1]) - max(begin, part[0])) for begin, stop in places)
-    hosted = sum(moments[place] for place in choose_hosted(moments, config.optimizer.host_fraction))
+    offloaded = sum(moments[place] for place in choose_offloaded(moments, config.optimizer.optimizer_offload_fraction))
     bytes_each = (2 if config.dtype == "float32" else 3) * FP32
     buffer = buckets[-1][1]
-    state = (sum(moments) - hosted) * bytes_each
-    return RankMemory((buffer + frozen) * size, buffer * FP32, state, activations, hosted * _HOSTED)
+    state = (sum(moments) - offloaded) * bytes_each
+    return RankMemory((buffer + frozen) * size, buffer * FP32, state, activations, offloaded * _OFFLOADED)
 
 
-def choose_hosted(sizes: Sequence[int], fraction: float) -> set[int]:
+def choose_offloaded(sizes: Sequence[int], fraction: float) -> set[int]:
     """Choose the places of the tensors that the host keeps: the largest, until they have the fraction of all."""
     chosen: set[int] = set()
     total = 0

@@ -16,9 +16,10 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from engines.batch.balance import split_by_budget
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
-from engines.images.plan import VisionPlan, cut_waves
+from engines.images.plan import VisionPlan
 from engines.images.processor import ImageProcessor
 from engines.megatron.groups import get_tensor_and_context_group, get_tensor_group
 from engines.megatron.layout import Layout
@@ -138,7 +139,7 @@ class Vision:
             return blank.requires_grad_(learns)
         with torch.set_grad_enabled(learns):
             features = torch.cat(
-                [self.see(images[wave]) for wave in cut_waves([i.nbytes(self.spec) for i in images], self.budget)]
+                [self.see(images[wave]) for wave in split_by_budget([i.nbytes(self.spec) for i in images], self.budget)]
             )
         return torch.cat([features, blank[len(features) :]])
 

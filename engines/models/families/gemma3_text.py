@@ -8,7 +8,7 @@ from engines.models.family import DecoderSizes, Family
 from engines.models.hf_config import NEEDED, check_rope
 from engines.models.weight import Weight
 from hardware.attention.rules import CAUSAL, Rule
-from hardware.megatron.form import LayerForm
+from hardware.megatron.form import LayerOptions
 
 _KINDS = ("sliding_attention", "full_attention")
 _DEFAULTS = {
@@ -75,10 +75,10 @@ def read_ropes(config: dict, path: Path) -> tuple[dict, ...]:
     return ropes
 
 
-def read_form(config: dict, path: Path) -> LayerForm:
+def read_form(config: dict, path: Path) -> LayerOptions:
     """Read the form of the layers."""
     kinds = tuple(_KINDS.index(kind) for kind in read_kinds(config, path))
-    return LayerForm(
+    return LayerOptions(
         norms_from_one=True,
         post_norms=True,
         activation="gelu_tanh",

@@ -24,7 +24,7 @@ def test_the_dearest_goes_to_whoever_has_least():
     """By hand: 9 | 7 | 5, then 5 to the 5 (10), 4 to the 7 (11), 1 to the 9 (10)."""
     assert balance_costs(np.array([4, 9, 5, 1, 7, 5]), 3).tolist() == [1, 0, 2, 0, 1, 2]
     assert balance_costs(np.array([9, 1, 1, 1]), 2).tolist() == [0, 1, 1, 0], "two each, though the first has enough"
-    assert balance_costs(np.array([9, 1, 1, 1]), 2, counts_matter=False).tolist() == [0, 1, 1, 1]
+    assert balance_costs(np.array([9, 1, 1, 1]), 2, equal_counts=False).tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
@@ -153,7 +153,7 @@ def test_micro_batches_are_as_few_as_the_budget_allows_by_hand():
     assert parts([3, 3, 3, 3], pad_to_multiple_of=4) == [[[3, 3, 3, 3]]], "four slots each"
     assert parts([8, 7, 2, 2, 2], layout="bshd") == [[[7, 8], [2, 2, 2]]], "rows of like lengths"
     assert parts([4, 4, 4, 4], pp=2, ranks=2) == [[[4, 4], [4, 4]]], "one for each stage"
-    schedule = plan_schedule([1] * 10, MegatronConfig(micro_batch_tokens=16), 64, 1, most_sequences=4)
+    schedule = plan_schedule([1] * 10, MegatronConfig(micro_batch_tokens=16), 64, 1, max_sequences=4)
     assert sorted(map(len, schedule.rows[0])) == [3, 3, 4], "of four sequences at most"
     assert len(parts([4, 4, 4, 4], slots=8)[0]) == 2
 

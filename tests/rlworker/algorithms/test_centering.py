@@ -108,7 +108,7 @@ def test_finite_differences(top):
     """Central ones of fourth order of the term, whose factors are held where they are."""
     logits, log_old, log_q = draw(1)
     batch = make_batch(log_old, log_q, top, ADVANTAGES)
-    cut = partial(losses.truncated_importance, most=0.8)  # low enough that some of two classes are cut
+    cut = partial(losses.truncated_importance, max_ratio=0.8)  # low enough that some of two classes are cut
     term = partial(center_scores, batch=batch, correction=cut)
     x = logits.clone().requires_grad_()
     outputs = make_outputs(x, batch)

@@ -158,7 +158,7 @@ def test_corrections_by_hand():
     """Trainer over rollout 4, 1 and 1/4: truncated at 2, or left out beyond [1/2, 3]."""
     old, rollout = torch.tensor([math.log(4.0), 0.0, -math.log(4.0)]), torch.zeros(3)
     assert losses.truncated_importance(old, rollout).tolist() == pytest.approx([2.0, 1.0, 0.25])
-    assert losses.masked_importance(old, rollout, most=3.0).tolist() == [0.0, 1.0, 0.0]
+    assert losses.masked_importance(old, rollout, max_ratio=3.0).tolist() == [0.0, 1.0, 0.0]
     columns = {"old_logprobs": old.tolist(), "rollout_logprobs": [0.0] * 3, "advantages": [1.0] * 3}
     outputs = make_outputs(old.tolist())
     loss, metrics = policy_loss(outputs, make_batch([True] * 3, **columns), correction=losses.truncated_importance)

@@ -17,7 +17,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.probes.case import Influence
 from engines.probes.faults import FAULTS, list_real_faults
-from rlworker import cli
+from rlworker import __main__ as cli
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.tiny_models import make_tiny_model

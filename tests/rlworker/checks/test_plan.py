@@ -12,8 +12,8 @@ from engines.megatron.memory.activations import MicroBatch, count_kept
 from engines.megatron.memory.estimate import estimate_padding
 from engines.models.spec import ModelSpec
 from hardware.platform import KernelMemory
+from rlworker.__main__ import main
 from rlworker.checks.plan import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe
-from rlworker.cli import main
 from rlworker.config.memory import judge_machine
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PlacementConfig
@@ -161,8 +161,8 @@ def test_what_waits_on_the_host_is_not_on_the_device(folder):
     model, config = ModelSpec.from_folder(folder), config_of(folder, algorithm=AlgorithmConfig(kl_coef=0.1))
     models = {"actor": model, "reference": model}
     plain = make_plan(config, models).needs[0]
-    actor = replace(config.actor, optimizer=replace(config.actor.optimizer, host_fraction=0.5))
-    plan = make_plan(replace(config, actor=actor, placement=PlacementConfig(on_host=("reference",))), models)
+    actor = replace(config.actor, optimizer=replace(config.actor.optimizer, optimizer_offload_fraction=0.5))
+    plan = make_plan(replace(config, actor=actor, placement=PlacementConfig(cpu_offload=("reference",))), models)
     hosted, before = plan.needs[0], plain.roles["actor"]
     policy, reference = hosted.roles["actor"], hosted.roles["reference"]
     assert policy.host % 16 == 0 and before.optimizer - policy.optimizer == policy.host // 16 * 12

@@ -92,7 +92,8 @@ def test_a_node_that_lacks_something_is_named_before_the_first_step(inputs, sess
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
     no_room = (
         "import ray; ray.init(logging_level='ERROR', log_to_driver=False); "
-        "from rlworker.cluster.placement import Demand, check_room; check_room([Demand('actor', 'cpu', 4, 1, 4)])"
+        "from rlworker.cluster.placement import ResourceRequest, check_room; "
+        "check_room([ResourceRequest('actor', 'cpu', 4, 1, 4)])"
     )
     with nodes(2, sessions) as cluster:
         assert cluster.run(1, f'python -c "{ask}"').returncode == 0

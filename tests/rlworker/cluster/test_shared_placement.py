@@ -6,17 +6,17 @@ from rlworker.errors import RunError
 
 
 def make_ranks(*places: str) -> list:
-    """Make the seats of ranks, each written as NODE:DEVICE; a CPU has no device."""
-    from rlworker.cluster.placement import Seat
+    """Make the device slots of ranks, each written as NODE:DEVICE; a CPU has no device."""
+    from rlworker.cluster.placement import DeviceSlot
 
     pairs = [place.split(":") for place in places]
-    return [Seat(node, (device,) if device else ()) for node, device in pairs]
+    return [DeviceSlot(node, (device,) if device else ()) for node, device in pairs]
 
 
 def list_names(*places: str, engines: int = 1, devices: int = 1) -> list[str]:
-    from rlworker.cluster.placement import list_engine_seats
+    from rlworker.cluster.placement import list_engine_slots
 
-    return [f"{s.node}:{','.join(s.devices)}" for s in list_engine_seats(make_ranks(*places), engines, devices)]
+    return [f"{s.node}:{','.join(s.devices)}" for s in list_engine_slots(make_ranks(*places), engines, devices)]
 
 
 def test_an_engine_has_neighbouring_devices_of_one_node():
@@ -38,13 +38,13 @@ def test_engines_that_no_node_holds_are_refused_by_name():
 
 
 def test_a_new_engine_takes_what_the_others_leave():
-    from rlworker.cluster.placement import choose_seat
+    from rlworker.cluster.placement import choose_device_slot
 
     first, second, elsewhere = make_ranks("a:0", "a:1", "b:1")
-    assert choose_seat(1, [first, second], [first]) == second
-    assert choose_seat(0, [first, second], [first]) == second, "where ranks lie elsewhere than before"
-    assert choose_seat(0, [elsewhere], [second]) == elsewhere, "another node's device of the same name"
+    assert choose_device_slot(1, [first, second], [first]) == second
+    assert choose_device_slot(0, [first, second], [first]) == second, "where ranks lie elsewhere than before"
+    assert choose_device_slot(0, [elsewhere], [second]) == elsewhere, "another node's device of the same name"
     processors = make_ranks("a:", "a:")
-    assert choose_seat(1, processors, processors[:1]) == processors[1]
+    assert choose_device_slot(1, processors, processors[:1]) == processors[1]
     with pytest.raises(RunError, match="leaves none to rollout engine 1"):
-        choose_seat(1, [first, first], [first])
+        choose_device_slot(1, [first, first], [first])

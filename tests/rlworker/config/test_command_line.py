@@ -9,7 +9,7 @@ from annotated_types import Ge
 from support.program import run_program, run_recipe
 
 from engines.config import MegatronConfig, OptimizerConfig
-from rlworker.cli import main
+from rlworker.__main__ import main
 from rlworker.config.command_line import parse_config
 from rlworker.config.keys import flatten_config
 from rlworker.config.run import RunConfig

@@ -122,7 +122,7 @@ def test_engines_that_take_turns_with_the_trainers_need_no_devices():
         (dict(critic=CriticConfig(train=True, warmup_steps=100)), "leaves the actor none of steps=100"),
         (dict(algorithm=AlgorithmConfig(dynamic_sampling=1), samples_per_prompt=1), "needs samples that can differ"),
         (dict(placement=PlacementConfig(("critic",))), "which this run does not have"),
-        (dict(placement=PlacementConfig(on_host=("reference",))), r"placement.on_host names \['reference'\]"),
+        (dict(placement=PlacementConfig(cpu_offload=("reference",))), r"placement.cpu_offload names \['reference'\]"),
     ],
 )
 def test_settings_that_do_nothing_are_refused(settings, message):

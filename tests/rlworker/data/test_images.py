@@ -23,14 +23,14 @@ from engines.images.decoding import decode
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
-from rlworker.config.model_checks import check_sees_alike, check_trainable
+from rlworker.config.model_checks import check_same_image_processing, check_trainable
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import check_rows, load_tokenizer, read_rows
 from rlworker.rollouts.to_batch import compare_logprobs, to_batch
 from rlworker.tracking.log import read_metrics
-from rlworker.trainers.rejected_step import save_refused
+from rlworker.trainers.rejected_step import save_rejected
 
 DATA = DataConfig(max_prompt_tokens=64)
 CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
@@ -306,22 +306,24 @@ def test_rows_of_one_image_have_it_read_once(model, tmp_path, monkeypatch):
 def test_models_of_one_run_see_alike(model, make_hf_model, tmp_path):
     from transformers import AutoImageProcessor
 
-    check_sees_alike(model, model)
+    check_same_image_processing(model, model)
     text = ModelSpec.from_folder(make_hf_model("qwen2", True))
-    check_sees_alike(text, text)
+    check_same_image_processing(text, text)
     with pytest.raises(ValueError, match="model: this model cannot see images and the other can"):
-        check_sees_alike(text, model)
+        check_same_image_processing(text, model)
     with pytest.raises(ValueError, match="model: the actor cannot see images and the other can"):
-        check_sees_alike(model, text)
+        check_same_image_processing(model, text)
     with pytest.raises(ValueError, match=r"has image tokens .*, the actor .*; take two that agree"):
-        check_sees_alike(replace(model, vision=replace(model.vision, start_token=3)), model)
+        check_same_image_processing(replace(model, vision=replace(model.vision, start_token=3)), model)
     shutil.copytree(model.folder, tmp_path / "other")
     settings = json.loads((tmp_path / "other" / "preprocessor_config.json").read_text())
     (tmp_path / "other" / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.4] * 3}))
     with pytest.raises(ValueError, match=r"the image processors in .* differ in image_mean, so that both would see"):
-        check_sees_alike(replace(model, folder=str(tmp_path / "other")), model)
+        check_same_image_processing(replace(model, folder=str(tmp_path / "other")), model)
     AutoImageProcessor.from_pretrained(model.folder).save_pretrained(tmp_path / "other")
-    check_sees_alike(replace(model, folder=str(tmp_path / "other")), model)  # the same settings, told in other words
+    check_same_image_processing(
+        replace(model, folder=str(tmp_path / "other")), model
+    )  # the same settings, told in other words
 
 
 def test_a_folder_without_an_image_processor_is_refused_before_anything_starts(model, tmp_path):
@@ -360,7 +362,7 @@ def test_a_refused_step_names_the_images(read, model, tmp_path):
     (row,) = read({"prompt": "<image>?", "images": ["a.png"], "answer": "y"})
     answer = make_completions(([5, 6], [-1.0, float("nan")], 1))
     batch = to_batch([row], answer, [1.0], model.vision)
-    assert save_refused(tmp_path / "step.jsonl", batch, {}, load_tokenizer(model.folder)) == 1
+    assert save_rejected(tmp_path / "step.jsonl", batch, {}, load_tokenizer(model.folder)) == 1
     (image,) = json.loads((tmp_path / "step.jsonl").read_text())["images"]
     assert image["grid"] == [1, 4, 6] and image["place"].endswith('line 1: field "images", image 0')
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlworker.tracking import log as metrics
 from rlworker.tracking.log import RunLog
-from rlworker.tracking.terminal import read_process_age, tell_start
+from rlworker.tracking.terminal import log_start, read_process_age
 from rlworker.tracking.trackers import TrackedRun, Trackers
 
 
@@ -51,7 +51,7 @@ def test_what_is_left_may_be_hours_and_forgets_old_steps(tmp_path, clock, capsys
 
 
 LINES = {
-    "tell_start('Ray is up')": r"start +\d+\.\d s  Ray is up\n",
+    "log_start('Ray is up')": r"start +\d+\.\d s  Ray is up\n",
     "log.step(1, {'reward': 0.5})": r"step    1/2  reward  0\.500 .*\n",
     "LOGGER.warning('no signal')": r"WARNING no signal\n",
 }
@@ -60,7 +60,7 @@ PROGRAM = """
 import os, select, sys
 from pathlib import Path
 from rlworker.tracking.log import RunLog
-from rlworker.tracking.terminal import LOGGER, tell_start
+from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import TrackedRun, Trackers
 log = RunLog(Path(sys.argv[1]), 2, 0, Trackers([], TrackedRun(Path(sys.argv[1]), 0, {})))
 for call in sys.argv[2:]:
@@ -83,6 +83,6 @@ def test_each_line_is_there_at_once_without_a_terminal(tmp_path):
 
 def test_seconds_of_the_start_are_of_this_program(capsys):
     before = read_process_age()
-    tell_start("rows are read: 2")
+    log_start("rows are read: 2")
     said = re.fullmatch(r"start +(\d+\.\d) s  rows are read: 2\n", capsys.readouterr().out)
     assert before - 0.1 <= float(said[1]) <= read_process_age() + 0.1

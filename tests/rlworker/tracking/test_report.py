@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rlworker.tracking.report import tell_report, write_report
+from rlworker.tracking.report import format_report, write_report
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def folder(tmp_path):
 def test_a_run_without_plotly_has_a_note_in_place_of_a_report(folder, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "plotly", None)  # as if it were not installed
-        assert f"pip install plotly, then: rlworker report {folder}" in tell_report(folder)
+        assert f"pip install plotly, then: rlworker report {folder}" in format_report(folder)
         with pytest.raises(ValueError, match="plotly, which draws it, is not installed"):
             write_report(folder)
         assert not (folder / "report.html").exists()
-    assert tell_report(folder) == f"report: {folder / 'report.html'}"
+    assert format_report(folder) == f"report: {folder / 'report.html'}"
     page = (folder / "report.html").read_text()
     assert '"name":"sampled, training prompts"' in page and '"y":[0.0625,0.125]' in page
 

@@ -20,8 +20,8 @@ class Device:
         self.seen: list[dict] = []
 
     def make_group(self, name: str):
-        def call(method: str, holdings) -> None:
-            (self.held[name].update if method == "onload" else self.held[name].difference_update)(holdings)
+        def call(method: str, parts) -> None:
+            (self.held[name].update if method == "onload" else self.held[name].difference_update)(parts)
             self.note()
 
         return SimpleNamespace(call=call)
@@ -259,8 +259,8 @@ def test_a_run_that_takes_turns_resumes_and_replaces_what_it_lost(runs, lost):
                 yield
 
     config = make_run(folder, name, True, resume=True, recovery=RecoveryConfig(restarts=1))
-    hosted = replace(config.actor, optimizer=replace(config.actor.optimizer, host_fraction=0.5))
-    config = replace(config, actor=hosted, placement=replace(config.placement, on_host=("reference",)))
+    hosted = replace(config.actor, optimizer=replace(config.actor.optimizer, optimizer_offload_fraction=0.5))
+    config = replace(config, actor=hosted, placement=replace(config.placement, cpu_offload=("reference",)))
     with Struck(config, share_digits) as trainer:
         trainer.fit()
     (line,) = (folder / name / "outages.jsonl").read_text().splitlines()

@@ -14,8 +14,8 @@ from stop_chain import STOPPED, draw_moments, prepare, run_chain, run_link, star
 
 PROGRAM = """
 import subprocess, sys, time
-from rlworker.trainers.stop import ending_well
-with ending_well() as stop:
+from rlworker.trainers.stop import graceful_stop
+with graceful_stop() as stop:
     child = subprocess.Popen(["sleep", "60"])
     stop.in_hand = sys.argv[1]
     print(child.pid, flush=True)
@@ -28,7 +28,7 @@ with ending_well() as stop:
 
 
 def program(*arguments: str) -> tuple[subprocess.Popen, psutil.Process]:
-    """A program under ``ending_well`` that has started a child, and the child."""
+    """A program under ``graceful_stop`` that has started a child, and the child."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     running = subprocess.Popen(command, start_new_session=True, **pipes)

@@ -10,8 +10,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from engines.interfaces import Holding
-from engines.megatron.memory.estimate import choose_hosted
+from engines.interfaces import OffloadPart
+from engines.megatron.memory.estimate import choose_offloaded
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned).copy_(tensor.detach())
 
 
-class HostedWeights:
+class OffloadedWeights:
     """Weights of a module that does not learn, on the device within a ``with`` and on the host outside it."""
 
     def __init__(self, module: torch.nn.Module, device: torch.device):
@@ -40,7 +40,7 @@ class HostedWeights:
             parameter.data = kept
 
 
-class HostedState:
+class OffloadedOptimizer:
     """Offloaded optimizer state: fp32 masters and moments of a share of a rank's parameters, stepped on the host.
 
     The optimizer's tensors are on the host, except while Megatron assigns their gradients. Torch refuses a gradient on
@@ -57,9 +57,9 @@ class HostedState:
 
     def __init__(self, part: DistributedOptimizer, fraction: float):
         parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-        chosen = choose_hosted([parameter.numel() for parameter in parameters], fraction)
+        chosen = choose_offloaded([parameter.numel() for parameter in parameters], fraction)
         self.parameters = [parameters[place] for place in sorted(chosen)]
-        self.likenesses = [p.new_empty(1).expand(p.shape) for p in self.parameters]
+        self.placeholders = [p.new_empty(1).expand(p.shape) for p in self.parameters]
         self.kept = [copy_to_host(parameter) for parameter in self.parameters]
         self._prepare = part.prepare_grads
         self._return_to_host()
@@ -69,8 +69,8 @@ class HostedState:
 
     def prepare_grads(self) -> bool:
         """Megatron's, which assigns each of its gradients."""
-        for parameter, likeness in zip(self.parameters, self.likenesses, strict=True):
-            parameter.data = likeness
+        for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
+            parameter.data = placeholder
         return self._prepare()
 
     def _fetch_gradients(self) -> None:
@@ -89,7 +89,7 @@ class HostedState:
             parameter.grad = None
 
 
-class DeviceHoldings:
+class OffloadManager:
     """An engine's weights, gradients and optimizer state, each of which can leave the device and come back.
 
     Memory is given back storage by storage and taken again under the same tensors. So every view into one of
@@ -106,9 +106,9 @@ class DeviceHoldings:
         self._optimizer, self._device, self._visits = optimizer, device, visits
         self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
-    def offload(self, holdings: Sequence[Holding]) -> None:
+    def offload(self, parts: Sequence[OffloadPart]) -> None:
         """Move these parts from the device to the host's memory, and free the device's memory."""
-        for name in holdings:
+        for name in parts:
             if name not in self._left:
                 storages = list(self._list_storages(name))
                 copies = [None if name == "gradients" else copy_to_host(_view_bytes(storage)) for storage in storages]
@@ -118,16 +118,16 @@ class DeviceHoldings:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()  # another process cannot use cached blocks
 
-    def onload(self, holdings: Sequence[Holding]) -> None:
+    def onload(self, parts: Sequence[OffloadPart]) -> None:
         """Bring these back onto the device, where they have left it."""
-        for storage, size, copy in (each for name in holdings for each in self._left.pop(name, ())):
+        for storage, size, copy in (each for name in parts for each in self._left.pop(name, ())):
             storage.resize_(size)
             content = _view_bytes(storage)
             content.zero_() if copy is None else content.copy_(copy)
 
-    def require(self, who: str, *holdings: Holding) -> None:
+    def require(self, who: str, *parts: OffloadPart) -> None:
         """Raise RuntimeError where one of these is not on the device."""
-        if missing := [name for name in holdings if name in self._left]:
+        if missing := [name for name in parts if name in self._left]:
             raise RuntimeError(
                 f"engine: {who} was called while {' and '.join(missing)} were offloaded, expected them on the device; "
                 "it is another's turn there: call onload first"

@@ -9,7 +9,7 @@ import pytest
 from support.program import run_program
 
 from hardware.platforms import PLATFORMS
-from rlworker.cli import main
+from rlworker.__main__ import main
 
 
 def test_report_draws_a_run_cut_short(tmp_path):

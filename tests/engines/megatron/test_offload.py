@@ -6,7 +6,7 @@ from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
 from engines.config import OptimizerConfig
-from engines.megatron.memory.estimate import choose_hosted
+from engines.megatron.memory.estimate import choose_offloaded
 from rlworker.checks.huggingface import probe_loss
 
 
@@ -15,7 +15,7 @@ def hosted_steps(rank: int, world: int, address: str, folder: str, dtype: str, f
     and where that state is."""
 
     def build(share: float):
-        optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, host_fraction=share)
+        optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, optimizer_offload_fraction=share)
         return build_engine(rank, world, address, folder, {"dtype": dtype, "optimizer": optimizer})
 
     def step(engine) -> None:
@@ -29,7 +29,7 @@ def hosted_steps(rank: int, world: int, address: str, folder: str, dtype: str, f
     def look(*_) -> None:
         kept = {tensor.data_ptr() for tensor in state.kept}
         own = [(p.data_ptr() in kept, p.grad is not None) for p in state.parameters]
-        seen.append((all(on_host for on_host, _ in own), all(has_gradient for _, has_gradient in own)))
+        seen.append((all(cpu_offload for cpu_offload, _ in own), all(has_gradient for _, has_gradient in own)))
 
     part.optimizer.register_step_pre_hook(look)
     step(plain)
@@ -43,7 +43,7 @@ def hosted_steps(rank: int, world: int, address: str, folder: str, dtype: str, f
         step(engine)
     look()
     weights = [{name: tensor.clone() for name, tensor in engine.export_weights()} for engine in every]
-    prepared = sum(tensor.untyped_storage().nbytes() for tensor in state.likenesses)
+    prepared = sum(tensor.untyped_storage().nbytes() for tensor in state.placeholders)
     numbers = [sum(p.numel() for p in x) for x in (state.parameters, part.optimizer.param_groups[0]["params"])]
     moments = [value for p in state.parameters for value in part.optimizer.state[p].values()]
     return {"weights": weights, "seen": seen, "likeness_bytes": prepared, "tensors": len(state.kept)} | {
@@ -68,16 +68,16 @@ def test_a_step_on_the_host_is_the_same_step(two_ranks, make_hf_model, tmp_path,
 
 
 def test_the_largest_tensors_go_until_the_share_is_there():
-    assert choose_hosted([5, 1, 3, 1], 0.5) == {0}
-    assert choose_hosted([5, 1, 3, 1], 0.51) == {0, 2}
-    assert choose_hosted([5, 1, 3, 1], 1.0) == {0, 1, 2, 3}
-    assert choose_hosted([5, 1, 3, 1], 0.0) == choose_hosted([], 1.0) == set()
+    assert choose_offloaded([5, 1, 3, 1], 0.5) == {0}
+    assert choose_offloaded([5, 1, 3, 1], 0.51) == {0, 2}
+    assert choose_offloaded([5, 1, 3, 1], 1.0) == {0, 1, 2, 3}
+    assert choose_offloaded([5, 1, 3, 1], 0.0) == choose_offloaded([], 1.0) == set()
 
 
 def visiting_forward(rank: int, world: int, address: str, folder: str) -> dict:
     """Logprobs of a model that stays on the device and of one that visits it twice; where its weights were."""
     stays = build_engine(rank, world, address, folder, {"tp": 2}, trainable=False)
-    visits = build_engine(rank, world, address, folder, {"tp": 2}, trainable=False, on_host=True)
+    visits = build_engine(rank, world, address, folder, {"tp": 2}, trainable=False, cpu_offload=True)
     _, shard = plan(stays, make_batch())
     kept = {tensor.data_ptr() for _, tensor in visits.weights_on_device.kept}
     where = []
@@ -104,7 +104,7 @@ def test_a_reference_on_the_host_visits_the_device(two_ranks, make_hf_model):
 
 
 def moved_steps(rank: int, world: int, address: str, folder: str, settings: dict, out: str) -> dict:
-    """Weights and logprobs of an engine that stays on its device and of one whose holdings leave it before each call;
+    """Weights and logprobs of an engine that stays on its device and of one whose parts leave it before each call;
     bytes that are left there, and what is said of calls out of turn."""
     every = ("weights", "gradients", "optimizer")
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1)
