@@ -47,7 +47,7 @@ class Schedule:
 
     @cached_property
     def _order(self) -> np.ndarray:
-        """Numbers ``[B']`` of the shards' sequences end to end; those without a token are in none."""
+        """Numbers ``[B']`` of the shards' sequences end to end; sequences without a token are left out."""
         return np.concatenate([rows for replica in self.rows for rows in replica])
 
     @cached_property

@@ -25,7 +25,7 @@ def end_with_parent() -> None:
 
 
 def unlink_shared_memory() -> None:
-    """Take the names of the memory that this process shares with the engine's others away, once all of them have it.
+    """Unlink the shared memory of this engine's processes, after all of them have mapped it.
 
     Memory without a name goes with the last of them. With one it would stay in /dev/shm where they are killed, and Ray
     ends its workers so.

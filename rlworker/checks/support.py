@@ -1,4 +1,4 @@
-"""The capability tables say here how far it was shown that a family trains and rolls out on a platform.
+"""Levels of proof, from the capability tables, that a family trains and rolls out on a platform.
 
 ``scripts/tables.py`` writes docs/models.md from it.
 """
@@ -19,11 +19,11 @@ Input = Literal["text", "images", "videos"]
 LAYOUTS = ("bshd", "thd")
 _ORDER: tuple[Evidence, ...] = ("untested", "emulated", "executed")
 _WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
-"""Keys of a config with a window, of which a family's has those that it does not refuse."""
+"""Keys of a config with a window; a family's config has the keys that the family does not refuse."""
 
 
 def list_rules(family: Family) -> list[Rule]:
-    """List the rules that configs of a family may ask for: causal, and those of a layer with a window."""
+    """List the rules that configs of a family may have: causal, and a window."""
     windowed = {key: value for key, value in _WINDOW.items() if key not in family.refused}
     rules = family.rules(family.defaults | windowed | {"num_hidden_layers": 1}, Path(family.model_type))
     return list(dict.fromkeys([CAUSAL, *rules]))
@@ -50,7 +50,7 @@ def find_rollout_level(family: Family, platform: Platform) -> Level:
 
 
 def list_inputs(family: Family) -> list[Input]:
-    """List the largest inputs that a family is shown: text, or images, and videos where it takes those too."""
+    """List the kinds of inputs of a family: text, or images, and videos where it takes them."""
     if not family.tower:
         return ["text"]
     return ["images"] if family.tower.no_videos else ["images", "videos"]

@@ -13,8 +13,10 @@ _HEAD_LOGITS = 2**25
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Attributes:
-    slots: over all context-parallel ranks. sequences: that share them.
+    """The size of a micro-batch.
+
+    Attributes:
+        slots: slots over all context-parallel ranks. sequences: number of its sequences.
     """
 
     slots: int = 0
