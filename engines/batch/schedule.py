@@ -17,7 +17,7 @@ from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit
 
 _SMALL = 8
-"""Largest share of the work of a replica, or of its pipeline stage, at which sequences are kept together."""
+"""Sequences are kept together if they are at most 1 / _SMALL of the work of a replica, or of its pipeline stage."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def end_with_parent() -> None:
 def unlink_shared_memory() -> None:
     """Unlink the shared memory of this engine's processes, after all of them have mapped it.
 
-    Memory without a name goes with the last of them. With one it would stay in /dev/shm where they are killed, and Ray
-    ends its workers so.
+    Memory without a name is freed with its last process. With a name it would stay in /dev/shm when the processes are
+    killed, and Ray kills its workers.
     """
     if sys.platform != "linux":
         return
