@@ -84,7 +84,7 @@ VLLM_VOCAB_UNIT = 64
 """vLLM pads a vocabulary to a multiple of this before it cuts it (0.32, layers/vocab_parallel_embedding.py)."""
 
 VLLM_BATCHED_TOKENS = 4096
-"""Tokens in one forward pass on a CPU where nothing else is said (0.32, engine/arg_utils.py)."""
+"""vLLM's default of tokens in one forward pass on a CPU (0.32, engine/arg_utils.py)."""
 
 
 @dataclass(frozen=True)

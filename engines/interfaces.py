@@ -90,13 +90,13 @@ class TrainEngine(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """A model that samples."""
+    """A rollout engine: it samples completions and takes new weights."""
 
     version: int
-    """Version of its weights; those it started with are 0."""
+    """Version of its weights; the starting weights are version 0."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
-        """Sample ``[P * count]`` completions of P prompts, those of a prompt one after another."""
+        """Sample ``[P * count]`` completions of P prompts, prompt by prompt."""
         ...
 
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def refuse_shared_devices(key: str | None, group: dist.ProcessGroup) -> None:
-    """Compare ``Platform.get_device_key`` over the ranks. It goes through their store: no device takes part.
+    """Compare ``Platform.get_device_key`` over the ranks, through their store, without a device.
 
     Raises:
         RuntimeError: two ranks have one device, on which collectives of most backends fail late, or hang.

@@ -113,7 +113,7 @@ class Platform(Protocol):
     node: Node | None
     """The machine whose sizes recipes take; None leaves a recipe the sizes that it states."""
     default_dtype: str
-    """Type of the engines' weights and activations on this platform where nothing else is said."""
+    """Default type of the engines' weights and activations on this platform."""
     dist_backend: str
     interface_variables: tuple[str, ...]
     """Environment variables that name the network interface of its collectives."""
@@ -130,7 +130,7 @@ class Platform(Protocol):
     kernel_memory: KernelMemory
     """Memory that its kernels allocate."""
     repeats: bool
-    """Its numbers are the same bits each time, whether that is asked for or not."""
+    """Its numbers repeat bit for bit without deterministic settings."""
     rollout_head_dims: tuple[int, ...]
     """Attention head sizes that vLLM has kernels for here."""
     rollout_backends: tuple[str, ...]
@@ -161,7 +161,7 @@ class Platform(Protocol):
 
         Args:
             rotary: ``(cos, sin)`` of this rank's slots, ``[kinds, b, s, d]`` each.
-            override: refused cells of the capability table that are used all the same.
+            override: refused cells of the capability table to use all the same.
 
         Raises:
             ValueError: the capability table says that no backend of the platform honours a rule.

@@ -12,7 +12,7 @@ PLATFORMS = {
     "npu": "hardware.npu.platform:NpuPlatform",
     "npu-emulated": "hardware.npu.emulated:EmulatedNpuPlatform",
 }
-"""Name -> ``module:class``, which is imported when it is asked for: settings need no more than the names."""
+"""Name -> ``module:class``, imported on first use: settings need the names alone."""
 
 if TYPE_CHECKING:  # a checker of types wants the names of a Literal written out, and they stand above
     PlatformName = str
@@ -20,7 +20,7 @@ else:
     PlatformName = Literal[tuple(PLATFORMS)]
 
 DEFAULT_PLATFORM: PlatformName = "cpu"
-"""Where nothing else is said: it runs on every machine."""
+"""The default, which runs on every machine."""
 
 
 def get_platform(name: str) -> Platform:

@@ -1,4 +1,4 @@
-"""The costs of sequences, and work dealt out evenly."""
+"""Costs of sequences, and their balanced assignment to parts."""
 
 from collections.abc import Sequence
 from heapq import heappop, heapreplace
@@ -16,7 +16,7 @@ def estimate_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
 
 
 def balance_costs(costs: np.ndarray, parts: int, equal_counts: bool = True) -> np.ndarray:
-    """Deal out costs ``[B]``, whole numbers, over parts: ``[B]``, the part of each. The dearest goes first, each to the
+    """Assign costs ``[B]``, whole numbers, to parts: ``[B]``, the part of each. The dearest goes first, each to the
     part with the smallest load so far (Graham 1969, longest processing time first).
 
     Args:

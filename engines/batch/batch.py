@@ -130,7 +130,7 @@ class TrainBatch:
         sampled: Sequence[Sequence[bool] | np.ndarray] | None = None,
         **columns,
     ) -> "TrainBatch":
-        """Cut inputs and targets from whole sequences, and count those targets that were sampled.
+        """Make a batch of whole sequences; the sampled targets count.
 
         Args:
             sequences: ids of each sequence, prompt and all that follows together.

@@ -106,7 +106,7 @@ class Completions:
     where every number is.
 
     Attributes:
-        token_ids: ``[T]`` int32, those of all completions end to end.
+        token_ids: ``[T]`` int32, ids of all completions end to end.
         logprobs: ``[T]`` float32, or ``[0]`` where all were drawn greedily.
         lengths: ``[n]`` int64, ids of each. finished: ``[n]`` bool.
         span_versions, span_lengths: ``[s]`` int64, version and number of ids of each span, all end to end.
@@ -247,12 +247,12 @@ def _check_logprobs(logprobs: np.ndarray, token_ids: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """Completions of one prompt that are asked for.
+    """A request for completions of one prompt.
 
     Attributes:
         temperature: 0 is greedy. max_tokens: the length limit.
         stop_token_ids: a completion ends with the first of these, which belongs to it.
-        expected_tokens: of a completion, by which requests are dealt out to engines.
+        expected_tokens: expected length of a completion, by which requests are divided over engines.
         top_logprobs: as ``Sampling`` has it.
         count: completions; of a greedy request it is one. goes_first: before all that have not begun, where an engine
             samples ahead of the trainer. scores_prompt: as ``Sampling`` has it.
@@ -329,5 +329,5 @@ class Sampling:
 
 
 def make_seed(stream: tuple[int, ...]) -> int:
-    """Hash the numbers that name a stream to a seed of 64 bits: neighbours in one never meet those in another."""
+    """Hash the numbers that name a stream to a seed of 64 bits, so that streams do not overlap."""
     return int(np.random.SeedSequence(stream).generate_state(1, np.uint64)[0])

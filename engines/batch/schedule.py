@@ -17,7 +17,7 @@ from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit
 
 _MIN_MICRO_BATCHES = 8
-"""Largest share of the work of a replica, or of its pipeline stage, at which sequences are kept together."""
+"""Sequences stay together if they are at most the reciprocal of this of the work of a replica, or pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Schedule:
 
     @cached_property
     def _order(self) -> np.ndarray:
-        """Numbers ``[B']`` of the shards' sequences end to end; those without a token are in none."""
+        """Numbers ``[B']`` of the shards' sequences end to end; sequences without a token are left out."""
         return np.concatenate([rows for replica in self.rows for rows in replica])
 
     @cached_property

@@ -31,11 +31,11 @@ class Shard:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequences that count, without those of the dummies."""
+        """Number of tokens without the dummies."""
         return sum(self.batch.lengths[: sum(self.counts)])
 
     def micro_batches(self) -> list[TrainBatch]:
-        """Cut the micro-batches, as views of the batch: those of ``counts``, then the dummies, all the same one."""
+        """Cut the micro-batches as views of the batch: real ones by ``counts``, then the dummies, all equal."""
         bounds = [0, *accumulate(self.counts)]  # sequences before each micro-batch; past the last lies the dummy's
         return self.batch.cut(bounds) + [self.batch.select(bounds[-1], len(self.batch))] * self.num_dummies
 

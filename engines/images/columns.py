@@ -1,4 +1,4 @@
-"""Columns that say where the tokens of a batch's images are."""
+"""Batch columns with the places of image tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge
 def make_image_columns(
     sequences: Sequence[Sequence[int] | np.ndarray], images: Sequence[tuple[Image, ...]], vision: VisionSpec
 ) -> dict:
-    """Make the columns of a ``TrainBatch`` that say where its images are.
+    """Make the columns of a ``TrainBatch`` with the places of its images.
 
     Args:
         sequences: whole ids of each sequence. images: those of each sequence, in order.

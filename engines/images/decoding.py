@@ -15,7 +15,7 @@ DECODING_ERRORS = (OSError, SyntaxError, ValueError, struct.error)
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes that it cuts off at 255 instead of scaling them."""
 _ORIENTATION = 0x0112
-"""The EXIF tag that says how the camera was held."""
+"""The EXIF tag of the camera's orientation."""
 _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 """Pillow's names of the transpositions that make an image of tag 2, 3, ... upright; the last four swap its sides."""
 _JPEG_END, _TAIL = b"\xff\xd9", 1024

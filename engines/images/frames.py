@@ -1,4 +1,4 @@
-"""Frames of videos: of folders of images, of films that Pillow decodes, and of those that OpenCV does."""
+"""Frames of videos: folders of images, and films that Pillow or OpenCV decodes."""
 
 import hashlib
 import re
@@ -26,7 +26,7 @@ class Film:
     """Durations and size of the frames of a file.
 
     Attributes:
-        durations: of each frame in milliseconds, 0 where the file does not say it. size: width and height in pixels.
+        durations: of each frame in milliseconds, 0 where the file states none. size: width and height in pixels.
     """
 
     durations: list[float]

@@ -22,7 +22,7 @@ class VisionPlan:
     and 2 tokens give 4 rows each: 0 to 3 and, of the second, 4 and 5; its rows 6 and 7 are padding.
 
     Attributes:
-        images: those of each rank. height: rows that each rank gives.
+        images: images of each rank. height: rows that each rank returns.
         rows: ``[N]`` long, the row of each input among the ``ranks * height`` of all ranks, -1 for text.
     """
 

@@ -167,7 +167,7 @@ def _join_shares(state: dict) -> dict:
 
 
 def _state(module, optimizer, schedule, is_loading: bool) -> dict:
-    """Name everything that a checkpoint holds of this rank; the same call saves it and says where to load it."""
+    """Name everything that a checkpoint holds of this rank: the tensors to save, or to load into."""
     # Megatron writes its process groups into the dict it is given, so each call gets one of its own.
     model = module.module.sharded_state_dict(metadata=dict(LAYOUT))
     parts = [_name_shares(part, model, is_loading) for part in optimizer.chained_optimizers]

@@ -1,4 +1,4 @@
-"""The training engine: one rank of a Megatron model that computes, learns and gives out its weights."""
+"""The training engine: one rank of a Megatron model that computes, learns and exports its weights."""
 
 import contextlib
 import datetime
@@ -140,7 +140,7 @@ class MegatronEngine:
     # -- forward and backward
 
     def forward(self, shard: Shard, raw: bool = False) -> Outputs | None:
-        """Compute outputs ``[N]`` of a shard without gradients, as ``TrainEngine`` says; None where it is no leader."""
+        """Compute outputs ``[N]`` of a shard without gradients; None on ranks that are not the leader."""
         parts: list[Outputs] = []
 
         def keep(outputs: Outputs, *_):

@@ -92,7 +92,7 @@ class Layout:
 
     @cached_property
     def valid(self) -> Tensor:
-        """Mask ``[b, s]`` bool of slots with a real token: unpadding goes by it, attention never sees it."""
+        """Mask ``[b, s]`` bool, True at slots with a real token: for unpadding, never for attention."""
         mask = torch.zeros(self.shape, dtype=torch.bool, device=self.slots.device)
         mask.view(-1)[self.slots] = True
         return mask

@@ -90,7 +90,7 @@ class OffloadedOptimizer:
 
 
 class OffloadManager:
-    """An engine's weights, gradients and optimizer state, each of which can leave the device and come back.
+    """The parts of an engine on its device (weights, gradients, optimizer state), which can be offloaded and come back.
 
     Memory is given back storage by storage and taken again under the same tensors. So every view into one of
     Megatron's buffers, of which there are many, is right again without being known here. A gradient does not outlive
@@ -150,7 +150,7 @@ class OffloadManager:
         return [*self._module.buffers, *self._module.expert_parallel_buffers] if self._optimizer else []
 
     def _list_weights(self) -> list[Tensor]:
-        """List those that learn, which are views into buffers, and those that are frozen."""
+        """List the learning weights, which are views into buffers, and the frozen weights."""
         return [*(buffer.param_data for buffer in self._list_buffers()), *self._module.parameters()]
 
     def _list_gradients(self) -> list[Tensor]:

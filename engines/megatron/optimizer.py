@@ -19,7 +19,7 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
         module: the model wrapped in Megatron's DistributedDataParallel.
 
     Raises:
-        ValueError: a decay is asked for without its length.
+        ValueError: a decay has no length.
     """
     if config.optimizer.lr_scheduler != "constant" and not config.optimizer.lr_decay_steps:
         raise ValueError(

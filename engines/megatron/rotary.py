@@ -7,7 +7,7 @@ from engines.models.spec import ModelSpec
 
 
 class Rotary:
-    """Frequencies of one model (arXiv:2104.09864), scaled as its config says (linear, llama3, yarn)."""
+    """Rotary frequencies of a model (arXiv:2104.09864), scaled by its config (linear, llama3, yarn)."""
 
     def __init__(self, model: ModelSpec, device: torch.device):
         self.axes = torch.tensor(model.vision.axes, device=device) if model.vision and model.vision.axes else None

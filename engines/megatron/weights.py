@@ -46,7 +46,7 @@ def _count_qkv_rows(model: ModelSpec) -> list[int]:
 
 
 def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
-    """Split one of Megatron's tensors into those of HuggingFace's: the inverse of ``_join``."""
+    """Split a Megatron tensor into its HuggingFace tensors: the inverse of ``_join``."""
     rows = [shape[0] for shape in weight.tensors.values()]  # of each HF tensor, in the order of their join
     if weight.join == "qkv":
         groups = whole.unflatten(0, (model.kv_heads, -1))  # [kv_heads, rows of q, k and v in a group, ...]
@@ -57,7 +57,7 @@ def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
 
 
 def _is_cut(parameter: torch.nn.Parameter) -> bool:
-    """Tell whether ranks of tensor parallelism hold different parts of a parameter."""
+    """Return True where tensor-parallel ranks hold different parts of a parameter."""
     return getattr(parameter, "tensor_model_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
 
 
@@ -90,7 +90,7 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
     """Fill this rank's parameters from the model's folder; a critic's head that the folder lacks stays as it is, zero.
 
     Raises:
-        ValueError: the folder lacks a weight, has one too many, or one has another shape than the config says.
+        ValueError: the folder lacks a weight, has an unknown one, or a weight has another shape than in the config.
     """
     folder = SafetensorsFolder(model.folder)
     folder.check(model)
@@ -135,7 +135,7 @@ def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data
 
 
 def _send_from_stage(mine: Tensor | None, stage: int, stages: dist.ProcessGroup) -> Tensor:
-    """Send a tensor from one pipeline stage, which alone has it, to all others. Collective."""
+    """Broadcast a tensor from the pipeline stage that has it to all stages. Collective."""
     if mine is not None and stages.size() == 1:
         return mine
     source = dist.get_global_rank(stages, stage)

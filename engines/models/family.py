@@ -54,7 +54,7 @@ class Family:
         ropes: reads the rotary settings of each kind of layer; None reads one for all layers.
         form: reads the options of the layers (norms, activation, scales); None takes those of Llama and Qwen.
         activation: key and only value of the MLP's activation.
-        extract_language: extracts the settings of the language model from those of the whole; None where they are one.
+        extract_language: extracts the language model's settings from a whole config; None reads Qwen's form.
         mixes_windows: vLLM knows layers with a window and layers without one.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
         prefix: prefix of the language model's weights in a saved folder.

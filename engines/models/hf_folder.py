@@ -119,7 +119,7 @@ class SafetensorsFolder:
 
 
 def _find_weight_files(folder: Path) -> list[Path]:
-    """Find the safetensors files of a folder, all of which its index names if it has one."""
+    """Find the safetensors files of a folder; with an index it must name all of them."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"model: {str(folder)!r} has no *.safetensors file; weights are read from safetensors only")
@@ -193,7 +193,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
 
 
 def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> StateDictSplit:
-    """Plan which tensor goes into which file, layers in their order, all tensors being of one type."""
+    """Plan the file of each tensor, with layers in order, for tensors of one type."""
 
     def place(name: str) -> list[tuple[int, str]]:  # layer 2 before layer 10
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

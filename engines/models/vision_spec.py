@@ -120,7 +120,7 @@ class VisionSpec:
 
     @property
     def patch_size(self) -> int:
-        """Numbers that describe a patch."""
+        """Length of a patch's vector of pixel values."""
         return math.prod(self.patch_shape)
 
     @property
@@ -130,7 +130,7 @@ class VisionSpec:
 
     @property
     def feature_tokens(self) -> list[int]:
-        """Ids in the place of which features stand: of images, and of videos where the model sees them."""
+        """Ids that features replace: the image token, and the video token where the model takes videos."""
         return [self.image_token, *([] if self.video_token is None else [self.video_token])]
 
     @property
@@ -144,7 +144,7 @@ class VisionSpec:
         return self.tower.weights(self)
 
     def weights(self) -> list[Weight]:
-        """List the tower's parameters as those of the model; every rank of the first pipeline stage has them whole."""
+        """List the tower's parameters by names of the model; ranks of the first pipeline stage hold them whole."""
         tower, parameters = self.tower, []
         for name, shape in self.list_weight_shapes().items():
             part = "projector" if name.startswith(tower.projector) else "vision"

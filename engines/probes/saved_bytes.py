@@ -12,7 +12,7 @@ class SavedBytes:
     """Counts the bytes of the storages that autograd holds.
 
     Args:
-        left_out: addresses of storages that are not counted, those of parameters.
+        left_out: addresses of storages that are not counted: parameters.
 
     Attributes:
         now, most: bytes.

@@ -91,7 +91,7 @@ class VllmEngine:
 
     Raises:
         ValueError: vLLM has no backend here that honours the model's rules.
-        RuntimeError: it took another one than it was told.
+        RuntimeError: vLLM took another backend than the chosen one.
     """
 
     def __init__(self, model: ModelSpec, config: VllmConfig, platform: Platform, takes_turns: bool = False):
@@ -206,7 +206,7 @@ class VllmEngine:
         self.llm.llm_engine.abort_request(list(names))
 
     def step(self) -> list[RequestOutput]:
-        """Compute a token of every running request; returns those that have finished with it."""
+        """Compute a token of every running request; returns the requests that finished."""
         return cast(list[RequestOutput], self.llm.llm_engine.step())
 
     def finish_batches(self) -> list[RequestOutput]:
@@ -316,7 +316,7 @@ class VllmEngine:
         self._begin_version(version)
 
     def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
-        """Digest the weights that vLLM multiplies with; ``merge_readings`` says more."""
+        """Digest the weights that vLLM multiplies with; join the workers' readings by ``merge_readings``."""
         self._sleep.require_weights("digest_weights")
         shapes = {name: self.model.find_hf_shape(name) for name in sorted(self.model.list_hf_names())}
         parts = self.llm.collective_rpc("digest_weights", args=(shapes, self.model.tied, plan))
@@ -329,7 +329,7 @@ class VllmEngine:
         self.version, self._newest, self._sleep.has_weights = version, version, True
 
     def _hand_on(self, bucket: WeightBucket) -> None:
-        """Hand a bucket to the workers of this engine's devices, each of which takes its part."""
+        """Pass a bucket to the workers of this engine's devices; each loads its part."""
         if self.config.tp == 1:
             self.llm.collective_rpc("take_weights", args=(bucket.tensors(),))
             return

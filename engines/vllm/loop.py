@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A request that has not been answered. ``image_bytes`` are those of its images while they are decoded."""
+    """An open request. ``image_bytes`` is the memory of its decoded images."""
 
     key: Hashable
     request: Request
@@ -113,13 +113,13 @@ class EngineLoop:
         self.call(self._pause)
 
     def resume(self) -> None:
-        """Step again."""
+        """Resume stepping after a pause."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
     def count_open(self) -> int:
-        """Count the completions that were asked for and have not finished."""
+        """Count the requested completions that have not finished."""
         return self.call(lambda: self.engine.count_running() + sum(one.request.count for one in self._waiting))
 
     def close(self) -> None:

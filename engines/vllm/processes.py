@@ -25,10 +25,10 @@ def end_with_parent() -> None:
 
 
 def unlink_shared_memory() -> None:
-    """Take the names of the memory that this process shares with the engine's others away, once all of them have it.
+    """Unlink the shared memory of this engine's processes, after all of them have mapped it.
 
-    Memory without a name goes with the last of them. With one it would stay in /dev/shm where they are killed, and Ray
-    ends its workers so.
+    Memory without a name is freed with its last process. With a name it would stay in /dev/shm when the processes are
+    killed, and Ray kills its workers.
     """
     if sys.platform != "linux":
         return

@@ -32,7 +32,7 @@ from engines.weight_digest import DigestPlan, sum_columns, sum_rows
 _UNIT_VECTORS = 64
 """Columns that are read of a packed copy at a time."""
 _TORN = -1
-"""Stands for the digest of a tensor of which copies differ; no digest is negative."""
+"""Digest of a tensor with differing copies; real digests are never negative."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ _NPU_MODES = {
 }
 """Rule -> the sparse mode of ``npu_fusion_attention`` that honours it."""
 _NPU_CP_MODES = {"causal": "npu_mode3", "window": "npu_mode4"}
-"""Those that honour it in both layouts under context parallelism."""
+"""Rules that the NPU honours in both layouts under context parallelism."""
 
 
 def _npu(mode: int) -> Rows:

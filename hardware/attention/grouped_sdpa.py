@@ -20,7 +20,7 @@ class Group:
     """Sequences that one SDPA call attends: ``rows`` sequences of ``queries`` slots, each seeing ``keys`` slots.
 
     ``masks`` maps a rule to the ``[rows or 1, 1, queries, keys]`` bool mask (True = may see); None in its place means
-    that the kernel's own causal rule says the same.
+    that the kernel's own causal rule is equivalent.
     """
 
     rows: int

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RULES = ("full", "causal", "window", "chunk", "images", "prefix")
-"""Names that the capability table knows; a rule is made of one of the first two and any of the others."""
+"""Names of the parts of a rule in the capability table: one of the first two, and any of the rest."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Rule:
     Images and prefix make future tokens visible; a window hides past tokens alone.
 
     Attributes:
-        causal: a token sees those before it and itself; False sees the whole sequence.
+        causal: a token sees itself and earlier tokens; False sees the whole sequence.
         window: sliding window, counting the tokens seen *including oneself*; None sees the whole past.
         chunk: positions are split into chunks of this size, and a token sees its own chunk alone; None does not split.
         images: tokens of one image see each other in both directions; ``MaskSpec.image_block`` numbers the images.
@@ -98,7 +98,7 @@ def compute_slot_unit(tp: int, cp: int, multiple: int = 1) -> int:
 
 
 def count_tokens_before(window: int | None) -> int:
-    """Turn our window, which counts the token itself, into that of kernels that count those before it alone.
+    """Convert a window that counts the token itself to a kernel's window, which counts earlier tokens alone.
 
     This is the one place of the conversion: flash-attention, torch's ``varlen_attn``, TransformerEngine and
     Megatron's ``window_size`` take ``(count_tokens_before(w), 0)``, and ``npu_fusion_attention`` takes it as

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of a request that the kernel is told as one sequence.
+    """Neighbouring tokens of a request that are passed to the kernel as one sequence.
 
     Attributes:
         request: its number. start, stop: positions of the tokens; keys are all from 0 to ``stop``.
@@ -90,7 +90,7 @@ def list_runs(common: CommonAttentionMetadata) -> list[Run]:
 
 
 def replace_requests(common: CommonAttentionMetadata, runs: list[Run]) -> CommonAttentionMetadata:
-    """Tell runs as the sequences of a batch: each has its request's blocks, and keys up to its own last token."""
+    """Describe runs as the sequences of a batch: each has its request's blocks, and keys up to its own last token."""
     counts = torch.tensor([0, *(run.stop - run.start for run in runs)])
     starts = counts.cumsum(0).to(common.query_start_loc.dtype)  # [runs + 1]
     requests = torch.tensor([run.request for run in runs])

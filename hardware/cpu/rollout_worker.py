@@ -13,7 +13,7 @@ from hardware.cpu.exact_logprobs import ExactSampler
 
 
 class PlainWorker(CPUWorker):
-    """Computes attention as vLLM does."""
+    """vLLM's CPU worker with exact logprobs and vLLM's own attention."""
 
     def init_device(self) -> None:
         selector._cached_get_attn_backend.cache_clear()

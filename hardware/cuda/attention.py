@@ -1,4 +1,4 @@
-"""Core attention of the CUDA platforms: ``varlen_attn``, told its lengths, window and scale at every call."""
+"""Core attention of the CUDA platforms: ``varlen_attn``, with explicit lengths, window and scale at every call."""
 
 import inspect
 from typing import Any, cast

@@ -155,7 +155,7 @@ def _reopen(
     longest = max(spec.padded)
     # The kernel counts a window back from the last key: query i of q is aligned with key i of the last q keys. So with
     # a window a run needs a query for each position up to its end. Where context parallelism or a chunk cuts the image,
-    # the later positions are on another rank: copies of the run's last slot take their place, and their outputs are
+    # the later positions are in no slot of the run: copies of its last slot take their place, and their outputs are
     # dropped.
     queries = end - position if rule.window else count
     owner, within = expand_counts(queries)  # [q]: the run of each query, and its number in the run

@@ -150,7 +150,7 @@ def build_layer_spec(
         plain_norm, mlp: the platform's modules; a family with ``norms_from_one`` gets ``NormFromOne``.
 
     Raises:
-        ValueError: the configuration asks for attention dropout, which the core attention does not do.
+        ValueError: the configuration has attention dropout, which the core attention does not support.
     """
     if config.attention_dropout:
         raise ValueError(f"core attention: attention_dropout must be 0, got {config.attention_dropout}")

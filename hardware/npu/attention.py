@@ -1,4 +1,4 @@
-"""Core attention of the NPU platforms: ``npu_fusion_attention``, told its mask and its scale at every call."""
+"""Core attention of the NPU platforms: ``npu_fusion_attention``, with explicit mask and scale at every call."""
 
 import torch
 from torch import Tensor

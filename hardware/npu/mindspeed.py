@@ -25,7 +25,7 @@ KEEPERS = ("mindspeed.utils", "mindspeed.core.context_parallel.get_batch_utils")
 
 
 def patch_megatron() -> None:
-    """Let MindSpeed patch Megatron, where it is asked for.
+    """Let MindSpeed patch Megatron, if the variable is set.
 
     Raises:
         RuntimeError: MindSpeed is not installed, or Megatron was imported before.

@@ -103,7 +103,7 @@ def dr_grpo(batch: TrainBatch) -> Tensor:
 
 @group_relative
 def rloo(batch: TrainBatch) -> Tensor:
-    """Compute ``reward - mean of the others of the group`` (RLOO, arXiv:2402.14740); zero in a group of one."""
+    """Compute ``reward - mean of the group's other rewards`` (RLOO, arXiv:2402.14740); 0 in a group of one."""
     group = _find_groups(batch)
     centred, count = _centre(_sum_rewards(batch), group)
     return _repeat_per_token(batch, centred * (count / (count - 1).clamp_min(1))[group])
@@ -138,7 +138,7 @@ def distill(batch: TrainBatch) -> Tensor:
     token ahead (MiniLLM, arXiv:2306.08543; on samples of the student as in GKD, arXiv:2306.13649).
 
     Args:
-        batch: with ``ref_logprobs``, those of the teacher, which ``--algorithm.reference`` names.
+        batch: with ``ref_logprobs``, the logprobs of the teacher, which ``--algorithm.reference`` names.
     """
     return _require_column(batch, "ref_logprobs", "--algorithm.reference") - _get_policy_logprobs(batch)
 

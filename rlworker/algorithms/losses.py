@@ -27,7 +27,7 @@ Aggregation = Callable[[TrainBatch], tuple[Tensor, float]]
 """``aggregation(batch of an optimizer step) -> (weights, denominator)`` of ``sum(weight * loss) / denominator``."""
 
 _LARGEST_LOG = 60.0
-"""Log ratio beyond which a correction is not asked: exp stays finite in fp32."""
+"""Largest log ratio that a correction gets: exp stays finite in fp32."""
 
 
 # -- surrogates
@@ -182,7 +182,7 @@ def center_scores(outputs: TokenOutputs, batch: TrainBatch, correction: Correcti
 
 def check_centering(loss: LossFn, algorithm: AlgorithmConfig) -> None:
     """Raise ValueError where ``policy_loss`` centers scores and nothing is recorded for it, or the other way round, or
-    its surrogate cannot be centered. A loss of another kind says nothing of itself.
+    its surrogate cannot be centered. Other losses are not checked.
     """
     settings = {}
     while isinstance(loss, partial):
@@ -221,7 +221,7 @@ def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
     """Let every episode count alike, its loss being the mean over the tokens of all its sequences; where each episode
     is one sequence, every sequence counts alike (GRPO, arXiv:2402.03300, equation 3).
 
-    An episode that went on in further sequences, because its context was rewritten, counts no more than the others.
+    An episode with several sequences, because its context was rewritten, has the same weight as other episodes.
     """
     lengths = batch.sum_per_episode(batch.sum_per_sequence(batch.mask.float()))
     per_sequence = lengths.clamp_min(1)[batch.number_episodes()]

@@ -17,7 +17,7 @@ class PassedFunction:
         what: role of the function, for messages: "loss", "advantage".
 
     Attributes:
-        bound: keywords that the code has set by ``partial``. given: those that settings have set.
+        bound: keywords that the code has set by ``partial``. given: keywords that settings have set.
     """
 
     def __init__(self, function: Callable, what: str):

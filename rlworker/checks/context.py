@@ -42,7 +42,7 @@ class CheckedEngines:
 
     @property
     def is_exact(self) -> bool:
-        """Both compute in float32."""
+        """Trainer and rollout engine both compute in float32."""
         return {self.config.actor.dtype, self.config.rollout.dtype} == {"float32"}
 
 

@@ -122,7 +122,7 @@ def compute_reference(
 
     Args:
         dtype: the engine's, in which HuggingFace computes once more, for ``Reference.rounding``.
-        tell: is told of each pass as it begins.
+        tell: called with a line of text at the start of each pass.
     """
 
     def compute(dtype: torch.dtype) -> Reference:
@@ -174,7 +174,7 @@ def _estimate_bytes(spec: ModelSpec, batch: TrainBatch) -> int:
 
 
 class _Doubling(TorchFunctionMode):
-    """Puts float64 in the place of float32 wherever torch is asked for that by name."""
+    """Replaces float32 by float64 wherever code names it to torch."""
 
     def __torch_function__(self, func, types, args: tuple = (), kwargs: dict | None = None):
         swap = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731

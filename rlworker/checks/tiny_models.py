@@ -72,7 +72,7 @@ _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
     "gemma3": ((r"^model\.", ""), (r"^vision_tower\.(vision_model\.)*", "vision_tower.vision_model.")),
     "internvl": ((r"^model\.", ""), (r"^lm_head\.", "language_model.lm_head.")),
 }
-"""Of each family, patterns of names as a version of transformers may save them, and those of the released folders."""
+"""Family -> patterns of weight names that versions of transformers save, and the released folders' names."""
 _NEWLINES = tuple("\n" * count for count in range(1, 5))
 """Tokens around Gemma's images, with low ids; random text has larger ids, so none beside an image."""
 LARGE_WEIGHTS = {"initializer_range": 0.08}
@@ -275,7 +275,7 @@ def _make_tiny_intern(
 
 
 def _name_tokens(tokenizer: Any, names: dict[str, str]) -> Any:
-    """Make the same tokenizer, some tokens of which have names that transformers' processors look for."""
+    """Make the same tokenizer, with the token names that transformers' processors look for."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(

@@ -98,7 +98,7 @@ class CheckedTrainer:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The limits of its dtype."""
+        """The limits of differences for the engine's dtype."""
         return LIMITS[self.settings.dtype]
 
     @property

@@ -87,7 +87,7 @@ def _plan_trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Nee
 
 
 def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
-    """Plan the devices of rollout engines, each of which has its part of the weights and a cache of its own."""
+    """Plan the devices of rollout engines: a part of the weights and a KV cache on each."""
     platform, tp = get_platform(config.platform), config.rollout.tp
     weights = sum(parameter.numbers for parameter in list_parameters(model, MegatronConfig(ranks=tp, tp=tp), 0))
     cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20

@@ -1,4 +1,4 @@
-"""Can the engines hold a model? Asked of its folder alone, before anything heavy starts."""
+"""Checks that the engines can hold a model, from its folder alone, before anything heavy starts."""
 
 import math
 from pathlib import Path
@@ -121,7 +121,7 @@ def _read_pixel_settings(processor: "ImageProcessor") -> dict:
 
 
 def _check_processor(folder: str) -> None:
-    """Raise ValueError where a folder says nothing of its image processor."""
+    """Raise ValueError where a folder has no settings of its image processor."""
     if not any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         raise ValueError(
             f"model: {folder!r} has no preprocessor_config.json, which says how images are cut; save it there"

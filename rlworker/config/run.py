@@ -30,7 +30,7 @@ _FP32_LIMITS = 2e-5, 5e-3
 _FLOORS, _MOST = 5.0, 0.5
 """In bfloat16 the limit on the mean is so many floors, and at most the second: models round by 0.02 to 0.1."""
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
-"""Trackers that a run can open by name; rlworker/tracking/trackers.py says how."""
+"""Trackers that a run can open by name; rlworker/tracking/trackers.py opens them."""
 
 
 def check_slots(actor: MegatronConfig, longest: int) -> None:
@@ -45,7 +45,7 @@ def check_slots(actor: MegatronConfig, longest: int) -> None:
 
 
 def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
-    """Return the settings with a decay over the whole run where no other length was asked for."""
+    """Return the settings with a decay over the whole run, unless they state a length."""
     optimizer = engine.optimizer
     whole = max(optimizer_steps, optimizer.lr_warmup_steps + 1)
     return replace(engine, optimizer=replace(optimizer, lr_decay_steps=optimizer.lr_decay_steps or whole))
@@ -106,11 +106,11 @@ class TrainingConfig:
 
     @property
     def profiled_steps(self) -> range:
-        """The steps of which traces are taken."""
+        """The steps to profile."""
         return parse_steps(self.profile_steps, self.steps)
 
     def keeps_samples(self, step: int) -> bool:
-        """Tell whether samples of a step are kept, where there are some, also without an evaluation."""
+        """Return True for a step whose samples are kept without an evaluation too."""
         return step in (1, self.steps)
 
     @property
@@ -154,7 +154,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class RunConfig(TrainingConfig):
-    """One RL run."""
+    """Settings of an RL run: rollouts, rewards and updates of the policy."""
 
     rollout: VllmConfig = field(default_factory=VllmConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -257,7 +257,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def actor_of_run(self) -> MegatronConfig:
-        """The actor's settings with a decay over the whole run where no other length was asked for."""
+        """The actor's settings with a decay over the whole run, unless they state a length."""
         steps = self.steps - (self.critic.warmup_steps if self.critic.train else 0)
         return set_decay(self.actor, steps * self.algorithm.mini_batches)
 

@@ -46,7 +46,7 @@ class SftConfig(TrainingConfig):
 
     @property
     def actor_of_run(self) -> MegatronConfig:
-        """The engine's settings with a decay over the whole run where no other length was asked for."""
+        """The engine's settings with a decay over the whole run, unless they state a length."""
         return set_decay(self.actor, self.steps)
 
     @property

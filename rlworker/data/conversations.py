@@ -164,7 +164,7 @@ class ConversationEncoder:
         ]
 
     def _encode_pieces(self, pieces: Sequence[Piece]) -> list[tuple[list[int], bool]]:
-        """Encode pieces that follow one another: the ids of each, and whether they are said."""
+        """Encode successive pieces: the ids of each, and whether they are learned."""
         encoded, last = [], None
         for piece in pieces:
             text = piece.text
@@ -178,7 +178,7 @@ class ConversationEncoder:
     def _expand(
         self, pieces: Sequence[tuple[list[int], bool]], images: tuple[Image, ...], where: str, shows_all: bool
     ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[Image, ...]]:
-        """Put pieces together, with the tokens of images in those that are not said, as ``encode``."""
+        """Join pieces, with image tokens expanded in the context; returns as ``encode``."""
         whole, learned, shown, left = [], [], [], list(images)
         if shows_all and self.image_reader:
             seen = [token for ids, is_said in pieces if not is_said for token in ids]

@@ -131,7 +131,7 @@ def _encode_answer(row: Row, tokenizer, ends: list[str]) -> list[int]:
 
 
 def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:
-    """Batch the examples' tokens; those that are learned count."""
+    """Batch the examples' tokens; the learned tokens count."""
     ids = [example.ids for example in examples]
     columns = make_image_columns(ids, [example.images for example in examples], vision) if vision else {}
     return TrainBatch.from_ids(ids, sampled=[example.mark_learned() for example in examples], **columns)

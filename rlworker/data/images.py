@@ -49,7 +49,7 @@ class ImageReader:
             base: the folder that relative paths start from.
 
         Raises:
-            ValueError: one is missing, none, or too large; the message says which of which row.
+            ValueError: an image is missing, unreadable, or too large; the message names row and image.
         """
         for name in {"video", "videos"} - {data.video_field}:
             if source.get(name):
@@ -95,7 +95,7 @@ class ImageReader:
         return tuple(shown)
 
     def _check_memory(self, images: Sequence[Image]) -> None:
-        """Raise ValueError where images that belong together, of which the last is new, do not fit together."""
+        """Raise ValueError where the images of a row, with the new last one, exceed the memory limit."""
         last, need = images[-1], sum(each.nbytes(self.vision) for each in images)
         if need > self.limit:
             frames = f", {last.shown} frames" if isinstance(last, Video) else ""
@@ -125,7 +125,7 @@ class ImageReader:
         return path
 
     def replace_markers(self, text: str, tokenizer: Any) -> str:
-        """Put the model's image tokens in the place of a prompt's markers; those of a video are put around it later."""
+        """Replace a prompt's markers by the model's image tokens; tokens around a video's frames are added later."""
         vision = self.vision
         ids = [vision.start_token, vision.image_token, vision.end_token]
         ids += [] if vision.tower.no_videos or vision.video_token is None else [vision.video_token]
@@ -160,7 +160,7 @@ class ImageReader:
         place of its own: ``[n] -> [m]`` ids.
 
         Args:
-            images: of the prompt, those of each kind in order.
+            images: images and videos of the prompt, each kind in order.
 
         Returns:
             the ids, and the images and videos in the order of their places.

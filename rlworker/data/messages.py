@@ -35,7 +35,7 @@ def list_parts(content: Any) -> list[dict]:
 
 
 def has_images(prompt: Any) -> bool:
-    """Tell whether some part of a message is an image or a video."""
+    """Return True where some part of a message is an image or a video."""
     return any(part.get("type") in MARKERS for m in list_parts(prompt) for part in list_parts(m.get("content")))
 
 
@@ -56,7 +56,7 @@ def render_messages(
 
     Args:
         tools: JSON schemas, or functions with types and a docstring that transformers makes them of.
-        goes_on: up to where the model goes on, rather than to the end of the last message.
+        goes_on: write up to the start of the model's turn, instead of the end of the last message.
 
     Raises:
         jinja2.TemplateError: the template refuses these messages.

@@ -1,4 +1,4 @@
-"""Rows from where they are kept: JSONL and parquet files, saved data sets and those of the HuggingFace hub."""
+"""Sources of rows: JSONL and parquet files, saved data sets, and data sets of the HuggingFace hub."""
 
 import codecs
 import json
@@ -103,7 +103,7 @@ def _number_rows(path: str, table: _Table, data: DataConfig | None) -> Iterator[
 
 
 def _is_chat(value: Any) -> bool:
-    """Tell whether a field holds messages or the schemas of tools."""
+    """Return True for a field with messages or tool schemas."""
     return isinstance(value, list) and any(isinstance(each, dict) and _CHAT_KEYS & each.keys() for each in value)
 
 
@@ -125,7 +125,7 @@ def list_files(path: str) -> list[str]:
 
 
 def _list_shards(path: str) -> list[str]:
-    """List the parquet files of which a path is one, the folder, or the pattern, by name; none where it is neither.
+    """List the parquet files of a path (a file, a folder or a pattern) by name; empty for other paths.
 
     Raises:
         ValueError: the folder has files of several splits.

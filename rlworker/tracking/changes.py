@@ -1,4 +1,4 @@
-"""Settings that a run may go on with, where they differ from those that its folder has."""
+"""Changes of settings on resuming a run, and their check."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from rlworker.config.keys import flatten, flatten_config
 from rlworker.config.run import TrainingConfig
 
 Changes = dict[str, tuple[Any, Any]]
-"""Key -> the value that the run had, and the one that it goes on with."""
+"""Key -> the run's value, and the value with which it goes on."""
 
 _OF_EACH_START = {"resume", "run_dir"}
 _MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps"}
@@ -22,7 +22,7 @@ _BELONG_TO_RUN |= {"critic.train", "critic.model", "critic.warmup_steps"}
 
 
 def list_changes(stored: dict, config: TrainingConfig) -> Changes:
-    """List the settings in which a run's stored settings differ from those that it is to go on with.
+    """List the settings that differ between a run's stored settings and a config to resume it with.
 
     A setting that did not exist when the run was started counts as having its present default.
     """

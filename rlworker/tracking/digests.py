@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 DIGESTS = "digests.txt"
-"""File of a checkpoint that has the digests of the others."""
+"""File of a checkpoint with the digests of its other files."""
 _READ_BYTES = 4 * 2**20
 _THREADS = 8
 """Files that are read at a time: a disk of several, or a network's, serves one reader at a fraction of its rate."""

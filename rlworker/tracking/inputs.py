@@ -63,7 +63,7 @@ class Inputs:
         self._held |= found
 
     def list_folders(self) -> tuple[list[str], list[str]]:
-        """List the folders of the models, and those of the images."""
+        """List the folders of the models, and the folders of the images."""
         return sorted(self._model_folders), sorted(self._image_folders)
 
     def write(self) -> str:
@@ -103,7 +103,7 @@ def _spell_digests(digests: Mapping[str, FileDigest]) -> dict[str, str]:
 
 
 def _digest_images(rows: Sequence[Any]) -> Digests:
-    """Digest images and videos, of which rows may have the paths alone."""
+    """Digest images and videos; rows may have their paths alone."""
     digests = [image.digest for row in rows for image in row.images]
     return (
         {"data": {"images": f"{len(digests)}, digest {xxhash.xxh3_128_hexdigest(''.join(digests).encode())}"}}
@@ -113,7 +113,7 @@ def _digest_images(rows: Sequence[Any]) -> Digests:
 
 
 def _digest_models(models: Mapping[str, ModelSpec]) -> Digests:
-    """Digest the files of models; of one in the hub's cache its commit says as much."""
+    """Digest the files of models; for a model in the hub's cache its commit suffices."""
     folders = {model.folder for model in models.values() if not name_snapshot(model.folder)[0]}
     of_folder = {folder: _spell_digests(digest_files(folder, list_model_files(folder))) for folder in folders}
     return {role: of_folder[model.folder] for role, model in models.items() if model.folder in folders}

@@ -101,7 +101,7 @@ class RunLog:
         self._bar.refresh()
 
     def prompts(self, step: int, first: int, rows: list[int]) -> None:
-        """Record which rows a step was asked for, in order, and the number of the first rollout that drew them."""
+        """Record the rows of a step in order, and the number of its first rollout."""
         with open(self._prompts, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "first_rollout": first, "rows": rows}) + "\n")
 
@@ -138,7 +138,7 @@ def name_samples(folder: Path, step: int) -> Path:
 
 
 def log_skipped(skipped: dict[str, int]) -> None:
-    """Say how many rows were left out because they are too long, where there are any (``{"skipped_train": 3}``)."""
+    """Log the number of rows that were skipped as too long, if any (``{"skipped_train": 3}``)."""
     if any(skipped.values()):
         counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in skipped.items())
         LOGGER.info(f"data: skipped rows that are too long: {counts}")

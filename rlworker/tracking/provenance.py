@@ -14,7 +14,7 @@ from hardware.platforms import get_platform
 
 ROOT = Path(__file__).parents[2]
 _OUTPUTS = {"--run-dir", "--json"}
-"""Options that say where figures are written: a command does the same without them."""
+"""Options that name an output file: a command does the same without them."""
 _LIBRARIES = {
     "torch": ("torch",),
     "megatron-core": ("megatron-core",),

@@ -132,7 +132,7 @@ class RunFolder:
         )
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Unlock the folder for other programs."""
         if self._lock:
             self._lock.release()
             self._lock = None
@@ -281,7 +281,7 @@ class RunFolder:
         """Make a written checkpoint count, all at once.
 
         Args:
-            digests: of its files, by their paths from it; those that are left out are read here.
+            digests: digests of its files by relative path; missing ones are read here.
         """
         text, known = json.dumps(state), dict(digests or {})
         known |= digest_files(partial, list_files(partial) - known.keys()) | {_COMPLETE: digest_text(text)}

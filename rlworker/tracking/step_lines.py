@@ -1,4 +1,4 @@
-"""Files of a run with a line of JSON for each step, which are cut back where the run goes back."""
+"""Files of a run with a line of JSON for each step, which are truncated when the run goes back."""
 
 import json
 import os
@@ -11,7 +11,7 @@ PROMPTS = "prompts.jsonl"
 
 
 def keep_steps(path: Path, last: int) -> int:
-    """Keep the lines of a file up to step ``last``, where it exists; returns how many others there were."""
+    """Keep the lines of a file up to step ``last``, if it exists; returns the number of removed lines."""
     if not path.exists():
         return 0
     lines = _read_lines(path)

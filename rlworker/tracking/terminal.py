@@ -1,4 +1,4 @@
-"""The lines that a run says while it goes: Python's logger ``rlworker``, shown on the terminal beside the progress bar.
+"""The terminal output of a run: Python's logger ``rlworker``, beside the progress bar.
 
 Silence it with ``logging.getLogger("rlworker").setLevel("ERROR")``. A program that gives this logger a handler before
 it imports rlworker has the lines there in place of the terminal.
@@ -16,7 +16,7 @@ LOGGER = logging.getLogger("rlworker")
 
 
 class _TqdmHandler(logging.Handler):
-    """Print each line at once, above the progress bar where there is one, or wherever the output goes."""
+    """Print each line at once, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
@@ -32,7 +32,7 @@ if LOGGER.level == logging.NOTSET:
 
 
 def log_start(text: str) -> None:
-    """Say that a part of the start is done, and at which second of this program; it may take minutes in all."""
+    """Log that a part of the start is done, with the seconds since the program began; a start may take minutes."""
     LOGGER.info("start %7.1f s  %s", read_process_age(), text)
 
 

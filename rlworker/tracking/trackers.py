@@ -26,18 +26,18 @@ class Tracker(Protocol):
     """The interface of a tracker; every ``accelerate.tracking.GeneralTracker`` is one."""
 
     def start(self) -> None:
-        """Open it. Called once, before the others."""
+        """Open the tracker. Called once, before the other methods."""
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Record the metrics of step ``step``."""
 
     def finish(self) -> None:
-        """Close it. Called once, after the others."""
+        """Close the tracker. Called once, after the other methods."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts that a tracker is told of a run.
+    """The description of a run for a tracker.
 
     Attributes:
         folder: the run's. first_step: steps done so far. config: the run's settings, as ``dataclasses.asdict`` gives
@@ -49,7 +49,7 @@ class TrackedRun:
     config: dict
 
     def keep_id(self, tracker: str) -> str:
-        """Return the id by which a tracker knows this run; it is kept, so that a resumed run goes on with it."""
+        """Return the tracker's id of this run; it is stored, so that a resumed run continues it."""
         file = self.folder / tracker / "run_id"
         file.parent.mkdir(exist_ok=True)
         if not file.exists():
@@ -99,7 +99,7 @@ def _open_wandb(run: TrackedRun) -> Tracker:
 
 
 def _open_mlflow(run: TrackedRun) -> Tracker:
-    """Open a run in ``run_dir/mlflow``, or where MLFLOW_TRACKING_URI says; other MLFLOW_ variables are heeded too."""
+    """Open a run in ``run_dir/mlflow``, or at MLFLOW_TRACKING_URI; other MLFLOW_ variables work too."""
     import mlflow  # pyright: ignore[reportMissingImports]  an extra of its own, in no list of pins
     from accelerate.tracking import MLflowTracker
 
@@ -132,7 +132,7 @@ def _open_swanlab(run: TrackedRun) -> Tracker:
 
 
 def _open_trackio(run: TrackedRun) -> Tracker:
-    """Open a run in ``run_dir/trackio``, or where TRACKIO_DIR says, resumed by the name of the run folder."""
+    """Open a run in ``run_dir/trackio``, or in TRACKIO_DIR, resumed by the name of the run folder."""
     os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))  # read as trackio is imported
     from accelerate.tracking import TrackioTracker
 

@@ -123,6 +123,15 @@ def test_a_message_that_is_not_in_the_code_is_found():
     assert [is_in_code(message) for message in messages_in(page)] == [False, True]
 
 
+def test_every_argument_that_the_page_of_limits_calls_refused_is_refused():
+    rows = re.findall(
+        r"^\| [^|]+ \| (?:[^|]*is )?refused: ([^|]+) \|$", (ROOT / "docs" / "limits.md").read_text(), re.M
+    )
+    named = {name for row in rows for name in re.findall(r"`([a-z]\w+)`", row)}
+    texts = (ROOT / "engines/config.py").read_text()
+    assert len(named) >= 13 and {name for name in named if not re.search(rf"\b{name}\b", texts)} == set()
+
+
 def test_the_self_test_is_told_fault_by_fault():
     from engines.probes.faults import FAULTS
 

@@ -13,8 +13,10 @@ _HEAD_LOGITS = 2**25
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Attributes:
-    slots: over all context-parallel ranks. sequences: that share them.
+    """The size of a micro-batch.
+
+    Attributes:
+        slots: slots over all context-parallel ranks. sequences: number of its sequences.
     """
 
     slots: int = 0
@@ -55,9 +57,9 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
 
     Tensors of the hidden size's width are split over tp by sequence parallelism, all other tensors by heads or columns.
     Values are a view into the projection's output, which therefore stays whole, unless context parallelism gathers
-    them. The MLP keeps the two halves of its projection, the activation of the first, and the product; a fused MLP
-    keeps the projection and the product. A rotation that keeps its input keeps the queries, and the keys where a norm
-    made them.
+    them. The MLP keeps the two halves of its projection, the factors of its product (the activation of the first half,
+    and the second half), and the product; a fused MLP keeps the projection and the product. A rotation that keeps its
+    input keeps the queries, and the keys where a norm made them.
     """
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
     query, key = (heads * model.head_dim * size * slots for heads in (model.heads, model.kv_heads))

@@ -16,7 +16,7 @@ from hardware.attention.rules import compute_slot_unit
 from hardware.platform import KernelMemory
 
 _ALIGNED, _BUCKET = 64, 128
-"""Numbers to a multiple of which Megatron starts a parameter in its buffer, and ends a bucket (core 0.16)."""
+"""Alignment, in numbers, of a parameter's start in Megatron's buffer, and of a bucket's end (core 0.16)."""
 _OFFLOADED = 4 * FP32
 """Bytes of a number on the host: its master, two moments and, in a step, its gradient."""
 

@@ -76,7 +76,7 @@ def read_ropes(config: dict, path: Path) -> tuple[dict, ...]:
 
 
 def read_form(config: dict, path: Path) -> LayerOptions:
-    """Read the form of the layers."""
+    """Read Gemma's options of the layers: norms from one, post-norms, tanh GELU, scales, two kinds of rotary."""
     kinds = tuple(_KINDS.index(kind) for kind in read_kinds(config, path))
     return LayerOptions(
         norms_from_one=True,

@@ -57,7 +57,7 @@ _VISION_BUILT: dict[str, Any] = {
     "projection_dropout": 0,
     "hidden_act": "gelu",
 }
-"""The only values that are built, which are transformers' own: a larger InternViT (6B) has others."""
+"""The only supported values, transformers' defaults: a larger InternViT (6B) has other values."""
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels")
 _TOKENS = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
 """Keys of the tokenizer's settings that name tokens -> the tokens of the released models."""
@@ -140,7 +140,7 @@ def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
 
 
 def _read_side(vision: dict, key: str, path: Path) -> int:
-    """Read the side of a square, of which a config has one length or two."""
+    """Read the side of a square; a config has one length or two."""
     value = vision[key]
     sides = value if isinstance(value, list) else [value]
     if not fits(list[int], sides) or len(sides) not in (1, 2) or len(set(sides)) != 1 or sides[0] < 1:

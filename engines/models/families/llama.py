@@ -1,4 +1,4 @@
-"""Llama 1 to 3: the plain decoder, of which the others are variations."""
+"""Llama 1 to 3: the plain decoder; other families are variations of it."""
 
 from engines.models.families._pieces import attention, embedding, final_norm, mlp
 from engines.models.family import Family

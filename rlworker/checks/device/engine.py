@@ -120,7 +120,7 @@ def _check_model(
 
 
 def make_batch(model: ModelSpec, sequences: int, tokens: int) -> TrainBatch:
-    """Make sequences of ``tokens`` inputs each, every one of which counts."""
+    """Make sequences of ``tokens`` inputs each, in which every token counts."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, model.vocab, (sequences, tokens + 1), generator=generator).tolist()
     batch = TrainBatch.from_ids(ids, [1] * sequences)
@@ -176,7 +176,7 @@ def check_memory(device: Device, folder: Path) -> list[DeviceFinding]:
 
 
 def check_reads(device: Device, folder: Path) -> list[DeviceFinding]:
-    """Check that a training step reads values back where ``READS_OF_A_STEP`` says, and nowhere else."""
+    """Check that a training step reads device values only at the places in ``READS_OF_A_STEP``."""
     from engines.probes.host_reads import READS_OF_A_STEP, HostReads
 
     model = ModelSpec.from_folder(make_tiny_model(folder / "reads", "qwen2"))

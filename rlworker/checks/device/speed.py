@@ -43,7 +43,7 @@ def measure_seconds(device: Device, run: Callable[[], Any], repeat: int = 5) -> 
 def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
     """Measure attention, the share of its second call, and a training step. A measurement fails only if it cannot run.
 
-    On a CPU everything is small: the lines show that the program runs, and their numbers say nothing.
+    On a CPU the sizes are tiny: the lines show that the program runs, and their numbers mean nothing.
     """
     findings, product = [], measure_product(device)
     text = f"{product:.3g} TFLOP/s"
