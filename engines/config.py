@@ -111,7 +111,7 @@ class OptimizerConfig:
     """Constant that AdamW adds to the root of the mean of squared gradients."""
     clip_grad: Annotated[float, Ge(0), FINITE] = 1.0
     """Largest global gradient norm; 0 does not clip."""
-    optimizer_offload_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
+    offload_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of the optimizer state (fp32 masters and moments) that is offloaded to the host and stepped there."""
 
     def __post_init__(self):

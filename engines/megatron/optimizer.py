@@ -40,9 +40,9 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(settings, [module], use_gloo_process_groups=False)
-    if config.optimizer.optimizer_offload_fraction:
+    if config.optimizer.offload_fraction:
         for part in cast(list[DistributedOptimizer], cast(ChainedOptimizer, optimizer).chained_optimizers):
-            OffloadedOptimizer(part, config.optimizer.optimizer_offload_fraction)
+            OffloadedOptimizer(part, config.optimizer.offload_fraction)
     # The n-th step takes the rate at n: the peak at the last of the warm-up (the first step without one) and min_lr at
     # the first after the decay, so that the last step of a run that decays to 0 still learns.
     warmup = max(config.optimizer.lr_warmup_steps, 1)

@@ -48,8 +48,8 @@ def test_each_word_has_a_meaning_and_a_home(word):
 
 
 def test_a_word_with_two_meanings_is_found():
-    row = "| turn | One sample. | `rlworker/cli.py` |"
-    assert read_glossary(row) == {"turn": ("One sample.", ["rlworker/cli.py"])}
+    row = "| turn | One sample. | `rlworker/__main__.py` |"
+    assert read_glossary(row) == {"turn": ("One sample.", ["rlworker/__main__.py"])}
     with pytest.raises(AssertionError, match="turn has two meanings"):
         read_glossary(f"{row}\n{row}")
 

@@ -37,10 +37,8 @@ def test_every_path_and_command_on_a_page_exists(page):
 
 
 def test_a_path_that_is_not_there_is_found():
-    page = (
-        "See `rlworker/cli.py`, `hardware/NAME/platform.py`, [docs](docs/no.md), `torch/nn/functional.py`, recipes.a.b."
-    )
-    assert paths_in(page) == {"rlworker/cli.py", "docs/no.md", "recipes/a/b.py"}
+    page = "See `rlworker/__main__.py`, `hardware/NAME/platform.py`, [docs](docs/no.md), `torch/nn/functional.py`, recipes.a.b."
+    assert paths_in(page) == {"rlworker/__main__.py", "docs/no.md", "recipes/a/b.py"}
     assert paths_in("python -m recipes.demo_cpu; python scripts/no.py") == {"recipes/demo_cpu.py", "scripts/no.py"}
 
 
@@ -77,7 +75,7 @@ def known_options() -> frozenset[str]:
     """Name every setting, as the generated page lists them, and every option that a script's own text has."""
     settings = re.findall(r"^\| `--([\w.-]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.M)
     files = [*(ROOT / "scripts").rglob("*.*"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/support").rglob("*.py")]
-    files += [ROOT / "rlworker/cli.py"]
+    files += [ROOT / "rlworker/__main__.py"]
     texts = [file.read_text() for file in files if file.suffix in (".py", ".sh")]
     own = [option for text in texts for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", text)]
     return frozenset({*settings, *own, "help", "resume"} | {f"no-{name}" for name in settings})

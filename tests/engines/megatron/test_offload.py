@@ -15,7 +15,7 @@ def hosted_steps(rank: int, world: int, address: str, folder: str, dtype: str, f
     and where that state is."""
 
     def build(share: float):
-        optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, optimizer_offload_fraction=share)
+        optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, offload_fraction=share)
         return build_engine(rank, world, address, folder, {"dtype": dtype, "optimizer": optimizer})
 
     def step(engine) -> None:

@@ -161,7 +161,7 @@ def test_what_waits_on_the_host_is_not_on_the_device(folder):
     model, config = ModelSpec.from_folder(folder), config_of(folder, algorithm=AlgorithmConfig(kl_coef=0.1))
     models = {"actor": model, "reference": model}
     plain = make_plan(config, models).needs[0]
-    actor = replace(config.actor, optimizer=replace(config.actor.optimizer, optimizer_offload_fraction=0.5))
+    actor = replace(config.actor, optimizer=replace(config.actor.optimizer, offload_fraction=0.5))
     plan = make_plan(replace(config, actor=actor, placement=PlacementConfig(cpu_offload=("reference",))), models)
     hosted, before = plan.needs[0], plain.roles["actor"]
     policy, reference = hosted.roles["actor"], hosted.roles["reference"]

@@ -259,7 +259,7 @@ def test_a_run_that_takes_turns_resumes_and_replaces_what_it_lost(runs, lost):
                 yield
 
     config = make_run(folder, name, True, resume=True, recovery=RecoveryConfig(restarts=1))
-    hosted = replace(config.actor, optimizer=replace(config.actor.optimizer, optimizer_offload_fraction=0.5))
+    hosted = replace(config.actor, optimizer=replace(config.actor.optimizer, offload_fraction=0.5))
     config = replace(config, actor=hosted, placement=replace(config.placement, cpu_offload=("reference",)))
     with Struck(config, share_digits) as trainer:
         trainer.fit()

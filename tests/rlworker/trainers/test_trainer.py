@@ -326,7 +326,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     shutil.copytree(config.run_dir, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_4")
     capsys.readouterr()
-    hosted = replace(config.actor, optimizer=replace(optimizer, optimizer_offload_fraction=0.5))
+    hosted = replace(config.actor, optimizer=replace(optimizer, offload_fraction=0.5))
     placed = PlacementConfig(("reference",), cpu_offload=("reference",))
     changes = dict(actor=hosted, placement=placed, resume=True)
     with trainer_of(replace(config, run_dir=str(tmp_path / "again"), **changes), digits_reward) as trainer:
