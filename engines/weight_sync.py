@@ -96,7 +96,7 @@ class PieceJoiner:
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """A bucket whose bytes lie in memory that other processes of this machine map, each by itself.
+    """A bucket in shared memory of this machine, which each process maps by itself.
 
     Attributes:
         bucket: all but the bytes. path: where they are, as long as they are shared.

@@ -108,7 +108,7 @@ def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, in
     and fails on three after one (0.32, ``_find_mm_placeholders`` of model_executor/models/gemma3_mm).
 
     Args:
-        ids: of a prompt. newlines: count -> id; none of a family whose images have no margin.
+        ids: of a prompt. newlines: count -> id; none of a family without margins.
 
     Raises:
         ValueError: other newlines are beside an image; the message begins with ``where``.

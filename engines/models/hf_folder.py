@@ -40,7 +40,7 @@ class SafetensorsFolder:
     """Every tensor of a folder's safetensors files by name, read one at a time.
 
     Raises:
-        ValueError: there is no such file, one is damaged, two hold the same tensor, or the index names other files.
+        ValueError: a file is missing or damaged, two hold the same tensor, or the index names other files.
     """
 
     def __init__(self, folder: str):

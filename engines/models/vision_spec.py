@@ -1,4 +1,4 @@
-"""The vision tower of a vision-language model: what its family states of it, and its shape."""
+"""The vision tower of a vision-language model: its family's description, and its shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tower:
         margin: newlines before the start token of an image and after its end token.
         video_processor: transformers' class that makes patches of videos.
         no_videos: why the model is shown no videos; empty where it is.
-        tiles: an image is cut into tiles of one size, one of them or more, and vLLM adds what marks it.
+        tiles: an image is cut into tiles of one size, one of them or more, and vLLM adds its marks.
     """
 
     prefixes: dict[str, str]

@@ -153,7 +153,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
 
 @torch.no_grad()
 def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]) -> int:
-    """Count images whose features change in the vision tower with the images beside them; 0 on later stages.
+    """Count images with features that change with the images beside them in the vision tower; 0 on later stages.
 
     Args:
         others: for each image another image of its size.

@@ -84,7 +84,7 @@ def parse_tool_calls(
         folder: the model's folder, whose tokenizer the parser gets.
 
     Raises:
-        ValueError: there is no such parser, or it cannot work with this tokenizer.
+        ValueError: the parser is unknown, or cannot work with this tokenizer.
     """
     check_tool_parser(parser)
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

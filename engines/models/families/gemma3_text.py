@@ -30,7 +30,7 @@ _PATTERN, _LOCAL_THETA, _THETA = 6, 10000.0, 1000000.0
 
 
 def post_attention_norm(model: DecoderSizes) -> tuple[Weight, ...]:
-    """State the norm of what attention gives."""
+    """State the norm of attention's output."""
     return (Weight("self_attn_bda.norm.weight", {"post_attention_layernorm.weight": (model.hidden,)}),)
 
 
