@@ -40,7 +40,7 @@ class PassedFunction:
             key: dotted name of the setting.
 
         Raises:
-            ValueError: the user set it, and the function has no such parameter, or the code sets another value.
+            ValueError: the user set it, and the function has no parameter of its name, or the code sets another value.
         """
         spelled = option(*key.rsplit(".", 1))
         if name in self.bound:

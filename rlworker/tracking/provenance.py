@@ -51,7 +51,7 @@ def collect_provenance(platform: str) -> Provenance:
     """Collect the provenance of this process's figures, on the platform of this name.
 
     Raises:
-        ValueError: there is no such platform.
+        ValueError: the platform does not exist.
     """
     spec, runs_on = sys.modules["__main__"].__spec__, get_platform(platform)
     found = [(name, next(filter(None, map(_find_version, each)), None)) for name, each in _LIBRARIES.items()]
