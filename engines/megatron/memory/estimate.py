@@ -5,9 +5,9 @@ cuts it over the data- and context-parallel ranks. Activations are an estimate.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engines.batch.balance import choose_largest
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import FP32, MicroBatch, estimate_activations, get_itemsize
 from engines.models.spec import ModelSpec
@@ -124,18 +124,6 @@ def compute_rank_memory(
     buffer = buckets[-1][1]
     state = (sum(moments) - offloaded) * bytes_each
     return RankMemory((buffer + frozen) * size, buffer * FP32, state, activations, offloaded * _OFFLOADED)
-
-
-def choose_offloaded(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Choose the places of the tensors that the host keeps: the largest, until they have the fraction of all."""
-    chosen: set[int] = set()
-    total = 0
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        if total >= fraction * sum(sizes):
-            break
-        chosen.add(place)
-        total += sizes[place]
-    return chosen
 
 
 def _buffer(parameters: list[Parameter], ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
