@@ -14,16 +14,6 @@ def get_tensor_group() -> ProcessGroup:
     return cast(ProcessGroup, mpu.get_tensor_model_parallel_group())
 
 
-def get_pipeline_group() -> ProcessGroup:
-    """Return the ranks that hold the stages of one replica."""
-    return cast(ProcessGroup, mpu.get_pipeline_model_parallel_group())
-
-
 def get_tensor_and_context_group() -> ProcessGroup:
     """Return the ranks that hold parts of the same layers or parts of the same sequences."""
     return cast(ProcessGroup, mpu.get_tensor_and_context_parallel_group())
-
-
-def get_data_and_context_group() -> ProcessGroup:
-    """Return the ranks whose gradients are added up."""
-    return cast(ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))

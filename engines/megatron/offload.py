@@ -135,7 +135,9 @@ class OffloadManager:
 
     def _list_storages(self, name: str) -> Iterator[torch.UntypedStorage]:
         """List the storages of a holding that are on the device, each once."""
-        weights = [] if self._visits else self._list_weights()
+        weights: list[Tensor] = []
+        if not self._visits:  # those that learn are views into buffers, the others are frozen
+            weights = [*(buffer.param_data for buffer in self._list_buffers()), *self._module.parameters()]
         seen: set[int] = set()
         if name == "optimizer":  # whose masters are the weights themselves where those are fp32
             seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
@@ -148,10 +150,6 @@ class OffloadManager:
 
     def _list_buffers(self) -> list:
         return [*self._module.buffers, *self._module.expert_parallel_buffers] if self._optimizer else []
-
-    def _list_weights(self) -> list[Tensor]:
-        """List those that learn, which are views into buffers, and those that are frozen."""
-        return [*(buffer.param_data for buffer in self._list_buffers()), *self._module.parameters()]
 
     def _list_gradients(self) -> list[Tensor]:
         return [buffer.grad_data for buffer in self._list_buffers()]

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from engines.megatron.groups import get_pipeline_group, get_tensor_group
+from engines.megatron.groups import get_tensor_group
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.models.weight import EMBEDDING, OUTPUT, Join, Weight
@@ -117,7 +117,7 @@ def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data
     Args:
         value_of: what to export of a parameter; its gradient, say.
     """
-    stages = get_pipeline_group()
+    stages = cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
     parameters = _name_parameters(module)
     if model.tied:
         parameters.pop(OUTPUT, None)  # the last stage's copy of the embedding, which the first stage gives out

@@ -138,14 +138,10 @@ class VisionSpec:
         ids = {self.image_token, self.video_token, self.start_token, self.end_token, self.pad_token}
         return tuple(sorted(ids - {None}))
 
-    def list_weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """List every weight in the order of the tower's modules: name within the tower -> shape."""
-        return self.tower.weights(self)
-
     def weights(self) -> list[Weight]:
         """List the tower's parameters as those of the model; every rank of the first pipeline stage has them whole."""
         tower, parameters = self.tower, []
-        for name, shape in self.list_weight_shapes().items():
+        for name, shape in tower.weights(self).items():
             part = "projector" if name.startswith(tower.projector) else "vision"
             parameters.append(Weight(f"vision.{name}", {tower.find_folder_name(name): shape}, part=part))
         return parameters

@@ -25,7 +25,6 @@ from engines.batch.shard import TokenOutputs, require_tokens
 from engines.interfaces import LossFn
 from engines.megatron import engine as engine_module
 from engines.megatron.engine import MegatronEngine
-from engines.megatron.groups import get_data_and_context_group
 from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from hardware.attention.rules import Rule
@@ -276,7 +275,7 @@ def _list_gradients(engine: MegatronEngine) -> list[tuple[Tensor, Tensor]]:
 def _gather_buffers(engine: MegatronEngine) -> None:
     """Gather the reduced gradients into every rank's buffers: the distributed optimizer leaves each rank the part of
     the buffer that it steps."""
-    group = get_data_and_context_group()
+    group = cast(dist.ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))
     if group.size() == 1:
         return
     for buffer in cast(list, engine.module.buffers):  # a method in torch's class, a list in Megatron's

@@ -40,9 +40,6 @@ def build_attention_faults(
     def patch_all(places: Iterable[Place], wrap: Callable) -> list[Patch]:
         return [(*place, wrap) for place in places]
 
-    def masks_of(change: Callable) -> list[Patch]:
-        return patch_all(lowerings, lambda lower: lambda spec, rule, *args: lower(change(spec, rule), rule, *args))
-
     def change_rule(change: Callable) -> list[Patch]:
         masks = patch_all(lowerings, lambda lower: lambda spec, rule, *args: lower(spec, change(rule), *args))
         return masks + patch_all(rule_calls, lambda call: lambda rule, *args: call(change(rule), *args))
@@ -53,7 +50,9 @@ def build_attention_faults(
         "inverted polarity": patch_all(dense_masks, _inverted) + list(inverted),
         "None where None means full": list(without_mask),
         "window off by one": change_rule(lambda rule: replace(rule, window=rule.window and rule.window + 1)),
-        "an image cut at the window": masks_of(_images_cut_at_the_window),
+        "an image cut at the window": patch_all(
+            lowerings, lambda lower: lambda spec, rule, *args: lower(_images_cut_at_the_window(spec, rule), rule, *args)
+        ),
         "causal where the image rule was asked": change_rule(lambda rule: replace(rule, images=False)),
         "padding seen": patch_all(lowerings, _open_to_padding),
     }

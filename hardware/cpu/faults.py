@@ -1,7 +1,5 @@
 """The places where the CPU's masks can be made wrong, for the self-test."""
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 
 from hardware.attention import grouped_sdpa
@@ -11,12 +9,9 @@ from hardware.attention.faults import build_attention_faults
 
 def list_faults() -> dict[str, list[Patch]]:
     """List the patches of ``CpuPlatform.list_faults``."""
+    never_causal = lambda sdpa: lambda *args, is_causal=False, **kwargs: sdpa(*args, **kwargs)  # noqa: E731
     return build_attention_faults(
         packs=[(grouped_sdpa, "_plan_thd")],
         dense_masks=[(grouped_sdpa, "build_dense_mask")],
-        without_mask=[(F, "scaled_dot_product_attention", _never_causal)],
+        without_mask=[(F, "scaled_dot_product_attention", never_causal)],
     )
-
-
-def _never_causal(sdpa: Callable) -> Callable:
-    return lambda *args, is_causal=False, **kwargs: sdpa(*args, **kwargs)

@@ -25,7 +25,8 @@ class CudaAttention(CoreAttention):
         if query.dim() == 3:
             return self._attend_pack(query, key, value, plan.calls[rule]).flatten(1)
         slots, rows = query.shape[:2]
-        query, key, value = (_rows_end_to_end(x, slots) for x in (query, key, value))
+        # [cp * s, b, h, d] -> [cp * b * s, h, d]: of each rank one row after another.
+        query, key, value = (x.unflatten(0, (-1, slots)).transpose(1, 2).flatten(0, 2) for x in (query, key, value))
         out = self._attend_pack(query, key, value, plan.calls[rule]).flatten(1)
         return out.unflatten(0, (rows, slots)).transpose(0, 1).contiguous()
 
@@ -55,8 +56,3 @@ class CudaAttention(CoreAttention):
             **grouped,
         )
         return cast(Tensor, out)  # a pair where lse is asked for, too
-
-
-def _rows_end_to_end(x: Tensor, slots: int) -> Tensor:
-    """``[cp * s, b, h, d] -> [cp * b * s, h, d]``: of each rank one row after another."""
-    return x.unflatten(0, (-1, slots)).transpose(1, 2).flatten(0, 2)

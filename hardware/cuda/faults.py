@@ -1,7 +1,5 @@
 """The places where CUDA's masks can be made wrong, for the self-test."""
 
-from collections.abc import Callable
-
 from hardware.attention.cell import Patch
 from hardware.attention.faults import build_attention_faults
 from hardware.cuda import attention_plan
@@ -12,14 +10,6 @@ def list_faults() -> dict[str, list[Patch]]:
     return build_attention_faults(
         packs=[(attention_plan, "_plan_pack")],
         calls=[(attention_plan, "_plan_calls")],
-        inverted=[(attention_plan, "_convert_window", _past_and_future_swapped)],
-        without_mask=[(attention_plan, "_convert_window", _no_window)],
+        inverted=[(attention_plan, "_convert_window", lambda window: lambda *args: window(*args)[::-1])],
+        without_mask=[(attention_plan, "_convert_window", lambda _: lambda rule, sees_future, longest: (longest, -1))],
     )
-
-
-def _past_and_future_swapped(window: Callable) -> Callable:
-    return lambda *args: window(*args)[::-1]
-
-
-def _no_window(_: Callable) -> Callable:
-    return lambda rule, sees_future, longest: (longest, -1)

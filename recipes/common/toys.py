@@ -97,12 +97,6 @@ def summarise(config: ToyConfig, wall_seconds: float, warm_up_seconds: float) ->
     } | {name: getattr(actor, name) for name in ("layout", "tp", "pp", "cp", "dp")}
 
 
-def shrink_toy(config: Config) -> Config:
-    """Shrink a run to two small steps."""
-    small = dict(warm_up_steps=5, steps=2, prompts_per_step=8, samples_per_prompt=4, eval_every=0)
-    return replace(config, **small)
-
-
 def find_warm_model(config: ToyConfig) -> Path:
     """Return the folder of the warmed-up model, which GRPO starts from."""
     return Path(config.run_dir) / f"model_warm_seed{config.seed}"
@@ -158,7 +152,7 @@ def run_toy(default: ToyConfig, description: str | None, toy: Toy) -> None:
     """Run the demo as ``python -m`` does: settings from the command line, everything checked, the run."""
     config = parse_config(default, description)
     if config.smoke:
-        config = shrink_toy(config)
+        config = replace(config, warm_up_steps=5, steps=2, prompts_per_step=8, samples_per_prompt=4, eval_every=0)
     with graceful_stop() as stop:
         try:
             config, folder = prepare(config, toy)

@@ -90,7 +90,7 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
         pairs = [_make_images(processor, Path(folder), row) for row in range(len(lengths))] * replicas
         others = dict(chain(*pairs))
         images = [tuple(image for image, _ in own) for own in pairs] + [()] * (len(ids) - len(pairs))
-        ids = [_insert_images(s, n, own, model) for s, n, own in zip(ids, prompts, images, strict=True)]
+        ids = [s[:n] + make_placeholders(own, model) + s[n:] for s, n, own in zip(ids, prompts, images, strict=True)]
         prompts = [len(s) - was + n for s, n, was in zip(ids, prompts, (n + 1 for n in every))]
         sampled_prompts = [Prompt(tuple(s[: n + 1]), own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]
         sampled_prompts = sampled_prompts[: len(lengths)]
@@ -133,11 +133,6 @@ def _save_image(processor: ImageProcessor, path: Path, pixels: np.ndarray, place
     for number, frame in enumerate(frames):
         frame.save(path / f"{number}.png")
     return processor.videos.open(path, place, fps=2.0, frames=range(len(frames)))
-
-
-def _insert_images(ids: list[int], prompt: int, images: tuple[Image, ...], model: ModelSpec) -> list[int]:
-    """Put images at the end of a prompt, with their tokens around and between them."""
-    return ids[:prompt] + make_placeholders(images, model) + ids[prompt:]
 
 
 def make_probe_case(lengths: tuple[int, ...] = _LENGTHS) -> ProbeCase:

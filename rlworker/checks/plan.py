@@ -16,7 +16,6 @@ from engines.models.spec import ModelSpec
 from rlworker.config.command_line import parse_config
 from rlworker.config.memory import (
     GB,
-    Config,
     Need,
     count_row_slots,
     count_share,
@@ -25,6 +24,8 @@ from rlworker.config.memory import (
 )
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
+
+Config = RunConfig | SftConfig
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "host")
 

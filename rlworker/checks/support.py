@@ -55,24 +55,20 @@ def list_inputs(family: Family) -> list[Input]:
     return ["images"] if family.tower.no_videos else ["images", "videos"]
 
 
-def name_part(part: str, sees: Input) -> str:
-    """Name a layout, or rollouts, as results have it: that of videos apart from that of text and images."""
-    return f"{part} of videos" if sees == "videos" else part
-
-
 def find_levels(family: Family, platform: Platform, sees: Input, measured: Collection[str] | None) -> dict[str, Level]:
     """Find the level of each layout and of rollouts.
 
     Args:
-        measured: the parts that results have, by ``name_part``, of which the others are untested. None takes what the
-            capability tables say, which know nothing of videos.
+        measured: the parts that results have, those of videos named "PART of videos"; the rest is untested. None takes
+            the capability tables, which know nothing of videos.
     """
     levels: dict[str, Level] = {layout: find_layout_level(family, platform, layout) for layout in LAYOUTS}
     levels["rollout"] = find_rollout_level(family, platform)
     if measured is None and sees != "videos":
         return levels
+    suffix = " of videos" if sees == "videos" else ""
     return {
-        part: level if level == "refused" or name_part(part, sees) in (measured or ()) else "untested"
+        part: level if level == "refused" or f"{part}{suffix}" in (measured or ()) else "untested"
         for part, level in levels.items()
     }
 

@@ -109,7 +109,8 @@ def plan_nodes(
         chosen: list[str] = []
         while len(chosen) < request.workers:
             count = min(request.together, request.workers - len(chosen))
-            fitting = [node for node in nodes if _fits(room[node.name], request, count)]
+            needs = _count(request, count).items()
+            fitting = [node for node in nodes if all(room[node.name].get(name, 0) >= need for name, need in needs)]
             if not fitting:
                 raise RunError(_say_no_room(nodes, room, request, count, len(chosen)))
             _take(room[fitting[0].name], request, count)
@@ -121,10 +122,6 @@ def plan_nodes(
 def _count(request: ResourceRequest, workers: int) -> dict[str, float]:
     """Count the resources of some workers of a request."""
     return list_ray_resources(get_platform(request.platform), request.devices * workers)
-
-
-def _fits(room: Mapping[str, float], request: ResourceRequest, workers: int) -> bool:
-    return all(room.get(resource, 0) >= need for resource, need in _count(request, workers).items())
 
 
 def _take(room: dict[str, float], request: ResourceRequest, workers: int) -> None:
@@ -195,7 +192,8 @@ def list_engine_slots(ranks: Sequence[DeviceSlot], engines: int, devices: int) -
     """
     device_slots = []
     for node in dict.fromkeys(rank.node for rank in ranks):
-        here = sorted((rank.devices for rank in ranks if rank.node == node), key=_sort_devices)
+        here = [rank.devices for rank in ranks if rank.node == node]
+        here.sort(key=lambda names: [(len(name), name) for name in names])  # device 9 before device 10
         cuts = range(0, len(here) - devices + 1, devices)
         device_slots += [DeviceSlot(node, tuple(chain.from_iterable(here[cut : cut + devices]))) for cut in cuts]
     if len(device_slots) < engines:
@@ -222,8 +220,3 @@ def choose_device_slot(index: int, device_slots: Sequence[DeviceSlot], held: Ite
         f"placement: other rollout engines are on the devices of the actor's ranks, which leaves none to rollout "
         f"engine {index}; start the run again with --resume"
     )
-
-
-def _sort_devices(names: tuple[str, ...]) -> list[tuple[int, str]]:
-    """Order device 9 before device 10."""
-    return [(len(name), name) for name in names]

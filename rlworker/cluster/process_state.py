@@ -77,11 +77,6 @@ class ProcessPlace:
     pid: int
 
 
-def find_own_place() -> ProcessPlace:
-    """Find the place of this process, one of Ray's."""
-    return ProcessPlace(ray.get_runtime_context().get_node_id(), os.getpid())
-
-
 def is_computing(place: ProcessPlace) -> bool:
     """Tell whether some thread of a process has work at several of a second's looks.
 
@@ -101,13 +96,9 @@ def look_at(pid: int) -> bool:
     """Look at a process of this machine for a second: ``is_computing`` of it."""
     busy = 0
     for _ in range(_LOOKS):
-        busy += _has_work(pid)
+        busy += any(_read_state(task) in _COMPUTING for task in Path(f"/proc/{pid}/task").glob("*"))
         time.sleep(_LOOK_S)
     return busy >= _BUSY_LOOKS
-
-
-def _has_work(pid: int) -> bool:
-    return any(_read_state(task) in _COMPUTING for task in Path(f"/proc/{pid}/task").glob("*"))
 
 
 def _read_state(task: Path) -> str:

@@ -1,5 +1,6 @@
 """Waits that have a limit: a worker that dies or stands still is found, named and, where it still is there, ended."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from rlworker.cluster.process_state import (
     LOSSES,
     ProcessPlace,
     explain,
-    find_own_place,
     is_computing,
     is_lost,
 )
@@ -195,7 +195,7 @@ def _ask(worker: ActorHandle) -> Any:
 
 
 def _answer(_worker: Any) -> ProcessPlace:
-    return find_own_place()
+    return ProcessPlace(ray.get_runtime_context().get_node_id(), os.getpid())
 
 
 class WorkerFailure(RunError):

@@ -73,7 +73,10 @@ def list_needs(config: Config, models: dict[str, ModelSpec]) -> list[Need]:
     if isinstance(config, RunConfig):
         needs.append(_plan_rollout(config, models["actor"]))
         if config.placement.colocate:
-            needs.append(_plan_canary(needs))
+            # At the canary, the one phase with both on a device that they share.
+            actor = max(need.roles["actor"].parameters for need in needs if "actor" in need.roles)
+            both = {"actor": RankMemory(actor, 0, 0, 0), "rollout": needs[-1].roles["rollout"]}
+            needs.append(Need("at the canary", 0, both))
     return needs
 
 
@@ -94,12 +97,6 @@ def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
     cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
     memory = RankMemory(weights * get_itemsize(config.rollout.dtype), 0, 0, cache)
     return Need("rollout engines" if tp == 1 else "rollout devices", config.rollout.devices, {"rollout": memory})
-
-
-def _plan_canary(needs: list[Need]) -> Need:
-    """Plan a device that the actor shares with a rollout engine, at the canary: the one phase with both on it."""
-    actor = max(need.roles["actor"].parameters for need in needs if "actor" in need.roles)
-    return Need("at the canary", 0, {"actor": RankMemory(actor, 0, 0, 0), "rollout": needs[-1].roles["rollout"]})
 
 
 def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) -> RankMemory:

@@ -102,7 +102,9 @@ def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequenc
         prompt = render_messages(messages[:number], tokenizer, tools)
         said, has_end = write_turn(messages[:number], message, tokenizer, ends, tools)
         if message.get("tool_calls"):
-            _refuse_lost_calls(render_messages(messages[: number + 1], tokenizer, tools, goes_on=False), prompt + said)
+            until = render_messages(messages[: number + 1], tokenizer, tools, goes_on=False)
+            if not until.startswith(prompt + said):
+                raise ValueError("it begins a message that calls tools otherwise than it has the model begin one")
         if written is None or not prompt.startswith(written):
             sequences.append([])
             written = ""
@@ -112,11 +114,6 @@ def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequenc
     if messages[-1]["role"] == "assistant" and written and whole.startswith(written):
         sequences[-1].append(Piece(whole[len(written) :]))
     return sequences
-
-
-def _refuse_lost_calls(whole: str, written: str) -> None:
-    if not whole.startswith(written):
-        raise ValueError("it begins a message that calls tools otherwise than it has the model begin one")
 
 
 class ConversationEncoder:

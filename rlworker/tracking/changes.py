@@ -41,7 +41,8 @@ def check_changes(changes: Changes, config: TrainingConfig, folder: str) -> None
         folder: the run's.
     """
     where = f"run_dir: {folder!r} cannot be resumed with"
-    if refused := {key: change for key, change in changes.items() if not _may_change(key)}:
+    inside = {key for key in changes if key.startswith(_MAY_CHANGE_IN) and key not in _BELONG_TO_RUN}
+    if refused := {key: change for key, change in changes.items() if key not in {*_MAY_CHANGE, *inside}}:
         was = ", ".join(f"{key} was {before!r}, is {now!r}" for key, (before, now) in refused.items())
         raise ValueError(
             f"{where} other settings of its model, its data or its order: {was}. Set them as they were, or begin "
@@ -54,12 +55,3 @@ def check_changes(changes: Changes, config: TrainingConfig, folder: str) -> None
             "decay over the whole run counts optimizer steps, of which the steps so far had another number; set "
             "--actor.optimizer.lr-decay-steps to the optimizer step that ends it"
         )
-
-
-def spell_changes(changes: Changes) -> str:
-    """Spell the changes for the terminal: ``actor.optimizer.lr 1e-06 -> 2e-06, steps 10 -> 20``."""
-    return ", ".join(f"{key} {before} -> {now}" for key, (before, now) in changes.items())
-
-
-def _may_change(key: str) -> bool:
-    return key in _MAY_CHANGE or (key.startswith(_MAY_CHANGE_IN) and key not in _BELONG_TO_RUN)

@@ -54,13 +54,14 @@ def collect_provenance(platform: str) -> Provenance:
         ValueError: there is no such platform.
     """
     spec, runs_on = sys.modules["__main__"].__spec__, get_platform(platform)
+    found = [(name, next(filter(None, map(_find_version, each)), None)) for name, each in _LIBRARIES.items()]
     return Provenance(
         command=clean_command(sys.argv, spec.name if spec else ""),
         commit=read_commit(ROOT),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         platform=f"{runs_on.name} ({runs_on.evidence})",
         device=_describe_machine(),
-        versions=_find_versions(),
+        versions={"python": machine.python_version()} | {name: version for name, version in found if version},
     )
 
 
@@ -111,11 +112,6 @@ def _describe_machine() -> str:
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{next(names, machine.machine())}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
-
-
-def _find_versions() -> dict[str, str]:
-    versions = {library: next(filter(None, map(_find_version, names)), None) for library, names in _LIBRARIES.items()}
-    return {"python": machine.python_version()} | {library: version for library, version in versions.items() if version}
 
 
 def _find_version(distribution: str) -> str | None:

@@ -76,12 +76,13 @@ def write_report(folder: Path) -> Path:
     steps = [line for line in lines if "time_step" in line]
     plots = [_draw_curves(title, lines, names, scale) for title, names, scale in _CURVES]
     plots.append(_draw_time_split(steps))
+    override = ", ".join(stored.get("rollout", {}).get("attention_override") or ())
     summary, outages = folder / "summary.json", _read_outages(folder)
     page = Environment(loader=PackageLoader("rlworker.tracking", "."), autoescape=True).get_template("report.html.j2")
     html = page.render(
         name=folder.name,
         summary={"platform": describe(get_platform(stored["platform"]))}
-        | _describe_approximation(stored)
+        | ({"rollouts": f"approximate: {override} did not honour the model's rule"} if override else {})
         | ({"outages": len(outages)} if outages else {})
         | (json.loads(summary.read_text()) if summary.is_file() else _summarise_run(lines)),
         plots=[plot.to_html(full_html=False, include_plotlyjs=False, config=_PLOT) for plot in plots if plot],
@@ -95,12 +96,6 @@ def write_report(folder: Path) -> Path:
     path = folder / "report.html"
     path.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")  # samples may have halves of surrogates
     return path
-
-
-def _describe_approximation(stored: dict) -> dict[str, str]:
-    """Name the rules that rollouts did not honour; nothing where they honoured all."""
-    override = stored.get("rollout", {}).get("attention_override")
-    return {"rollouts": f"approximate: {', '.join(override)} did not honour the model's rule"} if override else {}
 
 
 def _find_missing_package(folder: Path) -> str:

@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
-from rlworker.tracking.changes import Changes, check_changes, list_changes, spell_changes
+from rlworker.tracking.changes import Changes, check_changes, list_changes
 from rlworker.tracking.digests import (
     DIGESTS,
     DigestFiles,
@@ -184,7 +184,8 @@ class RunFolder:
         if changes:
             self._changes = changes
             self._write_config(config)
-            text += f"; with other settings: {spell_changes(changes)}"
+            spelled = (f"{key} {before} -> {now}" for key, (before, now) in changes.items())
+            text += f"; with other settings: {', '.join(spelled)}"
         return state, text
 
     def _write_config(self, config: TrainingConfig) -> None:

@@ -149,9 +149,8 @@ class Trainer(Run[RunConfig]):
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor = groups["actor"]
         self.reference, self.critic = groups.get("reference"), groups.get("critic")
-        self.devices.groups = {
-            name: groups[name] for name in groups if name not in self.config.placement.dedicated_devices
-        }
+        dedicated = self.config.placement.dedicated_devices
+        self.devices.groups = {name: group for name, group in groups.items() if name not in dedicated}
 
     def begin(self) -> None:
         super().begin()

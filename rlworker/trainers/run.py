@@ -296,12 +296,13 @@ class Run(Generic[Config]):
 
     def _is_save_due(self, metrics: dict[str, float]) -> bool:
         checkpoint, waited = self.config.checkpoint, time.monotonic() - self._saved_at
-        is_best = checkpoint.keep_best and self._is_best(metrics)
-        return is_best or is_due(self.steps_done, checkpoint.save_every) or 0 < 60 * checkpoint.save_minutes <= waited
-
-    def _is_best(self, metrics: dict[str, float]) -> bool:
         score = metrics.get(self.score.name)
-        return score is not None and (self._best is None or self.score.sign * (score - self._best) > 0)
+        is_best = score is not None and (self._best is None or self.score.sign * (score - self._best) > 0)
+        return (
+            (checkpoint.keep_best and is_best)
+            or is_due(self.steps_done, checkpoint.save_every)
+            or 0 < 60 * checkpoint.save_minutes <= waited
+        )
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Write a checkpoint of the step that is done, unless it has one, and remove those that it replaces.

@@ -59,7 +59,9 @@ class Stop:
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         _say(f"{name}: ends at once; " + ("the newest checkpoint stands" if again else "no step was under way"))
-        _end_children()
+        for child in psutil.Process().children(recursive=True):  # every process that this one started, and theirs
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         os._exit(self.exit_status)  # whatever unwinding would do may wait for one of those that just ended
 
 
@@ -91,10 +93,3 @@ def _say(text: str) -> None:
         sys.stdout.flush()
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode() if os.isatty(2) else f"{text}\n".encode())
-
-
-def _end_children() -> None:
-    """End every process that this one started, and theirs."""
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            child.kill()

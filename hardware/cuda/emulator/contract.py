@@ -14,10 +14,6 @@ _F, _V = Source("flash_api.cpp"), Source("varlen.py")
 _K = Source("the kernels", refuses=False)
 
 
-def _head_sizes(call: Call) -> list[int]:
-    return [x.shape[-1] for x in call.tensors]
-
-
 def _are_covered(call: Call) -> bool:
     pairs = ((call.query_ends, call.query), (call.key_ends, call.key))
     return all(ends[0] == 0 and ends[-1] == len(x) for ends, x in pairs)
@@ -87,7 +83,7 @@ REQUIREMENTS: tuple[Requirement[Call], ...] = (
     Requirement(
         "keys alike",
         _F,
-        lambda c: c.key.shape == c.value.shape and len(set(_head_sizes(c))) == 1,
+        lambda c: c.key.shape == c.value.shape and len({x.shape[-1] for x in c.tensors}) == 1,
         lambda c: f"key and value are of one shape and of query's head size, got {[tuple(x.shape) for x in c.tensors]}",
     ),
     Requirement(

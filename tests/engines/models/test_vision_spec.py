@@ -27,7 +27,7 @@ def test_a_folder_from_before_text_config(tmp_path):
     assert (spec.ropes[0]["rope_type"], spec.ropes[0]["rope_theta"]) == ("default", 1e6)
     assert [spec.vision.axes.count(axis) for axis in range(3)] == [16, 24, 24]
     assert spec.banned_tokens == (151652, 151653, 151655, 151656)
-    shapes = spec.vision.list_weight_shapes()
+    shapes = spec.vision.tower.weights(spec.vision)
     assert len(shapes) == 1 + 32 * 12 + 5 and shapes["merger.mlp.0.weight"] == (5120, 5120)
     numbers = sum(_size(shape) for shape in shapes.values())
     assert numbers == 676_550_144, "of the tower of Qwen2.5-VL-7B"
