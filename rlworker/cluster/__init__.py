@@ -1,1 +1,1 @@
-"""Ray: the processes of a run, in groups, and who of them failed."""
+"""Ray: the processes of a run, in groups, and the failures among them."""

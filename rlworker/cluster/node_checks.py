@@ -45,7 +45,7 @@ class Needs:
 
 
 def check_nodes(models: Sequence[str], images: Sequence[str], run_dir: Path) -> None:
-    """Check that every node of the cluster sees what the driver sees. Where there is one node it does.
+    """Check that every node of the cluster sees the files, packages and code of the driver. One node always does.
 
     Raises:
         RunError: a node lacks something or has another; the message names each node and thing.
@@ -73,7 +73,7 @@ def check_nodes(models: Sequence[str], images: Sequence[str], run_dir: Path) -> 
 
 
 def look(needs: Needs) -> dict[str, str]:
-    """Describe what this node has: one line of text for each thing, the same where the things are the same."""
+    """Describe the models, files and packages of this node: a line of text each, equal where they are equal."""
     seen = {f"model {folder!r}": _describe_model(folder) for folder in needs.models}
     seen |= {f"image folder {folder!r}": _describe_entry(Path(folder)) for folder in needs.images}
     seen |= {f"run folder {str(Path(needs.token).parent)!r}": _try_folder(Path(needs.token))}
@@ -82,7 +82,7 @@ def look(needs: Needs) -> dict[str, str]:
 
 
 def _wait_for_answer(reference: Any, limit: float) -> dict[str, str] | str:
-    """Return what a node has, or why it gave no answer."""
+    """Return a node's description of itself, or why it gave no answer."""
     try:
         return ray.get(reference, timeout=limit)
     except GetTimeoutError:
@@ -111,7 +111,7 @@ def _writing_token(run_dir: Path) -> Iterator[Path]:
 
 
 def _try_folder(token: Path) -> str:
-    """Read what the driver wrote and write beside it."""
+    """Read the driver's file and write another beside it."""
     try:
         if token.read_text() != token.name:
             return "one that shows other text than the driver wrote"
@@ -124,7 +124,7 @@ def _try_folder(token: Path) -> str:
 
 
 def _describe_model(name: str) -> str:
-    """Describe a model: its files with their sizes, and the bytes of those that are no weights. What is of the hub's
+    """Describe a model: its files with their sizes, and the bytes of the files other than weights. A model of the hub's
     cache is looked for in this node's own, and downloaded where it is not there."""
     try:
         folder = Path(find_here(name))

@@ -19,7 +19,7 @@ class RayNode:
     """A machine as Ray has it.
 
     Attributes:
-        name: Ray's id of it. resources: what it offers in all.
+        name: Ray's id of it. resources: all that it offers.
     """
 
     name: str
@@ -32,8 +32,8 @@ class ResourceRequest:
     """Workers that are placed together.
 
     Attributes:
-        who: they are, for messages. workers: how many. devices: of each.
-        together: consecutive workers that must lie in one node, such as a tensor-parallel group.
+        who: their name in messages. workers: how many. devices: of each.
+        together: consecutive workers that must lie in one node, as a tensor-parallel group must.
     """
 
     who: str
@@ -59,7 +59,7 @@ def pin_to(node: str) -> NodeAffinitySchedulingStrategy:
 def find_interfaces(platform: Platform) -> dict[str, str]:
     """Find the network interface of this node at which Ray's other nodes see it, by the variables that take it.
 
-    One node has no use for a network, and what the user has set stays. Returns nothing in both cases.
+    Returns nothing on a cluster of one node, which needs no network. Variables that the user has set stay.
     """
     import psutil
 
@@ -89,7 +89,7 @@ def plan_nodes(
 ) -> list:
     """Plan the node of every worker of every request; nodes are filled one after another.
 
-    Consecutive workers share a node, so that ranks which talk most, tensor-parallel ones, are neighbours.
+    Consecutive workers share a node, so that tensor-parallel ranks, which talk most, are neighbours.
 
     Args:
         taken: node and request of workers that are placed already, each for one worker.
@@ -98,7 +98,7 @@ def plan_nodes(
         a list of nodes' names for each request.
 
     Raises:
-        RunError: no node has room for workers that must lie together; the message says who, and what each node has.
+        RunError: no node has room for workers that must lie together; the message names them and each node.
     """
     room = {node.name: dict(node.resources) for node in nodes}
     for name, request in taken:
@@ -151,7 +151,7 @@ def _say_no_room(
 
 
 def _sort_key(address: str) -> tuple:
-    """Order 10.0.0.9 before 10.0.0.10; what is no IPv4 address comes last, as text."""
+    """Order 10.0.0.9 before 10.0.0.10; other addresses than IPv4 come last, as text."""
     parts = address.split(".")
     return (0, *map(int, parts)) if len(parts) == 4 and all(part.isdecimal() for part in parts) else (1, address)
 

@@ -112,13 +112,13 @@ def _read_state(task: Path) -> str:
 def is_lost(error: RayError) -> bool:
     """Tell whether an error of a call means that the process that was called is lost.
 
-    What was raised in a process, which is a RayTaskError, may be of the same kinds: it then tells of another one.
+    A RayTaskError, raised in a process, may be of the same kinds: it then tells of another process.
     """
     return isinstance(error, LOSSES) and not isinstance(error, RayTaskError)
 
 
 def explain(error: BaseException, worker: ActorHandle | None = None) -> str | None:
-    """Say in a line what became of a process or an object of Ray's, to follow its name; None of any other error.
+    """Say in a line how a process or an object of Ray's was lost, to follow its name; None of any other error.
 
     Args:
         worker: the process; left out, its own memory is not told.
@@ -152,5 +152,5 @@ def explain(error: BaseException, worker: ActorHandle | None = None) -> str | No
 
 
 def get_last_line(error: BaseException) -> str:
-    """Return the last line of an error's text, which says what was raised where the others say where."""
+    """Return the last line of an error's text, which names the error; the lines before it say where."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -45,7 +45,7 @@ def running_ray(workers: int, platform: str, batch_bytes: int = 0) -> Iterator[N
     """Run Ray with room for some workers of a platform: this program's, the cluster of RAY_ADDRESS, or a new one.
 
     A new one belongs to this program alone. A small machine may hold more workers than it has cores: they take turns.
-    What was started (or joined) here is left at the end.
+    A Ray that was started or joined here is left at the end.
 
     Args:
         batch_bytes: that a batch takes on its way between the processes.
@@ -90,9 +90,9 @@ def running_ray(workers: int, platform: str, batch_bytes: int = 0) -> Iterator[N
 
 
 def _size_store(batch_bytes: int) -> int:
-    """Size the object store of a new Ray by what is in it at once; it takes memory as it fills.
+    """Size the object store of a new Ray by its largest content; it takes memory as it fills.
 
-    That is a batch, and of the weights no more than buckets of one size, whatever the model. A small /dev/shm holds
+    That is a batch and buckets of weights, whose size does not depend on the model. A small /dev/shm holds
     less than that, of which the user is warned.
     """
     need = _BUCKETS * BUCKET_BYTES + batch_bytes
@@ -107,7 +107,7 @@ def _size_store(batch_bytes: int) -> int:
 
 
 def check_ray() -> None:
-    """Check what a start of Ray would fail by, or wait for in vain: a cluster that is gone, a long path of sockets.
+    """Refuse a start of Ray that would fail or never end: a cluster that is gone, a long path of sockets.
 
     Raises:
         RunError: nobody listens at RAY_ADDRESS, or TMPDIR is too long.
@@ -146,7 +146,7 @@ def _join(settings: dict[str, Any]) -> None:
 
 
 def _advise(error: Exception) -> str:
-    """Advise what to do about an error by which Ray did not start."""
+    """Advise how to mend an error by which Ray did not start."""
     if os.environ.get("RAY_ADDRESS"):
         return _CLUSTER_ADVICE
     if isinstance(error, OSError) and error.errno in _DISK:
@@ -156,7 +156,7 @@ def _advise(error: Exception) -> str:
 
 @contextmanager
 def _keeping_handler() -> Iterator[None]:
-    """Keep what this program does at SIGTERM: ``ray.init`` exits at one, and leaves a handler that prints a stack.
+    """Keep this program's handler of SIGTERM: ``ray.init`` exits at one, and leaves a handler that prints a stack.
 
     One that comes meanwhile waits until our own handler is back. The processes that Ray starts do not wait.
     """

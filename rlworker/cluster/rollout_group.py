@@ -99,10 +99,10 @@ class Rollouts:
     def replace_lost(
         self, note: Callable[[Mapping[str, str]], None], send_weights: Callable[[list[ActorHandle]], None]
     ) -> None:
-        """Replace engines that die or stand still, from now on, and ask the new ones what the lost were asked.
+        """Replace engines that die or hang, from now on, and repeat their calls on the new engines.
 
         Args:
-            note: hears which engine was lost and what became of it, before a new one starts. It raises where the run
+            note: is called with the lost engines and the cause, before a new one starts. It raises where the run
                 may not go on.
             send_weights: gives the current weights to engines that have just loaded the model.
         """
@@ -140,7 +140,7 @@ class Rollouts:
         """Find the calls of tools in each text, where vLLM is loaded; ``parse_tool_calls`` says more.
 
         Raises:
-            ValueError: vLLM has no such parser.
+            ValueError: vLLM has no parser of that name.
         """
         from engines.vllm.tools import check_tool_parser
 
@@ -188,7 +188,7 @@ class Rollouts:
         return [answers[index] for index in sorted(questions)]
 
     def replace_or_raise(self, lost: Mapping[int, RayError]) -> None:
-        """Replace engines of some indices; where none may be, raise what one of them was found lost by."""
+        """Replace engines of some indices; where restarts are off, raise the error of one of them."""
         if not self._note:
             raise next(iter(lost.values()))
         self.replace(list(lost))
@@ -239,8 +239,8 @@ def restore_prompts(answers: Sequence[Completions], parts: Sequence[Sequence[int
 def deal_prompts(lengths: Sequence[int], sampling: Sampling, engines: int) -> list[list[int]]:
     """Deal prompts of some ``lengths`` out to engines: the prompts of each, in their order.
 
-    What a prompt is expected to take is its own tokens and those of its completions. The same lengths and expectation
-    are dealt alike at any time, as a resumed run needs: the prompts of a call decide what is sampled of each.
+    The cost of a prompt is its tokens and the expected tokens of its completions. Equal lengths and expectations are
+    dealt alike at any time, as a resumed run needs: the prompts of a call decide the samples of each.
     """
     return _deal(np.asarray(lengths, dtype=np.int64) + round(sampling.count * sampling.expected_tokens), engines)
 

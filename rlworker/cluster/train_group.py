@@ -118,7 +118,7 @@ def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDi
     ``hf_critic``.
 
     Returns:
-        the digests of all files, by their paths in the checkpoint: each rank reads what it wrote.
+        the digests of all files, by their paths in the checkpoint: each rank reads the files that it wrote.
     """
     digests = {}
     for group in groups:
@@ -146,7 +146,7 @@ class StartingGroup:
     As a context manager it ends the processes.
 
     Args:
-        name: what messages call the processes.
+        name: of the processes in messages.
         roles: one or more engines, of the same parallel sizes.
     """
 
@@ -171,7 +171,7 @@ class StartingGroup:
         self._places = [worker.start.remote(address, self.roles, self.seed) for worker in self.workers]
 
     def restart(self) -> None:
-        """End every process and start new ones in their places; ``wait`` waits for their engines."""
+        """End every process and start new processes in their places; ``wait`` waits for their engines."""
         self._end_processes(keep=False)
         self._start_processes()
 

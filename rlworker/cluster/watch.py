@@ -51,7 +51,7 @@ class _Watched:
         name: by which messages call it. question: the open one. silent_s: seconds without an answer while this program
             was waiting. answered: when the last one was answered, None before the first.
         place: its process. reprieves: how often it was found computing when it had been silent for too long.
-        fate: what became of the worker where it was ended for standing still.
+        fate: how the worker ended, where it was ended because it hung.
     """
 
     name: str
@@ -132,12 +132,11 @@ def unwatch_workers(workers: Sequence[ActorHandle]) -> None:
 
 
 def wait_for(references: Sequence[Any]) -> list:
-    """Wait for calls of workers: what they return, in order. Every wait of the driver for its workers is one of these.
+    """Wait for calls of workers and return their results in order. The driver waits for its workers only so.
 
     A phase may take as long as it takes, as long as all processes answer. Meanwhile every watched worker is asked
     whether it does. One that has not for the stall timeout, and does not compute either, is ended, which ends the
-    calls that wait for it, here and in other workers. So whoever waits here hears of one that stands still as of one
-    that died.
+    calls that wait for it, here and in other workers. A hang thus ends a wait as a death does.
 
     Raises:
         RayError: a call failed; the first that did.
@@ -179,7 +178,7 @@ def _look_after_workers(waited_s: float) -> None:
 
 
 def _listen(waited_s: float) -> None:
-    """Take note of who has answered, and of another ``waited_s`` seconds of silence of whoever has not."""
+    """Take note of the answers, and of another ``waited_s`` seconds of silence of the other workers."""
     asked = {watched.question: watched for watched in _watch.workers.values() if watched.question is not None}
     answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
     for question, watched in asked.items():
@@ -188,7 +187,7 @@ def _listen(waited_s: float) -> None:
 
 
 def _ask(worker: ActorHandle) -> Any:
-    """Ask a worker whether it answers, and where: beside what it is doing, where it has the group for that."""
+    """Ask a worker for its process, beside its running call where it has the group for that."""
     call: Any = worker.__ray_call__
     options = {"concurrency_group": LIVENESS} if worker in _watch.workers else {}
     return call.options(**options).remote(_answer)
@@ -199,10 +198,10 @@ def _answer(_worker: Any) -> ProcessPlace:
 
 
 class WorkerFailure(RunError):
-    """A worker died, stood still or raised; the message says which one, where in the run, and what it said.
+    """A worker died, hung or raised; the message names the worker, the place in the run and the error.
 
     Attributes:
-        where: step and phase. lost: the workers that are no longer there, or no longer answer, and what became of each;
+        where: step and phase. lost: the workers that are dead or no longer answer, and the cause for each;
             empty where one raised an error that another process would raise as well.
     """
 
@@ -218,7 +217,7 @@ def naming_failures(
     """Turn a failure of Ray's into a ``WorkerFailure`` that names the worker.
 
     When one rank dies the others fail too, in the collective that it left, and may be heard of first; so every worker
-    is asked. The ones that hang in a collective answer beside it.
+    is asked. Workers that hang in a collective answer beside it.
 
     Args:
         name_workers: returns the workers by the names that messages give them, as they are when one fails.
@@ -232,13 +231,13 @@ def naming_failures(
 
 
 def _find_unnamed(error: RayError) -> dict[str, str]:
-    """Find what an error says was lost where every worker answers; nothing where it says something else."""
+    """Find the loss that an error names where every worker answers; empty for other errors."""
     kinds = {"an object in Ray's store": (ObjectLostError,), "a process of Ray's": LOSSES}
     return next(({name: explain(error) or ""} for name, kind in kinds.items() if isinstance(error, kind)), {})
 
 
 def describe_lost(lost: Mapping[str, str]) -> str:
-    """Say in a line which workers were lost: the names that share a fate, then the fate, and what to change."""
+    """Say in a line which workers were lost: the names that share a cause, the cause, and the setting to change."""
     groups: dict[str, list[str]] = {}
     for name, fate in lost.items():
         groups.setdefault(fate, []).append(name)
@@ -249,8 +248,8 @@ def describe_lost(lost: Mapping[str, str]) -> str:
 
 
 def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
-    """Find the workers whose process has ended, and the watched ones that neither answer nor compute: what became of
-    each."""
+    """Find the workers whose process has ended, and the watched workers that neither answer nor compute, with the
+    cause for each."""
     questions: dict[Any, str] = {_ask(worker): name for name, worker in workers.items()}
     if not questions:
         return {}

@@ -1,4 +1,4 @@
-"""The workers of a run, processes of Ray: new ones, or ones that an earlier run of this program has left."""
+"""The workers of a run, processes of Ray: new, or left by an earlier run of this program."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _CLOSE_S = 30.0
 
 @dataclass
 class _Pool:
-    """Workers of the runs inside ``keeping_workers``: what each was started as, and which of them have no run."""
+    """Workers of the runs inside ``keeping_workers``: the arguments of each, and the workers without a run."""
 
     started: dict[ActorHandle, tuple] = field(default_factory=dict)
     idle: dict[tuple, list[ActorHandle]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ def keeping_workers() -> Iterator[None]:
     """Hand worker processes on from run to run of this program, until the end of this context.
 
     A worker imports for longer than anything else that a start takes. Around several runs this saves it: a sweep over
-    settings, a notebook, a test suite. Runs may have other models and other sizes; what they compute is the same.
+    settings, a notebook, a test suite. Runs may have other models and other sizes; their results are the same.
 
         with running_ray(3, "cpu"), keeping_workers():
             for lr in (1e-4, 3e-4):
@@ -103,7 +103,7 @@ def start_workers(
 
 
 def _make_room(pool: _Pool, new: list[tuple[int, str]]) -> None:
-    """End the kept workers that have no run where Ray could not place new ones beside them: those would wait for ever.
+    """End the kept workers without a run where Ray could not place new workers beside them, which would wait for ever.
 
     Args:
         new: devices and platform of each.

@@ -58,7 +58,7 @@ class Role:
 
 
 class _Worker:
-    """A process that traces what it computes when it is asked to."""
+    """A process that traces its work when it is asked to."""
 
     platform: Platform
     _tracer: Tracer | None = None
@@ -83,7 +83,7 @@ class TrainWorker(_Worker):
     """One rank of the training engines that share its process; each method but the first few is of the ``role`` named.
 
     Args:
-        name: what messages call this group of ranks.
+        name: of this group of ranks in messages.
     """
 
     def __init__(self, platform: str, name: str, rank: int):
@@ -101,7 +101,7 @@ class TrainWorker(_Worker):
         return DeviceSlot(ray.get_runtime_context().get_node_id(), tuple(filter(None, names)))
 
     def prepare(self, after: None) -> None:
-        """Import what the engine needs, once. ``after`` is another rank's ``prepare``, which Ray waits for."""
+        """Import the engine's packages, once. ``after`` is another rank's ``prepare``, which Ray waits for."""
         if self.is_prepared:
             return
         with pausing_collection():
@@ -229,7 +229,7 @@ class RolloutWorker(_Worker):
         return f"rollout engine {self.index}"
 
     def prepare(self) -> None:
-        """Import what the engine needs, which takes longer than all the rest of a start."""
+        """Import the engine's packages, which takes longer than the rest of a start."""
         warnings.filterwarnings("ignore")
         with pausing_collection():
             import engines.vllm.engine  # noqa: F401
@@ -284,7 +284,7 @@ class RolloutWorker(_Worker):
         self.loop.submit(requests)
 
     def take(self, timeout_s: float) -> list:
-        """Take what has finished, of the requests that were handed in. Called in the group ``POLL``, it holds up
+        """Take the completions that have finished, of submitted requests. Called in the group ``POLL``, it holds up
         nothing."""
         return self.loop.take(timeout_s)
 
@@ -315,7 +315,7 @@ class RolloutWorker(_Worker):
         self.loop.call(self.engine.wake, tags)
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
-        """Take a bucket of new weights. From the first to the last nothing is sampled: layers are new by halves."""
+        """Take a bucket of new weights. Sampling is paused from the first to the last: weights are partly updated."""
         self._note_work()
         if bucket.first:
             self.loop.pause()
@@ -338,7 +338,7 @@ class RolloutWorker(_Worker):
 
 
 def _refuse_planted(who: str) -> None:
-    """Raise RuntimeError where a fault is planted: mended or not, such a process is not handed on to a run."""
+    """Raise RuntimeError where a fault is planted: mended or not, the process is not handed on to a run."""
     if "engines.probes.faults" in sys.modules:
         raise RuntimeError(f"{who}: faults were planted into this process, so that it ends with its run")
 

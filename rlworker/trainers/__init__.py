@@ -1,1 +1,1 @@
-"""The loop: a step of RL or of supervised training, and what both share."""
+"""The loop: a step of RL or of supervised training, and the code that both share."""

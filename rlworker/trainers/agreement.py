@@ -25,7 +25,7 @@ Read = Mapping[str, int | None]
 
 
 class SyncedWeights:
-    """The weights of the last sync: what was sent, to be compared with what rollout engines compute with.
+    """The weights of the last sync: digests of the sent weights, to compare with those of rollout engines.
 
     The first sync is read back whole, later ones in a sample, another one each time.
 
@@ -89,7 +89,7 @@ def describe_limits(config: RunConfig, floor: float | None) -> str:
 def check_agreement(
     config: RunConfig, floor: float | None, where: str, difference: Mapping[str, float], unlike: str = ""
 ) -> None:
-    """Check what ``compare_logprobs`` measured, and what ``SyncedWeights`` found.
+    """Check the differences of ``compare_logprobs`` and of ``SyncedWeights``.
 
     Args:
         floor: of ``find_logprob_limits``. where: step or sync, for the message.

@@ -78,7 +78,7 @@ class Canary:
 def cut_texts(prompts: Sequence[Sequence[int]], tokens: int, shortest: int, longest: int) -> list[Row]:
     """Cut texts out of prompts, to score every id but the first of each: ``tokens`` in all, or a few more.
 
-    A text begins with a prompt and goes on with the next ones, from the first again after the last, until it has
+    A text begins with a prompt and goes on with the next prompts, from the first again after the last, until it has
     ``shortest`` ids; it has ``longest`` at most. There is none where the longest could have no id to score.
     """
     prompts = [prompt for prompt in prompts if prompt]

@@ -33,8 +33,8 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: 
     A mistake in the settings or a worker that fails ends the program with a message. SIGTERM or Ctrl-C ends it after
     the step in hand, which is saved; a second one at once.
 
-    Ray takes seconds to start and so do the imports of torch and transformers, so they go side by side; what can be
-    checked without them is checked before either. vLLM's imports take longest, and begin as soon as there is a Ray.
+    Ray takes seconds to start and so do the imports of torch and transformers, so they go side by side; checks
+    that need neither come first. vLLM's imports take longest, and begin as soon as there is a Ray.
 
     Args:
         reward: a reward function, or in its place a play, ``async def play(model, row) -> Episode``.
@@ -68,8 +68,8 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: 
 
 
 def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
-    """Check everything, start the engine and train on rows with their answers to the last step; what ``launch`` is to
-    RL.
+    """Check everything, start the engine and train on rows with their answers to the last step: ``launch`` for
+    supervised training.
 
     Args:
         parts: further arguments of ``SftTrainer``: ``trackers``.
@@ -89,7 +89,7 @@ def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
 
 
 def check_run(config: RunConfig | SftConfig) -> RunFolder:
-    """Check what takes no time to check (the models' folders, the fields of every row), then claim the run folder.
+    """Check models' folders and the fields of every row, which takes no time, then claim the run folder.
 
     Raises:
         ValueError: something is wrong with one of them.

@@ -33,7 +33,7 @@ class Outages:
         self._being_replaced = frozenset[str]()
 
     def repeat(self, run: Callable[[], Result], go_back: Callable[[], None]) -> Result:
-        """Run to the end. Where workers are lost, go back to what was saved, with new ones, and run on from there.
+        """Run to the end. Where workers are lost, start new workers, go back to the newest checkpoint and run on.
 
         Raises:
             WorkerFailure: workers were lost and none may be replaced, or one raised an error.
@@ -61,7 +61,7 @@ class Outages:
         """Count an outage, which is repaired now.
 
         Args:
-            where: step and phase. lost: names of the workers that are gone, and what became of each.
+            where: step and phase. lost: names of the lost workers, and the cause for each.
 
         Raises:
             RunError: there were as many as may be; the message names them all.

@@ -53,7 +53,7 @@ class Trainer(Run[RunConfig]):
             play(model, row) -> Episode``.
         advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``; None takes ``grpo``, or with a
             critic ``gae``.
-        loss: what an update minimises; None takes PPO's clipped loss. Advantage, loss and its surrogate are given the
+        loss: minimised by an update; None takes PPO's clipped loss. Advantage, loss and its surrogate are given the
             settings that their keyword parameters name.
         aggregation: how much each token of an optimizer step counts.
         folder, stop, trackers: as ``Run``.
@@ -215,7 +215,7 @@ class Trainer(Run[RunConfig]):
         return step_metrics.complete_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward of greedy completions of the held-out rows; empty without such rows."""
+        """Mean reward of greedy completions of the held-out rows; empty without held-out rows."""
         if not self.heldout:
             return {}
         clock = StepClock()
@@ -227,7 +227,7 @@ class Trainer(Run[RunConfig]):
 
     @contextmanager
     def _phase(self, clock: StepClock, name: str) -> Iterator[None]:
-        """Run a phase as ``Run`` does, with what it needs on devices that are shared."""
+        """Run a phase as ``Run`` does, after moving its tensors onto shared devices."""
         with super()._phase(clock, name):
             self.devices.take(name)
             yield
@@ -303,7 +303,7 @@ class Trainer(Run[RunConfig]):
             raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
 
     def note_lost(self, lost: Mapping[str, str]) -> None:
-        """Count lost engines, in whose place new ones start now."""
+        """Count lost engines, which new engines replace now."""
         self.devices.free_devices()
         self.outages.note_lost(lost)
 
@@ -321,7 +321,7 @@ class Trainer(Run[RunConfig]):
         return Canary(self.actor, self.sampler, self.models["actor"], self.rows, len(self.rollouts.workers), longest)
 
     def check_canary(self) -> None:
-        """Check that every rollout engine computes with the weights that were sent, and what the actor computes."""
+        """Check that every rollout engine computes with the weights that were sent, and agrees with the actor."""
         difference, unlike = self.canary.measure(), self.synced.compare(self.rollouts)
         check_agreement(self.config, self.floor, f"after sync {self.version}", difference, unlike)
 

@@ -54,13 +54,13 @@ class Run(Generic[Config]):
     Everything that a user can get wrong is checked when this is built; ``start`` then starts the engines, and ``fit``
     runs to the last step. Use it as a context manager, so that the engines end with it.
 
-    What a step is, which engines it takes, how well the held-out rows are answered and what a checkpoint holds is said
-    by who inherits from this: ``start_engines``, ``step``, ``evaluate``, ``learning``, ``state``, ``restore``.
+    A subclass defines the step, its engines, the evaluation and the content of a checkpoint: ``start_engines``,
+    ``take_groups``, ``step``, ``evaluate``, ``list_learners``, ``get_state``, ``restore``.
 
     Args:
         folder: of the run, where it was claimed before.
         stop: how the program is asked to end; left out, signals are the caller's business.
-        trackers: further ones, beside those that ``config.trackers`` names.
+        trackers: beside those that ``config.trackers`` names.
 
     Raises:
         ValueError: the run folder cannot hold this run.
@@ -110,7 +110,7 @@ class Run(Generic[Config]):
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
-        """Return how well the held-out rows are answered; nothing without such rows."""
+        """Return the metrics of the held-out rows; empty without held-out rows."""
         raise NotImplementedError
 
     def list_learners(self) -> list[WorkerGroup]:
@@ -118,11 +118,11 @@ class Run(Generic[Config]):
         raise NotImplementedError
 
     def get_state(self) -> dict[str, Any]:
-        """Return what else a checkpoint has to tell, beside the step."""
+        """Return the state of the run that a checkpoint holds beside the step."""
         return {}
 
     def restore(self, state: dict) -> None:
-        """Take up what a checkpoint holds; without a ``folder`` it is the state of a run that has just begun."""
+        """Load a checkpoint; without a ``folder`` it is the state of a run that has just begun."""
         for group in self.list_learners() if "folder" in state else ():
             group.call(TrainWorker.load, f"{state['folder']}/{group.name}")
 
@@ -147,7 +147,7 @@ class Run(Generic[Config]):
         return self
 
     def __exit__(self, *error) -> None:
-        """End the engines, and Ray where it was started for them. What was written stays."""
+        """End the engines, and Ray where it was started for them. Written files stay."""
         self.running.__exit__(*error)
 
     def start(self) -> None:
@@ -314,7 +314,7 @@ class Run(Generic[Config]):
             self._finish_checkpoint(*self._write_checkpoint(StepClock()), metrics)
 
     def _write_checkpoint(self, clock: StepClock) -> tuple[Path, dict[str, FileDigest]]:
-        """Write what the engines hold, on the clock: a folder that does not count yet, and the digests of its files."""
+        """Write the engines' state, on the clock: a folder that does not count yet, and the digests of its files."""
         with self._phase(clock, "save"):
             partial_folder = self.folder.begin_checkpoint(self.steps_done)
             return partial_folder, save_groups(self.list_learners(), partial_folder)

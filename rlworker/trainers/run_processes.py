@@ -1,4 +1,4 @@
-"""The processes of an RL run: training engines, which of them share some, and what scores or plays."""
+"""The processes of an RL run: training engines, which of them share some, and the scorers or players."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

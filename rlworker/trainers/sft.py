@@ -92,7 +92,7 @@ class SftTrainer(Run[SftConfig]):
         return metrics | {"tokens_per_second": batch.num_tokens / times["time_step"]} | times, []
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss of the held-out rows in nats per token; empty without such rows."""
+        """Mean loss of the held-out rows in nats per token; empty without held-out rows."""
         if not self.heldout:
             return {}
         clock, each, total, tokens = StepClock(), self.config.rows_per_step, 0.0, 0

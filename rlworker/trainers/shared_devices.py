@@ -14,11 +14,11 @@ OFFLOAD_PARTS: tuple[OffloadPart, ...] = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Occupancy:
-    """A share of the devices for some phases; what is not named waits in the host's memory.
+    """A share of the devices for some phases; all else waits in the host's memory.
 
     Attributes:
-        actor, others: what the actor's engine holds, and those of the models in its processes. engines: what the
-            rollout engines hold.
+        actor, others: parts of the actor's engine on the devices, and of the other models in its processes.
+        engines: parts of the rollout engines.
         level: at which these sleep where they hold nothing: 1 keeps their weights on the host, 2 drops them, where the
             next that they get are new ones.
     """
@@ -68,7 +68,7 @@ class SharedDevices:
         self.free_devices()
 
     def take(self, phase: str) -> None:
-        """Bring what a phase needs onto the devices, and take off what it does not."""
+        """Bring the parts that a phase needs onto the devices, and take the others off."""
         if not self._rollouts:
             return
         if phase == "restart":  # new trainers hold everything as they start
@@ -78,7 +78,7 @@ class SharedDevices:
             self._move(occupancy)
 
     def _move(self, occupancy: Occupancy) -> None:
-        """Move what leaves the devices before what comes."""
+        """Move the leaving parts off the devices before the arriving parts come."""
         assert self._rollouts
         self._occupancy = None  # unknown, where one of these fails
         self._offload(occupancy)

@@ -9,14 +9,14 @@ def complete_step(metrics: dict[str, float], version: int, times: dict[str, floa
     """Complete a step's metrics, with the version of the weights that sampled it, and the seconds that everything took.
 
     Args:
-        metrics: ``summarise_groups`` of the step, and whatever else it has.
+        metrics: ``summarise_groups`` of the step, and further metrics.
     """
     tokens = metrics["completion_tokens"] * metrics["samples"]
     return metrics | {"version": version, "tokens_per_second": tokens / times["time_step"]} | times
 
 
 def measure_batch(batch: TrainBatch) -> dict[str, float]:
-    """Measure what a step learned from: penalties and a critic's values, where it has them."""
+    """Measure a step's penalties and critic's values, where it has them."""
     metrics = {}
     if batch.penalties is not None:
         metrics["penalty"] = float(batch.penalties[batch.mask].mean())

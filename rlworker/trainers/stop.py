@@ -25,7 +25,7 @@ class Stop:
 
     Attributes:
         signal: the number of the first that came; 0 before.
-        in_hand: what is worth finishing, in words; empty where nothing is.
+        in_hand: the work to finish first, in words; empty where there is none.
     """
 
     def __init__(self):
@@ -88,7 +88,7 @@ def block_signals() -> None:
 
 
 def _say(text: str) -> None:
-    """Print a line in the middle of whatever the program does, which may be printing."""
+    """Print a line in the middle of other work, which may be printing."""
     with suppress(RuntimeError, OSError, ValueError):
         sys.stdout.flush()
     with suppress(OSError):
