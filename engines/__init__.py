@@ -1,1 +1,1 @@
-"""Tokens become logprobs and gradients here: the batch, the engines and what passes between them. Never imports ray."""
+"""Tokens become logprobs and gradients here: the batch, the engines and the data between them. Never imports ray."""

@@ -1,4 +1,4 @@
-"""The two engines as the RL side sees them: what it may ask of each, and what it gets back."""
+"""The two engines as the RL side sees them: the calls of each, and their results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,11 +77,11 @@ class TrainEngine(Protocol):
         ...
 
     def load(self, folder: str) -> None:
-        """Restore what ``save`` wrote."""
+        """Restore a folder that ``save`` wrote."""
         ...
 
     def offload(self, parts: Sequence[OffloadPart]) -> None:
-        """Move parts to the host's memory. Whatever needs one raises RuntimeError until it is back."""
+        """Move parts to the host's memory. Calls that need an offloaded part raise RuntimeError."""
         ...
 
     def onload(self, parts: Sequence[OffloadPart]) -> None:
@@ -116,7 +116,7 @@ class RolloutEngine(Protocol):
         ...
 
     def rewind(self, version: int) -> None:
-        """Take ``version`` as the next one, be it older than what is here."""
+        """Take ``version`` as the next one, which may be older than the current one."""
         ...
 
     def sleep(self, level: int) -> None:
@@ -124,5 +124,5 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self, tags: Sequence[Tag]) -> None:
-        """Take back what ``tags`` name."""
+        """Take back the parts that ``tags`` name."""
         ...

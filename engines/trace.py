@@ -1,4 +1,4 @@
-"""Traces of what a process computes, for Perfetto or chrome://tracing."""
+"""Traces of a process's operators, for Perfetto or chrome://tracing."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -87,12 +87,12 @@ def option(section: str, name: str) -> str:
 
 
 def check_types(section: str, config: Any) -> None:
-    """Raise ValueError unless every field holds what its annotation says, type and bounds.
+    """Raise ValueError unless every field keeps its annotation, type and bounds.
 
     A recipe in Python may pass anything. Bounds are those of annotated_types: ``Annotated[int, Ge(1)]``.
 
     Args:
-        section: dotted name of the section, such as ``actor.optimizer``; ``config`` for what is in none.
+        section: dotted name of the section, like ``actor.optimizer``; ``config`` for fields of none.
     """
     kinds, bounded = get_type_hints(type(config)), get_type_hints(type(config), include_extras=True)
     for name in (f.name for f in fields(config)):
@@ -158,7 +158,7 @@ def check_pass_through(
     """Raise ValueError for a name that the engine cannot pass on, or a value that cannot be meant.
 
     Args:
-        known: what ``read_installed_fields`` found.
+        known: result of ``read_installed_fields``.
     """
     if clashes := sorted(given.keys() & own):
         raise ValueError(f"{where} may not set {clashes}: the engine depends on its own values; drop them")

@@ -1,4 +1,4 @@
-"""Digests of weights: what was sent and what is multiplied with are compared without moving either.
+"""Digests of weights: sent weights and those in use are compared without moving either.
 
 A digest of a matrix is ``sum_ij a_i * bits_ij * b_j`` modulo 2^64, with fixed odd factors of rows and columns. Parts of
 a matrix, which devices hold and which come in any order, add up to the digest of the whole.
@@ -19,7 +19,7 @@ _BLOCK = 2**22
 
 @dataclass(frozen=True)
 class DigestPlan:
-    """The choice of what is digested of every tensor.
+    """The choice of the columns to digest of every tensor.
 
     Attributes:
         dtype: name of the rollout engine's type, to which both sides round.
@@ -78,7 +78,7 @@ def _make_factors(numbers: np.ndarray) -> Tensor:
 
 
 def _read_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read values as int64. Zeros of both signs and what is below the smallest normal number count as 0: a product with
+    """Read values as int64. Zeros of both signs and numbers below the smallest normal one count as 0: a product with
     a unit vector, by which some weights are read, keeps neither."""
     rounded = values.to(dtype).contiguous()
     integer, exponent = _EXPONENTS[rounded.dtype]

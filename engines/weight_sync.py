@@ -23,7 +23,7 @@ class WeightBucket:
     Attributes:
         entries: ``(HF name, shape, torch dtype name, first byte)`` of each tensor.
         data: ``[bytes]`` uint8. checksum: xxh3-64 of ``data``.
-        first: it begins an update, whatever came before it.
+        first: it begins an update; an unfinished one is dropped.
         skipped: bytes of its one tensor that came in buckets before, where the tensor is cut into several.
     """
 
@@ -40,7 +40,7 @@ class WeightBucket:
         return len(self.data) < _count_bytes(shape, dtype_name)
 
     def check(self) -> None:
-        """Raise ValueError where the bytes are not the ones that were packed."""
+        """Raise ValueError where the bytes differ from the packed bytes."""
         checksum = xxhash.xxh3_64_intdigest(self.data.data)
         if checksum != self.checksum:
             names = [name for name, *_ in self.entries]
@@ -53,7 +53,7 @@ class WeightBucket:
         """Unpack the bucket: ``(HF name, tensor)`` in their shapes and dtypes, views of its bytes.
 
         Raises:
-            ValueError: the bytes are not the ones that were packed.
+            ValueError: the bytes differ from the packed bytes.
         """
         self.check()
         data = torch.from_numpy(self.data if self.data.flags.writeable else self.data.copy())
@@ -96,7 +96,7 @@ class PieceJoiner:
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """A bucket whose bytes lie in memory that other processes of this machine map, each by itself.
+    """A bucket in shared memory of this machine, which each process maps by itself.
 
     Attributes:
         bucket: all but the bytes. path: where they are, as long as they are shared.
@@ -106,7 +106,7 @@ class SharedBucket:
     path: str
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Unpack the bucket, as ``WeightBucket.tensors``. What is written to them stays in this process."""
+        """Unpack the bucket, as ``WeightBucket.tensors``. Writes to them stay in this process."""
         return replace(self.bucket, data=np.memmap(self.path, dtype=np.uint8, mode="c")).tensors()
 
 

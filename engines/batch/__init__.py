@@ -1,1 +1,1 @@
-"""A step is made of these: prompts and answers, the batch, and who computes which part of it."""
+"""A step is made of these: prompts and answers, the batch, and the rank that computes each part of it."""

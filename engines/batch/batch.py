@@ -36,7 +36,7 @@ class TrainBatch:
 
     Attributes:
         lengths: inputs per sequence; a sequence of L ids has L - 1.
-        inputs, positions: ``[N]`` long, what goes in and its place in its own sequence; positions ``[N, 3]`` in time,
+        inputs, positions: ``[N]`` long, the input and its place in its sequence; positions ``[N, 3]`` in time,
             height and width where the model has them (``engines.images.columns``).
         image_block: ``[N]`` long, which image of its sequence an input belongs to, -1 for text; it stays in the
             host's memory.
@@ -46,8 +46,8 @@ class TrainBatch:
         rollout_top_ids: ``[N, k]`` int32, the sampler's k likeliest ids in the target's place, -1 where there is none;
             none at targets that were not sampled. rollout_top_logprobs: ``[N, k]`` float32, theirs, -inf for none.
         old_top_logprobs: ``[N, k + 1]`` float32, the old policy's at these ids, and of all others together.
-        values, returns: ``[N]`` float32, the critic's value of the prefix that ends at the input, and what it should
-            have been. penalties: ``[N]`` float32, part of the reward that is given at the target.
+        values, returns: ``[N]`` float32, the critic's value of the prefix that ends at the input, and its target, which
+            it should have been. penalties: ``[N]`` float32, part of the reward that is given at the target.
         weights: ``[N]`` float32, how much the target's loss counts; None counts the mask.
         versions: ``[N]`` int32, version of the weights that sampled the target, -1 where nothing did.
         turn: ``[N]`` int32, the turn of its episode that sampled the target, from 0 on, -1 where none did; None: each
@@ -110,7 +110,7 @@ class TrainBatch:
         return sum(self.lengths)
 
     def require_column(self, name: str) -> Tensor:
-        """Return a column that what is computed cannot do without.
+        """Return a column that a computation needs.
 
         Raises:
             ValueError: the batch does not have it.
@@ -260,7 +260,7 @@ class TrainBatch:
         return self.cut(starts[[count * i // parts for i in range(parts + 1)]])
 
     def to(self, device: torch.device) -> "TrainBatch":
-        """The same batch with its columns on ``device``, all but what only plans are made of, which the host makes."""
+        """The same batch with its columns on ``device``, but for the columns of plans, which the host makes."""
         moved = {name: to_device(column, device) for name, column in self.columns().items() if name != "image_block"}
         return replace(self, **moved)
 

@@ -22,7 +22,7 @@ def _drop(stream: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def count_up(lengths: np.ndarray, starts: np.ndarray | None = None) -> np.ndarray:
-    """Count up by one within each sequence: lengths ``[B]``, and what each starts from, or 0, -> ``[N]``.
+    """Count up by one within each sequence: lengths ``[B]``, and the start of each, or 0, -> ``[N]``.
 
     ``count_up(np.array([2, 0, 3]))`` is ``[0, 1, 0, 1, 2]``, the place of each token in its own sequence.
     """

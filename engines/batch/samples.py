@@ -23,10 +23,10 @@ class Image:
     """An image on disk.
 
     Attributes:
-        path, digest: where it is, and the SHA-256 of what is there.
+        path, digest: of its file, and the SHA-256 of the content.
         size: its width and height in pixels.
         grid: the patches that the processor makes of it: frames or tiles, and rows and columns of each.
-        place: where it was named, for messages, such as ``data: train.jsonl, line 3, image 0``.
+        place: where it was named, for messages: ``data: train.jsonl, line 3, image 0``.
     """
 
     path: str
@@ -55,8 +55,8 @@ class Image:
         return [(vision.image_token, self.tokens(vision.merge))]
 
     def nbytes(self, vision: VisionSpec) -> int:
-        """Estimate its bytes while it is decoded: its pixels, and its patches in fp32 with what the processor makes on
-        the way to them."""
+        """Estimate its bytes while it is decoded: its pixels, and its patches in fp32 with the copies that the
+        processor makes on the way to them."""
         return 3 * self.shown * self.size[0] * self.size[1] + _COPIES * 4 * self.patches * vision.patch_size
 
 
@@ -272,7 +272,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PlayedSequence:
-    """One sequence of an episode as it was played: what was sampled, and what the environment wrote around it.
+    """One sequence of an episode as it was played: sampled tokens, and the environment's around them.
 
     An episode is one of these or more, in the order in which they were begun. Token columns have an entry for each of
     the L ids, the prompt included.
@@ -308,8 +308,8 @@ class Sampling:
             stream, weights and prompts, and streams of different names have nothing in common.
         stop_token_ids: a completion ends with the first of these, which belongs to it.
         expected_tokens: of a completion, by which prompts are dealt out to engines.
-        top_logprobs: k, of how many of the likeliest ids each sampled id comes with logprobs; what is drawn does not
-            depend on it, and what is drawn greedily comes without.
+        top_logprobs: k, of how many of the likeliest ids each sampled id comes with logprobs; the sample does not
+            depend on it, and greedy samples come without.
         scores_prompt: nothing is drawn: the completion is the prompt's own ids from the second on, with their logprobs
             by the logits as they are, at temperature 1 and with no id banned.
     """

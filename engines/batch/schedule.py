@@ -39,7 +39,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> int:
-        """Hash who computes what, in 63 bits: it fits into an int64 tensor, by which ranks compare it."""
+        """Hash the plan, in 63 bits: it fits into an int64 tensor, by which ranks compare it."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
         hashed = blake2b(np.asarray(counts, dtype=np.int64).tobytes(), digest_size=8)
         hashed.update(np.concatenate([self._order, self.lengths]).astype(np.int64).tobytes())
@@ -139,7 +139,7 @@ def _split_rows(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndar
 
 
 def _find_fewest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Find the smallest count from ``low`` on that fits; ``high`` does, and so does whatever is above one that fits.
+    """Find the smallest count from ``low`` on that fits; ``high`` does, and so does every count above one that fits.
 
     It is looked for near ``low`` first, where it nearly always is.
     """

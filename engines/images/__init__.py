@@ -1,1 +1,1 @@
-"""Images: where their tokens are, their patches, and who sees them."""
+"""Images: where their tokens are, their patches, and the ranks that see them."""

@@ -42,8 +42,8 @@ def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge
     """Make the positions ``[n, 3]`` of a sequence: time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     Text counts on alike in all three. An image starts where the text before it ended; its tokens differ by their place
-    in it, and what follows starts past the longest of its sides. So does each frame of a video, between which the text
-    says when it was (Qwen3-VL). For an image of 2 x 3 tokens after one of text::
+    in it, and the next token starts past the longest of its sides. So does each frame of a video, between which the
+    text says when it was (Qwen3-VL). For an image of 2 x 3 tokens after one of text::
 
         time    0  1 1 1 1 1 1  4
         height  0  1 1 1 2 2 2  4

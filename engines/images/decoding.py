@@ -25,7 +25,7 @@ _JPEG_END, _TAIL = b"\xff\xd9", 1024
 def check_image(data: bytes, name: str, place: str) -> tuple[int, int]:
     """Check an image and return its width and height in pixels, as it is shown.
 
-    Of a JPEG that has its end the header alone is read; what has checksums is held to them, and decoded.
+    Of a JPEG that has its end the header alone is read; formats with checksums are decoded and checked.
 
     Raises:
         ValueError: it is none, of a kind that has no colours as they are, damaged, or cut short.
@@ -71,7 +71,7 @@ def _naming_damage(name: str, place: str) -> Iterator[None]:
 
 
 def convert_to_rgb(image: Any) -> Any:
-    """Convert an image to RGB as a viewer shows it: turned as its camera was held, what is transparent on white. Raises
+    """Convert an image to RGB as a viewer shows it: turned as its camera was held, transparent pixels on white. Raises
     DECODING_ERRORS."""
     from PIL import Image as PILImage
 
@@ -86,7 +86,7 @@ def convert_to_rgb(image: Any) -> Any:
 
 
 def _find_turn(image: Any) -> str:
-    """Find what makes an image upright; nothing where its metadata is broken or means nothing, as viewers take it."""
+    """Find the turn that makes an image upright; none where its metadata is broken or says nothing, as viewers do."""
     try:
         orientation = image.getexif().get(_ORIENTATION)
     except DECODING_ERRORS:

@@ -40,7 +40,7 @@ def list_frames(folder: Path) -> list[Path]:
 
 
 def measure_film(data: bytes, path: Path, place: str) -> Film:
-    """Measure a film, of which every frame is decoded; ``data`` is what its file holds.
+    """Measure a film, of which every frame is decoded; ``data`` is the content of its file.
 
     Raises:
         ValueError: it cannot be decoded, or is cut short.
@@ -50,14 +50,14 @@ def measure_film(data: bytes, path: Path, place: str) -> Film:
 
 
 def find_rate(durations: Sequence[float], fps: float | None, what: str) -> float:
-    """Find the frames of a second: what a film says, or was said of one that does not say it.
+    """Find the frames of a second, from the file or as given for a file without them.
 
     Args:
         durations: of each frame, in milliseconds. When the last one ends is of no account.
         what: the video's name, for errors.
 
     Raises:
-        ValueError: nobody says it, the frames last unequally, or ``fps`` is not what the film says.
+        ValueError: neither says it, frames last unequally, or ``fps`` differs from the file's.
     """
     lasting = durations[:-1]
     if not any(lasting):
@@ -77,7 +77,7 @@ def find_rate(durations: Sequence[float], fps: float | None, what: str) -> float
 
 
 def find_digest(sources: Iterable[bytes], frames: tuple[int, ...], fps: float) -> str:
-    """Hash what files hold, which of their frames are shown, and when: two of one digest look alike."""
+    """Hash the content of files, and the shown frames with their times: two of one digest look alike."""
     content = hashlib.sha256(repr((frames, fps)).encode())
     for data in sources:
         content.update(hashlib.sha256(data).digest())

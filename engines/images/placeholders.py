@@ -81,8 +81,8 @@ def list_margin_tokens(model: ModelSpec) -> tuple[int, ...]:
 def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpec) -> list[int]:
     """Collapse each image of a prompt to the one token that vLLM puts its tokens in the place of: ``[n] -> [m]`` ids.
 
-    That is the image token, to which vLLM adds what marks an image of tiles; or, of a family with a margin, the start
-    token, which vLLM surrounds by the rest. Of a video it is the video token, which stands for the times and what is
+    That is the image token, to which vLLM adds the marks of an image of tiles; or, of a family with a margin, the start
+    token, which vLLM surrounds by the rest. Of a video it is the video token, which stands for the times and the marks
     around the frames as well.
     """
     vision, remaining = model.require_vision(), list(images)
@@ -109,7 +109,7 @@ def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, in
     after one it does not (0.32, ``_find_mm_placeholders`` of model_executor/models/gemma3_mm).
 
     Args:
-        ids: of a prompt. newlines: count -> id; none of a family whose images have no margin.
+        ids: of a prompt. newlines: count -> id; none of a family without margins.
 
     Raises:
         ValueError: others are beside an image; the message begins with ``where``.
@@ -138,7 +138,7 @@ def _strip_marks(ids: list[int], vision: VisionSpec) -> list[int]:
 
 
 def _strip_margins(ids: list[int], model: ModelSpec) -> list[int]:
-    """Leave of ``margin start image end margin`` the start token, and of newlines what the text has of its own."""
+    """Leave of ``margin start image end margin`` the start token, and of newlines the text's own."""
     vision, newlines = model.require_vision(), read_newlines(model.folder)
     counts = {token: count for count, token in newlines.items()}
     stripped: list[int] = []

@@ -1,4 +1,4 @@
-"""The plan of who sees which images: waves within a memory budget, and a part of a micro-batch for each rank."""
+"""The plan of images over ranks: each sees a part of a micro-batch's."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class ImageProcessor:
         """Refer to an image, of which the header alone is decoded where the file has its end.
 
         Raises:
-            ValueError: there is no such file, it is no image or cut short, or it is too narrow to be resized.
+            ValueError: the file is missing, no image or cut short, or it is too narrow to be resized.
         """
         data = read_bytes(path, place)
         width, height = check_image(data, repr(str(path)), place)

@@ -10,8 +10,8 @@ from engines.models.vision_spec import VisionSpec
 class Video(Image):
     """Frames of a video on disk: of a file of several frames, or of a folder that has an image for each.
 
-    As many successive ones as the tower's patches are deep become one frame of its ``grid``, which a prompt shows as it
-    shows an image, after the text that says when it was.
+    Successive frames, as many as a patch of the tower is deep, become one frame of its ``grid``, which a prompt shows
+    as it shows an image, after the text that says when it was.
 
     Attributes:
         frames: numbers of those that are shown, in ascending order. total: how many there are.

@@ -67,12 +67,12 @@ class VideoProcessor:
         """Refer to a video, every frame of which is decoded once.
 
         Args:
-            path: of a file of several frames, or of a folder of images, whose names give their order.
+            path: of a file of several frames, or of a folder of images in the order of their names.
             fps: frames that it has in a second; None where the file says it.
             rate, frames: frames that are shown in a second, or their numbers; None for both is the processor's rate.
 
         Raises:
-            ValueError: there is no such video, it has too few frames or another rate, or its frames are broken, differ
+            ValueError: the video is missing, has too few frames or another rate, or its frames are broken, differ
                 in size or are too narrow to be resized.
         """
         what, path = f"{place}: {str(path)!r}", Path(path)

@@ -1,8 +1,8 @@
 """Sharded checkpoints of model, optimizer and schedule, in Megatron's torch_dist format.
 
-Every rank writes its share. Of the optimizer's state that is what it owns, as boxes of each parameter's tensor; the
-model's weights, of which data-parallel ranks hold copies, are dealt out among them. What is stored is one whole tensor
-of each kind per parameter, whoever wrote which box of it, so that it is read at any tp, pp or dp.
+Every rank writes its share. Of the optimizer's state that is its own part, as boxes of each parameter's tensor; the
+model's weights, of which data-parallel ranks hold copies, are dealt out among them. One whole tensor of each kind is
+stored per parameter, of boxes from any ranks, so that it is read at any tp, pp or dp.
 """
 
 import math
@@ -89,7 +89,7 @@ def _cut_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator
 
 
 def _iterate_shares(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Parameters of whose state this rank owns something, and which elements, in Megatron's order."""
+    """Parameters with state that this rank owns, and the elements, in Megatron's order."""
     for ranges_of_buffer in part.gbuf_ranges:
         for ranges_of_buckets in ranges_of_buffer.values():
             for bucket in ranges_of_buckets:
@@ -135,7 +135,7 @@ def _cut_share(
 
 
 def _name_shares(part: DistributedOptimizer, model: dict, is_loading: bool) -> dict:
-    """Name what this rank owns of an optimizer's state, and what all ranks have alike."""
+    """Name this rank's part of an optimizer's state, and the part that all ranks have alike."""
     part.init_state_fn(part.optimizer, part.config)  # one that has not taken a step yet has no moments
     tensors, _ = extract_sharded_tensors_and_factories(model)
     whole = {each.data: each for each in nested_values(tensors)}
@@ -191,7 +191,7 @@ def save_checkpoint(folder: str, module, optimizer, schedule) -> list[str]:
 
 
 def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
-    """Restore what ``save_checkpoint`` wrote, at the same or another tp, pp or dp. Collective.
+    """Restore a folder of ``save_checkpoint``, at the same or another tp, pp or dp. Collective.
 
     The optimizer's settings stay as they are: a run may go on at another learning rate.
 

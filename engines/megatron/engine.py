@@ -89,7 +89,7 @@ class MegatronEngine:
     """One rank of a training engine. Every method is collective over all of its ranks.
 
     Args:
-        model: what to build, its weights read from ``model.folder``; its head decides what kind the outputs are of.
+        model: to build, its weights read from ``model.folder``; its head decides what kind the outputs are of.
         temperature: divides the logits before logprobs and entropy, as the sampler does.
         trainable: False builds neither gradients nor an optimizer (a reference model).
         cpu_offload: weights that do not learn are on the device during a forward alone.
@@ -340,7 +340,7 @@ class MegatronEngine:
 
 
 def _reduce(metrics: list[dict]) -> dict[str, float]:
-    """Add metric sums over micro-batches; take the largest of those whose name ends in ``_max``."""
+    """Add metric sums over micro-batches; of names that end in ``_max`` take the largest."""
     reduced: dict[str, float] = {}
     for part in metrics:
         for name, value in part.items():

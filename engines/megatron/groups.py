@@ -1,6 +1,6 @@
 """Megatron's process groups of this rank, by the type that they have once its parallel state is there.
 
-Megatron's own annotations say whatever a group may be before that.
+Megatron's own annotations also say None, which a group is before that.
 """
 
 from typing import cast

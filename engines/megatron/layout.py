@@ -29,7 +29,7 @@ class Layout:
     Attributes:
         kind: ``"bshd"`` or ``"thd"``.
         lengths: real tokens of each sequence. padded: its slots over all context-parallel ranks. A thd layout of a
-            fixed size has one sequence more, without a token, that holds what is left of it.
+            fixed size has one sequence more, without a token, that holds the rest of it.
         shape: ``(b, s)`` of this rank's part.
         slots: ``[n]`` long, the flattened slots that hold real tokens, in the order of the stream.
         tokens: ``[n]`` long, the token that each of them holds; None where they are all N of the stream.
@@ -136,7 +136,7 @@ class Layout:
         image_block: Tensor | None = None,
         prefixes: tuple[int, ...] | None = None,
     ) -> MaskSpec:
-        """Say who may see whom in this micro-batch.
+        """Build the mask rules of this micro-batch.
 
         Args:
             rules: one per layer, or one for all.
@@ -176,7 +176,7 @@ def _map_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -
 def _fill(lengths: tuple[int, ...], padded: np.ndarray, kind: LayoutKind, slots: int, unit: int):
     """Fill a fixed size: lengths and padded lengths ``[B]``, or ``[B + 1]`` of a pack, that take exactly ``slots``.
 
-    What a pack leaves over becomes a sequence of its own without a token: stretching the last sequence over it would
+    The rest of a pack becomes a sequence of its own without a token: stretching the last sequence over it would
     move its chunks under context parallelism.
     """
     need = int(padded.max() if kind == "bshd" else padded.sum())

@@ -25,11 +25,11 @@ _LOGITS_AT_ONCE = 2**25
 class _VocabParallelHead(torch.autograd.Function):
     """Hidden states ``[n, h]`` and weight ``[v / tp, h]`` to ``(logprob, entropy, top)``, ``[n]`` float32 each and
     ``[n, k + 1]``: logprobs of ``top_ids [k, n]``, no two of a token alike, and of all other ids together, whose
-    probabilities are added up rather than taken as what the ``top_ids`` leave of 1. Without ``top_ids`` it is None.
+    probabilities are added up rather than taken as the rest of 1. Without ``top_ids`` it is None.
 
     For ``p = softmax(z)``: ``d logprob / dz = onehot - p`` and ``d entropy / dz = -p * (log p + entropy)``; for the
     others O together, ``d log p(O) / dz = p / p(O) - p`` in O and ``-p`` elsewhere. Each rank's gradient of the hidden
-    states is that of its own columns; whoever gathered them adds the ranks up.
+    states is that of its own columns; the caller that gathered them adds the ranks up.
     """
 
     @staticmethod
@@ -118,7 +118,7 @@ def _weigh_probabilities(d_logprob: Tensor, d_entropy: Tensor | None, d_top: Ten
 
 
 def _take_out(rows: Tensor, columns: Tensor, local: Tensor) -> Tensor:
-    """Set some columns ``[n, k]`` of ``[n, v / tp]`` to 0, those that are ``local``; returns what was there, else 0."""
+    """Set some columns ``[n, k]`` of ``[n, v / tp]`` to 0, those that are ``local``; returns the old values, else 0."""
     taken = rows.gather(-1, columns) * local
     rows.scatter_add_(-1, columns, -taken)  # x - x is 0 exactly, and the columns of other ranks' ids lose nothing
     return taken
@@ -147,7 +147,7 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
 
 
 def _sum_over_ranks(highest_local: Tensor, logit: Tensor, sums: Sequence[Tensor], local: Tensor, group):
-    """Add up the ranks' sums, ``[n]`` each: total, moment and whatever else is a sum of exp. Every rank's are of logits
+    """Add up the ranks' sums, ``[n]`` each: total, moment and other sums of exp. Every rank's are of logits
     shifted by its own largest one, the result's are shifted by the largest of all, and so are the ids' ``[1 + k, n]``,
     which are 0 where no rank has them."""
     if group.size() == 1:
@@ -184,7 +184,7 @@ def score_tokens(
         target: ``[n]`` long.
         temperature: divides the logits, as the sampler does.
         vocab: real size of the vocabulary; rows past it are padding and get no probability.
-        top_ids: ``[n, k]``, further ids whose logprobs are asked for, no two of a token alike, -1 for none.
+        top_ids: ``[n, k]``, further ids to score, no two of a token alike, -1 for none.
         banned: ids that are never sampled: they get no probability, and as a target the logprob 0.
         keep_logits: keep them for the backward pass; None does where they are a single chunk.
         group: the tensor-parallel group.

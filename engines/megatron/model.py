@@ -84,7 +84,7 @@ def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> Transf
 
 
 class Decoder(GPTModel):
-    """A GPT whose last stage gives out hidden states ``[s / tp, b, h]``: what they become is the engine's work."""
+    """A GPT whose last stage gives out hidden states ``[s / tp, b, h]``, from which the engine computes outputs."""
 
     output_layer: Any
     """Megatron's over the vocabulary, or a ``ValueHead``."""

@@ -1,4 +1,4 @@
-"""Offloading: what an engine does not use at the time waits in the host's memory until it does.
+"""Offloading: idle parts of an engine wait in the host's memory.
 
 On a CPU the host's memory is the device's as well. The same copies are made there.
 """
@@ -46,10 +46,10 @@ class OffloadedOptimizer:
     The optimizer's own tensors are on the host, but for the moment in which Megatron hands them their gradients: torch
     refuses a tensor a gradient on another device, so each then is a placeholder on the device that takes no memory. A
     step fetches the gradients and is computed on the host. Megatron then copies the masters to the weights, whichever
-    device they are on, and a checkpoint holds what it holds without this.
+    device they are on, and a checkpoint is the same as without this.
 
-    Megatron-core 0.16.1 has a ``HybridDeviceOptimizer`` for the same end. It takes tensors whose ``is_cuda`` is true
-    and no others, so that nothing of it can be run without such a card.
+    Megatron-core 0.16.1 has a ``HybridDeviceOptimizer`` for the same end. It takes tensors with ``is_cuda`` alone,
+    so that it cannot be run without a CUDA device.
 
     Args:
         fraction: of the rank's numbers, at least; whole tensors, the largest first.
@@ -107,7 +107,7 @@ class OffloadManager:
         self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
     def offload(self, parts: Sequence[OffloadPart]) -> None:
-        """Move what is on the device of these to the host's memory, and give the device's back."""
+        """Move these parts to the host's memory, and free the device's."""
         for name in parts:
             if name not in self._left:
                 storages = list(self._list_storages(name))

@@ -30,7 +30,7 @@ class Rotary:
 
 
 def _compute_frequencies(model: ModelSpec, rope: dict, device: torch.device) -> tuple[Tensor, float]:
-    """Compute the inverse frequencies ``[head_dim / 2]`` of one kind of layer, and what cos and sin are scaled by."""
+    """Compute the inverse frequencies ``[head_dim / 2]`` of one kind of layer, and the scale of cos and sin."""
     kind = rope["rope_type"]
     if kind in ("default", "linear"):
         steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim

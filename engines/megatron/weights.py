@@ -115,7 +115,7 @@ def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data
     """Yield ``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
 
     Args:
-        value_of: what to export of a parameter; its gradient, say.
+        value_of: gives the tensor to export of a parameter, which may be its gradient.
     """
     stages = cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
     parameters = _name_parameters(module)

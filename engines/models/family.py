@@ -50,15 +50,15 @@ class Family:
         refused: keys of features that one engine would build and the other would not; they must be off.
         select: selects, by a whole config, the family that the model is read as, where there are several language
             models; None is this one.
-        rules: reads who may see whom in each layer, or one rule for all; raises ValueError for what is not built.
-        defaults: what transformers takes for keys that a config leaves out.
+        rules: reads the attention rule of each layer, or one for all; raises ValueError for rules that are not built.
+        defaults: transformers' values for keys that a config leaves out.
         ropes: reads the rotary settings, those of each kind of layer; None reads one for all.
-        form: reads what the layers compute; None is the form of Llama and Qwen.
+        form: reads the options of the layers; None is the form of Llama and Qwen.
         activation: key and only value of the MLP's activation.
         extract_language: extracts the settings of the language model from those of the whole; None where they are one.
         mixes_windows: vLLM knows layers with a window and layers without one.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
-        prefix: what the names of the language model's weights begin with in a saved folder.
+        prefix: begins the names of the language model's weights in a saved folder.
         output: name in a saved folder of the output layer's weight, where that is not the embedding.
         renamed: how names begin in transformers' module -> in a saved folder, where they differ.
     """
@@ -87,8 +87,8 @@ class Family:
     def find_architecture(self, head: Head) -> str:
         """Find the name of HuggingFace's class of a model with this head; a critic is a token classification.
 
-        Of a vision-language model transformers has none: who goes by that name refuses a critic, and does not take it
-        for a model that speaks.
+        Transformers has none of a vision-language model: readers that look up the name refuse such a critic, rather
+        than take it for a language model.
         """
         if head == "language":
             return self.architecture

@@ -1,4 +1,4 @@
-"""A text model's config.json: what it may hold and an engine can build; families/ says where families differ."""
+"""A text model's config.json: the values that an engine can build; families/ says where families differ."""
 
 import sys
 from pathlib import Path
@@ -103,7 +103,7 @@ def read_head_dim(config: dict, path: Path, family: Family) -> int:
 
 
 def read_rope(config: dict, path: Path) -> dict:
-    """Read the rotary settings in the form of today's configs; older ones say ``rope_scaling``, and in it ``type``.
+    """Read the rotary settings in the form of today's configs; older configs say ``rope_scaling``, and in it ``type``.
 
     Raises:
         ValueError: a kind that is not built, or a key of it that is missing or no number.

@@ -40,7 +40,7 @@ class SafetensorsFolder:
     """Every tensor of a folder's safetensors files by name, read one at a time.
 
     Raises:
-        ValueError: there is no such file, one is damaged, two hold the same tensor, or the index names other files.
+        ValueError: a file is missing or damaged, two hold the same tensor, or the index names other files.
     """
 
     def __init__(self, folder: str):
@@ -107,7 +107,7 @@ class SafetensorsFolder:
             )
 
     def _equal(self, name: str, other: str, rows: int) -> bool:
-        """Tell whether two matrices of as many rows have the same values, whatever their types, some rows at a time."""
+        """Tell whether two matrices of as many rows have the same values, of any types, some rows at a time."""
         import torch  # what most folders do without: their models have one of both
 
         parts = [safe_open(self._file_of[matrix], "pt").get_slice(matrix) for matrix in (name, other)]
@@ -238,7 +238,7 @@ def list_model_files(folder: str) -> list[str]:
 def _set_dtype(config: dict, dtypes: set[torch.dtype]) -> dict:
     """Set the widest type of the weights in a configuration: transformers loads them all as this one.
 
-    The base's own may be narrower, and would round away what was learned.
+    The base's own may be narrower, and would round learned digits away.
     """
     import torch
 

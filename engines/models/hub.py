@@ -83,7 +83,7 @@ def name_snapshot(folder: str) -> tuple[str, str]:
 
 
 def find_here(folder: str) -> str:
-    """Find on this machine what another one has as this folder: the same, or the commit of the hub's that it holds in
-    this machine's cache. Raises ValueError as ``find_model``."""
+    """Find the folder on this machine that another machine has by this name: the same, or the commit of the hub's that
+    it holds in this machine's cache. Raises ValueError as ``find_model``."""
     name, commit = name_snapshot(folder)
     return find_model(name, commit) if name else folder

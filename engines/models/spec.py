@@ -24,12 +24,12 @@ class ModelSpec(DecoderSizes):
     """The shape of a decoder and the names of its weights.
 
     Attributes:
-        folder: the HuggingFace folder. family: what its ``model_type`` stands for.
+        folder: the HuggingFace folder. family: of its ``model_type``.
         rules: attention rule per layer, or one for every layer.
         ropes: the config's ``rope_parameters`` of each kind of layer, ``rope_type`` and ``rope_theta`` among them.
-        form: what the layers compute, and which kind each of them is.
+        form: options of the layers, and the kind of each.
         tied: the output layer is the transposed embedding.
-        head: what the last hidden states become, logits or the value of a critic.
+        head: output of the last hidden states, logits or the value of a critic.
         vision: the tower of a vision-language model.
     """
 
@@ -49,7 +49,7 @@ class ModelSpec(DecoderSizes):
         """Read ``config.json``. A critic (``head="value"``) can be read from a language model's folder as well.
 
         Raises:
-            ValueError: no such folder or config, a model type of no family, or a feature the engine lacks.
+            ValueError: no folder or config, a model type of no family, or a feature the engine lacks.
         """
         path = Path(folder) / "config.json"
         if not path.is_file():
@@ -161,10 +161,10 @@ class ModelSpec(DecoderSizes):
         """Find the tensors that a Megatron parameter is joined from.
 
         Args:
-            megatron_name: such as ``decoder.layers.3.mlp.linear_fc1.weight``, layers numbered over the whole model.
+            megatron_name: like ``decoder.layers.3.mlp.linear_fc1.weight``, layers numbered over the whole model.
 
         Raises:
-            ValueError: the model's family states no such parameter.
+            ValueError: the model's family states no parameter of that name.
         """
         if megatron_name not in self.weights:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The vision tower of a vision-language model: what its family states of it, and its shape."""
+"""The vision tower of a vision-language model: its family's description, and its shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tower:
         margin: newlines before the start token of an image and after its end token.
         video_processor: transformers' class that makes patches of videos.
         no_videos: why the model is shown no videos; empty where it is.
-        tiles: an image is cut into tiles of one size, one of them or more, and vLLM adds what marks it.
+        tiles: an image is cut into tiles of one size, one of them or more, and vLLM adds its marks.
     """
 
     prefixes: dict[str, str]
@@ -57,8 +57,8 @@ class VisionSpec:
     """The shape of a vision tower, and how its features enter the language model.
 
     Attributes:
-        tower: what the family states of it. config: the model's ``vision_config`` as it was saved.
-        width, ffn, out: sizes of the tower's hidden states, of its MLPs and of what it hands to the language model.
+        tower: its family's description. config: the model's ``vision_config`` as it was saved.
+        width, ffn, out: sizes of the tower's hidden states, of its MLPs and of its features for the language model.
         patch, temporal_patch: pixels of a patch's side and frames in it; channels: colours of a pixel.
         merge: an image token stands for ``merge x merge`` patches.
         positions: places of a learned grid of positions; 0 without one.
@@ -114,7 +114,8 @@ class VisionSpec:
 
     @property
     def levels(self) -> int:
-        """Kinds of features of each image token: its embedding, and what is added after each of the first layers."""
+        """Kinds of features of each image token: its embedding, and the features added after each of the first
+        layers."""
         return 1 + self.deepstack
 
     @property

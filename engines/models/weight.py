@@ -22,9 +22,9 @@ class Weight:
     Attributes:
         name: Megatron's. A family names it within its layer, a ``ModelSpec`` within the model.
         tensors: HF name -> whole shape, in the order in which they are joined.
-        join: ``whole`` takes the only tensor as it is, ``qkv`` joins by query group, ``gated`` puts the gate above what
-            it gates and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks. The parts of
-            ``qkv`` and ``gated`` are a tensor each, or one that has them in this order.
+        join: ``whole`` takes the only tensor as it is, ``qkv`` joins by query group, ``gated`` puts the gate above the
+            up projection and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks. The parts
+            of ``qkv`` and ``gated`` are a tensor each, or one that has them in this order.
         cut: the axis that tensor parallelism cuts; None where every rank has all of it.
     """
 

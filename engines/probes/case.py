@@ -1,4 +1,4 @@
-"""The sequences that masks are probed with, and what a probe finds: plain data between controller and ranks."""
+"""The sequences that masks are probed with, and the findings of a probe: plain data between controller and ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ class ProbeCase:
     """Sequences to probe with.
 
     Attributes:
-        lengths: tokens of each sequence. columns: tokens of the stream whose influence is looked for.
+        lengths: tokens of each sequence. columns: tokens of the stream that are changed to find their influence.
         image_block: ``[N]`` as ``TrainBatch`` has it. prefixes: tokens of each sequence's prefix.
     """
 
@@ -55,7 +55,7 @@ class ProbeCase:
     def judge(
         self, layer: int, effects: np.ndarray, allowed: np.ndarray, required: np.ndarray, pads: int
     ) -> "Influence":
-        """Sort by kind the effects ``[N, columns]`` beyond what is allowed, and what is required and has no effect."""
+        """Sort by kind the effects ``[N, columns]`` beyond the allowed, and the required effects that are missing."""
         sequence, position = self.place()
         leaks = {"padding": pads} if pads else {}
         words = [f"{pads} tokens see padding"] if pads else []
@@ -82,7 +82,7 @@ class ProbeCase:
 
 @dataclass(frozen=True)
 class Influence:
-    """The influence in a layer that is not what the rule says.
+    """The influence in a layer that differs from the rule.
 
     Attributes:
         layer: number of the layer, from 1; 0 for the model as a whole.

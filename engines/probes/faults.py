@@ -23,7 +23,7 @@ class Fault:
     """A known fault, and where it can be planted and found.
 
     Attributes:
-        patches: made when it is planted, because it imports what it patches; None where the platform has them.
+        patches: made when it is planted, because it imports the patched module; None where the platform has them.
         where: the processes it belongs into. cp: the context-parallel size at which it can show.
         model: HF model_type of a tiny model that it can show on.
         found_by: the check that must find it; others may as well.

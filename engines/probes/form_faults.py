@@ -1,4 +1,4 @@
-"""Known faults of what a family computes otherwise: norms, scales, rotary kinds, and images that are seen both ways."""
+"""Known faults of options by which families differ: norms, scales, rotary kinds, and images that are seen both ways."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def scale_by_head_size() -> list[Patch]:
 
 
 def leave_out_the_one() -> list[Patch]:
-    """Multiply by a norm's weight alone, which is what is added to 1."""
+    """Multiply by a norm's weight alone, without the 1 that it is added to."""
     from torch.nn.functional import rms_norm
 
     from hardware.megatron.layers import NormFromOne
@@ -32,7 +32,7 @@ def leave_out_the_one() -> list[Patch]:
 
 
 def leave_out_post_norms() -> list[Patch]:
-    """Add what attention and the MLP give to the residual stream as it is."""
+    """Add outputs of attention and MLP to the residual stream without their norms."""
     from hardware.megatron.layers import NormedAdd
 
     return [(NormedAdd, "_add", lambda _: lambda self, output, residual, dropout: residual + output[0])]
@@ -59,17 +59,18 @@ def see_images_on_some_layers() -> list[Patch]:
 
 
 def shift_image_block() -> list[Patch]:
-    """Say of each input what the one before it is: an image's first token is then text, and the text after it image."""
+    """Give each input the kind of the one before it: an image's first token is then text, and the text after it
+    image."""
     return _build_masks(lambda rules, image_block: (rules, image_block.roll(1)))
 
 
 def see_images_causally() -> list[Patch]:
-    """Tell vLLM's attention of no image, which is what it does by itself on a CPU."""
+    """Tell vLLM's attention of no image, as it does by itself on a CPU."""
     return _tell_images(lambda images: [])
 
 
 def cut_images() -> list[Patch]:
-    """Tell vLLM's attention of both halves of an image as two, which is what a chunk of a prompt makes of it."""
+    """Tell vLLM's attention of both halves of an image as two, as a chunk of a prompt would cut it."""
     halves = lambda first, last: [(first, (first + last) // 2), ((first + last) // 2 + 1, last)]  # noqa: E731
     return _tell_images(lambda images: [half for image in images for half in halves(*image)])
 

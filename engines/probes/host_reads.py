@@ -32,7 +32,7 @@ class HostReads:
 
     Attributes:
         places: ``FILE FUNCTION`` of each read in turn: the innermost function that is this project's or Megatron's.
-            What an emulator reads to check a call no device does, and is left out.
+            Reads by which an emulator checks a call are left out: no device does them.
     """
 
     def __init__(self):
@@ -86,7 +86,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Notes what Python asks of a tensor's values: on a CPU most of it never gets to an operator."""
+    """Notes Python's reads of a tensor's values: on a CPU few of them get to an operator."""
 
     def __init__(self, operators: _Operators):
         super().__init__()

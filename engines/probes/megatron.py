@@ -1,8 +1,8 @@
-"""Probes of a rank of the training engine: who influences whom, what each layer computes, its gradients.
+"""Probes of a rank of the training engine: influence of tokens, outputs of layers, gradients.
 
 Every function is collective over the ranks of an engine. They go through the engine's own layout, attention inputs and
-schedule, so that what they show is what training does. The probes look for influence by changing inputs and comparing
-outputs bit by bit: what a mask hides is multiplied by an exact zero.
+schedule, so that they show training itself. The probes look for influence by changing inputs and comparing
+outputs bit by bit: a hidden value is multiplied by an exact zero.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _LOUD = 64.0
 def probe_attention(
     engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase, every: bool = True
 ) -> list[Influence]:
-    """Find what each layer's core attention on this rank lets through beyond a rule, or not at all; empty if right.
+    """Find the influence in each layer's core attention on this rank that differs from a rule; empty if right.
 
     One forward pass of copies of the sequences side by side, in each of which another token's key and value are
     changed, is compared with one of unchanged copies; then one of a single copy with one that has other padding.
@@ -118,10 +118,11 @@ def _explain(
 
 
 def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], case: ProbeCase) -> list[Influence]:
-    """Find what the whole model lets through from token to token, against the rules of its layers together.
+    """Find the influence from token to token through the whole model that differs from the rules of its layers
+    together.
 
-    A token may see what the rules reach together. It must see what a single layer shows it: what comes by way of many
-    tokens may be too faint for the last bit.
+    A token may see all that the rules reach together. It must see all that a single layer shows: influence by way of
+    many tokens may be too faint for the last bit.
     """
     columns, visible = list(case.columns), {rule: case.compute_visible(rule) for rule in set(rules)}
     reach = np.eye(sum(case.lengths), dtype=np.float32)  # [N, N]: i is reached by j through the layers so far
@@ -153,7 +154,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
 
 @torch.no_grad()
 def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]) -> int:
-    """Count images whose features change in the vision tower with the images beside them; 0 on later stages.
+    """Count images with features that change with the images beside them in the vision tower; 0 on later stages.
 
     Args:
         others: for each image another of its size.
@@ -207,7 +208,7 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
-    """Collect what each layer of this rank's stage gives out: layer number -> ``[N, hidden]`` float32."""
+    """Collect the output of each layer of this rank's stage: layer number -> ``[N, hidden]`` float32."""
     layouts, states = [], {}
     build = engine.layout
 
@@ -256,7 +257,8 @@ def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, 
 
 
 def gather_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dict[str, Tensor]:
-    """Gather what the last backward pass left, reduced over all replicas: HF name -> whole tensor, on every rank.
+    """Gather the gradients of the last backward pass, reduced over all replicas: HF name -> whole tensor, on every
+    rank.
 
     Args:
         names: those to gather; none of them is all.

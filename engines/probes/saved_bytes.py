@@ -23,7 +23,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator["SavedBytes"]:
-        """Count what is saved within."""
+        """Count the bytes that are saved within."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: getattr(held, "tensor", held)):
             yield self
 

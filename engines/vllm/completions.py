@@ -1,4 +1,4 @@
-"""Completions out of what vLLM answers."""
+"""Completions from vLLM's outputs."""
 
 from typing import cast
 
@@ -10,7 +10,7 @@ from engines.batch.samples import Completion
 
 
 def read_completion(sample: CompletionOutput) -> Completion:
-    """Read what was sampled, and check that there is a version and a logprob of every token."""
+    """Read the sampled tokens, and check that there is a version and a logprob of every token."""
     tokens = np.asarray(sample.token_ids, dtype=np.int32)
     spans = tuple((int(span.version), span.end - span.start) for span in sample.weight_versions or ())
     if sum(length for _, length in spans) != len(tokens):

@@ -149,7 +149,7 @@ class VllmEngine:
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:
         """Sample a completion of each request, as ``generate`` does of prompts: one round, which ends with the last.
 
-        The same requests, weights and seed give the same tokens and logprobs, bit for bit, whatever came before.
+        The same requests, weights and seed give the same tokens and logprobs, bit for bit, after any other requests.
         """
         # vLLM takes a prompt once for all of its completions; so do equal requests that follow one another. Of greedy
         # ones it refuses several completions.
@@ -202,7 +202,7 @@ class VllmEngine:
         return self.llm.llm_engine.get_num_unfinished_requests()
 
     def abort_requests(self, names: Sequence[str]) -> None:
-        """Give requests up and free what they hold."""
+        """Give requests up and free their memory."""
         self.llm.llm_engine.abort_request(list(names))
 
     def step(self) -> list[RequestOutput]:
@@ -210,7 +210,7 @@ class VllmEngine:
         return cast(list[RequestOutput], self.llm.llm_engine.step())
 
     def finish_batches(self) -> list[RequestOutput]:
-        """Have vLLM finish what it computes ahead, so that new weights meet no forward pass; returns as ``step`` does.
+        """Have vLLM finish its batches under way, so that new weights meet no forward pass; returns as ``step`` does.
 
         On a CPU there is nothing ahead. Elsewhere (``async_scheduling``) a step begins before the one before it was
         read, and vLLM would count its tokens as sampled by weights that came in between.
@@ -257,7 +257,8 @@ class VllmEngine:
         )
 
     def _empty_caches(self) -> None:
-        """Empty the caches: keys and values of prompts, and features of images. What runs computes its own anew."""
+        """Empty the caches: keys and values of prompts, and features of images. Running requests compute theirs
+        anew."""
         # Keys before features: a request that runs gives its features back with its keys.
         if not self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("rollout: vLLM did not empty the prefix cache; its version is not the pinned one")
@@ -265,7 +266,8 @@ class VllmEngine:
             self.llm.llm_engine.reset_encoder_cache()
 
     def rewind(self, version: int) -> None:
-        """Take ``version`` as the next one, be it older than what is here: the trainer went back to a checkpoint."""
+        """Take ``version`` as the next one, which may be older than the current one: the trainer went back to a
+        checkpoint."""
         self._newest = version - 1
 
     def sleep(self, level: int) -> None:
@@ -282,8 +284,8 @@ class VllmEngine:
         A first bucket begins an update, wherever another one was left.
 
         Raises:
-            ValueError: the bucket is damaged or not newer than what is here, its update did not begin here, or the
-                buckets together are not exactly the model's weights.
+            ValueError: the bucket is damaged or not newer than the current version, its update did not begin here, or
+                the buckets together are not exactly the model's weights.
         """
         if version <= self._newest:
             raise ValueError(f"weight sync: version {version} was sent to an engine that has version {self._newest}")
@@ -319,7 +321,7 @@ class VllmEngine:
         return merge_readings(parts, shapes)
 
     def _begin_version(self, version: int) -> None:
-        """Take the weights that are here for those of ``version``, and what is in the caches for that of older ones."""
+        """Make the loaded weights count as ``version``, and empty the caches, which are of older weights."""
         self._empty_caches()
         self.llm.llm_engine.engine_core.set_weight_version(str(version))
         self.version, self._newest, self._sleep.has_weights = version, version, True

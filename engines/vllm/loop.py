@@ -32,13 +32,13 @@ class EngineLoop:
     """One thread that builds an engine, steps it while it has requests, and makes every other call of it.
 
     Methods may be called from any thread. One that calls and goes away leaves the loop as it was. When the loop ends
-    by an exception in a step, all who wait and all who come later hear of it.
+    by an exception in a step, every waiting and every later call raises it.
 
     Args:
         build: makes the engine, on the loop's thread: the current device and OpenMP's team are a thread's own.
 
     Attributes:
-        engine: what ``build`` made. Other threads reach it by ``call`` alone.
+        engine: built by ``build``. Other threads reach it by ``call`` alone.
         idle_s: seconds in which there was nothing to sample.
     """
 
@@ -63,7 +63,7 @@ class EngineLoop:
             raise
 
     def call(self, function: Callable, *args: Any) -> Any:
-        """Call ``function(*args)`` on the loop's thread, between two steps; returns or raises what it does."""
+        """Call ``function(*args)`` on the loop's thread, between two steps; returns its result or raises its error."""
         future: Future = Future()
         with self._changed:
             self._check_alive()
@@ -90,7 +90,8 @@ class EngineLoop:
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> list[tuple[Hashable, Completions | Exception]]:
-        """Take what has finished since the last call, in that order; waits for the first up to ``timeout_s`` seconds.
+        """Take the requests that finished since the last call, in that order; waits for the first up to ``timeout_s``
+        seconds.
 
         Returns:
             the key of each request with its completions, or with the error for which it cannot be sampled: the prompt
@@ -123,7 +124,7 @@ class EngineLoop:
         return self.call(lambda: self.engine.count_running() + sum(one.request.count for one in self._waiting))
 
     def close(self) -> None:
-        """End the loop once the step that is under way has ended, whatever was not answered; leaves the engine."""
+        """End the loop once the step that is under way has ended, with open requests or without; leaves the engine."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -190,7 +191,7 @@ class EngineLoop:
                 self._image_bytes += first.image_bytes
 
     def _collect(self, outputs: Iterable[RequestOutput]) -> None:
-        """Take note of what vLLM has finished."""
+        """Take note of the requests that vLLM has finished."""
         finished = []
         for output in outputs:
             one = self._running.pop(output.request_id)

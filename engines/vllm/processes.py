@@ -15,7 +15,7 @@ _SHARED = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
 
 
 def end_with_parent() -> None:
-    """Have this process end with its parent, however that ends and whatever is computed here.
+    """Have this process end with its parent, however that ends, in the middle of any computation.
 
     vLLM's workers see a parent that ended between two calls. One that is stopped, or waits in a collective for another
     that ended first, would stay.

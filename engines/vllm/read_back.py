@@ -2,7 +2,7 @@
 
 vLLM joins tensors, cuts them over devices and, on a CPU, multiplies with packed copies that nobody can look into. Which
 rows and columns go where is found by having its own loaders load tensors without data, and noting each copy that they
-would make. A packed copy is read by what it computes: its product with a unit vector is a column, bit for bit.
+would make. A packed copy is read by its product: that with a unit vector is a column, bit for bit.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ReadBack:
             self._loads[key].append(load)
 
     def digest(self, plan: DigestPlan) -> list[Reading]:
-        """Digest what the model computes with: a block as often as there are copies of it."""
+        """Digest the weights that the model multiplies with: a block as often as there are copies of it."""
         readings: list[Reading] = []
         for (module, parameter, shape, width, start, offset, count), loads in self._loads.items():
             columns = plan.choose(width)  # of the whole tensor, alike on all devices: this one has some of them
@@ -136,7 +136,8 @@ class _CopyRecorder(TorchDispatchMode):
 
 
 def _trace_loads(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[_Load]:
-    """Find where vLLM loads weights; the model is left as it was. What is no block of rows and columns is left out."""
+    """Find where vLLM loads weights; the model is left as it was. Loads of other parts than blocks of rows and columns
+    are left out."""
     sent = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     names = {_find_storage(tensor): name for name, tensor in sent.items()}
     recorder = _CopyRecorder()
@@ -183,7 +184,7 @@ def _find_block(view: Tensor, shape: Sequence[int]) -> Block | None:
 
 
 def merge_readings(parts: Iterable[Sequence[Reading]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int | None]:
-    """Add up what the workers of an engine have read: the digest of every tensor.
+    """Add up the readings of an engine's workers: the digest of every tensor.
 
     Returns:
         None for a tensor that was not read whole; a number that is no digest where copies of a block differ.

@@ -1,4 +1,4 @@
-"""Sleep: a rollout engine gives its devices' memory back, for those who take turns with it there."""
+"""Sleep: a rollout engine gives its devices' memory back to the trainers that share them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
 class Sleep:
-    """The state of an engine's memory: what of it is awake. The order is kept where its platform cannot sleep, too.
+    """The state of an engine's memory: the parts that are awake. The order is kept where its platform cannot sleep,
+    too.
 
     Args:
         frees: vLLM can give memory back here, and was started so that it does.
@@ -39,7 +40,7 @@ class Sleep:
         self.has_weights &= level == 1
 
     def wake(self, tags: Sequence[Tag]) -> None:
-        """Take memory back, where it sleeps. Dropped weights are whatever the memory holds until they are sent."""
+        """Take memory back, where it sleeps. Dropped weights hold garbage until they are sent."""
         asleep: list[Tag] = [tag for tag in tags if tag not in self._awake]
         if asleep and self._frees:
             self._llm.wake_up([*asleep])

@@ -81,10 +81,10 @@ def parse_tool_calls(
 
     Args:
         parser: vLLM's name of it. tools: that the model was shown, each with ``type`` and ``function`` as in chat
-            templates. folder: of the model, whose tokenizer the parser is given.
+            templates. folder: of the model and its tokenizer, for the parser.
 
     Raises:
-        ValueError: there is no such parser, or it cannot work with this tokenizer.
+        ValueError: the parser is unknown, or cannot work with this tokenizer.
     """
     check_tool_parser(parser)
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -155,7 +155,7 @@ def _name_call(value: dict[str, Any]) -> str:
 
 @contextmanager
 def _hearing_errors() -> Iterator[list[str]]:
-    """Collect what vLLM's parsers log as errors: of a call that they cannot read they say nothing else."""
+    """Collect the errors that vLLM's parsers log: of a call that they cannot read they say nothing else."""
     errors: list[str] = []
 
     class Listener(logging.Handler):

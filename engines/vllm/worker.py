@@ -19,7 +19,7 @@ from engines.weight_sync import SharedBucket
 
 
 class WeightSyncExtension:
-    """Methods that ``worker_extension_cls`` mixes into vLLM's worker; they use what every platform's worker has."""
+    """Methods that ``worker_extension_cls`` mixes into vLLM's worker; they use parts of every platform's worker."""
 
     model_runner: Any
     model_config: ModelConfig
@@ -33,7 +33,7 @@ class WeightSyncExtension:
         unlink_shared_memory()
 
     def begin_sync(self) -> None:
-        """Make the model ready to take new weights, layer by layer; what an unfinished update brought is forgotten."""
+        """Make the model ready to take new weights, layer by layer; an unfinished update is forgotten."""
         model = self.model_runner.get_model()
         _forget_packed_experts(model)
         _forget_half_update(model)
@@ -50,7 +50,7 @@ class WeightSyncExtension:
             self.model_runner.get_model().load_weights(iter(weights))
 
     def end_sync(self) -> None:
-        """Process the new weights as vLLM processes loaded ones, in place."""
+        """Process the new weights as vLLM processes loaded weights, in place."""
         model = self.model_runner.get_model()
         with self._loading():
             finalize_layerwise_reload(model, self.model_config)
@@ -86,7 +86,7 @@ class WeightSyncExtension:
 def _forget_half_update(model: torch.nn.Module) -> None:
     """Drop the weights that layers keep until they have all of theirs.
 
-    vLLM passes over such layers when a reload begins, and would count what they kept among the new ones.
+    vLLM passes over these layers when a reload begins, and would count their old weights as new.
     """
     for module in model.modules():
         info = get_layerwise_info(module)

@@ -1,1 +1,1 @@
-"""Planned memory: what a rank holds, from the settings and the shape of the model alone."""
+"""Planned memory of a rank, from the settings and the shape of the model alone."""

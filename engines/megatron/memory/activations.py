@@ -1,4 +1,4 @@
-"""Memory of activations: what forward passes keep for their backward passes, and what these take beside it."""
+"""Memory of activations that forward passes keep, and of the backward passes beside them."""
 
 from dataclasses import dataclass
 
@@ -30,10 +30,10 @@ class _Layer:
     """Bytes of one layer's micro-batch on a rank.
 
     Attributes:
-        input: what comes in. norms, mlp: what they keep; late_norms: those after core attention.
-        before: what attention keeps of queries, keys and values before they are rotated. core: what core attention
-            keeps. output: what the projection after it keeps.
-        core_input: what is kept in place of ``core`` where that is computed again.
+        input: of the layer. norms, mlp: kept by them; late_norms: by norms after core attention.
+        before: queries, keys and values that attention keeps before their rotation. core: kept by core attention.
+        output: kept by the projection after it.
+        core_input: kept in place of ``core`` where that is computed again.
     """
 
     input: float
@@ -51,9 +51,9 @@ class _Layer:
 
 
 def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, kernels: KernelMemory) -> _Layer:
-    """Count what a layer keeps for its backward pass, tensor by tensor.
+    """Count the tensors that a layer keeps for its backward pass.
 
-    Sequence parallelism cuts over tp what has the width of the hidden size; all else is cut by heads or columns. Values
+    Sequence parallelism cuts tensors of the hidden width over tp; all else is cut by heads or columns. Values
     are a view into the projection's output, which therefore stays whole, unless context parallelism gathers them. The
     MLP keeps the projection's two halves, the activation of one, the other, and their product; a fused one the first
     and the last of these. A rotation that keeps its input has queries of its own, and keys where a norm made them.
@@ -96,7 +96,7 @@ class Kept:
 
     Attributes:
         layers: of the micro-batches in flight. again: of a layer that is computed again, beside that.
-        loss: what comes after the last layer, which has gone before a layer is computed again.
+        loss: of the part after the last layer, freed before a layer is computed again.
     """
 
     layers: float
@@ -109,7 +109,7 @@ class Kept:
 
 
 def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory) -> Kept:
-    """Count what autograd keeps. Stage i of p has p - i micro-batches in flight."""
+    """Count the bytes that autograd keeps. Stage i of p has p - i micro-batches in flight."""
     layer = _count_layer(model, config, micro, kernels)
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp
     each, again, loss = layer.whole, 0.0, 0.0
@@ -127,11 +127,11 @@ def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: Micr
 def estimate_activations(
     model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory, trainable: bool
 ) -> int:
-    """Estimate what a rank of a stage holds at most beside its weights, gradients and optimizer.
+    """Estimate the peak of a rank of a stage beside its weights, gradients and optimizer.
 
-    That is what autograd keeps, and what comes on top at one time: either a layer that is computed again with what its
+    That is the memory of autograd, and the most on top of it: either a layer that is computed again with all that its
     attention's backward kernel takes, or on the last stage the logits of some tokens with their gradient, and the
-    output weight's gradient in fp32 and as it is handed on. The first stage also has what a vision tower keeps where
+    output weight's gradient in fp32 and as it is handed on. The first stage also has the memory of a vision tower where
     every token is an image's. Gradients on their way from one operator to the next are left out.
     """
     size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
@@ -157,7 +157,7 @@ computes by itself, and with a gate what is gated and the product."""
 
 
 def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
-    """Estimate what a vision tower keeps of so many image tokens of each context-parallel rank.
+    """Estimate the bytes that a vision tower keeps of so many image tokens of each context-parallel rank.
 
     Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and after
     rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are

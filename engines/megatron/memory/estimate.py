@@ -103,7 +103,7 @@ def compute_rank_memory(
 
     Args:
         rank: among the data- and context-parallel ranks that hold the same parameters.
-        micro: what it computes at a time, by these kernels.
+        micro: computed at a time, by these kernels.
         trainable: with gradients and an optimizer. cpu_offload: weights that do not learn wait on the host.
     """
     parameters, size = list_parameters(model, config, stage), get_itemsize(config.dtype)

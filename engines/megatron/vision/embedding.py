@@ -74,7 +74,7 @@ def _add_level(level: int, layer, args: tuple, kwargs: dict, output: tuple) -> t
 class _HandBack(torch.autograd.Function):
     """Identity of ``x`` whose backward gives ``source`` the gradient that ``leaf``, a copy of it, has by then.
 
-    What uses the leaf comes after ``x``, so that its backward is over when that of ``x`` begins. The leaf comes within
+    Users of the leaf come after ``x``, so that its backward is over when that of ``x`` begins. The leaf comes within
     a list: as an input of its own its gradient would wait for this node.
     """
 

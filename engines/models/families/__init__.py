@@ -1,6 +1,6 @@
 """The families of models that can be trained: a file each, named as its ``model_type``, whose ``FAMILY`` states it.
 
-A further one is a further file here and no line anywhere else. Files that begin with ``_`` hold what several share.
+A further one is a further file here and no line anywhere else. Files that begin with ``_`` hold shared parts.
 """
 
 import pkgutil

@@ -51,7 +51,7 @@ def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
-    """Read the tower of a whole ``config.json``; ValueError for what is not built."""
+    """Read the tower of a whole ``config.json``; ValueError for features that are not built."""
     config, text = _DEFAULTS | config, extract_text(config)
     vision = _VISION_DEFAULTS | (config.get("vision_config") or {})
     window = text.get("sliding_window", TEXT.defaults["sliding_window"])
@@ -108,7 +108,7 @@ def extract_text(config: dict) -> dict:
 
 
 def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
-    """Read the rule of each layer: images both ways on all, within the window on sliding ones."""
+    """Read the rule of each layer: images both ways on all, within the window on sliding layers."""
     return tuple(replace(rule, images=True) for rule in read_text_rules(config, path))
 
 

@@ -30,7 +30,7 @@ _PATTERN, _LOCAL_THETA, _THETA = 6, 10000.0, 1000000.0
 
 
 def post_attention_norm(model: DecoderSizes) -> tuple[Weight, ...]:
-    """State the norm of what attention gives."""
+    """State the norm of attention's output."""
     return (Weight("self_attn_bda.norm.weight", {"post_attention_layernorm.weight": (model.hidden,)}),)
 
 
@@ -57,7 +57,7 @@ def read_kinds(config: dict, path: Path) -> list[str]:
 
 
 def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
-    """Read the rule of each layer: a window on sliding ones."""
+    """Read the rule of each layer: a window on sliding layers."""
     window = Rule(window=config["sliding_window"])
     return tuple(window if kind == _KINDS[0] else CAUSAL for kind in read_kinds(config, path))
 

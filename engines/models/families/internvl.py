@@ -90,10 +90,10 @@ def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
-    """Read the tower of a whole ``config.json``, and from the tokenizer beside it what marks images.
+    """Read the tower of a whole ``config.json``, and the marks of images from the tokenizer beside it.
 
     Raises:
-        ValueError: a key asks for what is not built, or the tokenizer lacks a token.
+        ValueError: a key asks for a feature that is not built, or the tokenizer lacks a token.
     """
     config, text = _WHOLE_DEFAULTS | _WHOLE_BUILT | config, extract_text(config)
     vision: dict[str, Any] = _VISION_DEFAULTS | _VISION_BUILT | (config.get("vision_config") or {})

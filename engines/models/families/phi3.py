@@ -1,4 +1,4 @@
-"""Phi-3: Llama whose queries, keys and values are one saved tensor, as are the gate and what it gates
+"""Phi-3: Llama whose queries, keys and values are one saved tensor, as are gate and up projection
 (arXiv:2404.14219)."""
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
 
 
 def read_ropes(config: dict, path: Path) -> tuple[dict, ...]:
-    """Read the rotary settings; ValueError for scaled ones."""
+    """Read the rotary settings; ValueError for scaled rotation."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise ValueError(

@@ -12,7 +12,7 @@ from engines.validation import fits
 
 
 def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
-    """Read the tower, whose sizes have names of their own: ``hidden_size`` is the language model's.
+    """Read the tower; its sizes have names of their own: ``hidden_size`` is the language model's.
 
     Raises:
         ValueError: a key is missing, has a wrong type, or asks for something that is not built.
