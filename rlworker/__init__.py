@@ -9,7 +9,7 @@
 
 - ``launch``, ``launch_supervised``: from settings to a trained model; ``Trainer``, ``SftTrainer``: step by step.
 - ``RunConfig``, ``SftConfig`` and their sections: the settings; ``parse_config`` reads them from the command line.
-- ``Row``, ``TrainBatch``: what rewards and advantages are given.
+- ``Row``, ``TrainBatch``: the arguments of rewards and advantages.
 - ``Episode``, ``Model``, ``answer_calls``, ``ToolFailure``, ``one_turn``: what plays are written with.
 - ``advantages``, ``losses``, ``rewards``: modules of plain functions to choose from and to write beside.
 - ``keeping_workers``: processes that go on from run to run, for a sweep.

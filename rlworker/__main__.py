@@ -32,7 +32,7 @@ def check(config: CheckConfig) -> None:
     """Prove masks, layouts, logprobs and weight sync on this machine; exit status 1 where one of them fails.
 
     Args:
-        config: What is checked.
+        config: Settings of the check.
     """
     from rlworker.checks.check import run_check
     from rlworker.checks.device.report import format_table
@@ -55,13 +55,13 @@ def check(config: CheckConfig) -> None:
 
 
 def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
-    """Say what a recipe will take (batches, padding, memory of each process) before anything is taken.
+    """Plan the batches, the padding and the memory of each process of a recipe, before anything starts.
 
     Exit status 1 where it does not fit.
 
     Args:
-        arguments: RECIPE [--memory-gb N] [its settings], such as recipes.grpo --model FOLDER --actor.ranks 2. RECIPE
-            is a module's name, or a file's path such as ./own.py.
+        arguments: RECIPE [--memory-gb N] [its settings], like recipes.grpo --model FOLDER --actor.ranks 2. RECIPE
+            is a module's name, or a file's path like ./own.py.
     """
     from rlworker.checks.plan import plan_recipe
 

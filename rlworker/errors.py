@@ -1,8 +1,8 @@
-"""Errors that are meant to be read by whoever started the run."""
+"""Errors for the user to read."""
 
 
 class RunError(RuntimeError):
-    """The run cannot go on, and the message says why and what to do: programs show it without a traceback."""
+    """The run cannot go on, and the message names cause and repair: programs show it without a traceback."""
 
 
 MONITOR = "was ended by Ray's memory monitor"
@@ -10,4 +10,4 @@ MONITOR = "was ended by Ray's memory monitor"
 
 
 class NothingScored(RunError):
-    """No text of a step got a reward. What was learned before is whole, and is saved."""
+    """No text of a step got a reward. The steps before it are saved."""

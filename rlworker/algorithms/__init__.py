@@ -1,1 +1,1 @@
-"""Advantages and losses: what a policy learns from, as plain functions of a batch."""
+"""Advantages and losses: plain functions of a batch."""

@@ -1,4 +1,4 @@
-"""Advantages: plain functions of what was rewarded.
+"""Advantages: plain functions of the rewards.
 
 ``advantage(batch) -> [N]``, or with a critic ``-> ([N] advantages, [N] returns)``, the returns being what its values
 should have been. Rewards are ``batch.rewards``, one a sequence, given at its last counting token, and where there are
@@ -166,7 +166,7 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
     """Compute generalised advantage estimation (arXiv:1506.02438, equation 16), normalised over the counting tokens.
 
     ``delta_t = reward_t + gamma * value_{t+1} - value_t`` and ``A_t = sum of (gamma * lam)^k * delta_{t+k}``, where
-    t + 1 is the next token of the episode that counts: what an environment wrote in between is skipped, and so is the
+    t + 1 is the next token of the episode that counts: text of the environment in between is skipped, and so is the
     prompt of the next sequence. Nothing comes after the last.
     For instance, values 0.2, 0.4 and a reward of 1 at the end have, with gamma = 1 and lam = 0.5, deltas 0.2, 0.6,
     advantages 0.2 + 0.5 * 0.6 = 0.5, 0.6 before normalising, and returns 0.7, 1.

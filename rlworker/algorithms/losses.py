@@ -1,8 +1,8 @@
 """Losses: plain functions ``loss(outputs, batch) -> (sum over tokens, metric sums)``.
 
-A policy loss is put together of a surrogate (what is maximised, PPO's or another's), an aggregation (how much each
-token counts, which the trainer puts into the batch's ``weights``) and, where wanted, penalties and a correction for
-what the rollout engine computes otherwise than the trainer. Shapes are ``[N]`` where nothing else is said.
+A policy loss is put together of a surrogate (the maximised objective, PPO's or another's), an aggregation (how much
+each token counts, which the trainer puts into the batch's ``weights``) and, where wanted, penalties and a correction
+for what the rollout engine computes otherwise than the trainer. Shapes are ``[N]`` where nothing else is said.
 """
 
 from collections.abc import Callable
@@ -103,8 +103,8 @@ def gmpo(
 def sapo(
     logprobs: Tensor, old: Tensor, batch: TrainBatch, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``: a soft gate in place of the clip, closing faster on what
-    was bad (SAPO, arXiv:2511.20347)."""
+    """Compute ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``: a soft gate in place of the clip, closing faster on tokens
+    that was bad (SAPO, arXiv:2511.20347)."""
     ratio, advantages = (logprobs - old).exp(), batch.require_column("advantages")
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, torch.zeros_like(batch.mask)
@@ -154,7 +154,7 @@ def masked_importance(old: Tensor, rollout: Tensor, *, min_ratio: float = 0.5, m
 
 def center_scores(outputs: TokenOutputs, batch: TrainBatch, correction: Correction | None = None) -> Tensor:
     """Compute the term ``[N]`` which, added to each token's surrogate times correction, takes out the mean of their
-    gradient over what the sampler might have drawn in its place (score centering, arXiv:2609.20807).
+    gradient over the tokens that the sampler might have drawn in its place (score centering, arXiv:2609.20807).
 
     In one place let the sampler draw id v with probability q_v, and the loss of v be ``-A f(old_v / q_v) p_v / old_v``.
     Were all advantages A alike there would be nothing to learn, and yet the mean gradient is the sum over v of
@@ -163,7 +163,7 @@ def center_scores(outputs: TokenOutputs, batch: TrainBatch, correction: Correcti
     and all others together, which stand for the rest of the vocabulary. The published form, with
     ``rho = q(rest) / p(rest)``, has the same gradient; this one stays exact where p(rest) is next to nothing.
 
-    The clip of a surrogate has no part in it. It holds back what has moved far, whatever was sampled: a mean gradient
+    The clip of a surrogate has no part in it. It holds back tokens that have moved far, for any sample: a mean gradient
     too, but not one of the sampler's, and without it the policy runs away.
 
     Raises:
@@ -229,7 +229,7 @@ def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
 
 
 def constant_length(batch: TrainBatch, *, tokens: int) -> tuple[Tensor, float]:
-    """Take the sum over each episode's tokens, divided by the same number for all, such as the longest completion
+    """Take the sum over each episode's tokens, divided by the same number for all, like the longest completion
     (Dr. GRPO, arXiv:2503.20783)."""
     return batch.mask.float(), float(batch.num_episodes * tokens)
 
@@ -253,7 +253,7 @@ def policy_loss(
     With ``center`` it has the term of ``center_scores``, which reads the sampler's likeliest ids.
 
     Where the batch has no ``old_logprobs`` this is the only step on its rollout, and they are these very logprobs. The
-    metric ``loss`` counts every token alike, whatever ``batch.weights`` say.
+    metric ``loss`` counts every token alike, without ``batch.weights``.
     """
     mask = batch.mask
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs

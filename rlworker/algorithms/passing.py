@@ -14,7 +14,7 @@ class PassedFunction:
     """A function that is given settings. One that the user set and nobody reads would be dropped in silence: refused.
 
     Args:
-        what: what the function is to the run, for messages.
+        what: the function's part in the run, for messages.
 
     Attributes:
         bound: keywords that the code has set by ``partial``. given: those that settings have set.
@@ -40,7 +40,7 @@ class PassedFunction:
             key: dotted name of the setting.
 
         Raises:
-            ValueError: the user set it, and the function has no such parameter, or the code sets another value.
+            ValueError: the user set it, and the function has no parameter of its name, or the code sets another value.
         """
         spelled = option(*key.rsplit(".", 1))
         if name in self.bound:
@@ -65,5 +65,5 @@ class PassedFunction:
             self.give(name, value, f"{section}.{name}", value != getattr(default, name))
 
     def build(self) -> Callable:
-        """Return the function with what it was given."""
+        """Return the function with its settings."""
         return partial(self.function, **self.given) if self.given else self.function

@@ -1,1 +1,1 @@
-"""``rlworker check`` and ``rlworker plan``: what is proved, or worked out, before a run."""
+"""``rlworker check`` and ``rlworker plan``: proofs and plans before a run."""

@@ -36,9 +36,9 @@ class Case:
     """Sequences to check with.
 
     Attributes:
-        probe: what masks are probed with. window_probe: the same, longer than the model's windows.
-        token_probe: for the whole model; of a large one with fewer columns. batch: what numbers are compared on.
-        denominator: of the loss. prompts: what the rollout engine continues.
+        probe: the sequences to probe masks with. window_probe: the same, longer than the model's windows.
+        token_probe: for the whole model; of a large one with fewer columns. batch: to compare numbers on.
+        denominator: of the loss. prompts: of the rollout engine.
         others: for each image another of its size.
     """
 
@@ -136,7 +136,7 @@ def _save_image(processor: ImageProcessor, path: Path, pixels: np.ndarray, place
 
 
 def make_probe_case(lengths: tuple[int, ...] = _LENGTHS) -> ProbeCase:
-    """Make what masks are probed with: sequences that begin with ``_LENGTHS``, images, prefixes, tokens to change."""
+    """Make the case to probe masks with: sequences that begin with ``_LENGTHS``, images, prefixes, tokens to change."""
     blocks = []
     for i, n in enumerate(lengths):
         block = [-1] * n

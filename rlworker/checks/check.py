@@ -1,6 +1,6 @@
 """``rlworker check``: proof on this machine, of this model and at these parallel sizes, that the numbers are right.
 
-Masks are probed for what they let through, layouts compared with each other and with HuggingFace, the rollout's
+Masks are probed for influence, layouts compared with each other and with HuggingFace, the rollout's
 logprobs with the trainer's, before and after new weights are sent. Everything goes through the engines that train.
 """
 
@@ -32,7 +32,7 @@ def run_check(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]
     """Start the engines, run every check once, end them.
 
     Args:
-        tell: is told what begins.
+        tell: is called with the name of each check that begins.
     """
     with start_engines(config, tell) as engines:
         return [*check_all(engines, version=1), *list_platform_limits(get_platform(config.platform))]
@@ -44,7 +44,7 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
     Args:
         only: the names of the checks to make, where not all are.
 
-    A worker that raises is a check that failed, and says what it raised. The others may still wait for it in a
+    A worker that raises is a check that failed, and names its error. The others may still wait for it in a
     collective, so that nothing more is asked of several ranks after that.
     """
     findings: list[Finding] = []
@@ -74,7 +74,8 @@ def check_rollout(engines: CheckedEngines) -> list[Finding]:
 
 
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
-    """Send weights that are a step away, on whose samples both must agree; then the first weights come back."""
+    """Send weights that are a step away, and compare both engines on samples of them; then the first weights come
+    back."""
     trainer = engines.trainer
     try:
         moved, target = _move_weights(engines)

@@ -14,7 +14,7 @@ from rlworker.config.model_checks import check_engines
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """Settings that say what ``rlworker check`` proves, and of which model."""
+    """Settings of ``rlworker check``: the model and the checks."""
 
     model: Positional[str] = ""
     """HuggingFace folder or hf:ORG/NAME; without one a tiny model is made on the spot."""
@@ -46,5 +46,5 @@ class CheckConfig:
             )
 
     def check_model(self) -> ModelSpec:
-        """Return ``check_engines`` of what is checked."""
+        """Return ``check_engines`` of the checked model."""
         return check_engines(self.model, self.platform, self.actor, self.rollout)

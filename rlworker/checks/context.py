@@ -53,7 +53,7 @@ def start_engines(
     """Start the engines, after HuggingFace has computed: memory may not have room for both.
 
     Args:
-        tell: is told what begins. rollouts: engines that run already.
+        tell: is called with each part that begins. rollouts: engines that run already.
     """
     model = config.check_model()
     temperature = config.rollout.temperature

@@ -1,4 +1,4 @@
-"""HuggingFace's own computation, one sequence at a time: what layouts, masks and parallel sizes must not change.
+"""HuggingFace's own computation, one sequence at a time: layouts, masks and parallel sizes must not change it.
 
 ``rlworker check`` and the tests compare the engines with it. It is itself compared with a second oracle, transformers'
 own loss of one label at a time, in ``tests/rlworker/checks/test_reference.py``.
@@ -56,7 +56,7 @@ class Reference:
 
     Attributes:
         logprobs, entropy: ``[N]``, float64 where that was computed.
-        hidden: layer number, from 1 -> ``[N, hidden]`` float32, what the layer gives out.
+        hidden: layer number, from 1 -> ``[N, hidden]`` float32, the layer's output.
         gradients: HF name -> gradient of ``sum(loss) / denominator``, float32.
         rounding: None where memory was short of float64, so that these are HuggingFace's numbers in float32.
     """
@@ -167,7 +167,7 @@ def _compute_in(
 
 
 def _estimate_bytes(spec: ModelSpec, batch: TrainBatch) -> int:
-    """Estimate what float64 takes at most: weights, their gradients, the logits of a sequence and what scores them."""
+    """Estimate the peak bytes of float64: weights, their gradients, the logits of a sequence and their scores."""
     weights = spec.count_weights()
     logits = max(batch.lengths) * spec.vocab
     return 8 * (2 * weights + 4 * logits + 6 * min(logits, _SCORES_AT_ONCE)) + 2**30
@@ -266,13 +266,13 @@ def probe_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[s
 
 
 def name_gradients(model: "PreTrainedModel", spec: ModelSpec) -> dict[str, Tensor]:
-    """Name what the last backward pass left as the weights are named in the folder; nothing is copied."""
+    """Name the gradients of the last backward pass as the weights in the folder; nothing is copied."""
     parameters = model.named_parameters()
     return {spec.find_folder_name(name): p.grad for name, p in parameters if p.grad is not None}
 
 
 def make_image_arguments(spec: ModelSpec) -> Arguments:
-    """Make what gives each sequence its images; of a model without a vision tower, nothing."""
+    """Make the arguments by which each sequence gets its images; none without a vision tower."""
     if not (vision := spec.vision):
         return lambda one: {}
     processor, by_rule = ImageProcessor(spec.folder, vision), any(rule.images for rule in spec.rules)
@@ -300,7 +300,7 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
 
 
 def _keep_hidden_states(language: Any) -> dict[int, list[Tensor]]:
-    """Watch a decoder: what each layer gives out of every sequence that is run from now on, by its number from 1."""
+    """Watch a decoder: the output of each layer of every sequence that is run from now on, by its number from 1."""
     states: dict[int, list[Tensor]] = {}
 
     def keep(number: int):

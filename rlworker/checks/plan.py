@@ -1,4 +1,4 @@
-"""``rlworker plan RECIPE`` tells what a run will take before anything is taken."""
+"""``rlworker plan RECIPE`` plans the memory of a run before anything starts."""
 
 import importlib
 import importlib.util
@@ -33,7 +33,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "host")
 @dataclass(frozen=True)
 class Plan:
     """Attributes:
-    batch: what a step is made of, label and value. needs: the largest rank of each stage, and of RL a rollout engine.
+    batch: parts of a step, label and value. needs: the largest rank of each stage, and of RL a rollout engine.
     padding: share of the trainer's slots without a token. sees: the model sees images.
     """
 
@@ -52,7 +52,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
         memory_gb: of the device of each process; 0 takes this machine's memory for all of them together.
 
     Raises:
-        ValueError: there is no such recipe, or the settings do not fit each other or the models.
+        ValueError: the recipe does not exist, or the settings do not fit each other or the models.
     """
     default = _import_default(recipe)
     config = parse_config(default, args=settings, prog=f"rlworker plan {recipe}")
@@ -100,7 +100,7 @@ def _import_default(recipe: str) -> Config:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import the module in a file, imported as ``python FILE`` would find what lies beside it, under a name of its
+    """Import the module in a file, imported as ``python FILE`` would find the files beside it, under a name of its
     own."""
     name = f"recipe at {path}"
     spec = importlib.util.spec_from_file_location(name, path)

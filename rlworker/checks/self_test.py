@@ -23,7 +23,7 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
 
     Args:
         config: with a model, the faults that it can show. Its sizes are not used: faults show on one rank, or on two
-            under context parallelism, and on engines of one device, in whose own process they are planted.
+            under context parallelism, and on engines of one device, which have the faults in their own process.
         folder: for the tiny models that they show on where none is given.
         tell: is told of every fault as it is done.
 

@@ -30,7 +30,7 @@ def list_rules(family: Family) -> list[Rule]:
 
 
 def find_layout_level(family: Family, platform: Platform, layout: str) -> Level:
-    """Find the weakest evidence of what computes a family's rules in a layout, without context parallelism."""
+    """Find the weakest evidence of the code for a family's rules in a layout, without context parallelism."""
     try:
         found = [find_backend(platform.attention_backends, layout, 1, rule) for rule in list_rules(family)]
     except ValueError:
@@ -39,7 +39,7 @@ def find_layout_level(family: Family, platform: Platform, layout: str) -> Level:
 
 
 def find_rollout_level(family: Family, platform: Platform) -> Level:
-    """Find the weakest evidence of what computes a family's rules in rollouts."""
+    """Find the weakest evidence of the code for a family's rules in rollouts."""
     rules = list_rules(family)
     try:
         backend = find_rollout_backend(platform.rollout_backends, rules)

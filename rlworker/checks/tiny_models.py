@@ -80,7 +80,7 @@ LARGE_WEIGHTS = {"initializer_range": 0.08}
 
 
 def make_tiny_model(folder: str | Path, kind: Tiny) -> str:
-    """Save a model whose weights are large enough that a wrong one would show."""
+    """Save a model with weights so large that a wrong weight would show."""
     if kind in _TEXT:
         return make_tiny_text(folder, kind, 131, **_TEXT[kind])
     return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
@@ -233,7 +233,7 @@ def _make_tiny_gemma(
 def _make_tiny_intern(
     folder: str | Path, tokenizer: Any, vocab: int, seed: int, tied: bool, language: dict, vision: dict, apart: float
 ) -> str:
-    """Save an InternVL, of whose images the larger are cut into tiles; ``model_type`` of ``language`` is Qwen2's or
+    """Save an InternVL that cuts larger images into tiles; ``model_type`` of ``language`` is Qwen2's or
     Qwen3's."""
     import torch
     from transformers import (
@@ -294,7 +294,7 @@ def _name_as_released(folder: str, family: str) -> None:
     """Rename weights as in the released folders, which transformers and vLLM read.
 
     transformers 5 saves other names: 5.5 puts ``model.`` before Qwen2.5-VL's tower, and before all of InternVL and of
-    Gemma 3, whose tower is within one too many; 5.19 leaves out what Gemma's tower is within.
+    Gemma 3, whose tower is within one too many; 5.19 leaves out the module around Gemma's tower.
     """
     from safetensors.torch import load_file, save_file
 

@@ -62,9 +62,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        check: what was checked. where: layout, rule, engine.
+        check: its name. where: layout, rule, engine.
         outcome: "refused" is the capability table's word: nothing was run, and nothing is wrong.
-        text: what was found. evidence: what it shows (``Platform.evidence``), or "table".
+        text: the finding. evidence: of the platform (``Platform.evidence``), or "table".
     """
 
     check: str
@@ -76,12 +76,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckedTrainer:
-    """A training engine under check, and what it is checked with.
+    """A training engine under check, and the case and reference to check it with.
 
     Attributes:
         platform: its name. settings: of the engine.
         call_ranks: ``call_ranks(name, *args)`` calls a function of ``engines.probes.megatron`` on every rank and
-            returns what each of them returned.
+            returns their results.
         ends_early: masks are probed up to the first rule under which one is wrong. A wrong mask may see a whole pack,
             whose square takes its time.
         tell: is told of each part of a check as it begins.
@@ -107,7 +107,8 @@ class CheckedTrainer:
         return list_kinds(self.platform, self.settings, self.model)
 
     def list_comparisons(self) -> list[tuple[str, Reference]]:
-        """List the layouts to be compared with HuggingFace, each with what that computed; none where it did not run."""
+        """List the layouts to be compared with HuggingFace, each with HuggingFace's outputs; none where it did not
+        run."""
         return [(kind, self.reference) for kind in self.kinds if self.reference]
 
     def compute_outputs(self, kind: str, batch: TrainBatch | None = None) -> TokenOutputs:
@@ -132,7 +133,7 @@ def list_kinds(platform: str, settings: MegatronConfig, model: ModelSpec) -> tup
 
 
 def list_platform_limits(platform: Platform) -> list[Finding]:
-    """List what the platform's evidence says nothing about, as the last line of the report."""
+    """List the limits of the platform's evidence, as the last line of the report."""
     covered = Finding("platform", platform.name, "ok", describe(platform), platform.evidence)
     return [covered] if platform.not_covered else []
 
@@ -164,7 +165,7 @@ def check_attention(trainer: CheckedTrainer) -> list[Finding]:
 
 
 def check_tokens(trainer: CheckedTrainer) -> list[Finding]:
-    """Check who influences whom through the whole model, from token ids to the entropy of what is predicted."""
+    """Check the influence between tokens through the whole model, from ids to the entropy of predictions."""
     findings = []
     for kind in trainer.kinds:
         trainer.tell(f"tokens: {kind}")
@@ -177,7 +178,7 @@ def check_tokens(trainer: CheckedTrainer) -> list[Finding]:
 
 
 def check_images(trainer: CheckedTrainer) -> list[Finding]:
-    """Check who influences whom from pixels on: another image moves what comes from its first token on, in its own
+    """Check the influence of pixels: another image moves the outputs from its first token on, in its own
     sequence and nowhere else; and within the tower nothing of the images beside it."""
     findings, batch, others = [], trainer.case.batch, trainer.case.others
     if not others:
@@ -236,7 +237,8 @@ def check_layouts(trainer: CheckedTrainer) -> list[Finding]:
 
 
 def _judge_outputs(trainer: CheckedTrainer, found: dict[str, float]) -> tuple[bool, str]:
-    """Judge what ``compare_outputs`` has found by HuggingFace's own rounding: whether it passes, and the figures."""
+    """Judge the differences of ``compare_outputs`` by HuggingFace's own rounding: whether it passes, and the
+    figures."""
     if not (trainer.reference and trainer.reference.rounding):
         limit = trainer.limits["logprobs"]
         over = [value for value in found.values() if not value <= limit]
@@ -251,7 +253,7 @@ def _judge_outputs(trainer: CheckedTrainer, found: dict[str, float]) -> tuple[bo
 
 
 def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Reference) -> str:
-    """Name the first layer whose output is not HuggingFace's, in words."""
+    """Name the first layer with another output than HuggingFace's, in words."""
     states = {
         n: hidden
         for part in trainer.call_ranks("hidden_states", kind, trainer.case.batch)

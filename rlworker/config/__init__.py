@@ -1,1 +1,1 @@
-"""The settings of a run, and what is checked of them before it starts."""
+"""The settings of a run, and their checks before it starts."""

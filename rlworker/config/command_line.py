@@ -24,13 +24,14 @@ def parse_config(
     """Read settings from the command line. ``--help`` shows those of no section, ``--help SECTION`` a section's.
 
     Args:
-        default: a frozen dataclass, whose fields that are dataclasses are its sections; what the command line does not
-            name is as it is there. Settings of a run are first fitted to the model and the platform that it names.
+        default: a frozen dataclass; fields that are dataclasses are its sections, and settings that the command line
+            does not name is as it is there. Settings of a run are first fitted to the model and the platform that it
+            names.
         description: of the program, for ``--help``; left out, the docstring of the default's class.
         args: in place of the program's own. prog: the program's name, in place of its file's.
 
     Raises:
-        SystemExit: help was asked for, or the command line is wrong; what is printed names the option and what to do.
+        SystemExit: help was asked for, or the command line is wrong; the message names the option and its repair.
     """
     args = _spell_switches(sys.argv[1:] if args is None else args, default)
     if isinstance(default, TrainingConfig):

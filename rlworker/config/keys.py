@@ -45,6 +45,6 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
 def map_renamed_keys(known: Collection[str]) -> dict[str, str]:
     """Map each key of an older run folder or command line to the one of the ``known`` keys that it means.
 
-    A key that is known itself, such as a recipe's own, means what it says.
+    A key of the settings themselves, like a recipe's own, keeps its name.
     """
     return {key: here for key, here in _RENAMED.items() if here in known and key not in known}

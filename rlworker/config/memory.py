@@ -41,8 +41,8 @@ class Need:
     """Bytes of one process on its device.
 
     Attributes:
-        name: which. count: how many there are; 0 for what several processes hold at a time on a device they share.
-        roles: engine -> what it holds; a rollout engine has its weights as parameters, its cache of keys and values as
+        name: which. count: how many there are; 0 for several processes that share a device.
+        roles: engine -> its memory; a rollout engine has its weights as parameters, its cache of keys and values as
             activations.
     """
 
@@ -68,7 +68,7 @@ class Need:
 
 
 def list_needs(config: Config, models: dict[str, ModelSpec]) -> list[Need]:
-    """List what the processes of a run take: the largest rank of each stage, then the rollout's."""
+    """List the memory of a run's processes: the largest rank of each stage, then the rollout's."""
     needs = list(_plan_trainers(config, models))
     if isinstance(config, RunConfig):
         needs.append(_plan_rollout(config, models["actor"]))
@@ -134,7 +134,7 @@ def count_share(config: Config) -> int:
 
 
 def judge_machine(config: Config, models: dict[str, ModelSpec]) -> tuple[str, bool]:
-    """Tell in words what all processes of a run take on this machine where samples are as long as they may be, and
+    """Tell in words the memory of all processes of a run on this machine where samples are as long as they may be, and
     whether they fit."""
     total = _read_machine_bytes()
     limit = float(os.environ.get(_THRESHOLD) or 0.95) * total
@@ -155,7 +155,7 @@ def judge_machine(config: Config, models: dict[str, ModelSpec]) -> tuple[str, bo
 
 
 def _list_machine_parts(config: Config, models: dict[str, ModelSpec]) -> list[tuple[str, int, float]]:
-    """List what takes a machine's memory where its processes have no other: which, how many, and the bytes of each."""
+    """List the processes that share a machine's memory: which, how many, and the bytes of each."""
     parts = []
     for need in list_needs(config, models):
         pieces = 0 if need.is_rollout else _PIECES * max(memory.activations for memory in need.roles.values())

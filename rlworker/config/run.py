@@ -127,7 +127,7 @@ class TrainingConfig:
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
         """Name of each group of workers, in the order in which they are placed: its workers, the devices of each, and
-        how many consecutive ones lie in one node."""
+        how many neighbours lie in one node."""
         raise NotImplementedError
 
     @property
@@ -136,7 +136,7 @@ class TrainingConfig:
         return {"actor": self.actor.dtype}
 
     def fit_to_model(self) -> Self:
-        """Fit the run to its model. A recipe whose sizes depend on the model overrides this."""
+        """Fit the run to its model. A recipe with sizes that depend on the model overrides this."""
         return self
 
     def move_to_platform(self, name: PlatformName) -> Self:
@@ -289,7 +289,7 @@ class RunConfig(TrainingConfig):
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
         """Name of each group of workers, in the order in which they are placed: its workers, the devices of each, and
-        how many consecutive ones lie in one node. Engines that share the actor's devices are none of them."""
+        how many neighbours lie in one node. Engines that share the actor's devices are none of them."""
         trainers = ["actor", *dict.fromkeys(self.placement.dedicated_devices)]
         engines = ("rollout engines", self.rollout.engines, self.rollout.tp, 1)
         apart = [] if self.placement.colocate else [engines]
@@ -297,7 +297,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def takes_floor(self) -> bool:
-        """The limit on the mean |rollout - trainer logprob| comes from what is measured when the run begins."""
+        """The limit on the mean |rollout - trainer logprob| comes from a measurement when the run begins."""
         return self.limits.logprob_diff_mean is None and not self._is_fp32
 
     def find_logprob_limits(self, floor: float | None) -> tuple[float, float]:

@@ -49,7 +49,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Settings of what is maximised."""
+    """Settings of the objective."""
 
     clip_low: Annotated[float, Ge(0)] = 0.2
     """The policy ratio is clipped at 1 - clip_low."""
@@ -114,7 +114,7 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Settings of where the reward function runs, and what becomes of a text that it fails on."""
+    """Settings of where the reward function runs, and the reward of a text that it fails on."""
 
     workers: Annotated[int, Ge(1)] = 1
     """Processes that call it, spread over the nodes that Ray has, the driver's first."""
@@ -199,7 +199,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True)
 class RecoveryConfig:
-    """Settings of what becomes of a run that loses processes."""
+    """Settings of a run's recovery from lost processes."""
 
     stall_timeout_s: Annotated[float, Ge(1), FINITE] = 300.0
     """Seconds without a sign of life after which a process counts as standing still and is ended; one that is merely

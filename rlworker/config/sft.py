@@ -16,7 +16,7 @@ from rlworker.config.run import TrainingConfig, check_slots, set_decay
 class SftConfig(TrainingConfig):
     """Supervised training on the rows of RL: the model learns to say ``data.answer_field`` after the prompt, and then
     the token with which the chat template ends an answer, or behind plain text the end-of-sequence token. Rows may have
-    whole conversations in a field messages, and tools; what the assistant says is then learned."""
+    whole conversations in a field messages, and tools; the assistant's messages are then learned."""
 
     rows_per_step: Annotated[int, Ge(1)] = 64
     """Rows of an optimizer step."""

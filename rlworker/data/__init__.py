@@ -1,1 +1,1 @@
-"""Rows to learn from: where they are, what they hold, their images."""
+"""Rows to learn from: their files, their fields, their images."""

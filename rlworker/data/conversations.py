@@ -1,4 +1,4 @@
-"""Whole conversations to learn from: what the assistant says in them is learned, all else is context."""
+"""Whole conversations to learn from: the assistant's messages are learned, all else is context."""
 
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a conversation's text; what the model says has its end in it unless ``is_open``."""
+    """A piece of a conversation's text; the model's text has its end in it unless ``is_open``."""
 
     text: str
     is_said: bool = False
@@ -74,7 +74,7 @@ def check_examples(path: str, data: DataConfig) -> None:
     """Look at every row's fields, as ``check_rows`` does, where it may have a conversation.
 
     Raises:
-        ValueError: there are no such rows, or a broken one, by place, row and field.
+        ValueError: there are no rows, or a broken one, by place, row and field.
     """
     if has_conversations(path, data):
         for _ in iterate_conversations(path, data):
@@ -84,15 +84,15 @@ def check_examples(path: str, data: DataConfig) -> None:
 
 
 def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequence[str]) -> list[list[Piece]]:
-    """Write a conversation as the chat template does: one sequence, or where the template rewrites what came before,
-    such as thinking that it drops, another from there on. Every message of the assistant is said in one of them.
+    """Write a conversation as the chat template does: one sequence, or where the template rewrites earlier text,
+    as it may drop thinking, another from there on. Every message of the assistant is said in one of them.
 
     Args:
-        ends: texts of the tokens that end what the model says.
+        ends: texts of the tokens that end the model's text.
 
     Raises:
         jinja2.TemplateError: the template refuses these messages.
-        ValueError: what is said would lack a call of a tool.
+        ValueError: the text would lack a tool call.
     """
     messages, tools, written = conversation.messages, conversation.tools, None
     sequences: list[list[Piece]] = []
@@ -120,7 +120,7 @@ class ConversationEncoder:
     """Encodes conversations.
 
     Args:
-        ends: ids of the tokens that end what the model says; the tokenizer's own goes where the template has none.
+        ends: ids of the tokens that end the model's text; the tokenizer's own goes where the template has none.
     """
 
     def __init__(self, tokenizer: Any, ends: Sequence[int], data: DataConfig, image_reader: ImageReader | None = None):
@@ -130,7 +130,7 @@ class ConversationEncoder:
     def encode(
         self, conversation: Conversation, images: tuple[Image, ...]
     ) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[Image, ...]]]:
-        """Encode a conversation: of each sequence the ids, the places of what is learned, from the first to before the
+        """Encode a conversation: of each sequence the ids, the places of learned tokens, from the first to before the
         last, and the images in the order of their places.
 
         Raises:

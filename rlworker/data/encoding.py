@@ -1,9 +1,9 @@
 """Text to ids where other tokens stand before it, and ids to text where they do not begin one.
 
 To many tokenizers a text is another one when it is encoded alone. Those of Llama's and Mistral's kind put a space
-before whatever they are given (``Prepend``, ``Metaspace``); a token with ``rstrip``, as Phi-3 has them, takes the white
-space that follows it. Of what stands before, only the last token has such a part in it, and its id is all that these
-functions ask for: what was sampled is never encoded again.
+before any text (``Prepend``, ``Metaspace``); a token with ``rstrip``, as Phi-3 has them, takes the white
+space that follows it. Of the text before, only the last token has a part in this, and these functions
+ask for its id alone: sampled text is never encoded again.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _LETTERS = ("\n", "0")
 def encode_after(tokenizer: Any, last: int | None, text: str) -> list[int]:
     """Encode text as it stands behind other tokens: the ids ``[T]`` that the whole has from that boundary on.
 
-    Where the whole would merge letters across the boundary, the ids before it stay what they were; the text is encoded
+    Where the whole would merge letters across the boundary, the ids before it stay; the text is encoded
     as behind a letter with which it does not merge. Special tokens may be written out, and none is added.
 
     Args:
@@ -66,7 +66,7 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str], is_plain: Sequence[bool
 
 
 def _find_opening(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
-    """Find the special tokens that the tokenizer puts before any text, such as Llama's BOS, by the ``ids`` of one
+    """Find the special tokens that the tokenizer puts before any text, like Llama's BOS, by the ``ids`` of one
     without them. Those that it puts behind (an end, say) are no part of a prompt, which is to be continued."""
     encoding = tokenizer(text, return_special_tokens_mask=True)
     whole, count = encoding["input_ids"], len(list(takewhile(bool, encoding["special_tokens_mask"])))
@@ -88,5 +88,5 @@ def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)  # of thousands of tokens it takes milliseconds
 def _list_added(tokenizer: Any) -> dict[int, str]:
-    """List the tokens that a tokenizer finds before it splits a text, such as special ones, with their texts."""
+    """List the tokens that a tokenizer finds before it splits a text, special tokens among them, with their texts."""
     return {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}

@@ -47,7 +47,7 @@ def read_examples(
 ) -> tuple[list[Example], int]:
     """Read the rows at ``path`` as examples, and how many were skipped because they are too long.
 
-    A row has a prompt and its answer, or a conversation, of which the model learns what the assistant says.
+    A row has a prompt and its answer, or a conversation, of which the model learns the assistant's messages.
 
     Raises:
         ValueError: as ``read_rows``; an answer or a conversation is too long or has an image token, or a token is not

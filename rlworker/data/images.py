@@ -1,4 +1,4 @@
-"""Images and videos of rows: what a row names becomes a reference, which the engines decode when they need it."""
+"""Images and videos of rows: a row's image becomes a reference, which the engines decode when they need it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class ImageReader:
         folder: keeps the images that rows hold as bytes.
         limit: bytes that the images of a row may take while they are decoded.
         newlines: tokens that are newlines alone, count -> id, of a family that surrounds images by them.
-        opened: those that were read before, by their paths; videos by what rows say of them as well.
+        opened: images that were read before, by their paths; videos by their rows' settings as well.
     """
 
     processor: ImageProcessor
@@ -114,7 +114,7 @@ class ImageReader:
         raise ValueError(f'{place} must be a path or {{"bytes": ..., "path": ...}}, got {type(value).__name__}')
 
     def _store(self, data: bytes, place: str) -> Path:
-        """Write these bytes to a file named by what they are, so that it is written once, and return its path."""
+        """Write these bytes to a file named by their hash, so that it is written once, and return its path."""
         path = self.folder / hashlib.sha256(data).hexdigest()
         if not path.is_file():
             check_image(data, "its bytes", place)
@@ -191,7 +191,7 @@ class ImageReader:
 
 
 def _list(value: Any) -> Sequence[Any]:
-    """List what a row's field holds: several, one, or none."""
+    """List the values of a row's field: several, one, or none."""
     return value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
 
 
@@ -205,7 +205,7 @@ def _join(base: Path, path: str, place: str) -> Path:
 
 
 def _read_video(value: Any, place: str) -> dict[str, Any]:
-    """Read what a row says of a video: its path, and what ``VideoProcessor.open`` is told of it."""
+    """Read a row's video: its path, and the arguments of ``VideoProcessor.open``."""
     settings = {"path": value} if isinstance(value, str) else value
     if not isinstance(settings, dict) or not isinstance(settings.get("path"), str):
         raise ValueError(f'{place} must be a path or {{"path": ..., "fps": ...}}, got {type(value).__name__}')

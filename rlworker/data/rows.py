@@ -33,10 +33,10 @@ class Row:
     Attributes:
         prompt: the text that the model sees, chat template applied.
         prompt_ids: its token ids, those of its images and those that the tokenizer opens a text with included.
-        answer: what a reward function compares with.
+        answer: for a reward function to compare with.
         source: the whole row in plain Python values, for reward functions that need more.
         images: its images and videos in order.
-        messages: what the chat template has made the prompt of; none where it is plain text.
+        messages: that the chat template has made the prompt of; none of plain text.
     """
 
     prompt: str
@@ -141,7 +141,7 @@ def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], vocab: 
     """Raise ValueError where the tokenizer knows tokens, used here, that the model of ``vocab`` tokens does not.
 
     Args:
-        texts: what the message calls each of ``ids``.
+        texts: the name of each of ``ids`` in the message.
     """
     for text, numbers in zip(texts, ids, strict=True):
         if max(numbers) >= vocab:
@@ -155,7 +155,7 @@ def check_rows(path: str, data: DataConfig) -> None:
     """Look at every row's fields, which takes no tokenizer.
 
     Raises:
-        ValueError: there are no such rows, or a broken one, by place, row and field.
+        ValueError: there are no rows, or a broken one, by place, row and field.
     """
     for _ in _iterate_checked(path, data):
         pass
@@ -172,8 +172,9 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
         image_reader: of a vision-language model; without one a row with images is refused.
 
     Raises:
-        ValueError: there are no such rows, or a broken one, by place, row and field; a prompt is too long, or all are
-            where such are skipped; an image cannot be read, or there is another number of them than places for them.
+        ValueError: there are no rows, or a broken one, by place, row and field; a prompt is too long, or all are
+            where long prompts are skipped; an image cannot be read, or there is another number of them than places for
+            them.
     """
     places, sources, texts, images, chats = [], [], [], [], []
     for where, source in _iterate_checked(path, data):
@@ -266,7 +267,7 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
 
 
 def check_chat(messages: Sequence[Any], place: str, data: DataConfig) -> None:
-    """Raise ValueError, by ``place``, where a row's messages cannot be what a chat template is given."""
+    """Raise ValueError, by ``place``, where a row's messages cannot go into a chat template."""
     check_messages(messages, place)
     if any(set(part) - {"type", "text"} for m in messages for part in list_parts(m.get("content"))):
         raise ValueError(
@@ -325,7 +326,7 @@ def pick_rows(rows: Sequence[Item], count: int, start: int, seed: int) -> list[I
     """Pick the next ``count`` rows of a run that has taken ``start`` before.
 
     Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on nothing but
-    the arguments, so that a resumed run sees what the uninterrupted one would have.
+    the arguments, so that a resumed run sees the rows of an uninterrupted one.
     """
     chosen_rows = []
     for place in range(start, start + count):

@@ -31,7 +31,7 @@ _Table = tuple[list[str], Iterator[dict]]
 
 def find_base_folder(path: str) -> Path:
     """Find where paths within the rows at ``path`` start: their file's folder, their own, or the working directory;
-    of a pattern of files what is before its first wildcard."""
+    of a pattern of files the part before its first wildcard."""
     if path.startswith("hf:"):
         return Path()
     if Path(path).is_file():
@@ -49,7 +49,7 @@ def iterate_rows(path: str, data: DataConfig | None = None) -> Iterator[tuple[st
         data: names the columns that a table must have for prompts and answers; without it any will do.
 
     Raises:
-        ValueError: there are no such rows, or they cannot be read.
+        ValueError: there are no rows, or they cannot be read.
     """
     if not path:
         raise ValueError("data: no rows were given; set --data.train, such as --data.train train.jsonl")

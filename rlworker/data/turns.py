@@ -1,4 +1,4 @@
-"""The model's turn in a chat: what its template writes of an answer, and the token that ends it."""
+"""The model's turn in a chat: its answer as the template writes it, and the token that ends it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ _CHAT = ({"role": "user", "content": "question"}, {"role": "assistant", "content
 
 
 def find_turn_end(tokenizer: Any) -> str:
-    """Find the special token with which the chat template ends an answer, such as ``<|im_end|>``; empty where it ends
+    """Find the special token with which the chat template ends an answer, like ``<|im_end|>``; empty where it ends
     none so, or there is no template."""
     if not tokenizer.chat_template:
         return ""
@@ -29,9 +29,9 @@ def write_turn(
     ends: Sequence[str],
     tools: Sequence = (),
 ) -> tuple[str, bool]:
-    """Write what the model has to say behind the prompt of some messages for its answer, as the template has it.
+    """Write the model's text behind the prompt of some messages for its answer, as the template has it.
 
-    That is the answer with what the template puts before it, up to the first of ``ends``: a newline behind that belongs
+    That is the answer with the template's text before it, up to the first of ``ends``: a newline behind that belongs
     to the next prompt. Where the template rewrites prompt or answer, as those do that drop thinking, the answer stands
     as it was given.
 

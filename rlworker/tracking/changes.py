@@ -24,7 +24,7 @@ _BELONG_TO_RUN |= {"critic.train", "critic.model", "critic.warmup_steps"}
 def list_changes(stored: dict, config: TrainingConfig) -> Changes:
     """List the settings in which a run's stored settings differ from those that it is to go on with.
 
-    A setting that did not exist yet when the run was started had what is now its default.
+    A setting that did not exist yet when the run was started had its present default.
     """
     default, now = flatten_config(type(config)()), flatten_config(config)
     names = map_renamed_keys(now)

@@ -38,7 +38,7 @@ DigestFiles = Callable[[Path, list[str]], Mapping[str, FileDigest]]
 
 
 def digest_text(text: str) -> FileDigest:
-    """Digest what a file holds that has this text."""
+    """Digest a file of this text."""
     data = text.encode()
     return FileDigest(len(data), xxhash.xxh3_128_hexdigest(data))
 
@@ -82,7 +82,7 @@ def read_digests(checkpoint: Path) -> dict[str, FileDigest]:
     """Read the digests of a checkpoint's files.
 
     Raises:
-        ValueError: they are not what was written.
+        ValueError: they differ from the written digests.
     """
     text = (checkpoint / DIGESTS).read_text("utf-8", errors="replace")
     *lines, last = text.splitlines(keepends=True) or [""]
@@ -97,7 +97,7 @@ def read_digests(checkpoint: Path) -> dict[str, FileDigest]:
 
 
 def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> list[str]:
-    """Find what is not as it was written in a checkpoint that has digests.
+    """Find the files of a checkpoint that differ from its digests.
 
     Args:
         digest: reads the files; None looks at their names and sizes alone, which takes no time.
@@ -132,6 +132,6 @@ def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> 
 
 
 def describe_damage(checkpoint: Path, damage: list[str]) -> str:
-    """Say in one line what is damaged of a checkpoint."""
+    """Name in one line the damaged files of a checkpoint."""
     more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
     return f"checkpoint {str(checkpoint)!r} is damaged: {', '.join(damage[:_NAMED])}{more}"

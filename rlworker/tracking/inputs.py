@@ -24,7 +24,7 @@ _HUB = "hub"
 
 
 class Inputs:
-    """The inputs of the run in a folder, whose ``inputs.json`` has their digests."""
+    """The inputs of the run in a folder; its ``inputs.json`` has their digests."""
 
     def __init__(self, folder: Path):
         self._folder, self._held = folder, Digests()
@@ -67,7 +67,7 @@ class Inputs:
         return sorted(self._model_folders), sorted(self._image_folders)
 
     def write(self) -> str:
-        """Write the digests of what is held into the folder; returns what is to be said of those before."""
+        """Write the digests of the inputs into the folder; returns a note on changed ones, or ""."""
         lacks = (self._folder / "config.json").exists() and not (self._folder / INPUTS).exists()
         write_whole(self._folder / INPUTS, json.dumps(self._read() | self._held, indent=1) + "\n")
         return f"; NOTE it had no {INPUTS}, so that other data or models would not be noticed" if lacks else ""
@@ -94,7 +94,7 @@ def _digest_rows(path: str) -> dict[str, str]:
 
 
 def _digest_value(value: Any) -> str:
-    """Write what JSON cannot hold: the bytes of an image, a date."""
+    """Write values that JSON cannot hold: the bytes of an image, a date."""
     return xxhash.xxh3_128_hexdigest(value) if isinstance(value, bytes) else repr(value)
 
 

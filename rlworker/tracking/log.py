@@ -39,7 +39,7 @@ _RECENT = 50
 
 
 def is_due(step: int, every: int) -> bool:
-    """Tell whether what is done every so many steps is done after this one; 0 is never."""
+    """Tell whether a task of every so many steps is due after this one; 0 is never."""
     return bool(every) and step % every == 0
 
 
@@ -65,7 +65,7 @@ class RunLog:
 
     Args:
         steps: of the whole run. first_step: steps done so far.
-        trackers: open ones; they are closed with this. line: what the terminal shows of a step.
+        trackers: open ones; they are closed with this. line: metrics of a step for the terminal.
     """
 
     def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
@@ -79,7 +79,7 @@ class RunLog:
         self._tracked = first_step - 1  # the last step that trackers have
 
     def go_back(self, step: int) -> None:
-        """Go on after ``step``, to which metrics.jsonl was cut meanwhile. Trackers have what comes again."""
+        """Go on after ``step``, to which metrics.jsonl was cut meanwhile. Trackers have the repeated steps already."""
         self._metrics.close()
         self._metrics = open(self._path, "a", encoding="utf-8")
         self._told.clear()
@@ -113,7 +113,7 @@ class RunLog:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def _estimate_left(self, step: int, seconds: float | None) -> str:
-        """Estimate the time from here to the last step, if steps go on as this process's last ones did, evaluating and
+        """Estimate the time from here to the last step, at the rate of this process's last steps, evaluating and
         saving included; the first one is all there is at first (``seconds``)."""
         self._told.append((time.monotonic(), step))
         (begin, first), (end, _) = self._told[0], self._told[-1]

@@ -33,8 +33,8 @@ class Provenance:
         command: as it was typed, without the machine's folders and without where figures are written.
         commit: short hash of the code, with a ``+`` where tracked files were changed; an installed package has its
             version instead.
-        date: UTC, to the second, such as "2026-01-31T12:00:00+00:00".
-        platform: its name and what it shows, such as "cpu (executed)".
+        date: UTC, to the second: "2026-01-31T12:00:00+00:00".
+        platform: its name and evidence: "cpu (executed)".
         device: processor, cores and memory of this machine.
         versions: library -> version, of those that are installed.
     """
@@ -51,7 +51,7 @@ def collect_provenance(platform: str) -> Provenance:
     """Say where the figures of this process come from, which runs on the platform of this name.
 
     Raises:
-        ValueError: there is no such platform.
+        ValueError: the platform does not exist.
     """
     spec, runs_on = sys.modules["__main__"].__spec__, get_platform(platform)
     found = [(name, next(filter(None, map(_find_version, each)), None)) for name, each in _LIBRARIES.items()]
@@ -107,7 +107,7 @@ def read_commit(root: Path) -> str:
 
 
 def _describe_machine() -> str:
-    """Name the processor, cores that this process may use, and memory, such as "AMD EPYC, 2 cores, 23 GiB"."""
+    """Name the processor, cores that this process may use, and memory: "AMD EPYC, 2 cores, 23 GiB"."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

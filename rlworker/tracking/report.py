@@ -1,4 +1,4 @@
-"""report.html: what a run did, as one file that opens anywhere."""
+"""report.html: a run, as one file that opens anywhere."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _CURVES = (
 
 
 def format_report(folder: Path) -> str:
-    """Draw the report and say where it is, or what to install to have one: a run does not fail without plotly."""
+    """Draw the report and return its path in words, or the package that it needs: a run goes on without plotly."""
     return _find_missing_package(folder) or f"report: {write_report(folder)}"
 
 
@@ -161,7 +161,7 @@ def _tabulate_phases(steps: list[dict]) -> list[tuple[str, float, float]]:
 
 
 def _tabulate_start(lines: list[dict]) -> list[tuple[str, float]]:
-    """Tabulate what a run's start consists of, in seconds; empty for a run whose first lines are not there."""
+    """Tabulate the parts of a run's start, in seconds; empty for a run without its first lines."""
     if len(lines) < 2 or "time_start_trainers" not in lines[0]:
         return []
     first, then = lines[0], lines[1]
@@ -184,7 +184,7 @@ def _summarise_run(lines: list[dict]) -> dict:
 
 
 def _read_outages(folder: Path) -> list[tuple[str, str]]:
-    """Read where in the run workers were lost, and what became of each."""
+    """Read the places in the run where workers were lost, and the cause for each."""
     path = folder / OUTAGES
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
     return [(line["where"], ", ".join(f"{name} {fate}" for name, fate in line["lost"].items())) for line in lines]
@@ -207,7 +207,7 @@ def _read_samples(folder: Path, last: int) -> list[dict]:
 
 
 def _show_sample(sample: dict) -> dict:
-    """Return a sample with its images, and those of its turns, as small ones that the page can hold."""
+    """Return a sample with its images, and those of its turns, as thumbnails."""
     turns = [turn | {"thumbnails": _make_thumbnails(turn.get("images", ()))} for turn in sample.get("turns", ())]
     images = () if turns else sample.get("images", ())  # an episode shows them in the turns that they came in
     return sample | {"thumbnails": _make_thumbnails(images), "turns": turns}

@@ -1,4 +1,4 @@
-"""The run folder: claimed once, written so that what is there is whole."""
+"""The run folder: claimed once, and whole at any moment."""
 
 import dataclasses
 import json
@@ -151,7 +151,7 @@ class RunFolder:
 
         Returns:
             when resuming, the newest checkpoint's state with its ``folder``, or None where there is none; metrics of
-            later steps are cut off. And what was done, in words.
+            later steps are cut off. And a note on the work done.
 
         Raises:
             RunError: the newest checkpoint is damaged.
@@ -193,7 +193,7 @@ class RunFolder:
 
     def record_start(self, step: int, platform: str, state: Mapping[str, Any] | None = None) -> None:
         """Add a line to starts.jsonl: this program goes on from ``step``, where its figures come from, the settings
-        that differ from those of the program before it, and what was measured of its model."""
+        that differ from those of the program before it, and the measurements of its model."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
         start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
@@ -202,7 +202,7 @@ class RunFolder:
         write_whole(path, before + json.dumps(start) + "\n")
 
     def _clear_leftovers(self) -> None:
-        """Remove what a killed run was in the middle of writing."""
+        """Remove files that a killed run was in the middle of writing."""
         for folder in self.path.glob("checkpoints/.step_*.partial"):
             shutil.rmtree(folder)
         for folder in self.path.glob("checkpoints/.step_*.older"):
@@ -221,13 +221,13 @@ class RunFolder:
         return next(reversed(self.list_checkpoints()), None)
 
     def find_newest_good(self, digest: DigestFiles = digest_files) -> tuple[Path | None, list[str]]:
-        """Find the checkpoint of the highest step whose files are all as they were written.
+        """Find the undamaged checkpoint of the highest step.
 
         Args:
             digest: reads the files.
 
         Returns:
-            the checkpoint, None where there is none; and of each that is newer, what is damaged.
+            the checkpoint, None where there is none; and the damage of each newer one.
         """
         passed_over = []
         for checkpoint in reversed(self.list_checkpoints()):
@@ -241,7 +241,7 @@ class RunFolder:
         """Set aside the checkpoints that are newer than the newest good one.
 
         Returns:
-            what is damaged of each, and where it is now.
+            the damage and the new path of each.
         """
         good, damaged = self.find_newest_good(digest)
         checkpoints = self.list_checkpoints()
@@ -303,14 +303,14 @@ class RunFolder:
 
 
 def _find_damage(checkpoint: Path, digest: DigestFiles | None) -> list[str]:
-    """Find what is damaged of a checkpoint, as ``find_damage``; one of before there were digests is taken as it is."""
+    """Find the damage of a checkpoint, as ``find_damage``; one without digests is taken as it is."""
     if (checkpoint / DIGESTS).exists():
         return find_damage(checkpoint, digest)
     return [f"{DIGESTS} is missing"] if _HAS_DIGESTS in (checkpoint / _COMPLETE).read_text(errors="replace") else []
 
 
 def _read_state(checkpoint: Path) -> dict:
-    """Read what a checkpoint tells beside its engines; nothing where it is not as it was written."""
+    """Read a checkpoint's state beside its engines; empty where it is damaged."""
     try:
         text = (checkpoint / _COMPLETE).read_text()
         digests = read_digests(checkpoint) if (checkpoint / DIGESTS).exists() else {}

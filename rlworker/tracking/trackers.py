@@ -155,7 +155,7 @@ class Trackers:
     None of them can end it: one that fails, be it at its start, is dropped with a warning.
 
     Args:
-        names: of those to be made here. run: what they are told of the run. others: trackers of the user's own.
+        names: of those to be made here. run: its description for them. others: trackers of the user's own.
     """
 
     def __init__(self, names: Iterable[str], run: TrackedRun, others: Sequence[Tracker] = ()):

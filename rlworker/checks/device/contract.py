@@ -26,7 +26,7 @@ def check_contract(device: Device) -> list[DeviceFinding]:
 
 
 def _attend(device: Device, kernel: KernelContract, arguments: dict[str, Any]) -> Exception | None:
-    """Make a call, wait for it, and return what it raised."""
+    """Make a call, wait for it, and return its error."""
     try:
         kernel.attend(**arguments)
         device.synchronize()

@@ -11,8 +11,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, see: Tensor) -> T
     """Compute attention by the book: softmax over the visible keys. Rows that see nothing give zero.
 
     Args:
-        query: ``[b, s, h, d]``, as ``key`` and ``value``, whose heads may be fewer.
-        see: ``[b, q, k]`` bool, who sees whom.
+        query: ``[b, s, h, d]``, as ``key`` and ``value``, with as many heads or fewer.
+        see: ``[b, q, k]`` bool, the keys that each query sees.
 
     Returns:
         ``[b, s, h * d]``.
@@ -26,7 +26,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, see: Tensor) -> T
 def find_image_blocks(lengths: tuple[int, ...]) -> Tensor:
     """Return the image of each token ``[N]``, -1 where it is text.
 
-    Every sequence that has the room has an image of two tokens near its start, long ones one of three at their end.
+    Every sequence that has the room has an image of two tokens near its start, long sequences one of three at their
+    end.
     """
     blocks = []
     for n in lengths:

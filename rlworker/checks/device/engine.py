@@ -90,7 +90,7 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
 
 
 def make_references(folder: Path, kind: Tiny) -> tuple[ModelSpec, Case, list[Reference]]:
-    """Make a tiny model, sequences for it, and what HuggingFace computes of them for each type of weights."""
+    """Make a tiny model, sequences for it, and HuggingFace's outputs of them for each type of weights."""
     model = ModelSpec.from_folder(make_tiny_model(folder / kind, kind))
     images = folder / f"{kind}_images"  # another kind may see a video where this one sees an image
     images.mkdir()
@@ -131,7 +131,7 @@ def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, seq
     """Measure the bytes of two training steps, each of one micro-batch, beside the plan.
 
     Returns:
-        on an accelerator ``peak`` and ``planned peak``; else ``activations`` (what autograd held) and
+        on an accelerator ``peak`` and ``planned peak``; else ``activations`` (the bytes of autograd) and
         ``planned activations``.
     """
     from engines.probes.saved_bytes import SavedBytes

@@ -19,7 +19,7 @@ class DeviceFinding(Finding):
     """A line with its numbers.
 
     Attributes:
-        figures: what was measured, by a name that ends with its unit.
+        figures: measurements, by a name that ends with its unit.
     """
 
     figures: dict[str, float] = field(default_factory=dict)
@@ -44,16 +44,16 @@ class Device:
         return DeviceFinding(check, where, "ok" if passed else "FAILED", text, self.platform.evidence, figures or {})
 
     def refuse(self, check: str, where: str, text: str) -> DeviceFinding:
-        """Make a line about what was not run here, and why."""
+        """Make a line about a check that was not run here, with the reason."""
         return DeviceFinding(check, where, "refused", text, "untested")
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was told to."""
+        """Wait until the device has finished its work."""
         if not self.is_host:
             torch.get_device_module(self.device).synchronize()
 
     def describe(self) -> dict[str, Any]:
-        """Describe the device and the versions of what ran on it."""
+        """Describe the device and the versions of its packages."""
         name = machine.processor() or machine.machine()
         if not self.is_host:
             name = torch.get_device_module(self.device).get_device_name(self.device)
@@ -77,6 +77,6 @@ def format_table(findings: Iterable[Finding]) -> str:
 
 
 def build_report(device: Device, findings: list[DeviceFinding]) -> dict[str, Any]:
-    """Build what ``--json`` writes: device, versions, findings, and whether all of them passed."""
+    """Build the content of ``--json``: device, versions, findings, and whether all of them passed."""
     passed = not any(finding.outcome == "FAILED" for finding in findings)
     return device.describe() | {"passed": passed, "findings": [asdict(finding) for finding in findings]}

@@ -41,7 +41,7 @@ def measure_seconds(device: Device, run: Callable[[], Any], repeat: int = 5) -> 
 
 
 def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
-    """Measure attention, the share of its second call, and a training step. Only what cannot be run fails.
+    """Measure attention, the share of its second call, and a training step. Only a call that cannot be run fails.
 
     On a CPU everything is small: the lines show that the program runs, and their numbers say nothing.
     """
@@ -91,7 +91,7 @@ def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
 
 
 def _measure_images(device: Device, query, key, value, core, rotary) -> DeviceFinding:
-    """Measure the share of a forward pass that a pack's images take, half of whose tokens they are."""
+    """Measure the share of images in a forward pass of a pack; half of its tokens are theirs."""
     tokens, where = len(query), "image pack, second call"
     lengths, rule = (tokens // 4,) * 4, Rule(images=True)
     try:
