@@ -136,7 +136,7 @@ class Layout:
         image_block: Tensor | None = None,
         prefixes: tuple[int, ...] | None = None,
     ) -> MaskSpec:
-        """Build the mask rules of this micro-batch.
+        """Build the ``MaskSpec`` of this micro-batch.
 
         Args:
             rules: one per layer, or one for all.

@@ -25,7 +25,7 @@ def parse_config(
 
     Args:
         default: a frozen dataclass; fields that are dataclasses are its sections, and settings that the command line
-            does not name is as it is there. Settings of a run are first fitted to the model and the platform that it
+            does not name keep its values. Settings of a run are first fitted to the model and the platform that it
             names.
         description: of the program, for ``--help``; left out, the docstring of the default's class.
         args: in place of the program's own. prog: the program's name, in place of its file's.
