@@ -394,9 +394,9 @@ def test_collection_imports_nothing_heavy(path):
 
 
 def test_a_heavy_import_is_found_behind_others():
-    assert way_to(ROOT / "rlworker" / "cluster" / "workers.py", HEAVY) == [
-        "rlworker/cluster/workers.py",
-        "rlworker/cluster/placement.py",
+    assert way_to(ROOT / "rlworker" / "trainers" / "canary.py", HEAVY) == [
+        "rlworker/trainers/canary.py",
+        "rlworker/cluster/train_group.py",
         "ray",
     ]
     assert way_to(ROOT / "engines" / "images" / "processor.py", HEAVY | {"torch"}) == [], (

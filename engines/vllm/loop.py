@@ -111,7 +111,12 @@ class EngineLoop:
 
     def pause(self) -> None:
         """Step no more once the step that is under way has ended. Requests are kept, and may still be handed in."""
-        self.call(self._pause)
+
+        def pause_between_steps() -> None:
+            self._paused = True
+            self._collect(self.engine.finish_batches())
+
+        self.call(pause_between_steps)
 
     def resume(self) -> None:
         """Step again."""
@@ -218,10 +223,6 @@ class EngineLoop:
         self.engine.abort_requests(names)
         for name in names:
             self._image_bytes -= self._running.pop(name).image_bytes
-
-    def _pause(self) -> None:
-        self._paused = True
-        self._collect(self.engine.finish_batches())
 
 
 def _answer(future: Future, function: Callable[[], Any]) -> None:

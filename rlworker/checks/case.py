@@ -51,13 +51,6 @@ class Case:
     others: dict[Image, Image]
 
 
-def _padding_tokens(folder: str) -> set[int]:
-    """Return the ids that stand in no text: transformers gives their embeddings no gradient."""
-    config = read_object(Path(folder, "config.json"))
-    parts = (config, config.get("text_config") or {})
-    return {part["pad_token_id"] for part in parts if isinstance(part.get("pad_token_id"), int)}
-
-
 def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     """Make sequences for a model: longer than its windows, within its positions, some for each data-parallel replica.
 
@@ -74,7 +67,10 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     if windows:
         lengths = (*_LENGTHS, min(max(windows) + 6, model.max_positions - 1))
     generator = torch.Generator().manual_seed(1)
-    special = {*model.banned_tokens, *list_margin_tokens(model), *_padding_tokens(model.folder)}
+    config = read_object(Path(model.folder, "config.json"))
+    # Padding stands in no text: transformers gives its embedding no gradient.
+    padding = {part.get("pad_token_id") for part in (config, config.get("text_config") or {})}
+    special = {*model.banned_tokens, *list_margin_tokens(model), *padding}
     text = torch.tensor(sorted(set(range(model.vocab)) - special))
     every = [*lengths * replicas]
     for n in cycle(_LONG):

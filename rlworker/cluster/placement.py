@@ -170,10 +170,6 @@ class DeviceSlot:
     node: str
     devices: tuple[str, ...] = ()
 
-    def overlaps(self, other: "DeviceSlot") -> bool:
-        """Tell whether a device belongs to both."""
-        return self.node == other.node and not set(self.devices).isdisjoint(other.devices)
-
 
 def list_engine_slots(ranks: Sequence[DeviceSlot], engines: int, devices: int) -> list[DeviceSlot]:
     """List the device slots for rollout engines on the devices of trainer ranks.
@@ -214,7 +210,8 @@ def choose_device_slot(index: int, device_slots: Sequence[DeviceSlot], held: Ite
     """
     held = list(held)
     for device_slot in (device_slots[index], *device_slots):
-        if not any(device_slot.overlaps(other) for other in held):
+        here = [name for other in held if other.node == device_slot.node for name in other.devices]
+        if set(device_slot.devices).isdisjoint(here):
             return device_slot
     raise RunError(
         f"placement: other rollout engines are on the devices of the actor's ranks, which leaves none to rollout "

@@ -67,7 +67,7 @@ class Inputs:
         return sorted(self._model_folders), sorted(self._image_folders)
 
     def write(self) -> str:
-        """Write the digests of the inputs into the folder; returns a note where a run's folder had none, else empty text."""
+        """Write the digests of the inputs into the folder; returns a note where a run's folder had none, else ""."""
         lacks = (self._folder / "config.json").exists() and not (self._folder / INPUTS).exists()
         write_whole(self._folder / INPUTS, json.dumps(self._read() | self._held, indent=1) + "\n")
         return f"; NOTE it had no {INPUTS}, so that other data or models would not be noticed" if lacks else ""

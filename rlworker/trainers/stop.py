@@ -35,7 +35,7 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():  # Python lets no other ask for signals
-            self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._handle_signal) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_) -> None:
@@ -48,7 +48,7 @@ class Stop:
         """The exit status of a program that was asked to end, as shells count: 128 and the signal's number."""
         return 128 + self.signal
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if not self.signal and self.in_hand:
             self.signal = number

@@ -46,7 +46,7 @@ class EpisodeDrawer:
             self._sampled.append((self._asked.pop(number), completions))
 
     def advance(self) -> list[Finished]:
-        finished = [one for slot, reply in self._pool.poll(0.0).items() for one in self._on_signal(slot, reply)]
+        finished = [one for slot, reply in self._pool.poll(0.0).items() for one in self._hear(slot, reply)]
         self._read_samples()
         for slot in sorted(self._free):
             if message := self._make_message(slot):
@@ -76,7 +76,7 @@ class EpisodeDrawer:
 
     # -- processes
 
-    def _on_signal(self, slot: int, reply: Reply | LostWorker) -> Iterator[Finished]:
+    def _hear(self, slot: int, reply: Reply | LostWorker) -> Iterator[Finished]:
         """Hear what a process tells, or that it was lost; yields the groups that have become whole."""
         self._free.add(slot)
         self._run_on.discard(slot)
