@@ -57,3 +57,15 @@ def split_by_budget(costs: Sequence[int], budget: int) -> list[slice]:
             spent = 0
         spent += cost
     return [slice(start, stop) for start, stop in zip(bounds, [*bounds[1:], len(costs)])]
+
+
+def choose_largest(sizes: Sequence[int], fraction: float) -> set[int]:
+    """Choose the places of the largest sizes, until they have the fraction of all."""
+    chosen: set[int] = set()
+    total = 0
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        if total >= fraction * sum(sizes):
+            break
+        chosen.add(place)
+        total += sizes[place]
+    return chosen

@@ -1,9 +1,14 @@
 """Videos, as rows and batches refer to them: an image of several frames."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engines.batch.samples import Image
-from engines.models.vision_spec import VisionSpec
+
+if TYPE_CHECKING:
+    from engines.models.vision_spec import VisionSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from engines.batch.balance import choose_largest
 from engines.interfaces import OffloadPart
-from engines.megatron.memory.estimate import choose_offloaded
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class OffloadedOptimizer:
 
     def __init__(self, part: DistributedOptimizer, fraction: float):
         parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-        chosen = choose_offloaded([parameter.numel() for parameter in parameters], fraction)
+        chosen = choose_largest([parameter.numel() for parameter in parameters], fraction)
         self.parameters = [parameters[place] for place in sorted(chosen)]
         self.placeholders = [p.new_empty(1).expand(p.shape) for p in self.parameters]
         self.kept = [copy_to_host(parameter) for parameter in self.parameters]

@@ -5,9 +5,9 @@ cuts it over the data- and context-parallel ranks. Activations are an estimate.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engines.batch.balance import choose_largest
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import FP32, MicroBatch, estimate_activations, get_itemsize
 from engines.models.spec import ModelSpec
@@ -119,23 +119,11 @@ def compute_rank_memory(
         share = (end - start) // (config.dp * config.cp)
         part = start + rank * share, start + (rank + 1) * share
         moments += (max(0, min(stop, part[1]) - max(begin, part[0])) for begin, stop in places)
-    offloaded = sum(moments[place] for place in choose_offloaded(moments, config.optimizer.optimizer_offload_fraction))
+    offloaded = sum(moments[place] for place in choose_largest(moments, config.optimizer.optimizer_offload_fraction))
     bytes_each = (2 if config.dtype == "float32" else 3) * FP32
     buffer = buckets[-1][1]
     state = (sum(moments) - offloaded) * bytes_each
     return RankMemory((buffer + frozen) * size, buffer * FP32, state, activations, offloaded * _OFFLOADED)
-
-
-def choose_offloaded(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Choose the places of the tensors that the host keeps: the largest, until they have the fraction of all."""
-    chosen: set[int] = set()
-    total = 0
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        if total >= fraction * sum(sizes):
-            break
-        chosen.add(place)
-        total += sizes[place]
-    return chosen
 
 
 def _buffer(parameters: list[Parameter], ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -5,8 +5,8 @@ import torch
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
+from engines.batch.balance import choose_largest
 from engines.config import OptimizerConfig
-from engines.megatron.memory.estimate import choose_offloaded
 from rlworker.checks.huggingface import probe_loss
 
 
@@ -68,10 +68,10 @@ def test_a_step_on_the_host_is_the_same_step(two_ranks, make_hf_model, tmp_path,
 
 
 def test_the_largest_tensors_go_until_the_share_is_there():
-    assert choose_offloaded([5, 1, 3, 1], 0.5) == {0}
-    assert choose_offloaded([5, 1, 3, 1], 0.51) == {0, 2}
-    assert choose_offloaded([5, 1, 3, 1], 1.0) == {0, 1, 2, 3}
-    assert choose_offloaded([5, 1, 3, 1], 0.0) == choose_offloaded([], 1.0) == set()
+    assert choose_largest([5, 1, 3, 1], 0.5) == {0}
+    assert choose_largest([5, 1, 3, 1], 0.51) == {0, 2}
+    assert choose_largest([5, 1, 3, 1], 1.0) == {0, 1, 2, 3}
+    assert choose_largest([5, 1, 3, 1], 0.0) == choose_largest([], 1.0) == set()
 
 
 def visiting_forward(rank: int, world: int, address: str, folder: str) -> dict:
