@@ -147,25 +147,29 @@ class Rollouts:
         check_tool_parser(parser)
         return self._ask(RolloutWorker.parse_tools, {0: (texts, parser, tools)})[0]
 
-    def call(self, method: Callable[Concatenate[RolloutWorker, P], R], *args: P.args, **_: P.kwargs) -> list[R]:
+    def call(self, method: Callable[Concatenate[RolloutWorker, P], R], *args: P.args, **keywords: P.kwargs) -> list[R]:
         """Call a method of ``RolloutWorker`` on every engine; the results in order."""
-        return self._ask(method, dict.fromkeys(range(len(self.workers)), args))
+        return self._ask(method, dict.fromkeys(range(len(self.workers)), args), keywords)
 
     def run(self, function: str, *args: Any) -> list:
         """Call ``function(engine, *args)`` on every engine, named as ``module:function``; the results in order."""
         return self.call(RolloutWorker.run, function, *args)
 
-    def call_alive(self, method: Callable[Concatenate[RolloutWorker, P], Any], *args: P.args, **_: P.kwargs) -> None:
+    def call_alive(
+        self, method: Callable[Concatenate[RolloutWorker, P], Any], *args: P.args, **keywords: P.kwargs
+    ) -> None:
         """Call a method of ``RolloutWorker`` on every engine that is there. Calls to a dead one raise at its next
         use."""
-        for call in [getattr(worker, method.__name__).remote(*args) for worker in self.workers]:
+        for call in [getattr(worker, method.__name__).remote(*args, **keywords) for worker in self.workers]:
             try:
                 wait_for([call])
             except RayError as error:
                 if not is_lost(error):
                     raise
 
-    def _ask(self, method: Callable[..., R], questions: Mapping[int, tuple]) -> list[R]:
+    def _ask(
+        self, method: Callable[..., R], questions: Mapping[int, tuple], keywords: Mapping[str, Any] | None = None
+    ) -> list[R]:
         """Call a method with arguments of its own on each engine that has some; the results in order.
 
         An engine that is lost meanwhile is replaced, where ``replace_lost`` says how, and asked again.
@@ -173,7 +177,8 @@ class Rollouts:
         answers: dict[int, Any] = {}
         while missing := questions.keys() - answers.keys():
             calls = {
-                index: getattr(self.workers[index], method.__name__).remote(*questions[index]) for index in missing
+                index: getattr(self.workers[index], method.__name__).remote(*questions[index], **(keywords or {}))
+                for index in missing
             }
             lost: dict[int, RayError] = {}
             for index, call in calls.items():

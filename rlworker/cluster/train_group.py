@@ -41,9 +41,11 @@ class WorkerGroup:
         self.role, self.name, self.platform, self.workers, self.places = role, role.name, platform, workers, places
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
 
-    def call(self, method: Callable[Concatenate[TrainWorker, str, P], R], *args: P.args, **_: P.kwargs) -> list[R]:
+    def call(
+        self, method: Callable[Concatenate[TrainWorker, str, P], R], *args: P.args, **keywords: P.kwargs
+    ) -> list[R]:
         """Call a method of ``TrainWorker`` on every rank, for this engine; the results in rank order."""
-        calls = [getattr(worker, method.__name__).remote(self.name, *args) for worker in self.workers]
+        calls = [getattr(worker, method.__name__).remote(self.name, *args, **keywords) for worker in self.workers]
         return wait_for(calls)
 
     def run(self, function: str, *args: Any) -> list:
@@ -82,7 +84,7 @@ class WorkerGroup:
         method: Callable[Concatenate[TrainWorker, str, S, P], R],
         shards: Sequence[S],
         *args: P.args,
-        **_: P.kwargs,
+        **keywords: P.kwargs,
     ) -> list[R]:
         """Call a method of ``TrainWorker`` on every rank, each with the shard of its replica.
 
@@ -93,7 +95,7 @@ class WorkerGroup:
         parts = [ray.put(shard) for shard in shards]
         shared = [ray.put(argument) for argument in args]
         calls = [
-            getattr(worker, method.__name__).remote(self.name, parts[place["dp_rank"]], *shared)
+            getattr(worker, method.__name__).remote(self.name, parts[place["dp_rank"]], *shared, **keywords)
             for worker, place in zip(self.workers, self.places, strict=True)
         ]
         results = wait_for(calls)

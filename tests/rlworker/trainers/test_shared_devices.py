@@ -20,21 +20,22 @@ class Device:
         self.seen: list[dict] = []
 
     def make_group(self, name: str):
-        def call(method: str, parts) -> None:
-            (self.held[name].update if method == "onload" else self.held[name].difference_update)(parts)
+        def call(method, parts) -> None:
+            held, is_onload = self.held[name], method.__name__ == "onload"
+            (held.update if is_onload else held.difference_update)(parts)
             self.note()
 
         return SimpleNamespace(call=call)
 
-    def call(self, method: str, argument) -> None:
-        if method == "wake":
+    def call(self, method, argument) -> None:
+        if method.__name__ == "wake":
             self.held["engines"].update(argument)
         else:
             assert argument in (1, 2)
             self.held["engines"].clear()
         self.note()
 
-    call_living = call
+    call_alive = call
 
     def note(self) -> None:
         trainers = self.held["actor"] | self.held["critic"]
