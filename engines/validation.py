@@ -41,8 +41,10 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def spell(kind: Any) -> str:
-    """Spell an annotation without bounds in words, for messages; bounds are ``spell_bounds``'s."""
+    """Spell an annotation in words, for messages; its bounds are ``spell_bounds``'s."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return spell(arguments[0])
     if origin in (Union, UnionType):
         return " or ".join(spell(alternative) for alternative in arguments)
     if origin is Literal:

@@ -107,8 +107,7 @@ class MegatronEngine:
         cpu_offload: bool = False,
     ):
         self.model, self.config, self.platform, self.device = model, config, platform, device
-        self.temperature, self.banned = temperature, model.banned_tokens
-        self.pad_id = 0  # any id will do: nothing sees it
+        self.temperature, self.banned, self.pad_id = temperature, model.banned_tokens, 0  # any id pads: nothing sees it
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.is_leader = (
             mpu.get_tensor_model_parallel_rank() == 0

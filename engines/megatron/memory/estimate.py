@@ -119,7 +119,7 @@ def compute_rank_memory(
         share = (end - start) // (config.dp * config.cp)
         part = start + rank * share, start + (rank + 1) * share
         moments += (max(0, min(stop, part[1]) - max(begin, part[0])) for begin, stop in places)
-    offloaded = sum(moments[place] for place in choose_offloaded(moments, config.optimizer.offload_fraction))
+    offloaded = sum(moments[place] for place in choose_largest(moments, config.optimizer.offload_fraction))
     bytes_each = (2 if config.dtype == "float32" else 3) * FP32
     buffer = buckets[-1][1]
     state = (sum(moments) - offloaded) * bytes_each
