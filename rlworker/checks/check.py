@@ -19,7 +19,8 @@ from rlworker.checks.trainer import TRAINER_CHECKS, Finding, list_platform_limit
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import compare_logprobs, to_batch
+from rlworker.rollouts.to_batch import to_batch
+from rlworker.trainers.agreement import compare_logprobs
 
 _AWAY = {"float32": 1000.0, "bfloat16": 5.0}
 """By how many times the limit other weights move logprobs, on average."""

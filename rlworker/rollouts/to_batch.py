@@ -1,4 +1,4 @@
-"""Completions to a batch, and how far rollout and trainer are apart."""
+"""Completions to a batch."""
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
@@ -120,25 +120,3 @@ def cut_batch(
     if vision:
         more |= make_image_columns(np.split(token_ids, np.cumsum(sizes)[:-1]), images, vision)
     return TrainBatch.from_stream(token_ids, sizes, sampled, **more | columns)
-
-
-def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor, version: int | None = None) -> dict[str, float]:
-    """Measure |rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some
-    sequences have images, over theirs alone as well.
-
-    Args:
-        version: of the trainer's weights, where others may have sampled some tokens, which are left out then; of none
-            that is left nothing is measured.
-    """
-    mask = batch.mask if version is None else batch.mask & (batch.require_column("versions") == version)
-    if not mask.any():
-        return {}
-    difference = (batch.require_column("rollout_logprobs") - logprobs)[mask].abs()
-    result = {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
-    if batch.images and any(batch.images):
-        has_images = batch.repeat_per_token(torch.tensor([bool(images) for images in batch.images]))[mask]
-        if not has_images.any():
-            return result
-        seeing = difference[has_images]
-        result |= {"logprob_diff_pictures_mean": float(seeing.mean()), "logprob_diff_pictures_max": float(seeing.max())}
-    return result

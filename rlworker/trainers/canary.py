@@ -10,7 +10,8 @@ from engines.models.spec import ModelSpec
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.data.rows import Row
 from rlworker.rollouts.sampler import CANARY, Sampler
-from rlworker.rollouts.to_batch import compare_logprobs, to_batch
+from rlworker.rollouts.to_batch import to_batch
+from rlworker.trainers.agreement import compare_logprobs
 
 _CANARY_TOKENS = 64
 """Tokens that are scored after a weight sync."""

@@ -27,13 +27,13 @@ from rlworker.errors import RunError
 from rlworker.rewards.functions import BatchRewardFn, RewardFn
 from rlworker.rewards.pool import pickle_reward
 from rlworker.rollouts.sampler import Sampler
-from rlworker.rollouts.to_batch import Group, compare_logprobs
+from rlworker.rollouts.to_batch import Group
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
-from rlworker.trainers.agreement import SyncedWeights, check_agreement, describe_limits
+from rlworker.trainers.agreement import SyncedWeights, check_agreement, compare_logprobs, describe_limits
 from rlworker.trainers.canary import Canary
 from rlworker.trainers.run import Run
 from rlworker.trainers.run_processes import list_groups, running_stream, start_scorer

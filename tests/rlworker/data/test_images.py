@@ -28,7 +28,7 @@ from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import check_rows, load_tokenizer, read_rows
-from rlworker.rollouts.to_batch import compare_logprobs, to_batch
+from rlworker.rollouts.to_batch import to_batch
 from rlworker.tracking.log import read_metrics
 from rlworker.trainers.rejected_step import save_refused
 
@@ -366,6 +366,8 @@ def test_a_refused_step_names_the_images(read, model, tmp_path):
 
 
 def test_logprob_differences_after_images_are_told_apart(read, model):
+    from rlworker.trainers.agreement import compare_logprobs
+
     seen, text = read({"prompt": "<image>?", "images": ["a.png"], "answer": "y"}, {"prompt": "x", "answer": "y"})
     samples = make_completions(([5, 6], [-1.0, -1.0], 1), ([7], [-1.0], 1))
     batch = to_batch([seen, text], samples, [1.0, 0.0], model.vision)

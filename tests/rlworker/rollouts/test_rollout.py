@@ -7,10 +7,12 @@ from support.rollout_workers import make_completion, make_completions
 
 from engines.batch.samples import Completion, Completions
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import PromptGroup, batch_groups, compare_logprobs, to_batch
+from rlworker.rollouts.to_batch import PromptGroup, batch_groups, to_batch
 
 
 def test_columns_stand_at_their_tokens():
+    from rlworker.trainers.agreement import compare_logprobs
+
     rows = [Row("ab", (1, 2), "", {}), Row("c", (3,), "", {})]
     completions = [
         ([5, 6], [-0.5, -0.6], 4),

@@ -261,6 +261,7 @@ MADE_IN = (
     "rollouts/sampler.py",
     "rollouts/to_batch.py",
     "tracking/log.py",
+    "trainers/agreement.py",
     "trainers/rl.py",
     "trainers/run.py",
     "trainers/sft.py",
