@@ -269,8 +269,8 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedSequence:
-    """One sequence of an episode as it was played: what was sampled, and what the environment wrote around it.
+class TokenSequence:
+    """One sequence of an episode: the sampled tokens, and those that the environment wrote around them.
 
     An episode is one of these or more, in the order in which they were begun. Token columns have an entry for each of
     the L ids, the prompt included.

@@ -14,11 +14,11 @@ from recipes.common.toys import Toy, run_toy
 from rlworker import (
     AlgorithmConfig,
     DataConfig,
+    EnvironmentConfig,
     Episode,
-    EpisodesConfig,
     MegatronConfig,
-    Model,
     OptimizerConfig,
+    Policy,
     Row,
     VllmConfig,
 )
@@ -28,11 +28,11 @@ NUMBERS = 2**TURNS - 1
 """Numbers of the longest range, which three guesses can tell apart."""
 
 
-async def play(model: Model, row: Row) -> Episode:
+async def play(policy: Policy, row: Row) -> Episode:
     """Guess until the number is found, or the turns are over."""
     episode = Episode(row)
     for _ in range(TURNS):
-        guess = (await model.sample(episode)).text
+        guess = (await policy.sample(episode)).text
         if guess == row.answer:
             episode.reward(1.0)
             break
@@ -69,7 +69,7 @@ DEFAULT = PlayConfig(
         optimizer=OptimizerConfig(lr=5e-4, min_lr=5e-5, lr_scheduler="linear", lr_warmup_steps=10, adam_beta2=0.99),
     ),
     rollout=VllmConfig(temperature=0.5, max_new_tokens=3, max_model_len=32, max_num_seqs=1024, kv_cache_mb=256),
-    episodes=EpisodesConfig(turns=TURNS, tokens=32),
+    environment=EnvironmentConfig(turns=TURNS, tokens=32),
     algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28),
     steps=240,
     prompts_per_step=128,

@@ -21,8 +21,8 @@ from rlworker import (
     OptimizerConfig,
     Trainer,
     VllmConfig,
+    exact_match,
     parse_config,
-    rewards,
 )
 from rlworker.cluster.ray import running_ray
 from rlworker.errors import RunError
@@ -81,7 +81,7 @@ def summarise(config: demo_cpu.DemoConfig) -> dict:
 def run_one(config: demo_cpu.DemoConfig, stop: Stop) -> dict:
     """Make one run; where it is one without the rule and within limits, what stops it is a part of its summary."""
     stopped, must_end_well = "", config.limits.ignore_logprob_diff or not config.rollout.attention_override
-    with Trainer(config, rewards.exact_match, stop=stop) as trainer:
+    with Trainer(config, exact_match, stop=stop) as trainer:
         try:
             trainer.fit()
         except RunError as error:

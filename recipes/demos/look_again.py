@@ -16,11 +16,11 @@ from recipes.common.toys import Toy, run_toy
 from rlworker import (
     AlgorithmConfig,
     DataConfig,
+    EnvironmentConfig,
     Episode,
-    EpisodesConfig,
     MegatronConfig,
-    Model,
     OptimizerConfig,
+    Policy,
     Row,
     VllmConfig,
 )
@@ -29,14 +29,14 @@ PANELS = {str(number + 1): (number % 2, number // 2) for number in range(4)}
 """Name of a panel -> its column and row."""
 
 
-async def play(model: Model, row: Row) -> Episode:
+async def play(policy: Policy, row: Row) -> Episode:
     """Show the panel that the model asks for, and ask what is on it."""
     episode = Episode(row)
-    wish = (await model.sample(episode)).text
+    wish = (await policy.sample(episode)).text
     if wish not in PANELS:
         return episode
     episode.observe("<image> ?", images=[crop_panel(row.source["board"], wish)])
-    sample = await model.sample(episode)
+    sample = await policy.sample(episode)
     episode.reward(float(sample.text == row.answer))
     return episode
 
@@ -91,7 +91,7 @@ DEFAULT = PlayConfig(
         optimizer=OptimizerConfig(lr=5e-4, min_lr=5e-5, lr_scheduler="linear", lr_warmup_steps=5, adam_beta2=0.99),
     ),
     rollout=VllmConfig(max_new_tokens=3, max_model_len=48, max_num_seqs=512, kv_cache_mb=256),
-    episodes=EpisodesConfig(turns=2, tokens=48),
+    environment=EnvironmentConfig(turns=2, tokens=48),
     algorithm=AlgorithmConfig(mini_batches=2),
     steps=140,
     prompts_per_step=64,

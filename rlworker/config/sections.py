@@ -113,24 +113,8 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
-class RewardConfig:
-    """Settings of where the reward function runs, and what becomes of a text that it fails on."""
-
-    workers: Annotated[int, Ge(1)] = 1
-    """Processes that call it, spread over the nodes that Ray has, the driver's first."""
-    time_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
-    """Seconds that one call may take; one that takes longer is ended and counts as failed."""
-    default: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 0.0
-    """Reward of a text whose call failed: no end in time, an error, no number up to a million in size, a process that
-    died; and of an episode whose play failed."""
-
-    def __post_init__(self):
-        check_types("reward", self)
-
-
-@dataclass(frozen=True)
-class EpisodesConfig:
-    """Settings of plays: the limits of an episode, and the processes that play."""
+class EnvironmentConfig:
+    """Settings of environments and reward functions: the limits of an episode, and the processes that run them."""
 
     turns: Annotated[int, Ge(1)] = 16
     """Most samples of an episode."""
@@ -138,14 +122,17 @@ class EpisodesConfig:
     """Most tokens of a sequence of an episode, prompt and observations among them; 0 takes data.max_prompt_tokens +
     rollout.max_new_tokens."""
     time_limit_s: Annotated[float, Gt(0), FINITE] = 30.0
-    """Seconds that a play may take in which it waits neither for a sample nor for a tool."""
-    workers: Annotated[int, Ge(1)] = 1
-    """Processes that play, spread over the nodes that Ray has, the driver's first."""
+    """Seconds of an episode in which it awaits neither a sample nor a tool; of a reward function those of one call."""
     tool_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
-    """Seconds that a call of a tool may take where the play gives it no limit of its own."""
+    """Seconds of a tool call without a limit of its own."""
+    default_reward: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 0.0
+    """Reward of an episode that failed: no end in time, an error, no number up to a million in size, a process that
+    died."""
+    workers: Annotated[int, Ge(1)] = 1
+    """Processes that run environments, spread over the nodes that Ray has, the driver's first."""
 
     def __post_init__(self):
-        check_types("episodes", self)
+        check_types("environment", self)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Chat messages of rows and of plays: what they may hold, and what the model's chat template makes of them."""
+"""Chat messages of rows and of environments: what they may hold, and what the model's chat template makes of them."""
 
 import reprlib
 from collections.abc import Mapping, Sequence

@@ -137,5 +137,5 @@ def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor, version: int | N
         if not has_images.any():
             return result
         seeing = difference[has_images]
-        result |= {"logprob_diff_pictures_mean": float(seeing.mean()), "logprob_diff_pictures_max": float(seeing.max())}
+        result |= {"logprob_diff_images_mean": float(seeing.mean()), "logprob_diff_images_max": float(seeing.max())}
     return result

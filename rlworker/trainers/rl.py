@@ -21,13 +21,12 @@ from rlworker.cluster.watch import wait_for
 from rlworker.config.run import RunConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
-from rlworker.episodes.codec import Codec
-from rlworker.episodes.model import Play, check_scorer, is_play
+from rlworker.environments.codec import Codec
+from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
+from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
-from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.rewards.pool import pickle_reward
-from rlworker.rollouts.sampler import Sampler
-from rlworker.rollouts.to_batch import Group
+from rlworker.rollouts.manager import RolloutManager
+from rlworker.rollouts.trajectory import TrajectoryGroup, batch_groups
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, tell_start
@@ -36,7 +35,7 @@ from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, compare_logprobs, describe_limits
 from rlworker.trainers.canary import Canary
 from rlworker.trainers.run import Run
-from rlworker.trainers.run_processes import list_groups, running_stream, start_scorer
+from rlworker.trainers.run_processes import list_groups, running_loop, set_limits
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
 
@@ -48,8 +47,8 @@ class Trainer(Run[RunConfig]):
     """A run of rollouts and updates, used as ``Run`` says.
 
     Args:
-        reward: ``reward(text, row) -> float``, or marked with ``batch_reward``; or in its place a play, ``async def
-            play(model, row) -> Episode``.
+        environment: ``async def environment(policy, row) -> Episode``, or a scorer, ``reward(text, row) -> float``, as
+            ``one_turn`` takes it.
         advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``; None takes ``grpo``, or with a
             critic ``gae``.
         loss: what an update minimises; None takes PPO's clipped loss. Advantage, loss and its surrogate are given the
@@ -68,7 +67,7 @@ class Trainer(Run[RunConfig]):
     def __init__(
         self,
         config: RunConfig,
-        reward: RewardFn | BatchRewardFn | Play,
+        environment: Environment | Scorer,
         *,
         advantage: AdvantageFn | None = None,
         loss: LossFn | None = None,
@@ -78,9 +77,8 @@ class Trainer(Run[RunConfig]):
         trackers: Sequence[Tracker] = (),
     ):
         super().__init__(config, folder, stop, trackers)
-        self.reward, self.aggregation = reward, aggregation
-        check_scorer(reward)
-        pickle_reward(reward, "play" if is_play(reward) else "reward")  # refused here where it cannot be sent
+        self.environment, self.aggregation = make_environment(environment), aggregation
+        pickle_environment(self.environment)  # refused here where it cannot be sent
         self.models = config.check_models(self.folder.inputs.find_model)
         actor = self.models["actor"]
         self.tokenizer = load_tokenizer(actor.folder)
@@ -131,17 +129,18 @@ class Trainer(Run[RunConfig]):
                 self.devices.begin(rollouts)
                 rollouts.start(self.models["actor"], config.rollout)
         tell_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
-        parts = self.start_processes, config, self.reward, self.codec, rollouts, self.folder.path
-        scorer = start_scorer(*parts)  # while vLLM alone is still starting
+        # While vLLM alone is still starting.
+        processes = set_limits(config), config.environment.workers, self.folder.path / ENVIRONMENT_LOG
+        pool = self.start_processes(ProcessPool(self.environment, self.codec, *processes))
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
+        parts = self.environment, pool, self.rollouts, self.codec
+        loop = self.running.enter_context(running_loop(config, *parts))
         if config.recovery.restarts:
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
-            scorer.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
+            loop.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         tell_start(f"rollout engines are up: {len(self.rollouts.workers)}")
-        parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, scorer, self._phase, self._warn)
-        stream = self.running.enter_context(running_stream(config, self.rollouts, scorer, self.tokenizer))
-        self.sampler = Sampler(config, *parts, stream)
+        self.manager = RolloutManager(config, self.codec, self.rows, self.rollouts, loop, self._phase, self._warn)
         if config.takes_floor:
             with self._phase(clock, "floor"):  # while all have the folder's weights: later ones could be stale
                 self.floor = self.canary.measure_floor()
@@ -166,13 +165,13 @@ class Trainer(Run[RunConfig]):
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one rollout and its update: its metrics, and some of its samples."""
-        clock, version, first = StepClock(), self.version, self.sampler.rollouts_done
-        groups, metrics = self.sampler.sample(clock, self.version)
-        self.log.prompts(self.steps_done + 1, first, self.sampler.list_row_numbers(first))
+        clock, version, first = StepClock(), self.version, self.manager.rollouts_done
+        groups, metrics = self.manager.sample(clock, self.version)
+        self.log.prompts(self.steps_done + 1, first, self.manager.list_row_numbers(first))
         if not groups:
             return self._count_empty_step(metrics, clock), []
         self.empty_steps = 0
-        batch = self.sampler.batch(groups, self.models["actor"].vision)
+        batch = batch_groups(groups, self.models["actor"].vision)
         if self.config.algorithm.greedy_baseline:
             batch = self._add_greedy_rewards(batch, groups, clock)
         with self._phase(clock, "logprobs"):
@@ -187,14 +186,14 @@ class Trainer(Run[RunConfig]):
         with self._phase(clock, "sync"):
             self.sync_weights()
         self.steps_done += 1
-        self.sampler.run_ahead(self.config.steps - self.steps_done)
+        self.manager.run_ahead(self.config.steps - self.steps_done)
         with self._phase(clock, "canary"):
             self.check_canary()
         metrics["logprob_diff_limit"] = self.config.find_logprob_limits(self.floor)[0]
-        metrics |= step_metrics.measure_batch(batch) | self.sampler.measure_ahead(batch, version)
+        metrics |= step_metrics.measure_batch(batch) | self.manager.measure_ahead(batch, version)
         if approximate := self.config.rollout.attention_override:
             metrics["approximate_rules"] = len(approximate)
-        return step_metrics.complete_step(metrics, version, clock.total()), self.sampler.pick(groups)
+        return step_metrics.complete_step(metrics, version, clock.total()), self.manager.pick(groups)
 
     def _count_empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
         """Count a step that is left without a group, so that there is nothing to learn from: its metrics."""
@@ -204,7 +203,7 @@ class Trainer(Run[RunConfig]):
                 f"step {self.steps_done + 1}: in {MOST_EMPTY_STEPS} steps in a row no group had two different rewards "
                 f"(their mean is {metrics['reward']:.3g}) and a sample, so that nothing was learned. Where all are "
                 "wrong, take easier prompts or a reward that tells wrong from worse; where all are right, harder ones; "
-                "or raise --samples-per-prompt or --algorithm.dynamic-sampling. Plays that fail are told above"
+                "or raise --samples-per-prompt or --algorithm.dynamic-sampling. Episodes that fail are reported above"
             )
         self._warn("no group has two different rewards and a sample: the next step learns nothing")
         self.steps_done += 1
@@ -216,7 +215,7 @@ class Trainer(Run[RunConfig]):
             return {}
         clock = StepClock()
         with self._phase(clock, "evaluate"):
-            scores = self.sampler.score_greedy(self.heldout)
+            scores = self.manager.score_greedy(self.heldout)
         mean = sum(scores.values) / len(scores.values)
         return {"heldout": mean} | scores.count_failures("heldout") | clock.seconds
 
@@ -238,9 +237,9 @@ class Trainer(Run[RunConfig]):
         elif not batch.require_column("advantages")[batch.mask].any():
             self._warn("every advantage is 0: the rewards teach nothing in the next step")
 
-    def _add_greedy_rewards(self, batch: TrainBatch, groups: list[Group], clock: StepClock) -> TrainBatch:
+    def _add_greedy_rewards(self, batch: TrainBatch, groups: list[TrajectoryGroup], clock: StepClock) -> TrainBatch:
         with self._phase(clock, "greedy"):
-            rewards = self.sampler.score_greedy([group.row for group in groups]).values
+            rewards = self.manager.score_greedy([group.row for group in groups]).values
         return replace(batch, greedy_rewards=torch.tensor(rewards, dtype=torch.float32)[batch.group])
 
     def _add_logprobs(self, batch: TrainBatch) -> TrainBatch:
@@ -319,7 +318,7 @@ class Trainer(Run[RunConfig]):
     def canary(self) -> Canary:
         """The comparison of rollout engines and actor on given tokens."""
         longest = min(self.config.longest, self.config.rollout.max_model_len - 1)  # vLLM samples one more
-        return Canary(self.actor, self.sampler, self.models["actor"], self.rows, len(self.rollouts.workers), longest)
+        return Canary(self.actor, self.manager, self.models["actor"], self.rows, len(self.rollouts.workers), longest)
 
     def check_canary(self) -> None:
         """Check that every rollout engine computes with the weights that were sent, and what the actor computes."""
@@ -329,14 +328,14 @@ class Trainer(Run[RunConfig]):
     # -- checkpoints
 
     def get_state(self) -> dict[str, Any]:
-        sampler, own = self.sampler, {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
-        state = {"rollouts": sampler.rollouts_done, "prompts": sampler.prompts_done}
-        return own | state | {"completion_tokens": sampler.completion_tokens}
+        manager, own = self.manager, {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
+        state = {"rollouts": manager.rollouts_done, "prompts": manager.prompts_done}
+        return own | state | {"completion_tokens": manager.completion_tokens}
 
     def restore(self, state: dict) -> None:
         rollouts = state.get("rollouts", state["step"])  # older runs had one of each
-        mean = state.get("completion_tokens", self.sampler.completion_tokens)
-        self.sampler.go_on(rollouts, mean, state.get("prompts"))
+        mean = state.get("completion_tokens", self.manager.completion_tokens)
+        self.manager.go_on(rollouts, mean, state.get("prompts"))
         self.empty_steps, self.floor = state.get("empty_steps", 0), state.get(FLOOR) or self.floor
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)

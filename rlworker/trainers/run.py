@@ -27,9 +27,8 @@ from rlworker.cluster.train_group import StartingGroup, WorkerGroup, digest_on_r
 from rlworker.cluster.watch import limiting_stalls, naming_failures
 from rlworker.config.run import TrainingConfig
 from rlworker.config.sizes import count_batch_bytes
-from rlworker.episodes.processes.pool import PlayPool
+from rlworker.environments.processes.pool import ProcessPool
 from rlworker.errors import NothingScored, RunError
-from rlworker.rewards.pool import RewardPool
 from rlworker.tracking.digests import FileDigest
 from rlworker.tracking.log import RunLog, StepClock, is_due, tell_skipped
 from rlworker.tracking.report import tell_report
@@ -42,7 +41,7 @@ from rlworker.trainers.step_metrics import take_optimizer_step
 from rlworker.trainers.stop import Stop
 
 Config = TypeVar("Config", bound=TrainingConfig)
-Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool, PlayPool)
+Processes = TypeVar("Processes", Rollouts, StartingGroup, ProcessPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 """Errors of writing to a disk that is full, gone or no longer ours."""
@@ -94,7 +93,7 @@ class Run(Generic[Config]):
         self.skipped: dict[str, int] = {}
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
-        self.processes: list[Rollouts | StartingGroup | RewardPool | PlayPool] = []
+        self.processes: list[Rollouts | StartingGroup | ProcessPool] = []
         self.outages = Outages(config.recovery.restarts, self.folder.path)
 
     # -- what kinds of runs differ in

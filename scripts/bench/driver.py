@@ -28,7 +28,7 @@ from engines.batch.schedule import Schedule, plan_schedule
 from engines.config import MegatronConfig
 from rlworker.cluster.rollout_group import restore_prompts
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import PromptGroup, batch_groups
+from rlworker.rollouts.trajectory import to_batch
 
 OPTIONS = make_parser(__doc__).parse_args()
 ROUNDS, TOKENS, SHORT, REPLICAS = (1, 10**5, 1024, 16) if OPTIONS.tiny else (9, 10**7, 131_072, 1_024)
@@ -84,11 +84,7 @@ def batch_columns(answers: Answers, rows: list[Row], parts: list[list[int]]) -> 
     """Unpickle and batch, as the driver does."""
     received = [pickle.loads(stream, buffers=buffers) for stream, buffers in answers.columns]
     completions = restore_prompts(received, parts, GROUP)
-    groups = [
-        PromptGroup(row, completions[i * GROUP : (i + 1) * GROUP], [""] * GROUP, [0.0] * GROUP)
-        for i, row in enumerate(rows)
-    ]
-    return batch_groups(groups)
+    return to_batch(rows, completions, [0.0] * len(completions))
 
 
 def batch_lists(answers: Answers, rows: list[Row], parts: list[list[int]]) -> TrainBatch:

@@ -33,7 +33,7 @@ def made(request, tmp_path_factory):
     from engines.models.spec import ModelSpec
     from rlworker.data.images import build_image_reader
     from rlworker.data.rows import list_stop_tokens, load_tokenizer, read_rows
-    from rlworker.episodes.codec import Codec
+    from rlworker.environments.codec import Codec
 
     module, toy, say = load(request.param)
     folder, data = tmp_path_factory.mktemp(request.param), module.DEFAULT.data
@@ -53,8 +53,8 @@ def test_a_perfect_player_wins_every_row_within_the_limits(made):
     assert model.vision or not {row.prompt for row in train} & {row.prompt for row in heldout}
     episodes = play_worked_episodes(toy.learn_from, say, [*train[:64], *heldout[:64]], codec)
     assert [sum(value for _, value in episode.rewards) for episode in episodes] == [1.0] * len(episodes)
-    assert max(episode.turns for episode in episodes) == config.episodes.turns
-    assert max(map(len, episodes)) <= config.episodes.tokens <= config.rollout.max_model_len
+    assert max(episode.turns for episode in episodes) == config.environment.turns
+    assert max(map(len, episodes)) <= config.environment.tokens <= config.rollout.max_model_len
     assert not any(episode.forks for episode in episodes)
     said = [piece.token_ids for episode in episodes for piece in episode.sequences[0] if piece.turn >= 0]
     assert max(map(len, said)) <= config.rollout.max_new_tokens
@@ -91,8 +91,8 @@ class Guard:
 
 def test_what_was_said_is_never_encoded_again(made):
     from recipes.common.plays import Teacher
-    from rlworker.episodes.codec import using_codec
-    from rlworker.episodes.model import Model
+    from rlworker.environments.codec import using_codec
+    from rlworker.environments.policy import Policy
 
     _, toy, say, (train, _), codec, _ = made
     for row in train[:8]:
@@ -103,7 +103,7 @@ def test_what_was_said_is_never_encoded_again(made):
             return guard.said[-1]
 
         with using_codec(replace(codec, tokenizer=guard)):
-            episode = asyncio.run(toy.learn_from(Model(Teacher(say_aloud, codec), 0, (0,)), row))
+            episode = asyncio.run(toy.learn_from(Policy(Teacher(say_aloud, codec), 0, (0,)), row))
         assert len(guard.said) == episode.turns > 0
 
 
@@ -128,7 +128,7 @@ def test_it_runs_as_a_program(cluster, tmp_path, monkeypatch, name):
     assert done.returncode == 0, done.stdout + done.stderr
     start, first, last = read_metrics(tmp_path / name)
     assert "heldout" in start and "heldout" in last and first["samples"] == 32
-    assert 1 <= first["turns"] <= load(name)[0].DEFAULT.episodes.turns
+    assert 1 <= first["turns"] <= load(name)[0].DEFAULT.environment.turns
     assert first["forks"] == first["episode_failures"] == start["heldout_failures"] == 0
     assert 0 < last["logprob_diff_mean"] <= 1e-5
     summary = json.loads((tmp_path / name / "summary.json").read_text())
@@ -147,6 +147,7 @@ def test_logprobs_of_whole_episodes_are_those_of_huggingface(cluster, tmp_path, 
     from recipes.common.toys import find_warm_model, prepare
     from rlworker import Trainer
     from rlworker.checks.huggingface import load_huggingface
+    from rlworker.rollouts.trajectory import batch_groups
     from rlworker.tracking.log import StepClock
 
     module, toy, _ = load(name)
@@ -155,9 +156,9 @@ def test_logprobs_of_whole_episodes_are_those_of_huggingface(cluster, tmp_path, 
     warm = find_warm_model(config)
     toy.warm_up(config, str(warm))
     with Trainer(replace(config, model=str(warm)), toy.learn_from, folder=folder) as trainer:
-        groups, metrics = trainer.sampler.sample(StepClock(), trainer.version)
+        groups, metrics = trainer.manager.sample(StepClock(), trainer.version)
         spec = trainer.models["actor"]
-        batch = trainer.sampler.batch(groups, spec.vision)
+        batch = batch_groups(groups, spec.vision)
     assert metrics["turns"] > 1.5 and metrics["observed_tokens"] > 0
     logprobs = compute_logprobs(
         load_huggingface(spec), batch, config.rollout.temperature, spec if spec.vision else None
