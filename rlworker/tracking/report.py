@@ -74,7 +74,9 @@ def write_report(folder: Path) -> Path:
     stored = json.loads((folder / "config.json").read_text())
     lines = read_metrics(folder)
     steps = [line for line in lines if "time_step" in line]
-    plots = [_draw_curves(title, lines, names, scale) for title, names, scale in _CURVES]
+    has_turns = any(line.get("turns", 1) != 1 for line in lines)  # else that plot is a line at 1
+    curves = [curve for curve in _CURVES if has_turns or "turns" not in curve[1]]
+    plots = [_draw_curves(title, lines, names, scale) for title, names, scale in curves]
     plots.append(_draw_time_split(steps))
     summary, outages = folder / "summary.json", _read_outages(folder)
     page = Environment(loader=PackageLoader("rlworker.tracking", "."), autoescape=True).get_template("report.html.j2")
