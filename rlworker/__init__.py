@@ -9,9 +9,10 @@
 
 - ``launch``, ``launch_supervised``: from settings to a trained model; ``Trainer``, ``SftTrainer``: step by step.
 - ``RunConfig``, ``SftConfig`` and their sections: the settings; ``parse_config`` reads them from the command line.
-- ``Row``, ``TrainBatch``: arguments of rewards and advantages.
-- ``Episode``, ``Model``, ``answer_calls``, ``ToolFailure``, ``one_turn``: for environments of several turns.
-- ``advantages``, ``losses``, ``rewards``: modules of plain functions to choose from and to write beside.
+- ``Row``, ``TrainBatch``: what rewards and advantages are given.
+- ``Episode``, ``Policy``, ``answer_calls``, ``ToolFailure``: to write an environment; ``Environment`` is its type.
+- ``Scorer``, ``batch_reward``, ``exact_match``, ``one_turn``: reward functions, and the one-turn environment of one.
+- ``advantages``, ``losses``: modules of plain functions to choose from and to write beside.
 - ``keeping_workers``: processes that go on from run to run, for a sweep.
 
 A name is imported when it is asked for, so that settings are checked before torch takes seconds. The modules behind
@@ -28,7 +29,6 @@ import hardware
 if TYPE_CHECKING:
     from engines.batch.batch import TrainBatch
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
-    from rlworker import rewards
     from rlworker.algorithms import advantages, losses
     from rlworker.cluster.worker_pool import keeping_workers
     from rlworker.config.command_line import parse_config
@@ -38,15 +38,24 @@ if TYPE_CHECKING:
         CheckpointConfig,
         CriticConfig,
         DataConfig,
-        EpisodesConfig,
+        EnvironmentConfig,
         LimitsConfig,
         PlacementConfig,
         RecoveryConfig,
-        RewardConfig,
     )
     from rlworker.config.sft import SftConfig
     from rlworker.data.rows import Row
-    from rlworker.episodes import Episode, Model, ToolFailure, answer_calls, one_turn
+    from rlworker.environments import (
+        Environment,
+        Episode,
+        Policy,
+        Scorer,
+        ToolFailure,
+        answer_calls,
+        batch_reward,
+        exact_match,
+        one_turn,
+    )
     from rlworker.errors import RunError
     from rlworker.tracking.trackers import Tracker
     from rlworker.trainers.launch import launch, launch_supervised
@@ -64,15 +73,24 @@ _HOMES = {
         "CheckpointConfig",
         "CriticConfig",
         "DataConfig",
-        "EpisodesConfig",
+        "EnvironmentConfig",
         "LimitsConfig",
         "PlacementConfig",
         "RecoveryConfig",
-        "RewardConfig",
     ),
     "rlworker.config.sft": ("SftConfig",),
     "rlworker.data.rows": ("Row",),
-    "rlworker.episodes": ("Episode", "Model", "ToolFailure", "answer_calls", "one_turn"),
+    "rlworker.environments": (
+        "Environment",
+        "Episode",
+        "Policy",
+        "Scorer",
+        "ToolFailure",
+        "answer_calls",
+        "batch_reward",
+        "exact_match",
+        "one_turn",
+    ),
     "rlworker.errors": ("RunError",),
     "rlworker.tracking.trackers": ("Tracker",),
     "rlworker.trainers.launch": ("launch", "launch_supervised"),
@@ -82,7 +100,6 @@ _HOMES = {
 _MODULES = {
     "advantages": "rlworker.algorithms.advantages",
     "losses": "rlworker.algorithms.losses",
-    "rewards": "rlworker.rewards",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
@@ -90,18 +107,19 @@ __all__ = [
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
+    "Environment",
+    "EnvironmentConfig",
     "Episode",
-    "EpisodesConfig",
     "LimitsConfig",
     "MegatronConfig",
-    "Model",
     "OptimizerConfig",
     "PlacementConfig",
+    "Policy",
     "RecoveryConfig",
-    "RewardConfig",
     "Row",
     "RunConfig",
     "RunError",
+    "Scorer",
     "SftConfig",
     "SftTrainer",
     "ToolFailure",
@@ -111,13 +129,14 @@ __all__ = [
     "VllmConfig",
     "advantages",
     "answer_calls",
+    "batch_reward",
+    "exact_match",
     "keeping_workers",
     "launch",
     "launch_supervised",
     "losses",
     "one_turn",
     "parse_config",
-    "rewards",
 ]
 
 for _package in (engines, hardware):

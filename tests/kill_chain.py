@@ -5,7 +5,7 @@
     python tests/kill_chain.py --kills 24 --calculator runs/calculator --staleness 1
 
 Each link of the chain is a program of its own with a real Ray, trainers and vLLM. It is told whom to kill (the driver,
-a trainer rank, the rollout engine or a process of plays), in which step and phase, and how many milliseconds into it.
+a trainer rank, the rollout engine or an environment worker), in which step and phase, and how many milliseconds in.
 The calculator's tools take a random time. There only the driver's end ends a program: all others are replaced. Where
 rollouts run ahead no two runs are equal, and tools are the demo's own: then every step must have learned from the same
 prompts, each of them once.
@@ -35,7 +35,7 @@ from rlworker.config.sections import CheckpointConfig, DataConfig, RecoveryConfi
 VICTIMS = ("driver", "actor rank 0", "actor rank 1", "rollout engine 0")
 PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
 """Phase -> its length in milliseconds, roughly."""
-PLAY_VICTIMS = ("driver", "play worker 0", "play worker 1", "rollout engine 0")
+PLAY_VICTIMS = ("driver", "environment worker 0", "environment worker 1", "rollout engine 0")
 PLAY_PHASES = {"rollout": 600, "update": 60, "sync": 30}
 AHEAD_VICTIMS = (*PLAY_VICTIMS, "actor rank 0", "actor rank 1")
 AHEAD_PROMPTS = 32
@@ -87,7 +87,7 @@ def make_play_config(folder: Path, run: str, steps: int, toy: str, staleness: in
             config.data, train=f"{toy}/data/train.jsonl", heldout=f"{toy}/data/heldout.jsonl" * bool(staleness)
         ),
         rollout=replace(config.rollout, staleness=staleness),
-        episodes=replace(config.episodes, workers=2),
+        environment=replace(config.environment, workers=2),
         steps=steps,
         prompts_per_step=AHEAD_PROMPTS if staleness else 16,
         eval_every=0,
@@ -113,13 +113,13 @@ def make_play(own_tools: bool) -> Callable:
     if own_tools:
         return demo_play
 
-    async def play(model, row):
+    async def play(policy, row):
         from rlworker import Episode, answer_calls
 
         episode = Episode(row, tools=[TOOL], tool_parser="hermes")
         for _ in range(TURNS):
-            sample = await model.sample(episode)
-            if not (answers := await answer_calls(model, sample, {"calculate": compute_slowly})):
+            sample = await policy.sample(episode)
+            if not (answers := await answer_calls(policy, sample, {"calculate": compute_slowly})):
                 episode.reward(float(sample.text == row.answer))
                 break
             episode.observe(answers)

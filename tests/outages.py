@@ -35,7 +35,7 @@ import psutil
 from kill_chain import make_config, read_metrics_without_times, read_weights, reward
 
 from rlworker.config.run import RunConfig, TrainingConfig
-from rlworker.config.sections import RecoveryConfig, RewardConfig
+from rlworker.config.sections import EnvironmentConfig, RecoveryConfig
 from rlworker.config.sft import SftConfig
 from rlworker.errors import RunError
 
@@ -83,7 +83,7 @@ OUTAGES = {
     "engine-stopped-sync": Outage("rollout engine 1", True, 3, "sync"),
     "rank-stopped": Outage("actor rank 1", True, 3, "update"),
     "rank-supervised": Outage("actor rank 1", False, 4, "update", supervised=True),
-    "reward-stopped": Outage("reward worker 0", True, 3, "reward"),
+    "environment-stopped": Outage("environment worker 0", True, 3, "rollout"),
 }
 NODES = {"node-rollout": Outage("node", False, 3, "rollout"), "node-update": Outage("node", False, 4, "update")}
 """Outages of all workers of a node, while another one is free. Both are Ray's on this machine, with its address."""
@@ -105,11 +105,11 @@ def make_outage_config(folder: Path, name: str, supervised: bool = False, stalen
     config = make_config(folder, name, STEPS)
     recovery = RecoveryConfig(stall_timeout_s=STALL_TIMEOUT_S, restarts=6 if name in MEMORY else 2)
     if not supervised:
-        rollout, rewards = (
+        rollout, environment = (
             replace(config.rollout, engines=2, staleness=staleness),
-            RewardConfig(workers=2, time_limit_s=5.0),
+            EnvironmentConfig(workers=2, time_limit_s=5.0),
         )
-        return replace(config, rollout=rollout, recovery=recovery, reward=rewards)
+        return replace(config, rollout=rollout, recovery=recovery, environment=environment)
     same = {name: getattr(config, name) for name in ("model", "run_dir", "data", "actor", "steps", "checkpoint")}
     return SftConfig(**same, recovery=recovery, rows_per_step=8, max_answer_tokens=8)
 
@@ -222,8 +222,6 @@ def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None, s
         RunError: the run did not go on.
     """
     outage = EVERY[name]
-    if staleness and outage.phase == "reward":
-        outage = replace(outage, phase="rollout")  # beside which rewards are scored
     whole = "whole-supervised" if outage.supervised else "whole"
     if not (folder / whole).exists():
         run(make_outage_config(folder, whole, outage.supervised, staleness), None)

@@ -213,7 +213,6 @@ def test_every_config_key_has_a_reader():
         VllmConfig: {"rollout", "config"},
         sections.AlgorithmConfig: {"algorithm"},
         sections.CriticConfig: {"critic"},
-        sections.RewardConfig: {"reward", "config"},
         sections.DataConfig: {"data"},
         sections.CheckpointConfig: {"checkpoint"},
         sections.PlacementConfig: {"placement"},
@@ -222,7 +221,7 @@ def test_every_config_key_has_a_reader():
         SftRecipeConfig: {"config", "self"},
         DemoConfig: {"config", "self"},
         PlayConfig: {"config", "self"},
-        sections.EpisodesConfig: {"episodes"},
+        sections.EnvironmentConfig: {"environment"},
     }
     read = set().union(
         *(reads(ast.parse(path.read_text()), "config" in str(path.relative_to(ROOT))) for path in SOURCES)

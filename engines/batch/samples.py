@@ -270,7 +270,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedSequence:
+class TokenSequence:
     """One sequence of an episode: sampled tokens and the tokens that the environment wrote around them.
 
     An episode has one or more of these, in the order in which they began. Token columns have an entry for each of the

@@ -147,16 +147,21 @@ class VllmEngine:
         return self._run_round([(prompt, params) for prompt in prompts], sampling.seed)
 
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:
-        """Sample a completion of each request, as ``generate`` does of prompts: one round, which ends with the last.
+        """Sample the completions of each request, as ``generate`` does of prompts: one round, which ends with the last.
 
         The same requests, weights and seed give the same tokens and logprobs, bit for bit, after any earlier requests.
         """
-        # vLLM takes a prompt once for all of its completions; so do equal requests that follow one another. Of greedy
-        # ones it refuses several completions.
-        numbered = enumerate(requests)
-        by = groupby(numbered, lambda pair: (pair[1], -1 if pair[1].temperature else pair[0]))
+
+        # vLLM takes a prompt once for all of its completions; so do single requests that follow one another and are
+        # equal. Of greedy ones it refuses several completions.
+        def is_single(request: Request) -> bool:
+            return request.count == 1 and request.temperature > 0
+
+        by = groupby(enumerate(requests), lambda pair: (pair[1], -1 if is_single(pair[1]) else pair[0]))
         runs = [[request for _, request in run] for _, run in by]
-        return self._run_round([(run[0].prompt, self._make_params(run[0], len(run))) for run in runs], seed)
+        return self._run_round(
+            [(run[0].prompt, self._make_params(run[0], sum(request.count for request in run))) for run in runs], seed
+        )
 
     def _run_round(self, asked: Sequence[tuple[Prompt, SamplingParams]], seed: int) -> Completions:
         self._sleep.require_weights("sampling")

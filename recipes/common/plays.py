@@ -20,10 +20,10 @@ from rlworker.cluster.train_group import SHARD_BYTES
 from rlworker.cluster.workers import TrainWorker
 from rlworker.data.encoding import encode_after
 from rlworker.data.rows import Row
-from rlworker.episodes import Episode, Model, Play, Sample
-from rlworker.episodes.codec import Codec, Stops, using_codec
-from rlworker.episodes.model import PlayLimits, ToolCall
-from rlworker.episodes.record import CONTEXT
+from rlworker.environments import Environment, Episode, Policy, Sample
+from rlworker.environments.codec import Codec, Stops, using_codec
+from rlworker.environments.policy import EpisodeLimits, ToolCall
+from rlworker.environments.record import CONTEXT
 
 Say = Callable[[Row, int], str]
 """``say(row, turn)``: what a player who knows the answer says in a turn, from 0."""
@@ -42,12 +42,12 @@ class PlayConfig(ToyConfig):
 class Teacher:
     """Plays the model's part by saying what it was told to; calls of tools are written as Hermes has them."""
 
-    limits = PlayLimits(turns=100, tokens=10**6, sample_tokens=10**6, time_limit_s=60.0, tool_limit_s=60.0)
+    limits = EpisodeLimits(turns=100, tokens=10**6, sample_tokens=10**6, time_limit_s=60.0, tool_limit_s=60.0)
 
     def __init__(self, say: Say, codec: Codec):
         self.say, self.codec = say, codec
 
-    async def sample(self, model: Model, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
+    async def sample(self, policy: Policy, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
         text = self.say(episode.row, episode.turns)
         ids = [*encode_after(self.codec.tokenizer, episode.token_ids[-1], text), self.codec.stop_token_ids[0]]
         token_ids = np.asarray(ids, np.int32)
@@ -56,17 +56,20 @@ class Teacher:
         return Sample(text, token_ids, True, tuple(ToolCall(call["name"], call["arguments"]) for call in calls))
 
     async def call_tool(
-        self, model: Model, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
+        self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
     ) -> Any:
         return call(*args, **keywords)
 
+    async def score_group(self, policy: Policy, scorer: Callable, text: str) -> Any:
+        raise NotImplementedError
 
-def play_worked_episodes(play: Play, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:
+
+def play_worked_episodes(play: Environment, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:
     """Let the teacher play an episode of each row."""
 
     async def play_all() -> list[Episode]:
         teacher = Teacher(say, codec)
-        return [await play(Model(teacher, number, (number,)), row) for number, row in enumerate(rows)]
+        return [await play(Policy(teacher, number, (number,)), row) for number, row in enumerate(rows)]
 
     with using_codec(codec):
         return asyncio.run(play_all())
@@ -85,7 +88,9 @@ def batch_worked_episodes(episodes: Sequence[Episode], vision: VisionSpec | None
     return TrainBatch.from_ids(ids, sampled=said, **columns)
 
 
-def warm_up_on_plays(play: Play, say: Say, optimizer: dict, rows: int = 128) -> Callable[[PlayConfig, str], None]:
+def warm_up_on_plays(
+    play: Environment, say: Say, optimizer: dict, rows: int = 128
+) -> Callable[[PlayConfig, str], None]:
     """Make a toy's warm-up on worked episodes, which ends once the model itself wins often enough.
 
     A loss would not tell when: between never and nearly always lie as few as five steps, at another loss for each seed.
@@ -106,7 +111,7 @@ def warm_up_on_plays(play: Play, say: Say, optimizer: dict, rows: int = 128) -> 
                 metrics, _ = trainer.actor.train_step(batch, sft_loss, float(batch.mask.sum()))
                 losses.append(metrics["loss"])
                 trainer.sync_weights()
-                values = trainer.sampler.score_greedy(trainer.rows[:_CHECKED_ROWS]).values
+                values = trainer.manager.score_greedy(trainer.rows[:_CHECKED_ROWS]).values
                 won = sum(values) / len(values)
             trainer.actor.call(TrainWorker.save_hf, output, SHARD_BYTES)
         print(f"warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}, {won:.2f} of episodes won")

@@ -89,7 +89,7 @@ def shrink_recipe(config: RecipeConfig) -> RecipeConfig:
         rollout=replace(rollout, temperature=config.rollout.temperature),
         algorithm=algorithm,
         critic=replace(config.critic, model="", warmup_steps=min(1, config.critic.warmup_steps)),
-        reward=replace(config.reward, workers=1),
+        environment=replace(config.environment, workers=1),
         placement=replace(config.placement, dedicated_devices=()),
         prompts_per_step=8,
         samples_per_prompt=min(4, config.samples_per_prompt),

@@ -14,7 +14,7 @@ from annotated_types import Ge
 
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from rlworker import RunConfig, TrainBatch, Trainer, advantages, parse_config, rewards
+from rlworker import RunConfig, TrainBatch, Trainer, advantages, exact_match, parse_config
 from rlworker.cluster.ray import running_ray
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.report import format_report
@@ -53,7 +53,7 @@ class Toy:
     make_data: Callable[[Path], Path]
     make_model: Callable[[Path, int], Path]
     warm_up: Callable[[Any, str], None]
-    learn_from: Callable = rewards.exact_match
+    learn_from: Callable = exact_match
     measure: Callable[[Trainer], dict] = lambda trainer: {}
 
 

@@ -18,11 +18,11 @@ from recipes.common.toys import Toy, run_toy
 from rlworker import (
     AlgorithmConfig,
     DataConfig,
+    EnvironmentConfig,
     Episode,
-    EpisodesConfig,
     MegatronConfig,
-    Model,
     OptimizerConfig,
+    Policy,
     Row,
     Trainer,
     VllmConfig,
@@ -58,13 +58,13 @@ def compute(expression: str) -> str:
     return str(a * b if found[2] == "*" else a + b)
 
 
-async def play(model: Model, row: Row) -> Episode:
+async def play(policy: Policy, row: Row) -> Episode:
     """Answer the model's calls until it says something that is none."""
     episode = Episode(row, tools=[TOOL], tool_parser="hermes")
     tool = mislead if row.source.get("misled") else calculate
     for _ in range(TURNS):
-        sample = await model.sample(episode)
-        if not (answers := await answer_calls(model, sample, {"calculate": tool})):
+        sample = await policy.sample(episode)
+        if not (answers := await answer_calls(policy, sample, {"calculate": tool})):
             episode.reward(float(sample.text == row.answer))
             break
         episode.observe(answers)
@@ -80,7 +80,7 @@ def measure_misled(trainer: Trainer) -> dict[str, float]:
     """Measure how often held-out questions are answered right where the tool's results are wrong: how far the model
     does without it."""
     rows = [replace(row, source=row.source | {"misled": True}) for row in trainer.heldout]
-    values = trainer.sampler.score_greedy(rows).values
+    values = trainer.manager.score_greedy(rows).values
     return {"heldout_misled": sum(values) / len(values)}
 
 
@@ -138,7 +138,7 @@ DEFAULT = PlayConfig(
     # Far below 1: embeddings that are tied and young give flat logits, so that the right call is the likeliest long
     # before it is likely. Warmed up at this temperature, what wins greedily is sampled now and then.
     rollout=VllmConfig(temperature=0.15, max_new_tokens=12, max_model_len=96, max_num_seqs=1024, kv_cache_mb=256),
-    episodes=EpisodesConfig(turns=TURNS, tokens=96),
+    environment=EnvironmentConfig(turns=TURNS, tokens=96),
     # Without some entropy nearly every group soon has one reward, and a seed stays at 0.84.
     algorithm=AlgorithmConfig(mini_batches=4, clip_high=0.28, entropy_coef=0.003),
     warm_up_success=0.25,

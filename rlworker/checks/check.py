@@ -20,7 +20,8 @@ from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.workers import TrainWorker
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import compare_logprobs, to_batch
+from rlworker.rollouts.trajectory import to_batch
+from rlworker.trainers.agreement import compare_logprobs
 
 _AWAY = {"float32": 1000.0, "bfloat16": 5.0}
 """By how many times the limit other weights move logprobs, on average."""
@@ -131,8 +132,8 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
         found = difference["logprob_diff_mean"], abs(float(signed.mean())), difference["logprob_diff_max"]
         shown = ", ".join(f"{name} {value:.1e}" for name, value in zip(("mean", "bias", "max"), found))
         text = f"{shown}, limits {', '.join(f'{limit:.0e}' for limit in limits)}"
-        if "logprob_diff_pictures_max" in difference:
-            text += "; after images mean {logprob_diff_pictures_mean:.1e}, max {logprob_diff_pictures_max:.1e}".format(
+        if "logprob_diff_images_max" in difference:
+            text += "; after images mean {logprob_diff_images_mean:.1e}, max {logprob_diff_images_max:.1e}".format(
                 **difference
             )
         passed = all(value <= limit for value, limit in zip(found, limits, strict=True))

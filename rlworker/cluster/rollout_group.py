@@ -121,7 +121,7 @@ class Rollouts:
         return restore_prompts(self._ask(RolloutWorker.generate, questions), parts, sampling.count)
 
     def sample(self, requests: Sequence[Request], stream: tuple[int, ...]) -> Completions:
-        """Sample a completion of each request, in their order: one lock-step round, which ends with the last of them.
+        """Sample the completions of each request, in their order: one lock-step turn, which ends with the last of them.
 
         The same requests, weights and stream give the same numbers, bit for bit.
 
@@ -134,7 +134,8 @@ class Rollouts:
             for index, part in enumerate(parts)
             if part
         }
-        return restore_prompts(self._ask(RolloutWorker.sample, questions), parts, 1)
+        counts = [request.count for request in requests]
+        return restore_requests(self._ask(RolloutWorker.sample, questions), parts, counts)
 
     def parse_tools(self, texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCalls]:
         """Find the calls of tools in each text, where vLLM is loaded; ``parse_tool_calls`` says more.
@@ -241,6 +242,23 @@ def restore_prompts(answers: Sequence[Completions], parts: Sequence[Sequence[int
     return Completions.concatenate(answers).gather(places.reshape(-1))
 
 
+def restore_requests(
+    answers: Sequence[Completions], parts: Sequence[Sequence[int]], counts: Sequence[int]
+) -> Completions:
+    """Restore the order of the requests in the answers of the engines that had some.
+
+    Args:
+        parts: the requests of each engine, of all R. counts: ``[R]``, completions of each.
+    """
+    order = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])  # [R], as they were answered
+    sizes = np.asarray(counts, dtype=np.int64)
+    starts = np.empty(len(order), np.int64)  # [R], where the completions of each begin among the answers
+    starts[order] = np.cumsum(sizes[order]) - sizes[order]
+    return Completions.concatenate(answers).gather(
+        np.repeat(starts - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+    )
+
+
 def deal_prompts(lengths: Sequence[int], sampling: Sampling, engines: int) -> list[list[int]]:
     """Deal prompts of some ``lengths`` out to engines: the prompts of each, in their order.
 
@@ -253,14 +271,14 @@ def deal_prompts(lengths: Sequence[int], sampling: Sampling, engines: int) -> li
 def deal_requests(requests: Sequence[Request], engines: int) -> list[list[int]]:
     """Deal requests out to engines: the requests of each, in their order.
 
-    Those of one prompt that follow one another go together, as the completions of a prompt do in ``deal_prompts``.
+    Single ones of one prompt that follow one another go together, as those of one request do.
     """
     runs: list[list[int]] = []
     for place, request in enumerate(requests):
-        if not runs or requests[runs[-1][0]].prompt != request.prompt:
+        if not runs or request.count > 1 or requests[runs[-1][0]].prompt != request.prompt:
             runs.append([])
         runs[-1].append(place)
-    expected = [round(sum(requests[place].expected_tokens for place in run)) for run in runs]
+    expected = [round(sum(requests[place].count * requests[place].expected_tokens for place in run)) for run in runs]
     lengths = [len(requests[run[0]].prompt.token_ids) for run in runs]
     parts = _deal(np.asarray(lengths, dtype=np.int64) + np.asarray(expected, dtype=np.int64), engines)
     return [[place for run in part for place in runs[run]] for part in parts]

@@ -162,7 +162,7 @@ def _list_machine_parts(config: Config, models: dict[str, ModelSpec]) -> list[tu
         if need.count:
             parts.append((need.name, need.count, each))
     if isinstance(config, RunConfig):
-        parts.append(("reward workers", config.reward.workers, _PROCESS["scorer"]))
+        parts.append(("environment workers", config.environment.workers, _PROCESS["scorer"]))
     return [*parts, ("driver and Ray", 1, _PROCESS["driver"] + _PROCESS["ray"] + _STORE + count_batch_bytes(config))]
 
 

@@ -18,11 +18,10 @@ from rlworker.config.sections import (
     CheckpointConfig,
     CriticConfig,
     DataConfig,
-    EpisodesConfig,
+    EnvironmentConfig,
     LimitsConfig,
     PlacementConfig,
     RecoveryConfig,
-    RewardConfig,
 )
 
 _FP32_LIMITS = 2e-5, 5e-3
@@ -159,8 +158,7 @@ class RunConfig(TrainingConfig):
     rollout: VllmConfig = field(default_factory=VllmConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     prompts_per_step: Annotated[int, Ge(1)] = 32
@@ -212,7 +210,11 @@ class RunConfig(TrainingConfig):
                 "engines without work; lower --rollout.engines"
             )
         if self.longest > self.rollout.max_model_len:
-            name = "episodes.tokens" if self.episodes.tokens == self.longest else "max_prompt_tokens + max_new_tokens"
+            name = (
+                "environment.tokens"
+                if self.environment.tokens == self.longest
+                else "max_prompt_tokens + max_new_tokens"
+            )
             raise ValueError(
                 f"config: {name} = {self.longest} exceeds rollout.max_model_len={self.rollout.max_model_len}; raise it "
                 "or lower one of them"
@@ -253,7 +255,7 @@ class RunConfig(TrainingConfig):
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(self.episodes.tokens, self.data.max_prompt_tokens + self.rollout.max_new_tokens)
+        return max(self.environment.tokens, self.data.max_prompt_tokens + self.rollout.max_new_tokens)
 
     @property
     def actor_of_run(self) -> MegatronConfig:

@@ -113,24 +113,8 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
-class RewardConfig:
-    """The processes that call the reward function, and the reward where a call fails."""
-
-    workers: Annotated[int, Ge(1)] = 1
-    """Number of processes that call the reward function, spread over Ray's nodes, the driver's node first."""
-    time_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
-    """Time limit of one call in seconds; a longer call is ended and counts as failed."""
-    default: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 0.0
-    """Reward where a call failed, by a timeout, an exception or a lost process, or returned no finite number of at most
-    a million. Failed episodes get it too."""
-
-    def __post_init__(self):
-        check_types("reward", self)
-
-
-@dataclass(frozen=True)
-class EpisodesConfig:
-    """The limits of an episode, and the processes that run environments."""
+class EnvironmentConfig:
+    """Settings of environments and reward functions: the limits of an episode, and the processes that run them."""
 
     turns: Annotated[int, Ge(1)] = 16
     """Largest number of turns of an episode."""
@@ -138,14 +122,17 @@ class EpisodesConfig:
     """Longest sequence of an episode in tokens, prompt and observations included; 0 takes data.max_prompt_tokens +
     rollout.max_new_tokens."""
     time_limit_s: Annotated[float, Gt(0), FINITE] = 30.0
-    """Time limit of an environment in seconds, not counting the time that it waits for samples and tools."""
-    workers: Annotated[int, Ge(1)] = 1
-    """Number of processes that run environments, spread over Ray's nodes, the driver's node first."""
+    """Seconds of an episode in which it awaits neither a sample nor a tool; of a reward function those of one call."""
     tool_limit_s: Annotated[float, Gt(0), FINITE] = 10.0
-    """Time limit of a tool call in seconds, where the environment sets none."""
+    """Seconds of a tool call without a limit of its own."""
+    default_reward: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 0.0
+    """Reward of an episode that failed: no end in time, an error, no number up to a million in size, a process that
+    died."""
+    workers: Annotated[int, Ge(1)] = 1
+    """Processes that run environments, spread over the nodes that Ray has, the driver's first."""
 
     def __post_init__(self):
-        check_types("episodes", self)
+        check_types("environment", self)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,91 @@
-"""Metrics and samples of what a step has drawn."""
+"""Metrics, failures and samples of the groups that a step has drawn."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from rlworker.rollouts.to_batch import Group, PromptGroup
+from rlworker.environments.codec import Codec
+from rlworker.environments.record import Trajectory
+from rlworker.rollouts.trajectory import TrajectoryGroup
 
 SAMPLES_KEPT = 8
 """Samples kept of a step, where some are."""
+EXAMPLES = 3
+"""Failures of each kind that are kept word for word."""
+_OF_THE_MODEL = ("limit", "no_generation")
+"""Failures to which the model's own text may lead every environment."""
 
 
-def summarise_groups(groups: Sequence[Group]) -> dict[str, float]:
-    """Summarise what was sampled and rewarded, over every group that a step has drawn."""
+@dataclass(frozen=True)
+class Failure:
+    """An episode that failed.
+
+    Attributes:
+        text: its last sample. message: turn, line and error.
+    """
+
+    kind: str
+    prompt: str
+    text: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of some episodes.
+
+    Attributes:
+        values: one per episode, in order; ``EnvironmentConfig.default_reward`` where it failed.
+        failures: kind -> episodes that failed so; only the kinds that occurred.
+        examples: the first few of each kind.
+    """
+
+    values: list[float]
+    failures: dict[str, int]
+    examples: list[Failure]
+
+    def count_failures(self, name: str) -> dict[str, int]:
+        """Count failures as metrics ``{name}_failures`` and, of the kinds that occurred, ``{name}_{kind}``."""
+        kinds = {f"{name}_{kind}": count for kind, count in self.failures.items()}
+        return {f"{name}_failures": sum(self.failures.values())} | kinds
+
+    @property
+    def all_failed(self) -> bool:
+        """Tell whether every episode failed, by no doing of the model."""
+        failed = sum(count for kind, count in self.failures.items() if kind not in _OF_THE_MODEL)
+        return failed == len(self.values) > 0
+
+    def summarise(self) -> str:
+        """Say in one line how many failed, and how the first did."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.failures.items())
+        text = f"{sum(self.failures.values())} of {len(self.values)} episodes failed: {kinds}"
+        if self.examples:
+            first = self.examples[0]
+            on = f"prompt {first.prompt[-80:]!r}" + (f", text {first.text[-80:]!r}" if first.text else "")
+            text += f"; {first.kind} on {on}: {first.message}"
+        return text
+
+
+def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
+    """Collect the rewards ``[P * G]`` of some groups, and their failures."""
+    failures, examples = Counter(), []
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    for trajectory in trajectories:
+        if trajectory.failure:
+            kind, message = trajectory.failure
+            failures[kind] += 1
+            if failures[kind] <= EXAMPLES:
+                completions = trajectory.completions
+                text = codec.decode(completions[-1].token_ids) if completions else ""
+                examples.append(Failure(kind, trajectory.row.prompt, text, message))
+    return Scores([trajectory.reward for trajectory in trajectories], dict(failures), examples)
+
+
+def summarise_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Summarise samples, rewards and turns over every group that a step has drawn."""
     lengths = np.concatenate([group.completions.lengths for group in groups])
     finished = np.concatenate([group.completions.finished for group in groups])
     rewards = torch.tensor([group.rewards for group in groups])
@@ -25,14 +98,42 @@ def summarise_groups(groups: Sequence[Group]) -> dict[str, float]:
         "completion_tokens": int(lengths.sum()) / samples,
         "truncated": int((~finished).sum()) / max(len(finished), 1),
         "samples": samples,
+    } | _summarise_turns([trajectory for group in groups for trajectory in group.trajectories])
+
+
+def _summarise_turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Average counts over trajectories."""
+    names: dict[str, Callable[[Trajectory], int]] = {
+        "turns": lambda one: one.turns,
+        "forks": lambda one: one.forks,
+        "tool_calls": lambda one: one.tool_calls,
+        "tool_failures": lambda one: one.tool_failures,
+        "observed_tokens": lambda one: one.observed_tokens,
     }
+    counts = {name: sum(map(count, trajectories)) for name, count in names.items()}
+    return {name: total / len(trajectories) for name, total in counts.items()}
 
 
-def pick_completions(groups: Sequence[PromptGroup]) -> list[dict]:
-    """Pick the first completion of each prompt."""
-    return [
-        {"prompt": group.row.prompt, "completion": group.texts[0], "answer": group.row.answer}
-        | {"reward": group.rewards[0], "version": group.completions[0].version}
-        | ({"images": [image.path for image in group.row.images]} if group.row.images else {})
-        for group in groups
-    ]
+def describe_trajectory(trajectory: Trajectory, codec: Codec) -> dict:
+    """Describe a trajectory turn by turn, as a run folder's ``rollouts`` has it."""
+    rewards: dict[int, float] = {}
+    for turn, value in trajectory.rewards:
+        rewards[turn] = rewards.get(turn, 0.0) + value
+    turns = []
+    for number, segments in enumerate(trajectory.sequences):
+        texts = codec.decode_all([segment.token_ids for segment in segments], skip_special=False)
+        for place, (segment, text) in enumerate(zip(segments, texts, strict=True)):
+            is_sampled = segment.completion is not None
+            turn = {"by": "model" if is_sampled else "environment" if number or place else "prompt", "text": text}
+            turn |= {"learns": is_sampled, "reward": rewards.get(segment.turn, 0.0) if is_sampled else 0.0}
+            turn |= {"fork": True} if number and not place else {}
+            turns.append(turn | ({"images": [image.path for image in segment.images]} if segment.images else {}))
+    completions = trajectory.completions
+    return {
+        "prompt": trajectory.row.prompt,
+        "completion": "".join(codec.decode_all([completion.token_ids for completion in completions])),
+        "answer": trajectory.row.answer,
+        "reward": trajectory.reward,
+        "version": completions[-1].version if completions else -1,
+        "outcome": ": ".join(trajectory.failure) if trajectory.failure else "ok",
+    } | ({} if trajectory.is_one_turn else {"turns": turns})

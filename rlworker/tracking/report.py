@@ -24,7 +24,6 @@ _THUMBNAIL = 160
 """Pixels of a shown image's longer side."""
 _PHASES = (
     "time_rollout",
-    "time_reward",
     "time_greedy",
     "time_logprobs",
     "time_values",
@@ -49,7 +48,7 @@ _CURVES = (
     ("Age of tokens (updates)", {"token_age_mean": "mean of a step", "token_age_max": "oldest token"}, "linear"),
     ("Engines without anything to sample (seconds of a step)", {"engine_idle_seconds": "mean"}, "linear"),
     ("Samples alive at an update", {"samples_at_update": "samples"}, "linear"),
-    ("Turns of an episode", {"turns": "turns", "forks": "forks", "tool_calls": "calls of tools"}, "linear"),
+    ("Turns of an episode", {"turns": "turns", "forks": "forks", "tool_calls": "tool calls"}, "linear"),
 )
 """Title, metric -> label, scale of each plot."""
 
@@ -74,7 +73,9 @@ def write_report(folder: Path) -> Path:
     stored = json.loads((folder / "config.json").read_text())
     lines = read_metrics(folder)
     steps = [line for line in lines if "time_step" in line]
-    plots = [_draw_curves(title, lines, names, scale) for title, names, scale in _CURVES]
+    has_turns = any(line.get("turns", 1) != 1 for line in lines)  # else that plot is a line at 1
+    curves = [curve for curve in _CURVES if has_turns or "turns" not in curve[1]]
+    plots = [_draw_curves(title, lines, names, scale) for title, names, scale in curves]
     plots.append(_draw_time_split(steps))
     override = ", ".join(stored.get("rollout", {}).get("attention_override") or ())
     summary, outages = folder / "summary.json", _read_outages(folder)
@@ -178,7 +179,7 @@ def _summarise_run(lines: list[dict]) -> dict:
     for name in ("heldout", "heldout_loss"):
         if scores := [line[name] for line in lines if name in line]:
             ends |= {f"{name}_before": scores[0], f"{name}_after": scores[-1]}
-    names = ("skipped_train", "skipped_heldout", "reward_failures")
+    names = ("skipped_train", "skipped_heldout", "episode_failures")
     counts = {name: count for name in names if (count := sum(line.get(name, 0) for line in lines))}
     return ends | {"steps": lines[-1]["step"] if lines else 0} | counts
 

@@ -52,7 +52,7 @@ class Score:
 
 class RunFolder:
     """Everything one run writes: config.json, inputs.json, starts.jsonl, metrics.jsonl, prompts.jsonl, outages.jsonl,
-    rewards.log, rollouts/, profile/, checkpoints/, report.html."""
+    environment.log, rollouts/, profile/, checkpoints/, report.html."""
 
     def __init__(self, path: str):
         self.given = path

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from ray.actor import ActorHandle
 
+from engines.batch.batch import TrainBatch
 from engines.weight_digest import DigestPlan
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import WorkerGroup
@@ -116,3 +118,25 @@ def check_agreement(
         if not unlike
         else f"{text}; to go on all the same set --limits.ignore-logprob-diff"
     )
+
+
+def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor, version: int | None = None) -> dict[str, float]:
+    """Measure |rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some
+    sequences have images, over theirs alone as well.
+
+    Args:
+        version: of the trainer's weights, where others may have sampled some tokens, which are left out then; of none
+            that is left nothing is measured.
+    """
+    mask = batch.mask if version is None else batch.mask & (batch.require_column("versions") == version)
+    if not mask.any():
+        return {}
+    difference = (batch.require_column("rollout_logprobs") - logprobs)[mask].abs()
+    result = {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
+    if batch.images and any(batch.images):
+        has_images = batch.repeat_per_token(torch.tensor([bool(images) for images in batch.images]))[mask]
+        if not has_images.any():
+            return result
+        seeing = difference[has_images]
+        result |= {"logprob_diff_images_mean": float(seeing.mean()), "logprob_diff_images_max": float(seeing.max())}
+    return result

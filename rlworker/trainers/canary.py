@@ -8,8 +8,9 @@ from engines.batch.shard import get_logprobs
 from engines.models.spec import ModelSpec
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.data.rows import Row
-from rlworker.rollouts.sampler import CANARY, Sampler
-from rlworker.rollouts.to_batch import compare_logprobs, to_batch
+from rlworker.rollouts.manager import CANARY, RolloutManager
+from rlworker.rollouts.trajectory import to_batch
+from rlworker.trainers.agreement import compare_logprobs
 
 _CANARY_TOKENS = 64
 """Tokens that are scored after a weight sync."""
@@ -28,7 +29,7 @@ class Canary:
     """
 
     actor: WorkerGroup
-    sampler: Sampler
+    manager: RolloutManager
     model: ModelSpec
     rows: Sequence[Row]
     engines: int
@@ -63,12 +64,12 @@ class Canary:
     def _compare(self, rows: Sequence[Row], scores_prompt: bool) -> dict[str, float]:
         # Enough of them that each engine and each replica has its share.
         asked: list[Row] = list(rows) * -(-self.engines * self.actor.dp_size // len(rows))
-        sampling = self.sampler.make_sampling(1, CANARY)
+        sampling = self.manager.make_sampling(1, CANARY)
         if scores_prompt:
             sampling = Sampling(1, 1.0, 1, sampling.stream, (), scores_prompt=True)
         else:
             sampling = replace(sampling, max_tokens=min(_SAMPLED_TOKENS, sampling.max_tokens))
-        completions = self.sampler.complete(asked, sampling)
+        completions = self.manager.loop.sample_each(asked, sampling)
         if scores_prompt:  # all but the first id count as what was sampled
             asked = [replace(row, prompt_ids=row.prompt_ids[:1]) for row in asked]
         batch = to_batch(asked, completions, [0.0] * len(asked), self.model.vision)

@@ -15,7 +15,7 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.config.sizes import count_batch_bytes
 from rlworker.data.rows import check_rows, read_ends
-from rlworker.episodes.model import Play, check_scorer
+from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import check_trackers
@@ -24,10 +24,9 @@ from rlworker.trainers.stop import block_signals, graceful_stop
 if TYPE_CHECKING:
     from engines.models.spec import ModelSpec
     from rlworker.config.sft import SftConfig
-    from rlworker.rewards.functions import BatchRewardFn, RewardFn
 
 
-def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: Any) -> dict[str, float]:
+def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -> dict[str, float]:
     """Check everything, start everything and train to the last step.
 
     A mistake in the settings or a worker that fails ends the program with a message. SIGTERM or Ctrl-C ends it after
@@ -37,7 +36,7 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: 
     that need neither come first. vLLM's imports take longest, and begin as soon as there is a Ray.
 
     Args:
-        reward: a reward function, or in its place a play, ``async def play(model, row) -> Episode``.
+        environment: a reward function, or ``async def environment(policy, row) -> Episode``.
         parts: further arguments of ``Trainer``: ``advantage``, ``loss``, ``aggregation`` and ``trackers``.
 
     Returns:
@@ -45,12 +44,12 @@ def launch(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, **parts: 
     """
     with graceful_stop() as stop, ExitStack() as running:
         try:
-            check_scorer(reward)
+            environment = make_environment(environment)
             folder = check_run(config)
             running.callback(folder.release)
             log_start("settings, folders and fields of rows are checked")
             with ThreadPoolExecutor(1, initializer=block_signals) as beside:
-                building = beside.submit(_build_trainer, config, reward, parts | {"folder": folder, "stop": stop})
+                building = beside.submit(_build_trainer, config, environment, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(running_ray(config.num_workers, config.platform, count_batch_bytes(config)))
                 check_room([ResourceRequest(who, config.platform, *sizes) for who, *sizes in config.worker_groups])
@@ -123,8 +122,8 @@ def _warn_of_memory(config: RunConfig | SftConfig, models: dict[str, ModelSpec])
         LOGGER.warning(f"memory: {text[0].lower()}{text[1:]}")
 
 
-def _build_trainer(config: RunConfig, reward: RewardFn | BatchRewardFn | Play, parts: dict):
+def _build_trainer(config: RunConfig, environment: Environment | Scorer, parts: dict):
     with pausing_collection():
         from rlworker.trainers.rl import Trainer
 
-        return Trainer(config, reward, **parts)
+        return Trainer(config, environment, **parts)

@@ -22,22 +22,21 @@ from rlworker.cluster.watch import wait_for
 from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
-from rlworker.episodes.codec import Codec
-from rlworker.episodes.model import Play, check_scorer, is_play
+from rlworker.environments.codec import Codec
+from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
+from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
-from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.rewards.pool import pickle_reward
-from rlworker.rollouts.sampler import Sampler
-from rlworker.rollouts.to_batch import compare_logprobs
+from rlworker.rollouts.manager import RolloutManager
+from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import Tracker
 from rlworker.trainers import step_metrics
-from rlworker.trainers.agreement import SyncedWeights, check_agreement, describe_limits
+from rlworker.trainers.agreement import SyncedWeights, check_agreement, compare_logprobs, describe_limits
 from rlworker.trainers.canary import Canary
 from rlworker.trainers.run import Run
-from rlworker.trainers.run_processes import list_groups, running_stream, start_scorer
+from rlworker.trainers.run_processes import list_groups, running_loop, set_limits
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
 
@@ -49,8 +48,8 @@ class Trainer(Run[RunConfig]):
     """A run of rollouts and updates, used as ``Run`` says.
 
     Args:
-        reward: ``reward(text, row) -> float``, or marked with ``batch_reward``; or in its place a play, ``async def
-            play(model, row) -> Episode``.
+        environment: ``async def environment(policy, row) -> Episode``, or a scorer, ``reward(text, row) -> float``, as
+            ``one_turn`` takes it.
         advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``; None takes ``grpo``, or with a
             critic ``gae``.
         loss: minimised by an update; None takes PPO's clipped loss. Advantage, loss and its surrogate are given the
@@ -69,7 +68,7 @@ class Trainer(Run[RunConfig]):
     def __init__(
         self,
         config: RunConfig,
-        reward: RewardFn | BatchRewardFn | Play,
+        environment: Environment | Scorer,
         *,
         advantage: AdvantageFn | None = None,
         loss: LossFn | None = None,
@@ -79,9 +78,8 @@ class Trainer(Run[RunConfig]):
         trackers: Sequence[Tracker] = (),
     ):
         super().__init__(config, folder, stop, trackers)
-        self.reward, self.aggregation = reward, aggregation
-        check_scorer(reward)
-        pickle_reward(reward, "play" if is_play(reward) else "reward")  # refused here where it cannot be sent
+        self.environment, self.aggregation = make_environment(environment), aggregation
+        pickle_environment(self.environment)  # refused here where it cannot be sent
         self.models = config.check_models(self.folder.inputs.find_model)
         actor = self.models["actor"]
         self.tokenizer = load_tokenizer(actor.folder)
@@ -132,16 +130,17 @@ class Trainer(Run[RunConfig]):
                 rollouts.start(self.models["actor"], config.rollout)
         log_start(f"trainer ranks are up: {sum(len(starting.workers) for starting in trainers)}")
         # While vLLM alone is still starting.
-        scorer = start_scorer(self.start_processes, config, self.reward, self.codec, rollouts, self.folder.path)
+        processes = set_limits(config), config.environment.workers, self.folder.path / ENVIRONMENT_LOG
+        pool = self.start_processes(ProcessPool(self.environment, self.codec, *processes))
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
+        parts = self.environment, pool, self.rollouts, self.codec
+        loop = self.running.enter_context(running_loop(config, *parts))
         if config.recovery.restarts:
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
-            scorer.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
+            loop.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
-        parts = (self.tokenizer, self.stop_token_ids, self.rows, self.rollouts, scorer, self._phase, self._warn)
-        stream = self.running.enter_context(running_stream(config, self.rollouts, scorer, self.tokenizer))
-        self.sampler = Sampler(config, *parts, stream)
+        self.manager = RolloutManager(config, self.codec, self.rows, self.rollouts, loop, self._phase, self._warn)
         if config.takes_floor:
             with self._phase(clock, "floor"):  # while all have the folder's weights: later ones could be stale
                 self.floor = self.canary.measure_floor()
@@ -165,16 +164,16 @@ class Trainer(Run[RunConfig]):
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one rollout and its update: its metrics, and some of its samples."""
-        clock, version, first = StepClock(), self.version, self.sampler.rollouts_done
-        groups, metrics = self.sampler.sample(clock, self.version)
-        self.log.prompts(self.steps_done + 1, first, self.sampler.list_row_numbers(first))
+        clock, version, first = StepClock(), self.version, self.manager.rollouts_done
+        groups, metrics = self.manager.sample(clock, self.version)
+        self.log.prompts(self.steps_done + 1, first, self.manager.list_row_numbers(first))
         if not groups:
             return self._count_empty_step(metrics, clock), []
         self.empty_steps = 0
-        batch = self.sampler.batch(groups, self.models["actor"].vision)
+        batch = batch_groups(groups, self.models["actor"].vision)
         if self.config.algorithm.greedy_baseline:
             with self._phase(clock, "greedy"):
-                rewards = self.sampler.score_greedy([group.row for group in groups]).values
+                rewards = self.manager.score_greedy([group.row for group in groups]).values
             batch = replace(batch, greedy_rewards=torch.tensor(rewards, dtype=torch.float32)[batch.group])
         with self._phase(clock, "logprobs"):
             batch = self._add_logprobs(batch)
@@ -191,14 +190,14 @@ class Trainer(Run[RunConfig]):
         with self._phase(clock, "sync"):
             self.sync_weights()
         self.steps_done += 1
-        self.sampler.run_ahead(self.config.steps - self.steps_done)
+        self.manager.run_ahead(self.config.steps - self.steps_done)
         with self._phase(clock, "canary"):
             self.check_canary()
         metrics["logprob_diff_limit"] = self.config.find_logprob_limits(self.floor)[0]
-        metrics |= step_metrics.measure_batch(batch) | self.sampler.measure_ahead(batch, version)
+        metrics |= step_metrics.measure_batch(batch) | self.manager.measure_ahead(batch, version)
         if approximate := self.config.rollout.attention_override:
             metrics["approximate_rules"] = len(approximate)
-        return step_metrics.complete_step(metrics, version, clock.total()), self.sampler.pick(groups)
+        return step_metrics.complete_step(metrics, version, clock.total()), self.manager.pick(groups)
 
     def _count_empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:
         """Count a step that is left without a group, so that there is nothing to learn from: its metrics."""
@@ -208,7 +207,7 @@ class Trainer(Run[RunConfig]):
                 f"step {self.steps_done + 1}: in {MAX_EMPTY_STEPS} steps in a row no group had two different rewards "
                 f"(their mean is {metrics['reward']:.3g}) and a sample, so that nothing was learned. Where all are "
                 "wrong, take easier prompts or a reward that tells wrong from worse; where all are right, harder ones; "
-                "or raise --samples-per-prompt or --algorithm.dynamic-sampling. Plays that fail are told above"
+                "or raise --samples-per-prompt or --algorithm.dynamic-sampling. Episodes that fail are reported above"
             )
         self._warn("no group has two different rewards and a sample: the next step learns nothing")
         self.steps_done += 1
@@ -220,7 +219,7 @@ class Trainer(Run[RunConfig]):
             return {}
         clock = StepClock()
         with self._phase(clock, "evaluate"):
-            scores = self.sampler.score_greedy(self.heldout)
+            scores = self.manager.score_greedy(self.heldout)
         return {"heldout": sum(scores.values) / len(scores.values)} | scores.count_failures("heldout") | clock.seconds
 
     # -- parts of a step
@@ -318,7 +317,7 @@ class Trainer(Run[RunConfig]):
     def canary(self) -> Canary:
         """The comparison of rollout engines and actor on given tokens."""
         longest = min(self.config.longest, self.config.rollout.max_model_len - 1)  # vLLM samples one more
-        return Canary(self.actor, self.sampler, self.models["actor"], self.rows, len(self.rollouts.workers), longest)
+        return Canary(self.actor, self.manager, self.models["actor"], self.rows, len(self.rollouts.workers), longest)
 
     def check_canary(self) -> None:
         """Check that every rollout engine computes with the weights that were sent, and agrees with the actor."""
@@ -328,12 +327,12 @@ class Trainer(Run[RunConfig]):
     # -- checkpoints
 
     def get_state(self) -> dict[str, Any]:
-        sampler, own = self.sampler, {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
-        state = {"rollouts": sampler.rollouts_done, "prompts": sampler.prompts_done}
-        return own | state | {"completion_tokens": sampler.completion_tokens}
+        manager, own = self.manager, {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
+        state = {"rollouts": manager.rollouts_done, "prompts": manager.prompts_done}
+        return own | state | {"completion_tokens": manager.completion_tokens}
 
     def restore(self, state: dict) -> None:
-        self.sampler.go_on(state["rollouts"], state["completion_tokens"], state["prompts"])
+        self.manager.go_on(state["rollouts"], state["completion_tokens"], state["prompts"])
         self.empty_steps, self.floor = state["empty_steps"], state[FLOOR] or self.floor
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)

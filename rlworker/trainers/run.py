@@ -24,9 +24,8 @@ from rlworker.cluster.watch import limiting_stalls, naming_failures
 from rlworker.cluster.workers import TrainWorker
 from rlworker.config.run import TrainingConfig
 from rlworker.config.sizes import count_batch_bytes
-from rlworker.episodes.processes.pool import PlayPool
+from rlworker.environments.processes.pool import ProcessPool
 from rlworker.errors import NothingScored, RunError
-from rlworker.rewards.pool import RewardPool
 from rlworker.tracking.digests import FileDigest
 from rlworker.tracking.log import RunLog, StepClock, is_due, log_skipped
 from rlworker.tracking.report import format_report
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from rlworker.data.images import ImageReader
 
 Config = TypeVar("Config", bound=TrainingConfig)
-Processes = TypeVar("Processes", Rollouts, StartingGroup, RewardPool, PlayPool)
+Processes = TypeVar("Processes", Rollouts, StartingGroup, ProcessPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 """Errors of writing to a disk that is full, gone or no longer ours."""
@@ -92,7 +91,7 @@ class Run(Generic[Config]):
         self.skipped: dict[str, int] = {}
         self.start_seconds: dict[str, float] = {}
         self.running = ExitStack()
-        self.processes: list[Rollouts | StartingGroup | RewardPool | PlayPool] = []
+        self.processes: list[Rollouts | StartingGroup | ProcessPool] = []
         self.outages = Outages(config.recovery.restarts, self.folder.path)
 
     # -- what kinds of runs differ in

@@ -1,22 +1,19 @@
-"""The processes of an RL run: training engines, which of them share some, and the scorers or players."""
+"""The processes of an RL run: training engines, which of them share some, and the loop of rollouts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, cast
 
 from engines.models.spec import ModelSpec
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
-from rlworker.episodes.codec import Codec
-from rlworker.episodes.model import Play, is_play
-from rlworker.episodes.processes.pool import EPISODE_LOG, PlayPool
-from rlworker.rewards.functions import BatchRewardFn, RewardFn
-from rlworker.rewards.pool import REWARD_LOG, RewardPool
-from rlworker.rollouts.plays import Player, set_limits
-from rlworker.rollouts.sampler import STREAM
-from rlworker.rollouts.stream.stream import Stream
+from rlworker.environments.codec import Codec
+from rlworker.environments.policy import EpisodeLimits
+from rlworker.environments.processes.pool import ProcessPool
+from rlworker.environments.reward import Environment
+from rlworker.rollouts.loop import RolloutLoop
+from rlworker.rollouts.manager import STREAM
+from rlworker.rollouts.requests import RequestQueue, TurnQueue
 
 
 def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[tuple[str, str, tuple[Role, ...], int]]:
@@ -39,32 +36,24 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
         yield name, config.platform, (roles[name],), config.seed
 
 
-def start_scorer(
-    start: Callable,
-    config: RunConfig,
-    reward: RewardFn | BatchRewardFn | Play,
-    codec: Codec,
-    rollouts: Rollouts,
-    folder: Path,
-) -> RewardPool | Player:
-    """Start the processes that score completions, or those that play episodes with the rollout engines.
-
-    Args:
-        start: starts processes as the run's own. folder: of the run, for what they print.
-    """
-    if not is_play(reward):
-        return start(RewardPool(cast(Any, reward), config.reward, folder / REWARD_LOG))
-    pool = PlayPool(cast(Any, reward), codec, set_limits(config), config.episodes.workers, folder / EPISODE_LOG)
-    return Player(codec, start(pool), rollouts, config.reward.default)
-
-
 @contextmanager
-def running_stream(
-    config: RunConfig, rollouts: Rollouts, scorer: RewardPool | Player, tokenizer: Any
-) -> Iterator[Stream | None]:
-    """Draw ahead of the trainer in this context, where rollouts may; it ends before the processes that it uses."""
-    if not config.rollout.staleness:
-        yield None
-        return
-    with Stream(rollouts, scorer, tokenizer, (config.seed, 0, STREAM)) as stream:
-        yield stream
+def running_loop(
+    config: RunConfig, environment: Environment, pool: ProcessPool, rollouts: Rollouts, codec: Codec
+) -> Iterator[RolloutLoop]:
+    """Run the loop of rollouts in this context: ahead of the trainer where samples may be stale, else in turns."""
+    ahead = config.rollout.staleness > 0
+    queue = RequestQueue(rollouts, (config.seed, 0, STREAM)) if ahead else TurnQueue(rollouts)
+    with RolloutLoop(environment, pool, rollouts, queue, codec, config.environment.default_reward) as loop:
+        yield loop
+
+
+def set_limits(config: RunConfig) -> EpisodeLimits:
+    """Set the limits of an episode by a run's settings."""
+    environment = config.environment
+    return EpisodeLimits(
+        environment.turns,
+        environment.tokens or config.longest,
+        config.rollout.max_new_tokens,
+        environment.time_limit_s,
+        environment.tool_limit_s,
+    )

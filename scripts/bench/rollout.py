@@ -1,4 +1,4 @@
-"""Measure what a round of requests costs beside the same completions by ``generate``, and plays beside a reward.
+"""Measure what a round of requests costs beside the same completions by ``generate``, and turns beside a reward.
 
     python scripts/bench/rollout.py [--rounds 9] [--model FOLDER] [--tiny] [--json FILE]
 
@@ -7,9 +7,9 @@ three ways, in turn: *generate*, by prompts; *sample*, a round of requests; *loo
 polled for as they finish. Medians; CPU-seconds are those of the driver and the engine. All three must sample as many
 tokens, the first two the same ones.
 
-Then what a step draws before its update, with the same engine: *reward*, completions and the rewards of a function;
-*plays*, an episode of one turn for each, by ``one_turn`` of that function. Here CPU-seconds are also those of the
-processes that score and play.
+Then what a step draws before its update, with the same engine: *reward*, the one-turn environment of a function;
+*written*, the same as an environment that a user writes. Here CPU-seconds are also those of the processes that run
+them.
 
 With ``--model`` it measures something else, on that model: *shared*, where the samples of a prompt share its keys and
 values, and *alone*, where each computes its own (``--rollout.vllm enable_prefix_caching False``).
@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,13 +43,13 @@ from rlworker.cluster.worker_pool import POLL
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
 from rlworker.data.rows import Row
-from rlworker.episodes import one_turn
-from rlworker.episodes.codec import Codec
-from rlworker.episodes.processes.pool import PlayPool
-from rlworker.rewards.pool import RewardPool
-from rlworker.rollouts.plays import Player, set_limits
-from rlworker.rollouts.sampler import Sampler
+from rlworker.environments import Episode, one_turn
+from rlworker.environments.codec import Codec
+from rlworker.environments.processes.pool import ProcessPool
+from rlworker.rollouts.manager import RolloutManager
+from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import StepClock
+from rlworker.trainers.run_processes import running_loop, set_limits
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--rounds", type=int, default=9, help="of which medians are taken")
@@ -58,7 +58,7 @@ OPTIONS = PARSER.parse_args()
 SIZES = ((4, 2, 4),) if OPTIONS.tiny else ((256, 8, 4), (2048, 1, 4), (256, 1, 16), (32, 8, 16))
 """Prompts, completions of each, tokens of each."""
 STEPS = ((4, 2, 4),) if OPTIONS.tiny else ((256, 8, 4), (256, 8, 16))
-"""As ``SIZES``, of steps that are rewarded and played."""
+"""As ``SIZES``, of steps whose samples are rewarded."""
 PROMPT_TOKENS, VOCAB, STREAM = 20, 1024, (7,)
 
 
@@ -157,23 +157,34 @@ def reward(text: str, row: Row) -> float:
     return float(len(set(text)))
 
 
-def measure_plays(rollouts: Rollouts, config: VllmConfig, size: tuple[int, int, int]) -> list[dict]:
-    """Measure what a step draws, by a reward and by plays of one turn."""
+async def write(policy, row: Row) -> Episode:
+    """Sample once and reward it, as ``one_turn`` of ``reward`` does."""
+    episode = Episode(row)
+    episode.reward(reward((await policy.sample(episode)).text, row))
+    return episode
+
+
+def measure_steps(rollouts: Rollouts, config: VllmConfig, size: tuple[int, int, int]) -> list[dict]:
+    """Measure what a step draws, by a reward and by an environment that is written out."""
     prompts, count, tokens = size
-    rows, tokenizer = draw_prompts(prompts), make_tokenizer()
+    rows, codec = draw_prompts(prompts), Codec(make_tokenizer())
     data, rollout = DataConfig(max_prompt_tokens=PROMPT_TOKENS), replace(config, max_new_tokens=tokens)
     run = RunConfig(data=data, rollout=rollout, prompts_per_step=prompts, samples_per_prompt=count)
-    codec = Codec(tokenizer)
-    with RewardPool(reward, run.reward) as rewards, PlayPool(one_turn(reward), codec, set_limits(run)) as plays:
-
-        def make_call(scorer: RewardPool | Player) -> Callable[[], int]:
-            sampler = Sampler(run, tokenizer, (), rows, rollouts, scorer, lambda *_: nullcontext(), print)
-            return lambda: sampler.batch(sampler.sample(StepClock(), 0)[0], None).num_tokens
-
-        calls = {"reward": make_call(rewards), "plays": make_call(Player(codec, plays, rollouts))}
-        workers = [*rollouts.workers, *rewards.workers, *plays.workers]
+    with ExitStack() as running:
+        calls, workers = {}, [*rollouts.workers]
+        for name, environment in {"reward": one_turn(reward), "written": write}.items():
+            pool = running.enter_context(ProcessPool(environment, codec, set_limits(run)))
+            loop = running.enter_context(running_loop(run, environment, pool, rollouts, codec))
+            manager = RolloutManager(run, codec, rows, rollouts, loop, lambda *_: nullcontext(), print)
+            calls[name] = partial(draw, manager)
+            workers += pool.workers
         want = prompts * count * (PROMPT_TOKENS + tokens - 1)
         return list_rows(size, measure(calls, workers, lambda sizes: {*sizes.values()} == {want}))
+
+
+def draw(manager: RolloutManager) -> int:
+    """Draw a step's batch: its tokens."""
+    return batch_groups(manager.sample(StepClock(), 0)[0]).num_tokens
 
 
 def main() -> None:
@@ -186,7 +197,7 @@ def main() -> None:
         with Rollouts(DEFAULT_PLATFORM, 1) as rollouts:
             rollouts.start(model, config).wait()
             table = [row for size in SIZES for row in measure_rounds(rollouts, size)]
-            table += [row for size in STEPS for row in measure_plays(rollouts, config, size)]
+            table += [row for size in STEPS for row in measure_steps(rollouts, config, size)]
     write_figures(OPTIONS.json, table)
 
 

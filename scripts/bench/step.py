@@ -1,15 +1,15 @@
 """Measure what a GRPO step costs on the real engines, against a single process that does the same work.
 
     python scripts/bench/step.py [--ranks 1] [--rollouts 1] [--staleness 0] [--steps 12] [--tiny] [--json FILE]
-    python scripts/bench/step.py --plays [--prompts 256] [--steps 12] [--tiny] [--json FILE]
+    python scripts/bench/step.py --written [--prompts 256] [--steps 12] [--tiny] [--json FILE]
     python scripts/bench/step.py --stub-trainer [--steps 12] [--tiny] [--json FILE]
 
 Work: a Qwen2 of 1.4 million parameters, 32 prompts x 8 samples, 16 new tokens, one update. Measured from the second
 step on, medians: wall seconds by phase, and CPU seconds of the driver, the trainers and the rollout engine (Ray's own
 daemons apart). The comparison generates with transformers and updates with plain torch, in one process and in this
 run, so that the ratio means something on a machine of any speed. With a staleness, steps whose rollouts run ahead are
-measured beside those that take turns: means there, since one step waits and the next does not. With plays, steps whose
-samples are episodes of one turn, by ``one_turn`` of the same reward, are measured beside the others, and nothing else.
+measured beside those that take turns: means there, since one step waits and the next does not. With ``--written``,
+steps of an environment that samples once and gives the same reward are measured beside the others, and nothing else.
 
 With a stub trainer an update is a sleep as long as a rollout takes, and samples have log-normal lengths of 16 to 512
 tokens. Weights are synced as ever. Steps a second at staleness 0, 1 and 2, in one run.
@@ -30,7 +30,7 @@ from timing import make_parser, write_figures
 PARSER = make_parser(__doc__)
 for _name, _default in (("ranks", 1), ("rollouts", 1), ("steps", 12), ("staleness", 0), ("prompts", 32)):
     PARSER.add_argument(f"--{_name}", type=int, default=_default)
-PARSER.add_argument("--plays", action="store_true", help="measure episodes of one turn beside rewarded samples")
+PARSER.add_argument("--written", action="store_true", help="measure an environment of one turn beside its reward")
 PARSER.add_argument("--stub-trainer", action="store_true", help="measure rollouts that run ahead of a sleep")
 OPTIONS = PARSER.parse_args()
 SIZES = dict(hidden_size=160, intermediate_size=480, num_hidden_layers=4, num_attention_heads=5)
@@ -78,7 +78,7 @@ def make_config(folder: Path, run: str, new_tokens: int, steps: int, staleness: 
     """Make the settings of a run on the model and data in ``folder``."""
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
     from rlworker.config.run import RunConfig
-    from rlworker.config.sections import DataConfig, EpisodesConfig
+    from rlworker.config.sections import DataConfig, EnvironmentConfig
 
     length, engines = max(64, PROMPT_TOKENS + new_tokens), OPTIONS.rollouts
     sizes = dict(max_new_tokens=new_tokens, max_model_len=length, max_num_seqs=256, kv_cache_mb=512)
@@ -88,23 +88,22 @@ def make_config(folder: Path, run: str, new_tokens: int, steps: int, staleness: 
         data=DataConfig(str(folder / "train.jsonl"), max_prompt_tokens=PROMPT_TOKENS),
         actor=MegatronConfig(ranks=OPTIONS.ranks, optimizer=OptimizerConfig(lr=1e-4)),
         rollout=VllmConfig(engines=engines, staleness=staleness, **sizes),
-        episodes=EpisodesConfig(turns=1, tokens=length),
+        environment=EnvironmentConfig(turns=1, tokens=length),
         steps=steps,
         prompts_per_step=PROMPTS,
         samples_per_prompt=SAMPLES,
     )
 
 
-def bench_worker(folder: Path, steps: int, staleness: int = 0, plays: bool = False) -> list[dict[str, float]]:
+def bench_worker(folder: Path, steps: int, staleness: int = 0, written: bool = False) -> list[dict[str, float]]:
     """Return what each step of the real engines took but the first, in seconds, by phase and by process."""
     import ray
 
-    from rlworker.episodes import one_turn
     from rlworker.trainers.rl import Trainer
 
     steps_seconds = []
-    config = make_config(folder, f"run{staleness}{'_plays' if plays else ''}", NEW_TOKENS, steps, staleness)
-    with Trainer(config, one_turn(reward) if plays else reward) as trainer:
+    config = make_config(folder, f"run{staleness}{'_written' if written else ''}", NEW_TOKENS, steps, staleness)
+    with Trainer(config, write if written else reward) as trainer:
         workers = trainer.name_workers()
         pids = {name: ray.get(worker.__ray_call__.remote(lambda _: os.getpid())) for name, worker in workers.items()}
         roles = {"driver": [os.getpid()]}
@@ -119,19 +118,28 @@ def bench_worker(folder: Path, steps: int, staleness: int = 0, plays: bool = Fal
     return steps_seconds[1:]
 
 
+async def write(policy, row):
+    """Sample once and reward it, as the one-turn environment of ``reward`` does."""
+    from rlworker.environments import Episode
+
+    episode = Episode(row)
+    episode.reward(reward((await policy.sample(episode)).text, row))
+    return episode
+
+
 def average(steps_seconds: list[dict[str, float]], take: Callable) -> dict[str, float]:
     """Return the mean or the median of each number, of those that all steps have."""
     names = [name for name in steps_seconds[0] if all(name in step for step in steps_seconds)]
     return {name: take([step[name] for step in steps_seconds]) for name in names}
 
 
-async def play(model, row):
+async def play(policy, row):
     """Sample once, as many tokens as a long-tailed distribution says."""
-    from rlworker.episodes import Episode
+    from rlworker.environments import Episode
 
     episode = Episode(row)
-    tokens = int(min(LONGEST, max(SHORTEST, model.random.lognormvariate(math.log(MEDIAN), SIGMA))))
-    await model.sample(episode, max_tokens=tokens)
+    tokens = int(min(LONGEST, max(SHORTEST, policy.random.lognormvariate(math.log(MEDIAN), SIGMA))))
+    await policy.sample(episode, max_tokens=tokens)
     return episode
 
 
@@ -255,8 +263,8 @@ def main() -> None:
         worker = average(found, statistics.median)
         print_row("rlworker", worker)
         rows = [make_row(f"rlworker, {OPTIONS.ranks} rank(s)", worker)]
-        if OPTIONS.plays:
-            found = {"rewarded": found, "played": bench_worker(folder, steps, plays=True)}
+        if OPTIONS.written:
+            found = {"rewarded": found, "written": bench_worker(folder, steps, written=True)}
             write_figures(OPTIONS.json, rows + compare(found))
             return
         if ahead := OPTIONS.staleness:

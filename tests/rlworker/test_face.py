@@ -17,7 +17,7 @@ def test_every_name_is_there_and_is_what_its_home_has():
 
     assert all(getattr(rlworker, name) is not None for name in rlworker.__all__)
     assert rlworker.Trainer is rlworker.trainers.rl.Trainer and rlworker.TrainBatch is engines.batch.batch.TrainBatch
-    assert rlworker.losses is rlworker.algorithms.losses and callable(rlworker.rewards.batch_reward)
+    assert rlworker.losses is rlworker.algorithms.losses and callable(rlworker.batch_reward)
     assert set(rlworker.__all__) <= set(dir(rlworker))
 
 
@@ -32,7 +32,7 @@ def test_it_is_light_and_a_stranger_has_no_name():
     """Settings and ``launch`` come without torch; a typing error says what it is."""
     program = (
         "import sys\n"
-        "from rlworker import DataConfig, MegatronConfig, Row, RunConfig, SftConfig, launch, rewards\n"
+        "from rlworker import DataConfig, MegatronConfig, Row, RunConfig, SftConfig, exact_match, launch\n"
         "assert not {'torch', 'transformers', 'megatron', 'vllm'} & set(sys.modules)\n"
         "try:\n"
         "    from rlworker import Trainr\n"

@@ -13,7 +13,7 @@ from engines.batch.samples import Completions, Prompt
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments, score_tokens
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import to_batch
+from rlworker.rollouts.trajectory import to_batch
 
 
 def load_folder(folder: str):

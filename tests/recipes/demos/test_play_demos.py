@@ -17,7 +17,7 @@ def made(tmp_path_factory):
     from engines.models.spec import ModelSpec
     from recipes.demos.calculator import CALCULATOR, DEFAULT
     from rlworker.data.rows import list_stop_tokens, load_tokenizer, read_rows
-    from rlworker.episodes.codec import Codec
+    from rlworker.environments.codec import Codec
 
     folder = tmp_path_factory.mktemp("calculator")
     CALCULATOR.make_data(folder)
@@ -36,8 +36,8 @@ def test_a_perfect_player_wins_every_row_within_the_limits(made):
     assert not {row.prompt for row in train} & {row.prompt for row in heldout}
     episodes = play_worked_episodes(play, say_next, [*train[:64], *heldout[:64]], codec)
     assert [sum(value for _, value in episode.rewards) for episode in episodes] == [1.0] * len(episodes)
-    assert max(episode.turns for episode in episodes) == config.episodes.turns
-    assert max(map(len, episodes)) <= config.episodes.tokens <= config.rollout.max_model_len
+    assert max(episode.turns for episode in episodes) == config.environment.turns
+    assert max(map(len, episodes)) <= config.environment.tokens <= config.rollout.max_model_len
     assert not any(episode.forks for episode in episodes)
     said = [piece.token_ids for episode in episodes for piece in episode.sequences[0] if piece.turn >= 0]
     assert max(map(len, said)) <= config.rollout.max_new_tokens
@@ -76,8 +76,8 @@ class Guard:
 def test_what_was_said_is_never_encoded_again(made):
     from recipes.common.plays import Teacher
     from recipes.demos.calculator import play, say_next
-    from rlworker.episodes.codec import using_codec
-    from rlworker.episodes.model import Model
+    from rlworker.environments.codec import using_codec
+    from rlworker.environments.policy import Policy
 
     (train, _), codec = made
     for row in train[:8]:
@@ -88,7 +88,7 @@ def test_what_was_said_is_never_encoded_again(made):
             return guard.said[-1]
 
         with using_codec(replace(codec, tokenizer=guard)):
-            episode = asyncio.run(play(Model(Teacher(say_aloud, codec), 0, (0,)), row))
+            episode = asyncio.run(play(Policy(Teacher(say_aloud, codec), 0, (0,)), row))
         assert len(guard.said) == episode.turns > 0
 
 
@@ -110,7 +110,7 @@ def test_it_runs_as_a_program(cluster, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     start, first, last = read_metrics(tmp_path / "run")
     assert "heldout" in start and "heldout" in last and first["samples"] == 32
-    assert 1 <= first["turns"] <= DEFAULT.episodes.turns
+    assert 1 <= first["turns"] <= DEFAULT.environment.turns
     assert first["forks"] == first["episode_failures"] == start["heldout_failures"] == 0
     assert 0 < last["logprob_diff_mean"] <= 1e-5
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -126,6 +126,7 @@ def test_logprobs_of_whole_episodes_are_those_of_huggingface(cluster, tmp_path, 
     from recipes.common.toys import find_warm_model, prepare
     from recipes.demos.calculator import CALCULATOR, DEFAULT, play
     from rlworker import Trainer
+    from rlworker.rollouts.trajectory import batch_groups
     from rlworker.tracking.log import StepClock
 
     settings = dict(run_dir=str(tmp_path / "run"), warm_up_success=0.1, prompts_per_step=32)
@@ -133,8 +134,8 @@ def test_logprobs_of_whole_episodes_are_those_of_huggingface(cluster, tmp_path, 
     warm = str(find_warm_model(config))
     CALCULATOR.warm_up(config, warm)
     with Trainer(replace(config, model=warm), play, folder=folder) as trainer:
-        groups, metrics = trainer.sampler.sample(StepClock(), trainer.version)
-        batch = trainer.sampler.batch(groups, None)
+        groups, metrics = trainer.manager.sample(StepClock(), trainer.version)
+        batch = batch_groups(groups, None)
     assert metrics["turns"] > 1.5 and metrics["observed_tokens"] > 0
     logprobs = compute_logprobs(load_folder(warm), batch, config.rollout.temperature)
     apart = (batch.rollout_logprobs - logprobs)[batch.mask].abs()

@@ -33,9 +33,9 @@ from rlworker.config.sections import (
     CheckpointConfig,
     CriticConfig,
     DataConfig,
+    EnvironmentConfig,
     LimitsConfig,
     PlacementConfig,
-    RewardConfig,
 )
 
 CONFIG = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48}
@@ -51,7 +51,12 @@ SHAPES |= {"model.embed_tokens.weight": (40, 64), "model.norm.weight": (64,)}
 WEIGHTS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 ROW = {"prompt": "1+1=", "answer": "2"}
 SECTIONS = {"config": RunConfig, "actor": MegatronConfig, "rollout": VllmConfig, "algorithm": AlgorithmConfig}
-SECTIONS |= {"data": DataConfig, "reward": RewardConfig, "checkpoint": CheckpointConfig, "critic": CriticConfig}
+SECTIONS |= {
+    "data": DataConfig,
+    "environment": EnvironmentConfig,
+    "checkpoint": CheckpointConfig,
+    "critic": CriticConfig,
+}
 SECTIONS |= {"placement": PlacementConfig, "limits": LimitsConfig, "optimizer": OptimizerConfig}
 
 
@@ -144,7 +149,7 @@ def wrong_values(section: str, name: str, kind: Any) -> list[st.SearchStrategy]:
     if kind in (float, float | None):
         found += [st.just(math.nan)]
         found += [] if name in MAY_BE_INFINITE else [st.just(math.inf)]
-        found += [] if name == "default" else [st.floats(max_value=-1e-300)]
+        found += [] if name == "default_reward" else [st.floats(max_value=-1e-300)]
     found += [st.just(0)] if name in NOT_ZERO.split() else []
     found += [st.integers(TOO_LARGE[name], 10**30)] if name in TOO_LARGE else []
     return found
@@ -310,7 +315,7 @@ def nothing_starts():
 
 def launch(*breakages: Breakage) -> str:
     """Launch a run on an input with these breakages. Returns what it says."""
-    from rlworker.rewards import exact_match
+    from rlworker.environments.reward import exact_match
     from rlworker.trainers.launch import launch as launch_run
 
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ def test_report_draws_a_run_cut_short(tmp_path):
     """A run that was killed after its first step still has a report."""
     (tmp_path / "config.json").write_text(json.dumps({"model": "m<script>", "platform": "cpu"}))
     step = {"step": 1, "reward": 0.25, "time_step": 2.0, "time_rollout": 1.5, "time_update": 0.4, "time_wall": 21.5}
-    step |= {"reward_failures": 3, "reward_raised": 3}
+    step |= {"episode_failures": 3, "episode_raised": 3}
     start = {"step": 0, "heldout": 0.5, "time_evaluate": 1.0, "time_wall": 19.0}
     start |= {"time_start_trainers": 4.0, "time_start_rollouts": 8.5}
     lines = [json.dumps(start), json.dumps(step), '{"step": 2, "rew']
@@ -29,7 +29,7 @@ def test_report_draws_a_run_cut_short(tmp_path):
     assert "<td>start rollouts</td><td>8.5 s</td>" in body
     assert "<td>from the start of the program</td><td>21.5 s</td>" in body
     assert "all that came before</td><td>6.0 s</td>" in body, "what is left of 21.5 s"
-    assert "<th>reward_failures</th><td>3</td>" in body and "skipped_train" not in body
+    assert "<th>episode_failures</th><td>3</td>" in body and "skipped_train" not in body
     assert "m&lt;script&gt;" in body, "what a run wrote is shown, not run"
 
 

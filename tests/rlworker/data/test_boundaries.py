@@ -7,15 +7,15 @@ from itertools import product
 
 import numpy as np
 import pytest
-from support.episodes.tokenizers import KINDS, TEMPLATES, make_tokenizer
+from support.environments.tokenizers import KINDS, TEMPLATES, make_tokenizer
 
 from engines.models.spec import ModelSpec
 from recipes.common import squares
 from rlworker.config.sft import SftConfig
 from rlworker.data.encoding import decode_after, encode_after
 from rlworker.data.rows import Row
-from rlworker.episodes.codec import Codec, using_codec
-from rlworker.episodes.episode import Episode
+from rlworker.environments.codec import Codec, using_codec
+from rlworker.environments.episode import Episode
 
 ASK, SAY = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "The answer is 42."}
 BEFORE = ("The answer ", "a =", "4", "ok\n", "<s>", "x</s>", "é", "It is")

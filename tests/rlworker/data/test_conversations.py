@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import replace
 
 import pytest
-from support.episodes.tokenizers import KINDS, TEMPLATES, make_tokenizer
+from support.environments.tokenizers import KINDS, TEMPLATES, make_tokenizer
 
 from engines.models.spec import ModelSpec
 from rlworker.config.sections import DataConfig

@@ -10,7 +10,7 @@ from recipes.common.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config.sections import DataConfig
 from rlworker.data.rows import check_rows, check_vocabulary, list_stop_tokens, load_tokenizer, pick_rows, read_rows
 from rlworker.data.sources import find_base_folder
-from rlworker.episodes.codec import Codec
+from rlworker.environments.codec import Codec
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}

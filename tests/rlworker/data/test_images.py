@@ -28,7 +28,7 @@ from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import check_rows, load_tokenizer, read_rows
-from rlworker.rollouts.to_batch import compare_logprobs, to_batch
+from rlworker.rollouts.trajectory import to_batch
 from rlworker.tracking.log import read_metrics
 from rlworker.trainers.rejected_step import save_rejected
 
@@ -368,6 +368,8 @@ def test_a_refused_step_names_the_images(read, model, tmp_path):
 
 
 def test_logprob_differences_after_images_are_told_apart(read, model):
+    from rlworker.trainers.agreement import compare_logprobs
+
     seen, text = read({"prompt": "<image>?", "images": ["a.png"], "answer": "y"}, {"prompt": "x", "answer": "y"})
     samples = make_completions(([5, 6], [-1.0, -1.0], 1), ([7], [-1.0], 1))
     batch = to_batch([seen, text], samples, [1.0, 0.0], model.vision)
@@ -375,7 +377,7 @@ def test_logprob_differences_after_images_are_told_apart(read, model):
     logprobs[batch.mask] = torch.tensor([-1.5, -1.0, -3.0])
     found = compare_logprobs(batch, logprobs)
     assert (found["logprob_diff_mean"], found["logprob_diff_max"]) == (pytest.approx(2.5 / 3), 2.0)
-    assert (found["logprob_diff_pictures_mean"], found["logprob_diff_pictures_max"]) == (0.25, 0.5)
+    assert (found["logprob_diff_images_mean"], found["logprob_diff_images_max"]) == (0.25, 0.5)
     alone = compare_logprobs(to_batch([text], samples[1:], [0.0], model.vision), torch.zeros(1))
     assert set(alone) == {"logprob_diff_mean", "logprob_diff_max"}
 

@@ -7,10 +7,12 @@ from support.rollout_workers import make_completion, make_completions
 
 from engines.batch.samples import Completion, Completions
 from rlworker.data.rows import Row
-from rlworker.rollouts.to_batch import PromptGroup, batch_groups, compare_logprobs, to_batch
+from rlworker.rollouts.trajectory import to_batch
 
 
 def test_columns_stand_at_their_tokens():
+    from rlworker.trainers.agreement import compare_logprobs
+
     rows = [Row("ab", (1, 2), "", {}), Row("c", (3,), "", {})]
     completions = [
         ([5, 6], [-0.5, -0.6], 4),
@@ -27,12 +29,6 @@ def test_columns_stand_at_their_tokens():
     assert batch.rollout_logprobs.tolist() == pytest.approx([0, -0.5, -0.6, 0, -0.7, -0.8, -0.9, -1.0])
     assert batch.rollout_top_ids is None and batch.rollout_top_logprobs is None
     assert batch.group.tolist() == [0, 0, 1, 1] and batch.versions.tolist() == [-1, 4, 4, -1, 4, 3, 3, 3]
-    rewards = batch.rewards.tolist()
-    cuts = slice(0, 2), slice(2, 4)
-    groups = [PromptGroup(row, joined[cut], ["", ""], rewards[cut]) for row, cut in zip(rows, cuts)]
-    same = batch_groups(groups).columns()
-    assert batch.lengths == batch_groups(groups).lengths
-    assert all(torch.equal(same[name], column) for name, column in batch.columns().items())
     trainer = batch.rollout_logprobs + torch.tensor([9.0, 0.1, 0, 9.0, 0, 0, -0.3, 0])
     difference = compare_logprobs(batch, trainer)
     assert difference["logprob_diff_max"] == pytest.approx(0.3)

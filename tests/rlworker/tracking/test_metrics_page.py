@@ -33,6 +33,8 @@ from rlworker.config.run import AlgorithmConfig, CriticConfig, RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
+from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory
+from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.trackers import TrackedRun, Trackers
@@ -45,7 +47,9 @@ VISION = SimpleNamespace(
     image_token=IMAGE_TOKEN, feature_tokens=[IMAGE_TOKEN], merge=1, axes=(0,), tower=SimpleNamespace(margin=False)
 )
 """What of a vision tower's shape a batch is made with."""
-TOKENIZER = SimpleNamespace(eos_token_id=0, batch_decode=lambda ids, **_: ["2"] * len(ids))
+CODEC = SimpleNamespace(
+    stop_token_ids=(0,), decode=lambda ids: "2", decode_all=lambda samples, *_, **__: ["2"] * len(samples)
+)
 
 
 class Group:
@@ -73,16 +77,53 @@ class Group:
 
 
 class Rollouts:
-    """One rollout engine that answers every prompt with the same two tokens."""
+    """One rollout engine."""
 
     workers = (None,)
 
     def __init__(self, trainer):
         self.trainer = trainer
 
-    def generate(self, rows, sampling):
+    def call(self, method, *_):
+        return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method, self.trainer.version)]
+
+
+class Loop:
+    """A loop whose engine answers every prompt with the same two tokens, ``turns`` times in an episode.
+
+    Rewards are all alike or not, and stand at the first turn. Episodes fail in every way in turn: of several turns in
+    one half of the ways, of one in the other.
+    """
+
+    environment_seconds = 0.0
+
+    def __init__(self, trainer, alike: bool, turns: int):
+        self.trainer, self.alike, self.turns = trainer, alike, turns
+        kinds = get_args(FailureKind)
+        self.kinds = [cycle([None, *(kinds[:5] if turns > 1 else kinds[5:])]) for _ in range(2)]
+
+    def begin(self, rows, sampling, goes_first=False):
+        return rows, sampling
+
+    def wait(self, batch):
+        rows, sampling = batch
+        return [
+            TrajectoryGroup.collect(row, [self.run_episode(row, place, sampling) for place in range(sampling.count)])
+            for row in rows
+        ]
+
+    def run_episode(self, row: Row, place: int, sampling) -> Trajectory:
+        segments = [Segment(row.prompt_ids, images=row.images)]
+        for turn, completion in enumerate(self.sample(sampling, self.turns)):
+            segments += [Segment((4,), CONTEXT)] if turn else []
+            segments.append(Segment(completion.token_ids, turn, (), completion))
+        failure = (kind, "") if (kind := next(self.kinds[sampling.temperature == 0])) else None
+        reward = 0.0 if self.alike else float(place % 2)
+        return Trajectory(row, (tuple(segments),), ((0, reward),), failure)
+
+    def sample(self, sampling, count: int):
         logprobs = [] if sampling.temperature == 0 else [LOGPROB] * 2
-        completions = make_completions(*[([3, 0], logprobs, self.trainer.version)] * (sampling.count * len(rows)))
+        completions = make_completions(*[([3, 0], logprobs, self.trainer.version)] * count)
         if sampling.temperature == 0 or not sampling.top_logprobs:
             return completions
         ids = np.tile(np.arange(TOP, dtype=np.int32), (len(completions.token_ids), 1))
@@ -91,61 +132,8 @@ class Rollouts:
     def call(self, method, *_):
         return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method.__name__, self.trainer.version)]
 
-
-class Ahead:
-    """A stream that draws when it is waited for."""
-
-    def __init__(self, rollouts, rewards):
-        self.rollouts, self.rewards = rollouts, rewards
-
-    def begin(self, rows, sampling, goes_first=False):
-        return rows, sampling
-
-    def wait(self, draw):
-        from rlworker.rollouts.scoring import score_completions
-
-        return score_completions(TOKENIZER, self.rewards, draw[0], self.rollouts.generate(*draw))
-
     def sample_each(self, rows, sampling):
-        return self.rollouts.generate(rows, sampling)
-
-
-class Rewards:
-    """Rewards that are all alike or not, and failures of every kind."""
-
-    def __init__(self, alike: bool):
-        self.alike = alike
-
-    def score(self, texts, rows):
-        from rlworker.rewards.pool import Scores
-        from rlworker.rewards.worker import FailureKind
-
-        values = [0.0 if self.alike else float(i % 2) for i in range(len(texts))]
-        return Scores(values, dict.fromkeys(get_args(FailureKind), 1), [])
-
-
-def make_player(trainer):
-    """Make a player whose episodes have two turns, of which the second has no reward, and fail in every way in turn."""
-    from rlworker.episodes.record import CONTEXT, EpisodeRecord, FailureKind, Piece
-    from rlworker.rollouts.plays import EpisodeGroup, Player
-
-    kinds = cycle([None, *get_args(FailureKind)])
-
-    def play_one(row: Row, reward: float, logprobs: list[float]) -> EpisodeRecord:
-        said = list(make_completions(*[([3, 0], logprobs, trainer.version)] * 2))
-        prompt, answer = Piece(row.prompt_ids, images=row.images), Piece((4,), CONTEXT)
-        pieces = (prompt, Piece(said[0].token_ids, 0, (), said[0]), answer, Piece(said[1].token_ids, 1, (), said[1]))
-        failure = (kind, "") if (kind := next(kinds)) else None
-        return EpisodeRecord(row, (pieces,), ((0, reward),), failure)
-
-    class Plays(Player):
-        def play(self, rows, sampling):
-            logprobs = [] if sampling.temperature == 0 else [LOGPROB] * 2
-            groups = [[play_one(row, float(i), logprobs) for i in range(sampling.count)] for row in rows]
-            return [EpisodeGroup.collect(row, episodes) for row, episodes in zip(rows, groups, strict=True)]
-
-    codec = SimpleNamespace(decode_all=lambda ids, **_: ["2"] * len(ids))
-    return Plays(codec, None, trainer.rollouts)
+        return self.sample(sampling, len(rows))
 
 
 def rows_with_an_image() -> list[Row]:
@@ -170,11 +158,9 @@ def written(trainer, config, folder: Path) -> set[str]:
     return set().union(*map(json.loads, lines))
 
 
-def rl_fields(
-    folder: Path, *, alike: bool = False, plays: bool = False, loss=None, advantage=grpo, **settings
-) -> set[str]:
+def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, advantage=grpo, **settings) -> set[str]:
     """The fields that two steps of RL write."""
-    from rlworker.rollouts.sampler import Sampler
+    from rlworker.rollouts.manager import RolloutManager
     from rlworker.trainers.agreement import SyncedWeights
     from rlworker.trainers.rl import Trainer
     from rlworker.trainers.shared_devices import SharedDevices
@@ -186,7 +172,7 @@ def rl_fields(
         trainer.critic = Group("critic")
     trainer.models = {"actor": SimpleNamespace(vision=VISION, banned_tokens=(IMAGE_TOKEN,))}
     trainer.synced = SyncedWeights("float32")
-    trainer.rows = trainer.heldout = rows_with_an_image() * (4 if plays else 1)
+    trainer.rows = trainer.heldout = rows_with_an_image() * 8
     trainer.advantage, trainer.aggregation = advantage, token_mean
     trainer.loss = loss or configure_loss(config.algorithm, config.truncates_importance)
     trainer.value_loss = partial(value_loss, clip=config.critic.clip)
@@ -195,17 +181,9 @@ def rl_fields(
     trainer.devices = SharedDevices()
     trainer.processes, trainer.rollouts = [], Rollouts(trainer)
     trainer.start_seconds = {"time_start_trainers": 1.0, "time_start_rollouts": 1.0, "time_floor": 1.0}
-    parts = (
-        TOKENIZER,
-        (TOKENIZER.eos_token_id,),
-        trainer.rows,
-        trainer.rollouts,
-        make_player(trainer) if plays else Rewards(alike),
-        trainer._phase,
-        lambda text: None,
-    )
-    ahead = Ahead(trainer.rollouts, parts[4]) if config.rollout.staleness else None
-    trainer.sampler = Sampler(config, *parts, ahead)
+    loop = Loop(trainer, alike, turns)
+    parts = CODEC, trainer.rows, trainer.rollouts, loop, trainer._phase, lambda text: None
+    trainer.manager = RolloutManager(config, *parts)
     return written(trainer, config, folder)
 
 
@@ -232,7 +210,7 @@ def fields(tmp_path) -> set[str]:
     return (
         rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate)
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic, advantage=gae)
-        | rl_fields(tmp_path / "plays", plays=True)
+        | rl_fields(tmp_path / "turns", turns=2)
         | rl_fields(tmp_path / "centered", algorithm=centering)
         | rl_fields(tmp_path / "ahead", rollout=VllmConfig(staleness=1))
         | rl_fields(tmp_path / "empty", algorithm=AlgorithmConfig(dynamic_sampling=1), alike=True)
@@ -257,10 +235,9 @@ MADE_IN = (
     "algorithms/losses.py",
     "cluster/train_group.py",
     "rollouts/metrics.py",
-    "rollouts/plays.py",
-    "rollouts/sampler.py",
-    "rollouts/to_batch.py",
+    "rollouts/manager.py",
     "tracking/log.py",
+    "trainers/agreement.py",
     "trainers/rl.py",
     "trainers/run.py",
     "trainers/sft.py",
@@ -268,7 +245,7 @@ MADE_IN = (
 )
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
-OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "default", "note_lost", "seed"}
+OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "turns"}
 OTHER_KEYS |= {
     "aggregation",
     "advantage",

@@ -204,7 +204,7 @@ def runs(tmp_path_factory, cluster, by_value):
         trainer.fit()
     with Trainer(make_run(folder, "together", True), share_digits) as trainer:
         trainer.fit()
-        rows, sampling = trainer.rows[:2], trainer.sampler.make_sampling(1)
+        rows, sampling = trainer.rows[:2], trainer.manager.make_sampling(1)
         for name, phase, call in (
             ("forward", "rollout", lambda: trainer.actor.call(TrainWorker.save, "nowhere")),
             ("generate", "update", lambda: trainer.rollouts.generate(rows, sampling)),

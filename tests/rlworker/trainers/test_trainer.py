@@ -26,7 +26,7 @@ from rlworker.config.sections import (
     PlacementConfig,
 )
 from rlworker.data.rows import pick_rows
-from rlworker.rewards.functions import exact_match
+from rlworker.environments.reward import exact_match
 from rlworker.tracking.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("cluster", "by_value")
@@ -116,7 +116,7 @@ def finished(make_hf_model, data, tmp_path_factory):
 def steps_of_few_groups(trainer) -> dict:
     """Metrics of a step of one group of four samples for eight mini-batches over two replicas, those of a step without
     a group, and what is said of the tenth in a row."""
-    sample, algorithm = trainer.sampler.sample, AlgorithmConfig(mini_batches=8, dynamic_sampling=1)
+    sample, algorithm = trainer.manager.sample, AlgorithmConfig(mini_batches=8, dynamic_sampling=1)
     trainer.config, seen = replace(trainer.config, algorithm=algorithm), []
 
     def first_groups(count: int):
@@ -128,15 +128,15 @@ def steps_of_few_groups(trainer) -> dict:
 
     take = trainer.actor.train_step
     trainer.actor.train_step = lambda batch, *rest: seen.append(len(batch)) or take(batch, *rest)
-    trainer.sampler.sample = first_groups(1)
+    trainer.manager.sample = first_groups(1)
     few, _ = trainer.step()
-    trainer.sampler.sample = first_groups(0)
+    trainer.manager.sample = first_groups(0)
     version = trainer.version
     empty = [trainer.step()[0] for _ in range(9)]
     with pytest.raises(RuntimeError) as error:
         trainer.step()
     assert trainer.version == version, "the weights stay, so none are sent"
-    trainer.actor.train_step, trainer.sampler.sample = take, sample
+    trainer.actor.train_step, trainer.manager.sample = take, sample
     return {"few": few, "mini_batches": seen, "empty": empty, "tenth": str(error.value)}
 
 
@@ -355,7 +355,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
         answers = [row.answer for row in trainer.heldout]
         taken = pick_rows(trainer.rows, 8, 0, config.seed)
     assert "WARNING after 0 steps: " in capsys.readouterr().out
-    said = (tmp_path / "run" / "rewards.log").read_text()
+    said = (tmp_path / "run" / "environment.log").read_text()
     assert all(f"fragile was asked {answer}\n" in said for answer in answers), "also those whose process died"
     first, last = agreement(tmp_path / "run", measured)
     start = read_metrics(tmp_path / "run")[0]
@@ -363,8 +363,8 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
     assert start["heldout_raised"] == sevens > 0 and start["heldout_died"] == threes > 0
     assert start["heldout_failures"] == sevens + threes and last["step"] == 2
     sevens, threes = (4 * sum(row.answer.endswith(digit) for row in taken) for digit in "73")
-    assert first["reward_failures"] == sevens + threes > 0
-    assert (first.get("reward_raised", 0), first.get("reward_died", 0)) == (sevens, threes)
+    assert first["episode_failures"] == sevens + threes > 0
+    assert (first.get("episode_raised", 0), first.get("episode_died", 0)) == (sevens, threes)
 
 
 @pytest.mark.large
@@ -372,7 +372,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
     """An untied llama over CP2 and two rollout engines; a teacher of another family, whose KL is part of the reward;
     ReMax's baseline; groups that are all alike give way to others."""
 
-    from rlworker.rollouts.sampler import CANARY
+    from rlworker.rollouts.manager import CANARY
 
     teacher = make_hf_model("qwen2", False)
     config = make_config(
@@ -399,14 +399,14 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
 
     with trainer_of(config, half_alike, advantage=advantage, aggregation=sequence_mean) as trainer:
         trainer.fit()
-        drawn, rows = trainer.sampler.rollouts_done, trainer.rows
-        trainer.sampler.rollouts_done = 0
+        drawn, rows = trainer.manager.rollouts_done, trainer.rows
+        trainer.manager.rollouts_done = 0
         drawn_anew = []
         for _ in range(3):  # the weights stay, as at a learning rate of 0
-            for sampling in (trainer.sampler.make_sampling(16), trainer.sampler.make_sampling(16, CANARY)):
+            for sampling in (trainer.manager.make_sampling(16), trainer.manager.make_sampling(16, CANARY)):
                 samples = trainer.rollouts.generate([rows[0]] * 2, sampling)
                 drawn_anew += [samples[:16], samples[16:]]
-            trainer.sampler.rollouts_done += 1
+            trainer.manager.rollouts_done += 1
     agreement(tmp_path / "run", measured)
     texts = {str([c.token_ids.tolist() for c in group]) for group in drawn_anew}
     assert len(texts) == 12, "steps, engines and the canary draw from streams of their own"

@@ -1,0 +1,153 @@
+"""Chat in an episode: the model's template writes the prompt, then only what it adds to what stands there already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlworker.data.encoding import decode_after
+from rlworker.data.messages import check_messages, render_messages
+
+ChatPart = str | tuple[int, ...]
+"""Text that is yet to be encoded, or ids that were sampled and stay as they are."""
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Pieces that messages add to a sequence, or a further sequence that they begin.
+
+    Attributes:
+        parts: to append in order; where ``is_fork``, the whole context of a further sequence.
+        is_fork: the template has rewritten or dropped what stood there before.
+    """
+
+    parts: tuple[ChatPart, ...]
+    is_fork: bool = False
+
+
+class Chat:
+    """The messages of one episode, and what the template has made of them.
+
+    What was sampled is decoded, to see what the template makes of it, and never encoded again. White space that a
+    template trims or puts around it is no rewriting: ids that were sampled stand as they are.
+
+    Args:
+        messages: of the prompt. tools: JSON schemas, or functions with types and a docstring, as transformers takes.
+        end_token_ids: each ends a turn of the model; the template writes one too.
+
+    Raises:
+        ValueError: a message has no role, or content that is neither text nor parts.
+
+    Attributes:
+        text: the prompt as the template writes it, and later all that it would have written up to the last message.
+    """
+
+    def __init__(
+        self, tokenizer: Any, messages: Sequence[Mapping], tools: Sequence = (), end_token_ids: Sequence[int] = ()
+    ):
+        self.tokenizer, self.tools, self.end_token_ids = tokenizer, tools, end_token_ids
+        check_messages(messages, "Episode")
+        self.messages = [dict(message) for message in messages]
+        self.text = self._render()
+        self._turn: list[ChatPart] = []  # what was written since
+        self._sampled: list[tuple[int, ...]] = []
+
+    def note(self, part: ChatPart) -> None:
+        """Take note of what was appended to the sequence: sampled ids, or text that is no message."""
+        self._turn.append(part)
+        if not isinstance(part, str):
+            self._sampled.append(part)
+
+    def add(self, messages: Sequence[Mapping]) -> Addition:
+        """Add messages after what was sampled, and the place where the model goes on.
+
+        Raises:
+            ValueError: as when they are the first. jinja2.TemplateError: the template refuses them.
+        """
+        check_messages(messages, "observe")
+        content, end = self._read_turn()
+        if self._turn:
+            self.messages.append({"role": "assistant", "content": content})
+        self.messages += [dict(message) for message in messages]
+        before, self.text, self._turn = self.text + content, self._render(), []
+        remainder = _find_remainder(self.text, before)
+        if remainder is None:
+            return Addition(tuple(self._reuse_sampled()), is_fork=True)
+        return Addition((_cut_end(remainder, end),))
+
+    def _render(self) -> str:
+        return render_messages(self.messages, self.tokenizer, self.tools)
+
+    def _decode(self, ids: Sequence[int], within: bool = False) -> str:
+        """Decode ids as a text of their own, or as they stand ``within`` one, with a space that begins them."""
+        if within and ids:
+            return decode_after(self.tokenizer, ids[0], ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _read_turn(self) -> tuple[str, str]:
+        """Return the text of the model's turn, and apart from it the token that ended it."""
+        parts, end = self._turn, ""
+        if parts and not isinstance(last := parts[-1], str) and last and last[-1] in self.end_token_ids:
+            parts, end = [*parts[:-1], last[:-1]], self._decode(last[-1:])
+        texts = [p if isinstance(p, str) else self._decode(p, within=place > 0) for place, p in enumerate(parts)]
+        return "".join(texts), end
+
+    def _reuse_sampled(self) -> list[ChatPart]:
+        """Cut the whole text into parts, with the ids of whatever sampled text the template has left in it."""
+        parts, place = [], 0
+        for ids in self._sampled:
+            while ids and (ids[-1] in self.end_token_ids or self._decode(ids[-1:], within=True).isspace()):
+                ids = ids[:-1]  # which the template writes itself, or trims
+            start = self._find_tail(ids, place)
+            if start < len(ids):
+                first, end = self._locate(ids[start:], place)
+                parts += [self.text[place:first], ids[start:]]
+                place = end
+        return [part for part in [*parts, self.text[place:]] if part]
+
+    def _find_tail(self, ids: tuple[int, ...], place: int) -> int:
+        """Find where the longest tail of sampled ids starts that stands in the text past a place.
+
+        A template that drops thinking leaves the tail. Where a longer one stands, so does every shorter one, so that
+        halving finds it; a tail that begins within a character does not, which costs a few ids and no text.
+        """
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if self._locate(ids[middle:], place)[0] >= 0:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _locate(self, ids: tuple[int, ...], place: int) -> tuple[int, int]:
+        """Find where ids start and end in the text past a place; -1 where they do not stand there. A space that begins
+        them is theirs, unless the template has trimmed it."""
+        for within in (True, False):
+            text = self._decode(ids, within)
+            if (first := self.text.find(text, place)) >= 0:
+                return first, first + len(text)
+        return -1, -1
+
+
+def _find_remainder(text: str, before: str) -> str | None:
+    """Find what follows ``before`` in ``text``; None where it does not begin so, white space aside."""
+    if text.startswith(before):
+        return text[len(before) :]
+    place = 0
+    for letter in before:
+        if letter.isspace():
+            continue
+        while text[place : place + 1].isspace():
+            place += 1
+        if text[place : place + 1] != letter:
+            return None
+        place += 1
+    return text[place:].lstrip() if before[-1:].isspace() else text[place:]
+
+
+def _cut_end(remainder: str, end: str) -> str:
+    """Leave out the end of a turn where it was sampled already."""
+    stripped = remainder.lstrip()
+    return stripped[len(end) :] if end and stripped.startswith(end) else remainder

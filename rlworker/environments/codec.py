@@ -1,0 +1,182 @@
+"""Text and images to ids, as the run's rows are read; and sampled ids to text, never the other way."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from engines.batch.samples import Image
+from engines.images.video import Video
+from rlworker.config.sections import DataConfig
+from rlworker.data.encoding import ORDINARY, encode_after, encode_prompts
+from rlworker.data.images import ImageReader
+from rlworker.environments.record import Segment
+
+Content = str | Sequence[int] | np.ndarray | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""What the environment writes: text, ids, a chat message or several."""
+Stops = Sequence[int | str] | int | str
+"""Tokens that end a sample, by ids or by texts of one token each."""
+
+_current: ContextVar[Codec] = ContextVar("codec")
+
+
+@contextmanager
+def using_codec(codec: Codec) -> Iterator[None]:
+    """Let every episode that is made in this context be encoded by ``codec``."""
+    token = _current.set(codec)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def get_codec() -> Codec:
+    """Return the codec of the environment that runs.
+
+    Raises:
+        RuntimeError: no environment runs.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise RuntimeError(
+            "Episode: there is no tokenizer outside of an environment; call it within using_codec(...)"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Encodes observations and decodes samples.
+
+    Attributes:
+        tokenizer: the model's. stop_token_ids: each ends a sample. image_reader: of a model that sees images.
+        data: how rows name their fields. vocab: ids that the model has; 0 where that is not known.
+    """
+
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...] = ()
+    image_reader: ImageReader | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    vocab: int = 0
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Decode ids without special tokens; ids that the tokenizer does not know are left out."""
+        return self.decode_all([token_ids])[0]
+
+    def decode_all(self, samples: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
+        """Decode several pieces as ``decode`` does."""
+        if not samples:
+            return []  # of which the tokenizer would make one text
+        arrays, size = [np.asarray(ids) for ids in samples], len(self.tokenizer)
+        if any(len(ids) for ids in arrays) and np.concatenate(arrays).max() >= size:
+            arrays = [ids[ids < size] for ids in arrays]
+        return self.tokenizer.batch_decode([ids.tolist() for ids in arrays], skip_special_tokens=skip_special)
+
+    def decode_samples(self, samples: Sequence[np.ndarray]) -> list[str]:
+        """Decode samples as a parser of tool calls reads them: whole, but for the token that ended each."""
+        stops = self.stop_token_ids
+        return self.decode_all([ids[:-1] if len(ids) and ids[-1] in stops else ids for ids in samples], False)
+
+    def encode_stops(self, stops: Stops) -> tuple[int, ...]:
+        """Find the ids of the tokens that end a sample.
+
+        Raises:
+            ValueError: a text is not one token, or an id is none of the model's.
+        """
+        ids = []
+        for stop in [stops] if isinstance(stops, int | np.integer | str) else stops:
+            token = self._encode_text(stop, ORDINARY) if isinstance(stop, str) else self._read_ids([stop], "sample")
+            if len(token) != 1:
+                raise ValueError(f"sample: stop {stop!r} is {len(token)} tokens, expected one; name a token or its id")
+            ids += token
+        return tuple(ids)
+
+    def encode(
+        self, parts: Sequence[Content], images: Sequence[Any], last: int | None = None, is_plain: bool = False
+    ) -> Segment:
+        """Encode texts and ids that follow one another, with image tokens as rows have them.
+
+        Args:
+            last: the id that they stand behind; None where they begin a sequence.
+            is_plain: they are a text that begins one, with the special tokens that open it, as rows of text have them.
+
+        Raises:
+            ValueError: there are places for another number of images, or one cannot be read; or an id is none of the
+                model's.
+        """
+        read, ids = self._read_images(images), []
+        for part in parts:
+            before = ids[-1] if ids else last
+            if isinstance(part, str):
+                ids += self._encode_text(part, before, is_plain)
+            else:
+                ids += self._read_ids(part, "observe")
+        if self.image_reader:
+            ids, read = self.image_reader.expand_ids(ids, read, "observe", self.data)
+        return Segment(np.array(ids, dtype=np.int32), images=read)
+
+    def _encode_text(self, text: str, last: int | None, is_plain: bool = False) -> list[int]:
+        """Encode text, in which special tokens and the markers of images may be written out, behind an id."""
+        text = _mend_surrogates(text)
+        if self.image_reader:
+            text = self.image_reader.replace_markers(text, self.tokenizer)
+        if is_plain:
+            return encode_prompts(self.tokenizer, [text], [True])[0]
+        return encode_after(self.tokenizer, last, text)
+
+    def _read_ids(self, content: Any, where: str) -> list[int]:
+        ids = np.asarray(content)
+        if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
+            raise ValueError(f"{where}: expected text, ids, or messages of role and content, got {content!r:.80}")
+        if self.vocab and len(ids) and ids.max() >= self.vocab:
+            raise ValueError(f"{where}: id {ids.max()} is none of the model's, which end at {self.vocab - 1}")
+        return ids.tolist()
+
+    def _read_images(self, images: Sequence[Any]) -> tuple[Image, ...]:
+        if not images:
+            return ()
+        if not self.image_reader:
+            raise ValueError("observe: it has images, which this model cannot see; take a vision-language model")
+        named = [_name_image(image) for image in images if not isinstance(image, Video)]
+        videos = [image for image in images if isinstance(image, Video)]  # those of a row, which were read with it
+        return (*self.image_reader.read_images(named, "observe", Path.cwd()), *videos)
+
+
+def list_messages(content: Content) -> list[Mapping[str, Any]]:
+    """List the chat messages that content has; none where it is text or ids."""
+    if isinstance(content, Mapping):
+        return [content]
+    if isinstance(content, list | tuple) and content and isinstance(content[0], Mapping):
+        return list(cast(Sequence[Mapping[str, Any]], content))
+    return []
+
+
+def _mend_surrogates(text: str) -> str:
+    """Join the halves of surrogate pairs, which no tokenizer takes; one that stands alone becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _name_image(image: Any) -> Any:
+    """Name an image as rows do: a path, or its bytes."""
+    if isinstance(image, Image):
+        return image.path
+    if isinstance(image, str | Path):
+        return str(image)
+    if isinstance(image, bytes):
+        return {"bytes": image}
+    if hasattr(image, "save"):  # Pillow's
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG")
+        return {"bytes": buffer.getvalue()}
+    raise ValueError(f"observe: an image must be a path, bytes or Pillow's, got {type(image).__name__}")

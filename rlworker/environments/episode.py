@@ -1,0 +1,204 @@
+"""An episode: tokens in the order in which they were written, and who wrote which.
+
+Tokens go in and tokens come out. What was sampled is kept by its ids and never encoded again; only what the
+environment writes goes through the tokenizer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from engines.vllm.tools import check_tool_parser, check_tools
+from rlworker.config.sections import LARGEST_REWARD
+from rlworker.data.rows import Row
+from rlworker.environments.chat import Chat
+from rlworker.environments.codec import Content, get_codec, list_messages
+from rlworker.environments.record import CONTEXT, FailureKind, Segment
+
+
+class RewardError(ValueError):
+    """A reward that is no number, or too large.
+
+    Attributes:
+        kind: ``not_a_number``, ``too_large``, or ``wrong_count`` for a call that returned too many or too few numbers.
+    """
+
+    def __init__(self, kind: FailureKind, message: str):
+        super().__init__(message)
+        self.kind: FailureKind = kind
+
+
+class Episode:
+    """The tokens that an environment and the policy have written so far; an environment makes one, and returns it.
+
+    It begins with the row's prompt and images. ``Policy.sample`` appends what the model writes, which is trained;
+    ``observe`` what the environment writes, which is context::
+
+        episode = Episode(row)
+        sample = await policy.sample(episode)
+        episode.observe(look_up(sample.text))
+        sample = await policy.sample(episode)
+        episode.reward(float(sample.text == row.answer))
+
+    Args:
+        prompt: ids, text or chat messages to begin with in the place of the row's prompt; text comes after the special
+            tokens that the tokenizer opens one with, as a row's does.
+        images: of that prompt.
+        tools: that the chat template shows: JSON schemas, or functions with types and a docstring, of which
+            transformers makes some.
+        tool_parser: name of vLLM's parser of this model's tool calls, such as ``hermes``; fills ``Sample.calls``.
+
+    Attributes:
+        row: the question. turns: samples so far. forks: sequences begun where context was rewritten.
+        sequences: the segments of each sequence; every fork begins another.
+        rewards: turn (``CONTEXT`` before the first) and value of each reward.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        prompt: Content | None = None,
+        *,
+        images: Sequence[Any] = (),
+        tools: Sequence[Any] = (),
+        tool_parser: str = "",
+    ):
+        self.row, self.tools, self.tool_parser = row, tuple(map(_describe_tool, tools)), tool_parser
+        if tool_parser:
+            check_tool_parser(tool_parser)
+            check_tools(self.tools)
+        self.turns = self.forks = 0
+        self.rewards: list[tuple[int, float]] = []
+        self.sequences: list[list[Segment]] = []
+        self._length, self._chat = 0, None
+        if prompt is None and not tools:
+            self._begin(Segment(row.prompt_ids, images=row.images))
+        else:
+            self._begin(self._encode_prompt(row.messages if prompt is None else prompt, images or row.images))
+
+    def __len__(self) -> int:
+        """Tokens of the sequence that is being written."""
+        return self._length
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids ``[T]`` of the sequence that is being written."""
+        return [int(token) for segment in self.sequences[-1] for token in segment.token_ids]
+
+    def observe(self, content: Content, images: Sequence[Any] = ()) -> None:
+        """Append what the environment wrote: context for what is sampled next, never trained.
+
+        Args:
+            content: ids; text, encoded as it stands behind what is there and without special tokens of the tokenizer's
+                own; or chat messages, of which the template's own remainder is appended. Where the template rewrites
+                what came before, they ``fork``.
+            images: paths, bytes or Pillow's images, one for each ``<image>`` of the text or image token of the ids.
+
+        Raises:
+            ValueError: it cannot be encoded, or has places for another number of images.
+        """
+        codec = get_codec()
+        if not (messages := list_messages(content)):
+            segment = codec.encode((content,), images, self._last)
+            if self._chat:
+                self._chat.note(content if isinstance(content, str) else codec.decode(segment.token_ids))
+            return self._append(segment)
+        addition = self._open_chat().add(messages)
+        if not addition.is_fork:
+            return self._append(codec.encode(addition.parts, images, self._last))
+        before = [image for segment in self.sequences[-1] for image in segment.images]
+        self.forks += 1
+        self._begin(codec.encode(addition.parts, [*before, *images]))
+
+    def fork(self, content: Content, images: Sequence[Any] = ()) -> None:
+        """Begin another sequence of this episode, where context was rewritten: summarised, cut, without its thinking.
+
+        What was sampled before stays trained in the sequence where it was sampled.
+
+        Args:
+            content, images: the whole new context, as for ``observe``.
+        """
+        self.forks += 1
+        self._begin(self._encode_prompt(content, images))
+
+    def reward(self, value: float) -> None:
+        """Give a reward at the last sampled token; several make rewards per turn, and the episode's is their sum.
+
+        Before anything was sampled it counts for the episode alone.
+
+        Raises:
+            RewardError: it is no number, or with it the episode's rewards add up to more than ``LARGEST_REWARD`` in
+                size.
+        """
+        number = read_number(value)
+        whole = abs(number) + sum(abs(given) for _, given in self.rewards)
+        if not whole <= LARGEST_REWARD:
+            raise RewardError(
+                "too_large" if isfinite(number) else "not_a_number",
+                f"Episode: reward {value!r:.80} is no number, or makes an episode's more than {LARGEST_REWARD:g} in "
+                "size; give a smaller one",
+            )
+        self.rewards.append((self.turns - 1, number))
+
+    def add_sample(self, token_ids: np.ndarray) -> None:
+        """Append what the model sampled in this turn: ``[T]`` ids; ``Policy.sample`` does so."""
+        self._append(Segment(token_ids, self.turns))
+        self.turns += 1
+        if self._chat:
+            self._chat.note(tuple(token_ids.tolist()))
+
+    def _encode_prompt(self, content: Content, images: Sequence[Any]) -> Segment:
+        """Encode the whole context that a sequence begins with."""
+        codec, messages = get_codec(), list_messages(content)
+        if self.tools and not messages:
+            raise ValueError("Episode: tools are shown by a chat template, and the prompt is no chat; give messages")
+        self._chat = Chat(codec.tokenizer, messages, self.tools, codec.stop_token_ids) if messages else None
+        segment = codec.encode((self._chat.text if self._chat else content,), images, is_plain=not messages)
+        if not len(segment.token_ids):
+            raise ValueError("Episode: a sequence begins with no token, so that nothing predicts the first sample's")
+        return segment
+
+    def _open_chat(self) -> Chat:
+        """Return the chat so far; that of the row's own messages is opened where the first others follow."""
+        if not self._chat:
+            if not self.row.messages or self.forks:
+                raise ValueError("observe: messages follow a prompt that is no chat; observe text, or begin with some")
+            codec = get_codec()
+            self._chat = Chat(codec.tokenizer, self.row.messages, self.tools, codec.stop_token_ids)
+            for segment in self.sequences[-1][1:]:
+                ids = tuple(map(int, segment.token_ids))
+                self._chat.note(codec.decode(ids) if segment.turn == CONTEXT else ids)
+        return self._chat
+
+    @property
+    def _last(self) -> int | None:
+        """The last id of the sequence that is being written."""
+        return next(
+            (int(segment.token_ids[-1]) for segment in reversed(self.sequences[-1]) if len(segment.token_ids)), None
+        )
+
+    def _begin(self, segment: Segment) -> None:
+        self.sequences.append([segment])
+        self._length = len(segment.token_ids)
+
+    def _append(self, segment: Segment) -> None:
+        self.sequences[-1].append(segment)
+        self._length += len(segment.token_ids)
+
+
+def _describe_tool(tool: Mapping[str, Any] | Callable) -> Mapping[str, Any]:
+    if isinstance(tool, Mapping):
+        return tool
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    return get_json_schema(tool)
+
+
+def read_number(value: Any) -> float:
+    """Read a reward: a value that ``float`` takes, text aside; NaN where it is no number."""
+    try:
+        return float("nan" if isinstance(value, (str, bytes, bytearray)) else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return float("nan")

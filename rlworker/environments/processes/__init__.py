@@ -1,0 +1,1 @@
+"""The processes that run environments, and the driver's pool of them."""

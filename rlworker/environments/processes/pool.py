@@ -1,0 +1,234 @@
+"""The supervised pool of processes that run environments: spread over Ray's nodes, and ended where one is held.
+
+A process tells its progress in a file of its node. So the driver knows at every moment which episode it is at: one that
+gets no further is ended there, and one that died is known to have died there. ``rollouts/episode_state.py`` decides
+what becomes of the episodes of a lost process.
+"""
+
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+from ray.actor import ActorHandle
+from ray.cloudpickle.cloudpickle_fast import dumps
+from ray.exceptions import RayError, RayTaskError
+
+from rlworker.cluster.process_state import explain
+from rlworker.environments.codec import Codec
+from rlworker.environments.policy import EpisodeLimits
+from rlworker.environments.processes.progress import NodeLost, WorkerNode, find_nodes
+from rlworker.environments.processes.worker import EnvWorker
+from rlworker.environments.record import HELD, IDLE, LostWorker, Message, Reply
+from rlworker.environments.reward import Environment
+from rlworker.errors import RunError
+from rlworker.tracking.terminal import LOGGER
+
+ENVIRONMENT_LOG = "environment.log"
+"""File of a run folder that has what environments print and log. Every node but the driver's has one of its own, such
+as ``environment.10.0.0.2.log``: a network's file system loses lines that two nodes add to one file."""
+
+START_S = 120.0
+"""Seconds that a process may take to start; it may import much."""
+STARTS = 3
+"""Processes in a row that may end before they begin, such as one that died between two messages."""
+GRACE_S = 2.0
+"""Seconds after its time limit in which an environment may heed the interrupt before its process is ended."""
+_UNSEEN_GRACE_S = 4.0
+"""As ``GRACE_S``, where the process itself has not seen an environment hold it; it may be short of processor time."""
+POLL_S = 0.1
+_END_S = 10.0
+"""Seconds to wait for the end of a process that was ended."""
+
+
+@dataclass
+class _Call:
+    """A message that a process is at. ``progress`` is what it had told when last seen, and ``changed`` since when."""
+
+    slot: int
+    progress: list[int] = field(default_factory=list)
+    changed: float = field(default_factory=time.monotonic)
+    looked: float = field(default_factory=time.monotonic)
+
+
+def pickle_environment(environment: Callable) -> bytes:
+    """Turn an environment into bytes.
+
+    Raises:
+        ValueError: it holds something that cannot be sent to another process.
+    """
+    try:
+        return dumps(environment)
+    except Exception as error:  # whatever an object of the user's raises when it is pickled
+        raise ValueError(
+            f"environment: {getattr(environment, '__qualname__', environment)!r} cannot be sent to another process "
+            f"({type(error).__name__}: {error}); open files, locks and connections inside the function"
+        ) from error
+
+
+class ProcessPool:
+    """Processes that run environments, each in its slot. They start when this is built, without being waited for.
+
+    As a context manager it ends them.
+
+    Args:
+        count: of the processes. output: the file at whose end goes what environments print and log; None keeps none.
+
+    Raises:
+        ValueError: the environment cannot be sent to another process.
+
+    Attributes:
+        nodes: that Ray has and that have not been lost. places, workers: node and process of each slot.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        codec: Codec,
+        limits: EpisodeLimits,
+        workers: int = 1,
+        output: Path | None = None,
+    ):
+        pickle_environment(environment)
+        self._arguments = ray.put(dumps((environment, codec))), limits
+        self._limits, self._output, self._numbers = limits, output, count()
+        self._failed_starts, self._idle_s = 0, START_S
+        self._calls: dict[Any, _Call] = {}
+        if output:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        self._remote_class: Any = ray.remote(EnvWorker)
+        self.nodes = find_nodes(workers)
+        self.places = [self.nodes[slot % len(self.nodes)] for slot in range(workers)]
+        self._names = [""] * workers
+        self.workers = [self._start_worker(slot) for slot in range(workers)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def name_workers(self) -> dict[str, ActorHandle]:
+        """List every process by its name in messages."""
+        return {_name_worker(slot): worker for slot, worker in enumerate(self.workers)}
+
+    def limit_stalls(self, timeout_s: float) -> None:
+        """Take a process for hung when it does not begin for ``timeout_s``."""
+        self._idle_s = min(START_S, timeout_s)
+
+    def restart(self) -> None:
+        """Start every process anew; its episodes are forgotten."""
+        self._calls.clear()
+        for slot, worker in enumerate(self.workers):
+            ray.kill(worker)
+            self.workers[slot] = self._start_worker(slot)
+
+    def stop(self) -> None:
+        """End the processes, and with them what they started."""
+        for worker in self.workers:
+            ray.kill(worker)
+        for node in self.nodes:
+            node.close()
+
+    def begin(self, slot: int, message: Message) -> None:
+        """Send a message to a process that has replied to the one before."""
+        self._calls[self.workers[slot].advance.remote(pickle.dumps(message, protocol=5))] = _Call(slot)
+
+    @property
+    def references(self) -> list[Any]:
+        """Ray's references of the replies to come."""
+        return list(self._calls)
+
+    def poll(self) -> dict[int, Reply | LostWorker]:
+        """Collect the replies that are there, by slot; a process that was lost is replaced and named.
+
+        Raises:
+            RunError: processes do not start.
+        """
+        calls, replies = self._calls, {}
+        ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
+        for reference in ready:
+            slot = calls.pop(reference).slot
+            fate = explain_death(reference)
+            replies[slot] = self._replace(slot, fate) if fate else self._read(reference)
+        for reference in late:
+            if self._is_stalled(calls[reference]):
+                slot = calls.pop(reference).slot
+                ray.kill(self.workers[slot])
+                ray.wait([reference], timeout=_END_S)
+                replies[slot] = self._replace(slot, HELD)
+        return replies
+
+    def _start_worker(self, slot: int) -> ActorHandle:
+        node, output, self._names[slot] = self.places[slot], self._output, f"{slot}_{next(self._numbers)}"
+        if output and not node.is_here:
+            output = output.with_name(f"{output.stem}.{node.address}{output.suffix}")
+        options = self._remote_class.options(num_cpus=0, scheduling_strategy=node.strategy)
+        return options.remote(*self._arguments, output, node.folder, self._names[slot])
+
+    def _read(self, reference: ray.ObjectRef) -> Reply:
+        self._failed_starts = 0
+        return pickle.loads(ray.get(reference))
+
+    def _is_stalled(self, call: _Call) -> bool:
+        if time.monotonic() - call.looked < POLL_S:
+            return False
+        call.looked = time.monotonic()
+        try:
+            progress, block = self.places[call.slot].ask("read_progress", self._names[call.slot])
+        except NodeLost:
+            return True
+        if progress != call.progress:
+            call.progress, call.changed = progress, time.monotonic()
+        grace = GRACE_S if block[:1] == progress[1:2] else _UNSEEN_GRACE_S
+        limit = self._limits.time_limit_s + grace if progress else self._idle_s
+        return time.monotonic() - call.changed > limit
+
+    def _replace(self, slot: int, fate: str) -> LostWorker:
+        """Start another process in the place of one that has ended, and tell which episode it was at."""
+        node, progress, block = self.places[slot], [], []
+        try:
+            progress, block = node.ask("read_progress", self._names[slot])
+        except NodeLost as error:
+            self._leave_node(node, error)
+        self._failed_starts = 0 if progress else self._failed_starts + 1
+        if self._failed_starts == STARTS:
+            raise RunError(f"environment: its process does not start, {STARTS} times in a row: the last {fate}")
+        self.workers[slot] = self._start_worker(slot)
+        _, number, turn = progress or (0, IDLE, 0)
+        if fate == HELD and block[:1] == [number]:
+            return LostWorker(_name_worker(slot), fate, *block)
+        return LostWorker(_name_worker(slot), fate, number, turn, "")
+
+    def _leave_node(self, lost: WorkerNode, error: NodeLost) -> None:
+        """Place the slots of a lost node on those that are left; processes start there as they are replaced."""
+        if lost not in self.nodes:
+            return
+        self.nodes.remove(lost)
+        lost.abandon()
+        LOGGER.warning(f"environment workers of a lost node begin anew on others, with their episodes: {error}")
+        for slot, node in enumerate(self.places):
+            if node is lost:
+                self.places[slot] = self.nodes[slot % len(self.nodes)]
+
+
+def _name_worker(slot: int) -> str:
+    return f"environment worker {slot}"
+
+
+def explain_death(reference: ray.ObjectRef) -> str | None:
+    """Return in a line how the worker of a call died; None where it did not."""
+    try:
+        ray.get(reference)
+    except RayTaskError:
+        raise
+    except RayError as error:
+        return explain(error) or str(error)
+    return None

@@ -1,0 +1,340 @@
+"""The episodes of one process: they run side by side on one event loop, until each waits for a sample or has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlworker.environments.codec import Codec, Stops, using_codec
+from rlworker.environments.episode import Episode, RewardError
+from rlworker.environments.policy import EpisodeLimit, EpisodeLimits, Policy, Sample, ToolFailure, read_calls
+from rlworker.environments.processes.timing import (
+    ReportFn,
+    RunningEpisode,
+    StepTimer,
+    TimedCoroutine,
+    is_ours,
+    locate_environment,
+)
+from rlworker.environments.record import Answer, EpisodeResult, FailureKind, Message, Reply, Segment, digest_ids
+from rlworker.environments.reward import Environment, spread_numbers
+from rlworker.environments.tools.runner import ToolRunner, read_outcome
+from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
+
+_TICK_S = 0.1
+
+_running: ContextVar[RunningEpisode | None] = ContextVar("running", default=None)
+
+
+@dataclass(frozen=True)
+class _GroupCall:
+    """An episode's part in the call of a batch scorer, of which it awaits its number."""
+
+    scorer: Callable
+    text: str
+
+    def __await__(self) -> Generator[_GroupCall, Any, Any]:
+        return (yield self)
+
+
+class EnvRunner:
+    """Runs the environments of one process's episodes.
+
+    Args:
+        report: is called with the progress of the process.
+
+    Attributes:
+        timer: times every step. is_closed: whether it has ended.
+    """
+
+    def __init__(
+        self, environment: Environment, codec: Codec, limits: EpisodeLimits, report: ReportFn = lambda *_: None
+    ):
+        self.environment, self.codec, self.limits, self.timer = environment, codec, limits, StepTimer(report)
+        self.is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._make_task)
+        self._tools = ToolRunner()
+        self._live: dict[int, RunningEpisode] = {}
+        self._backlog: deque[RunningEpisode] = deque()  # which have not begun
+        self._groups: dict[int, list[tuple[RunningEpisode, _GroupCall]]] = {}
+        self._is_immediate = getattr(environment, "is_immediate", False)
+        self._active = 0  # live episodes that do not wait for a sample
+        self._settled: asyncio.Future | None = None
+        self._reply, self._contexts = Reply(), []
+
+    def advance(self, message: Message) -> Reply:
+        """Take jobs and answers, and run all episodes until each waits for a sample or has ended, or time is over.
+
+        An answer to an episode that has ended meanwhile is dropped.
+        """
+        end = None if message.longest_s is None else time.monotonic() + message.longest_s
+        answers = message.list_answers()
+        given = [answer.token_ids for job in message.jobs for _, answer in job.answers]
+        texts = deque(self.codec.decode_all([*given, *(answer.token_ids for _, answer in answers)]))
+        for job in message.jobs:
+            begun = RunningEpisode(job, [texts.popleft() for _ in job.answers], message.rows[job.row], self)
+            self._backlog.append(begun)
+        with using_codec(self.codec):
+            for (number, answer), text in zip(answers, texts, strict=True):
+                if number in self._live:
+                    self._answer(self._live[number], answer, text)
+            if self._is_immediate:
+                self._run_immediately(end)
+            else:
+                self._loop.run_until_complete(self._settle(end))
+        reply, contexts = self._reply, self._contexts
+        reply.runs_on = self._active > 0 or bool(self._backlog)
+        self._reply, self._contexts = Reply(), []
+        if contexts:
+            reply.token_ids = np.concatenate([np.asarray(ids, np.int32) for ids in contexts])
+        return reply
+
+    def close(self) -> None:
+        """End all episodes and their tools."""
+        self.is_closed = True
+        for running in self._live.values():
+            if running.task:
+                running.task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._tools.close()
+        self._loop.close()
+
+    # -- an episode
+
+    def _begin(self, running: RunningEpisode) -> None:
+        self._live[running.number] = running
+        self._active += 1
+        self.timer.begin(running)
+        running.coroutine = self._perform(running)
+
+    def _run_immediately(self, end: float | None) -> None:
+        """Run episodes that await nothing but the numbers of their groups, outside of the event loop and until a time.
+
+        A scorer may so run an event loop of its own.
+        """
+        while self._backlog and (end is None or time.monotonic() < end):
+            running = self._backlog.popleft()
+            self._begin(running)
+            if call := self._take_step(running, running.coroutine.send, None):
+                group = self._groups.setdefault(running.group, [])
+                group.append((running, call))
+                if len(group) == running.group_size:
+                    self._score_group(self._groups.pop(running.group))
+        self.timer.turn_idle()
+
+    def _take_step(self, running: RunningEpisode, act: Callable, value: Any) -> _GroupCall | None:
+        """Let an episode take a step outside of the event loop, to its end or to where it waits for its group."""
+        try:
+            return self.timer.take_step(running, act, value)
+        except StopIteration:
+            return None
+        except Interrupt as error:  # between two lines of ours
+            if not running.has_ended:
+                self._end(running, self._explain(running, error))
+            return None
+
+    def _score_group(self, group: Sequence[tuple[RunningEpisode, _GroupCall]]) -> None:
+        """Call a batch scorer for all samples of a prompt; an error is the outcome of each."""
+        running, call = group[-1]
+        values, error = [], None
+        try:
+            texts = [call.text for _, call in group]
+            returned = self.timer.take_step(running, call.scorer, texts, [running.row] * len(group))
+            values = spread_numbers(returned, len(group))
+        except BaseException as raised:  # sys.exit() too is only this call's outcome
+            error = raised
+        for place, (running, _) in enumerate(group):
+            if error:
+                self._take_step(running, running.coroutine.throw, error)
+            else:
+                self._take_step(running, running.coroutine.send, values[place])
+
+    async def _perform(self, running: RunningEpisode) -> None:
+        try:
+            result, failure = await self.environment(running.policy, running.row), None
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # whatever the user's code raises is this episode's outcome
+            result, failure = None, self._explain(running, error)
+        if not running.has_ended:
+            self._end(running, failure or self._check_result(running, result), result)
+
+    def _note_end(self, running: RunningEpisode, task: asyncio.Task) -> None:
+        """Take note of a task that was interrupted between two lines of ours."""
+        error = None if task.cancelled() else task.exception()
+        self._end(running, self._explain(running, error or asyncio.CancelledError("cancelled")))
+
+    def _explain(self, running: RunningEpisode, error: BaseException) -> tuple[FailureKind, str]:
+        if isinstance(error, Interrupt):
+            return "blocked", f"held its process for {self.limits.time_limit_s:g} s, {error}"
+        kind = error.kind if isinstance(error, RewardError) else "raised"
+        return "limit" if isinstance(error, EpisodeLimit) else kind, describe_error(error, is_ours)
+
+    def _check_result(self, running: RunningEpisode, result: Any) -> tuple[FailureKind, str] | None:
+        if not isinstance(result, Episode):
+            return (
+                "no_episode",
+                f"returned {result!r:.80}, expected its Episode, {locate_environment(self.environment)}",
+            )
+        sampled = running.policy.episode
+        if sampled and sampled is not result:
+            return "no_episode", f"returned another Episode than it sampled for, {locate_environment(self.environment)}"
+        return (
+            None
+            if result.turns
+            else ("no_generation", f"returned before it sampled, {locate_environment(self.environment)}")
+        )
+
+    def _end(self, running: RunningEpisode, failure: tuple[FailureKind, str] | None, result: Any = None) -> None:
+        """Note the result of an episode, which ends."""
+        running.has_ended = True
+        del self._live[running.number]
+        if not running.future:
+            self._note_settled()
+        episode = running.policy.episode or (result if isinstance(result, Episode) else None)
+        if failure:
+            failure = failure[0], f"turn {running.turn}: {failure[1]}"
+        rewards, forks = (tuple(episode.rewards), episode.forks) if episode else ((), 0)
+        counts = running.tool_calls, running.tool_failures
+        self._reply.results.append(EpisodeResult(running.number, rewards, failure, forks, *counts))
+
+    # -- requests of an episode
+
+    async def sample(self, policy: Policy, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
+        """Answer ``Policy.sample``."""
+        running = self._live.get(policy.number)
+        if running is None or running.policy is not policy:
+            raise RuntimeError("sample: this episode has ended")
+        if running.gave_up:
+            raise RuntimeError(
+                "sample: the environment gave up one that it had asked for; let a sample come to its end"
+            )
+        if running.future:
+            raise RuntimeError("sample: the environment waits for a sample already; await one after the other")
+        stops = self.codec.encode_stops(stop)
+        is_new, segments = running.find_context(episode)
+        if running.answers:
+            digest, answer = running.answers.popleft()
+            text = running.texts.popleft()
+            if digest != digest_ids([token for segment in segments for token in segment.token_ids]):
+                raise RuntimeError(
+                    "sample: the episode was begun anew and wrote something else than before; draw random numbers from "
+                    "policy.random, and call what may answer differently by policy.tool"
+                )
+        else:
+            self._ask(running, episode, max_tokens, stops, is_new, segments)
+            answer, text = await self._wait(running)
+        episode.add_sample(answer.token_ids)
+        running.known = len(episode.sequences), len(episode.sequences[-1])
+        calls, call_error = read_calls(answer.calls)
+        return Sample(text, answer.token_ids, answer.finished, calls, call_error)
+
+    def _ask(self, running, episode: Episode, max_tokens: int, stops, is_new: bool, segments: list[Segment]) -> None:
+        reply, number = self._reply, running.number
+        reply.numbers.append(number)
+        reply.forks.append(is_new)
+        reply.lengths.append(sum(len(segment.token_ids) for segment in segments))
+        reply.max_tokens.append(max_tokens)
+        self._contexts += [segment.token_ids for segment in segments]
+        if images := tuple(image for segment in segments for image in segment.images):
+            reply.images[number] = images
+        if stops:
+            reply.stops[number] = stops
+        if episode.tool_parser:
+            reply.parsers[number] = episode.tool_parser, episode.tools
+
+    async def _wait(self, running: RunningEpisode) -> tuple[Answer, str]:
+        future = running.future = self._loop.create_future()
+        running.waits += 1
+        self._note_settled()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            running.gave_up = True
+            raise
+        finally:
+            running.waits -= 1
+
+    def _answer(self, running: RunningEpisode, answer: Answer, text: str) -> None:
+        assert running.future
+        future, running.future = running.future, None
+        self._active += 1
+        if not future.done():  # an environment may give up a task of its own that waits for it
+            future.set_result((answer, text))
+
+    async def call_tool(
+        self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
+    ) -> Any:
+        """Answer ``Policy.tool``."""
+        running = self._live[policy.number]
+        number, running.tool_calls = running.tool_calls, running.tool_calls + 1
+        outcome = running.tools.get(number)
+        if outcome is None:
+            running.waits += 1
+            try:
+                outcome = await self._tools.call(call, args, keywords, limit_s, memory_mb)
+            finally:
+                running.waits -= 1
+            self._reply.tools.append((running.number, number, outcome))
+        try:
+            return read_outcome(outcome, name_function(call))
+        except ToolFailure:
+            running.tool_failures += 1
+            raise
+
+    async def score_group(self, policy: Policy, scorer: Callable, text: str) -> Any:
+        """Answer ``Policy.score_group``."""
+        return await _GroupCall(scorer, text)
+
+    # -- time
+
+    def _make_task(self, loop: Any, coroutine: Any, **options: Any) -> asyncio.Task:
+        """Make a task whose steps are timed, where it is an environment's or one that an environment began."""
+        context = options.get("context")
+        running = context.get(_running) if context else _running.get()
+        if running:
+            coroutine = TimedCoroutine(coroutine, running, self.timer)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    async def _settle(self, end: float | None) -> None:
+        self._settled = self._loop.create_future()
+        self._tick()
+        try:
+            while self._backlog:
+                running, context = self._backlog.popleft(), copy_context()
+                self._begin(running)
+                context.run(_running.set, running)
+                running.task = self._loop.create_task(running.coroutine, context=context)
+            if self._active:
+                await asyncio.wait([self._settled], timeout=None if end is None else max(0.0, end - time.monotonic()))
+        finally:
+            self._ticking.cancel()
+            self._settled = None
+
+    def _note_settled(self) -> None:
+        """Note that an episode waits for a sample or has ended."""
+        self._active -= 1
+        if not self._active and self._settled and not self._settled.done():
+            self._settled.set_result(None)
+
+    def _tick(self) -> None:
+        """End episodes that await for too long something that is neither a sample nor a tool."""
+        self.timer.turn_idle()
+        for running in list(self._live.values()):
+            if running.task and running.task.done():
+                self._note_end(running, running.task)
+        limit = self.limits.time_limit_s
+        for running in [each for each in self._live.values() if self.timer.is_overdue(each, limit)]:
+            where = locate(running.locate())
+            self._end(running, ("timeout", f"no end after {limit:g} s of its own, awaiting {where}"))
+            assert running.task
+            running.task.cancel()
+        self._ticking = self._loop.call_later(min(_TICK_S, limit / 10), self._tick)

@@ -1,0 +1,163 @@
+"""A running episode: its samples, the time that it has taken, and the line where it is.
+
+Each step of an episode is timed, so that its limit counts its own work and waits: neither its samples and tools,
+which have limits of their own, nor the steps of its neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rlworker.data.rows import Row
+from rlworker.environments.episode import Episode
+from rlworker.environments.policy import Host, Policy
+from rlworker.environments.record import IDLE, Answer, Job, Segment
+
+_OURS = str(Path(__file__).parent.parent)
+
+ReportFn = Callable[[int, int], None]
+"""Is called with number and turn of the episode that takes a step, and ``IDLE`` where none does."""
+
+
+class RunningEpisode:
+    """A running episode.
+
+    Attributes:
+        answers, texts: samples that are there already, before the first that is asked for, and their texts. tools:
+            outcomes of tool calls, likewise.
+        known: sequences, and segments of the last of them, that the driver knows. future: of the sample that it
+            waits for.
+        waits: samples and tools that it waits for. used_s: seconds that count. left_at: when its last step ended, on
+            the clock of ``StepTimer``. gave_up: it asked for a sample and did not wait for it.
+    """
+
+    def __init__(self, job: Job, texts: Sequence[str], row: Row, host: Host):
+        self.number, self.row, self.policy = job.number, row, Policy(host, job.number, job.seed)
+        self.group, self.group_size = job.group, job.group_size
+        self.answers, self.texts, self.tools = deque(job.answers), deque(texts), job.tools
+        self.known: tuple[int, int] = 1, 1
+        self.future: asyncio.Future[tuple[Answer, str]] | None = None
+        self.waits = self.tool_calls = self.tool_failures = 0
+        self.used_s = self.left_at = 0.0
+        self.has_ended = self.gave_up = False
+        self.task: asyncio.Task | None = None
+        self.coroutine: Any = None
+
+    @property
+    def turn(self) -> int:
+        """Turns that it has sampled."""
+        return self.policy.episode.turns if self.policy.episode else 0
+
+    def find_context(self, episode: Episode) -> tuple[bool, list[Segment]]:
+        """Find what the episode's sequence has that the driver does not know, and whether that is a whole new one."""
+        sequences, segments = self.known
+        last = episode.sequences[-1]
+        has_own_prompt = episode.turns == 0 and last[0].token_ids is not episode.row.prompt_ids
+        if len(episode.sequences) > sequences or has_own_prompt:
+            return True, last
+        return False, last[segments:]
+
+    def locate(self) -> list[tuple[FrameType, int]]:
+        """List the frames in which it waits, outermost first, ours left out."""
+        frames, coroutine = [], self.coroutine
+        while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+            frames.append((frame, frame.f_lineno))
+            coroutine = coroutine.cr_await
+        return [place for place in frames if not is_ours(place[0])]
+
+
+class StepTimer:
+    """Times the steps of a process's episodes.
+
+    Attributes:
+        step: the episode that takes a step and when that began; None between steps. The thread that watches reads it.
+    """
+
+    def __init__(self, report: ReportFn):
+        self._report, self._busy_s = report, 0.0
+        self.step: tuple[RunningEpisode, float] | None = None
+
+    def take_step(self, running: RunningEpisode, act: Callable, *args: Any) -> Any:
+        """Let an episode take a step, and count its time."""
+        began = time.monotonic()
+        if not running.waits:
+            running.used_s += began - self._busy_s - running.left_at
+        self._report(running.number, running.turn)
+        self.step = running, began
+        try:
+            return act(*args)
+        finally:
+            self.step = None
+            end = time.monotonic()
+            self._busy_s += end - began
+            running.used_s += end - began
+            running.left_at = end - self._busy_s
+
+    def begin(self, running: RunningEpisode) -> None:
+        """Let the time of an episode begin."""
+        running.left_at = time.monotonic() - self._busy_s
+
+    def turn_idle(self) -> None:
+        """Report that the loop turns without a step."""
+        self._report(IDLE, 0)
+
+    def is_overdue(self, running: RunningEpisode, limit_s: float) -> bool:
+        """Tell whether an episode that takes no step has used up its time, awaiting neither a sample nor a tool.
+
+        The clock stands still while any episode takes a step.
+        """
+        return not running.waits and running.used_s + time.monotonic() - self._busy_s - running.left_at > limit_s
+
+
+class TimedCoroutine(Coroutine):
+    """A coroutine of an environment, each step of which is timed."""
+
+    def __init__(self, coroutine: Coroutine, running: RunningEpisode, timer: StepTimer):
+        self._coroutine, self._running, self._timer = coroutine, running, timer
+
+    def send(self, value: Any) -> Any:
+        return self._take(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._take(self._coroutine.throw, *error)
+
+    def _take(self, act: Callable, *args: Any) -> Any:
+        try:
+            return self._timer.take_step(self._running, act, *args)
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop for all episodes
+            raise RuntimeError(f"{type(error).__name__} in a task of the environment") from error
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+
+def list_user_frames(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    """List the frames from that of an episode's step to ``frame``, outermost first, ours left out."""
+    frames = []
+    for place in traceback.walk_stack(frame):
+        if place[0].f_code is StepTimer.take_step.__code__:
+            break
+        frames.append(place)
+    return [place for place in reversed(frames) if not is_ours(place[0])]
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Tell the frames of this package from those of environments."""
+    return frame.f_code.co_filename.startswith(_OURS)
+
+
+def locate_environment(environment: Any) -> str:
+    """Name the file and line where an environment begins."""
+    code = getattr(inspect.unwrap(environment), "__code__", None)
+    return f"at {code.co_filename}:{code.co_firstlineno}" if code else f"in {environment!r}"

@@ -1,0 +1,106 @@
+"""The process that runs environments, and the thread in it that interrupts one which holds the process.
+
+Importing this takes neither torch nor an engine: a process that takes the place of another should start at once.
+"""
+
+import gc
+import json
+import pickle
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from rlworker.environments.policy import EpisodeLimits
+from rlworker.environments.processes.runner import EnvRunner
+from rlworker.environments.processes.timing import RunningEpisode, list_user_frames
+from rlworker.environments.user_code import INTERRUPT, Interrupt, locate, name_block_file, write_output_to
+
+
+class EnvWorker:
+    """The process that runs environments.
+
+    Ray runs its methods in the main thread, where Python handles signals; environments run there too.
+
+    Args:
+        environment: pickled environment and ``Codec``. output: the file at whose end goes what environments print and
+            log; None leaves it to Ray.
+        folder: of this node's files. name: of this process's among them.
+    """
+
+    def __init__(self, environment: bytes, limits: EpisodeLimits, output: Path | None, folder: str, name: str):
+        if output:  # before the environment is loaded, whose modules may print as well
+            write_output_to(output)
+        from ray import cloudpickle
+
+        self._path = f"{folder}/{name}"
+        self._progress = Progress()
+        function, codec = cloudpickle.loads(environment)
+        self._runner = EnvRunner(function, codec, limits, self._progress)
+        gc.freeze()  # what is loaded stays, and need not be looked through in every round
+
+    def advance(self, message: bytes) -> bytes:
+        """Run episodes as a pickled ``Message`` says: a pickled ``Reply``."""
+        if not self._progress.is_open:
+            self._progress.open(self._path)
+            watch_runner(self._runner, name_block_file(self._path))
+        return pickle.dumps(self._runner.advance(pickle.loads(message)), protocol=5)
+
+
+class Progress:
+    """A process's progress, in a file that others read: steps begun, and number and turn of the episode in the last
+    one."""
+
+    def __init__(self):
+        self._numbers: Any = [0, 0, 0]
+        self.is_open = False
+
+    def open(self, path: str) -> None:
+        """Begin the file: ``[3]`` int64."""
+        self._numbers, self.is_open = np.memmap(path, np.int64, "w+", shape=(3,)).data, True
+
+    def __call__(self, number: int, turn: int) -> None:
+        numbers = self._numbers
+        numbers[1], numbers[2] = number, turn
+        numbers[0] += 1
+
+
+def watch_runner(runner: EnvRunner, block_file: str) -> None:
+    """Interrupt environments of the main thread that hold it past their limit, from a thread of its own.
+
+    The line of an environment at its limit is written to ``block_file`` first, for the driver, which ends a process
+    that does not heed the interrupt.
+    """
+    main, limit = threading.main_thread().ident or 0, runner.limits.time_limit_s
+
+    def is_overdue(step: Any) -> bool:
+        return step is not None and step[0].used_s + time.monotonic() - step[1] >= limit
+
+    def interrupt(_signal: int, frame: FrameType | None) -> None:
+        if is_overdue(runner.timer.step):  # the step that the signal was meant for may have ended in between
+            runner.timer.step = None
+            raise Interrupt(locate(list_user_frames(frame)))
+
+    def tell(running: RunningEpisode) -> None:
+        where = locate(list_user_frames(sys._current_frames().get(main)))
+        line = json.dumps([running.number, running.turn, where])
+        Path(block_file).write_text(line, encoding="utf-8")
+
+    def watch() -> None:
+        told = None
+        while not runner.is_closed:
+            time.sleep(min(limit / 20, 0.1))
+            step = runner.timer.step
+            if step and is_overdue(step):
+                if told is not step:  # once: the process may be ended while this writes
+                    tell(step[0])
+                    told = step
+                signal.pthread_kill(main, INTERRUPT)
+
+    signal.signal(INTERRUPT, interrupt)
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,1 @@
+"""Tools that environments call, each call in a process of its own."""

@@ -1,1 +1,0 @@
-"""Tools that plays call, each call in a process of its own."""

@@ -1,0 +1,339 @@
+"""The one loop that rolls out: processes run environments, engines sample for them, and groups come of it.
+
+With a ``TurnQueue`` the loop runs in the thread that waits, and every turn ends at a barrier: runs repeat bit for bit.
+With a ``RequestQueue`` it runs beside the trainer, in a thread of its own, and no episode waits for another.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+from queue import SimpleQueue
+
+import ray
+
+from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
+from engines.vllm.tools import ToolCalls
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.cluster.watch import wait_until
+from rlworker.data.rows import Row
+from rlworker.environments.codec import Codec
+from rlworker.environments.processes.pool import POLL_S, ProcessPool
+from rlworker.environments.record import LostWorker, Message, Reply
+from rlworker.environments.reward import Environment
+from rlworker.rollouts.episode_state import EpisodeState, EpisodeStates, NoteFn, make_states
+from rlworker.rollouts.requests import RequestQueue, TurnQueue
+from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
+
+_TICK_S = 0.02
+"""Seconds between two looks at calls from the trainer's thread."""
+
+
+class RolloutLoop:
+    """Rolls out batches; as a context manager it ends before the processes and engines that it uses.
+
+    Args:
+        default: reward of an episode that failed.
+
+    Attributes:
+        environment_seconds: time in which environments ran, and nothing was sampled; counted where they take turns.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        pool: ProcessPool,
+        rollouts: Rollouts,
+        queue: RequestQueue | TurnQueue,
+        codec: Codec,
+        default: float = 0.0,
+    ):
+        self._pool, self._rollouts, self._queue, self._codec, self._default = pool, rollouts, queue, codec, default
+        self._samples_first = getattr(environment, "samples_first", False)
+        self._scores_groups = getattr(environment, "scores_groups", False)
+        self._note_lost: NoteFn | None = None
+        self._batch_numbers, self._next_number = count(), 0
+        self.environment_seconds = 0.0
+        self._clear()
+        self._changed, self._calls = threading.Condition(), SimpleQueue()
+        self._fault: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True) if queue.runs_ahead else None
+        if self._thread:
+            self._thread.start()
+
+    def repeat_lost(self, note: NoteFn, stall_timeout_s: float) -> None:
+        """Let the episodes of a process that dies or hangs begin anew, from now on; one is to blame only where the next
+        process is lost at it too.
+
+        Args:
+            note: hears which process was lost and how. It raises where the run may not go on.
+            stall_timeout_s: seconds after which a process that does not begin counts as hung.
+        """
+        self._note_lost = note
+        self._pool.limit_stalls(stall_timeout_s)
+        self._call(self._clear).result()
+
+    def begin(self, rows: Sequence[Row], sampling: Sampling, goes_first: bool = False) -> RolloutBatch:
+        """Begin the episodes of some rows.
+
+        Args:
+            goes_first: before all that has not begun.
+        """
+        batch = RolloutBatch(next(self._batch_numbers), rows, sampling, goes_first)
+        self._call(lambda: self._open(batch))
+        return batch
+
+    def wait(self, batch: RolloutBatch) -> list[TrajectoryGroup]:
+        """Wait for the groups of a batch. Lost engines are replaced meanwhile.
+
+        Raises:
+            Exception: the loop ended by it.
+        """
+        start = time.perf_counter() - self._queue.sampling_seconds
+        wait_until(lambda slice_s: self._wait(batch, slice_s))
+        self.environment_seconds += time.perf_counter() - self._queue.sampling_seconds - start
+        return batch.groups
+
+    def sample_each(self, rows: Sequence[Row], sampling: Sampling) -> Completions:
+        """Sample one completion of each row outside of any environment, as many by each engine, before all that has
+        not begun."""
+        if not self._thread:
+            return self._rollouts.generate(rows, sampling)
+        batch = RolloutBatch(next(self._batch_numbers), rows, sampling, True, has_episodes=False)
+        self._call(lambda: self._open(batch))
+        wait_until(lambda slice_s: self._wait(batch, slice_s))
+        return Completions.concatenate(batch.groups)
+
+    def forget(self, stream: tuple[int, ...]) -> None:
+        """Forget all batches and go on with other random numbers, as a run does that goes back to a checkpoint."""
+        self._call(lambda: self._forget(stream)).result()
+
+    def __enter__(self) -> RolloutLoop:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._closed = True
+        if self._thread:
+            self._thread.join()
+
+    # -- the thread that waits, and the loop's own where it runs ahead
+
+    def _call(self, function: Callable[[], None]) -> Future:
+        """Call a function between two turns of the loop."""
+        future: Future = Future()
+        if not self._thread:
+            future.set_result(function())
+            return future
+        with self._changed:
+            self._check_alive()
+            self._calls.put((function, future))
+        return future
+
+    def _check_alive(self) -> None:
+        if self._fault:
+            raise self._fault
+
+    def _wait(self, batch: RolloutBatch, slice_s: float) -> bool:
+        if not self._thread:
+            self._take_turn()
+            return batch.is_done
+        with self._changed:
+            self._changed.wait_for(lambda: batch.is_done or self._fault or self._queue.list_lost(), slice_s)
+        self._check_alive()
+        if lost := self._queue.list_lost():
+            self._rollouts.replace_or_raise(lost)
+        return batch.is_done
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                while not self._calls.empty():
+                    function, future = self._calls.get()
+                    try:
+                        function()
+                    except BaseException as error:
+                        future.set_exception(error)
+                        raise
+                    future.set_result(None)
+                self._take_turn()
+        except BaseException as error:  # the thread that waits is told
+            self._fault = error
+        finally:
+            with self._changed:
+                self._fault = self._fault or RuntimeError("rollout: the loop was closed")
+                while not self._calls.empty():
+                    self._calls.get()[1].set_exception(self._fault)
+                self._changed.notify_all()
+
+    # -- the loop
+
+    def _take_turn(self) -> None:
+        """Take what processes and engines have, send them what is due, and wait a moment for more."""
+        for slot, reply in self._pool.poll().items():
+            self._take_reply(slot, reply)
+        self._send_messages()
+        for (batch_number, number), completions in self._queue.collect(len(self._free) == len(self._pool)):
+            self._take_samples(self._batches[batch_number], number, completions)
+        self._parse_samples()
+        self._send_messages()
+        if any(batch.is_done for batch in self._batches.values()) or self._queue.list_lost():
+            self._batches = {number: batch for number, batch in self._batches.items() if not batch.is_done}
+            with self._changed:
+                self._changed.notify_all()
+        if waited := [*self._queue.references, *self._pool.references]:
+            ray.wait(waited, timeout=_TICK_S if self._thread else POLL_S)
+        elif self._thread and self._calls.empty():
+            threading.Event().wait(_TICK_S)
+
+    def _open(self, batch: RolloutBatch) -> None:
+        self._batches[batch.number] = batch
+        sampling = batch.sampling
+        settings = sampling.temperature, sampling.max_tokens, sampling.stop_token_ids, sampling.expected_tokens
+        count = sampling.count if batch.has_episodes else 1
+        settings = *settings, sampling.top_logprobs, count, batch.goes_first, sampling.scores_prompt
+        requests = (Request(Prompt(row.prompt_ids, row.images), *settings) for row in batch.rows)
+        if not batch.has_episodes:
+            assert isinstance(self._queue, RequestQueue)
+            return self._queue.submit_to_each([((batch.number, i), request) for i, request in enumerate(requests)])
+        self._queue.open(sampling, self._samples_first)
+        slots, first = None if self._samples_first else len(self._pool), self._next_number
+        batch.first = first
+        states = make_states(batch.rows, sampling.count, sampling.stream, first, slots)
+        self._next_number += len(states)
+        self._states.add(states)
+        self._batch_of |= dict.fromkeys((state.number for state in states), batch)
+        self._missing |= dict.fromkeys(range(first, self._next_number, sampling.count), sampling.count)
+        if self._samples_first:
+            self._queue.submit(((batch.number, first + i * sampling.count), one) for i, one in enumerate(requests))
+            return
+        for state in states:
+            self._new[state.slot].append(state)
+
+    def _forget(self, stream: tuple[int, ...]) -> None:
+        if len(self._states) or self._pool.references:
+            self._pool.restart()
+        self._clear()
+        self._queue.reset(stream)
+
+    def _clear(self) -> None:
+        slots = range(len(self._pool))
+        self._batches: dict[int, RolloutBatch] = {}
+        self._states = EpisodeStates(self._default, self._note_lost, self._scores_groups)
+        self._batch_of: dict[int, RolloutBatch] = {}  # of each episode
+        self._missing: dict[int, int] = {}  # group -> its episodes that have not ended
+        self._free, self._run_on = set(slots), set[int]()
+        self._sampled_rows = deque[list[EpisodeState]]()  # groups whose first samples are there, for any process
+        self._new: list[list[EpisodeState]] = [[] for _ in slots]
+        self._answered: list[list[int]] = [[] for _ in slots]
+        self._sampled: list[tuple[EpisodeState, Completion]] = []
+
+    # -- processes
+
+    def _take_reply(self, slot: int, reply: Reply | LostWorker) -> None:
+        self._free.add(slot)
+        self._run_on.discard(slot)
+        if isinstance(reply, LostWorker):
+            ended = self._states.handle_lost_worker(reply)
+            self._new[slot] = self._states.list_living(slot)
+            return self._end(ended)
+        requests = []
+        for state, max_tokens, stop_token_ids in self._states.take(reply):
+            batch = self._batch_of[state.number]
+            sampling = batch.sampling
+            stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_token_ids)))
+            settings = sampling.temperature, max_tokens, stops, sampling.expected_tokens, sampling.top_logprobs
+            request = Request(state.make_prompt(), *settings, goes_first=batch.goes_first)
+            requests.append(((batch.number, state.number), request))
+        if requests:
+            self._queue.submit(requests)
+        # Where it was begun anew, a sample may have come before it asked again.
+        self._answered[slot] += reply.numbers
+        if reply.runs_on:
+            self._run_on.add(slot)
+        self._end([result.number for result in reply.results])
+
+    def _send_messages(self) -> None:
+        for slot in sorted(self._free):
+            if message := self._make_message(slot):
+                self._free.discard(slot)
+                self._pool.begin(slot, message)
+
+    def _make_message(self, slot: int) -> Message | None:
+        """Make the next message to a process; None where it can only wait."""
+        longest_s = self._queue.longest_s
+        if self._sampled_rows and not self._new[slot]:
+            # Ever smaller parts, so that no process waits long for a slow one.
+            parts = 1 if len(self._pool) == 1 else 2 * len(self._pool)
+            for _ in range(-(-len(self._sampled_rows) // parts)):
+                self._new[slot] += self._sampled_rows.popleft()
+        new, self._new[slot] = [state for state in self._new[slot] if state.result is None], []
+        if new:
+            for state in new:
+                state.slot = slot
+            return self._states.begin(new, longest_s)
+        answered, self._answered[slot] = dict.fromkeys(self._answered[slot]), []
+        if message := self._states.address([one for one in answered if one in self._batch_of], longest_s):
+            return message
+        return Message(longest_s=longest_s) if slot in self._run_on else None
+
+    def _end(self, numbers: Sequence[int]) -> None:
+        """Note that episodes have ended, and collect the groups that are whole."""
+        if aborted := [(self._batch_of[number].number, number) for number in numbers if self._states[number].is_asked]:
+            self._queue.abort(aborted)
+        for number in numbers:
+            batch, group = self._batch_of[number], self._states[number].group
+            self._missing[group] -= 1
+            if self._missing[group]:
+                continue
+            del self._missing[group]
+            members = range(group, group + batch.sampling.count)
+            place = (group - batch.first) // batch.sampling.count
+            trajectories = [self._states.collect(member) for member in members]
+            batch.add(place, TrajectoryGroup.collect(batch.rows[place], trajectories))
+            for member in members:
+                del self._batch_of[member]
+
+    # -- samples
+
+    def _take_samples(self, batch: RolloutBatch, number: int, completions: Completions) -> None:
+        if not batch.has_episodes:
+            return batch.add(number, completions)
+        if number not in self._batch_of or (state := self._states[number]).result:
+            return  # it has ended meanwhile
+        if state.slot >= 0:
+            return self._sampled.append((state, completions[0]))
+        states = [self._states[number + place] for place in range(len(completions))]
+        for state, completion in zip(states, completions, strict=True):
+            state.add_answer(completion, None)
+        self._sampled_rows.append(states)
+
+    def _parse_samples(self) -> None:
+        """Hand samples on, those with a parser once it has found their tool calls."""
+        sampled, self._sampled = self._sampled, []
+        by_parser: dict[tuple[str, str], list[tuple[EpisodeState, Completion]]] = {}
+        for state, completion in sampled:
+            parser, tools = state.parser or ("", ())
+            by_parser.setdefault((parser, json.dumps(tools)), []).append((state, completion))
+        for (parser, tools), found in by_parser.items():
+            self._parse(found, parser, json.loads(tools))
+
+    def _parse(self, found: list[tuple[EpisodeState, Completion]], parser: str, tools: list) -> None:
+        if not parser:
+            return self._answer(found, [None] * len(found))
+        self._queue.parse_tools(
+            *(self._codec.decode_samples([completion.token_ids for _, completion in found]), parser, tools),
+            then=lambda calls: self._answer(found, calls),
+            otherwise=lambda: self._sampled.extend(found),
+        )
+
+    def _answer(self, found: Sequence[tuple[EpisodeState, Completion]], calls: Sequence[ToolCalls | None]) -> None:
+        for (state, completion), found_calls in zip(found, calls, strict=True):
+            if state.number in self._batch_of and state.result is None:
+                state.add_answer(completion, found_calls)
+                self._answered[state.slot].append(state.number)

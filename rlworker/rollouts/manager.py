@@ -1,0 +1,218 @@
+"""The manager of rollouts decides what a step learns from: its prompts, their samples and the groups that stay."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Sampling
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.cluster.workers import RolloutWorker
+from rlworker.config.run import RunConfig
+from rlworker.data.rows import Row, pick_rows
+from rlworker.environments.codec import Codec
+from rlworker.environments.processes.pool import ENVIRONMENT_LOG
+from rlworker.errors import NothingScored, RunError
+from rlworker.rollouts.loop import RolloutLoop
+from rlworker.rollouts.metrics import SAMPLES_KEPT, Scores, describe_trajectory, score_groups, summarise_groups
+from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
+from rlworker.tracking.log import StepClock
+
+TRAINING, CANARY, STREAM = range(3)
+"""Uses that completions are drawn for; each has random numbers of its own."""
+_NEWEST_SHARE = 0.2
+"""Share of a rollout in the running mean of the completions' lengths."""
+
+
+class RolloutManager:
+    """Draws prompts, has their episodes run, and keeps the groups that a step learns from.
+
+    Args:
+        codec: has the stop tokens of every sample. rows: to draw from.
+        loop: runs the episodes.
+        phase: ``phase(clock, name)``, the context in which a part of a step runs.
+        warn: what to do with a line about episodes that failed.
+
+    Attributes:
+        rollouts_done: of training. completion_tokens: running mean of the completions' lengths, which says how long the
+            next are expected to be. A checkpoint holds both and ``prompts_done``, which decide what is sampled next.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        codec: Codec,
+        rows: list[Row],
+        rollouts: Rollouts,
+        loop: RolloutLoop,
+        phase: Callable,
+        warn: Callable[[str], None],
+    ):
+        self.config, self.codec, self.rows = config, codec, rows
+        self.rollouts, self.loop, self.phase, self.warn = rollouts, loop, phase, warn
+        self._begun, self._engines_idle_s = deque[RolloutBatch](), 0.0
+        self.rollouts_done = 0
+        self._since, self._prompts_before = 0, 0
+        self.completion_tokens = float(config.rollout.max_new_tokens)
+
+    def sample(self, clock: StepClock, version: int) -> tuple[list[TrajectoryGroup], dict[str, float]]:
+        """Draw the groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
+
+        With dynamic sampling, zero-variance groups are dropped, and those of further prompts take their
+        place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left. None are
+        left either where nothing was sampled, as every environment failed before: there is no token to learn from.
+
+        Raises:
+            NothingScored: every episode failed.
+        """
+        config, further = self.config, self.config.algorithm.dynamic_sampling
+        kept_groups, zero_variance, first = [], [], self.rollouts_done
+        environment_s = self.loop.environment_seconds
+        for _ in range(1 + further):
+            groups = self._draw_next(partial(self.phase, clock))
+            self.rollouts_done += 1
+            self._note_samples(groups, version)
+            for group in groups:
+                (zero_variance if further and group.has_zero_variance else kept_groups).append(group)
+            if len(kept_groups) >= config.prompts_per_step:
+                break
+        drawn_groups = kept_groups + zero_variance
+        scores = score_groups(drawn_groups, self.codec)
+        if scores.all_failed:
+            self.rollouts_done = first  # a run that goes on is asked the same once more
+            raise NothingScored(_explain_failures(scores))
+        metrics = summarise_groups(drawn_groups) | scores.count_failures("episode")
+        if not config.rollout.staleness:
+            metrics["time_environment"] = self.loop.environment_seconds - environment_s
+        groups = kept_groups[: config.prompts_per_step]
+        return groups if any(group.completions.lengths.any() for group in groups) else [], metrics
+
+    def score_greedy(self, rows: list[Row]) -> Scores:
+        """Find the rewards of an episode of most likely samples for each row."""
+        groups = self._draw(rows, replace(self.make_sampling(1), temperature=0.0), lambda _: nullcontext())
+        return score_groups(groups, self.codec)
+
+    def run_ahead(self, most: int) -> None:
+        """Begin draws that the weights of now may sample: one, and as many as tokens may be updates older.
+
+        Args:
+            most: draws that the run can still take.
+        """
+        staleness = self.config.rollout.staleness
+        while staleness and len(self._begun) < min(most, 1 + staleness):
+            self._begun.append(self.loop.begin(*self._plan(self.rollouts_done + len(self._begun))))
+
+    @property
+    def prompts_done(self) -> int:
+        """Prompts of all rollouts of training, which may have had different numbers of them."""
+        return self._count_prompts(self.rollouts_done)
+
+    def go_on(self, rollouts_done: int, completion_tokens: float, prompts_done: int | None) -> None:
+        """Go on after so many rollouts; what was being drawn is forgotten, to be drawn again.
+
+        Args:
+            prompts_done: None where every rollout had as many as those to come.
+        """
+        self.rollouts_done, self.completion_tokens = rollouts_done, completion_tokens
+        alike = rollouts_done * self.config.prompts_per_step
+        self._since, self._prompts_before = rollouts_done, alike if prompts_done is None else prompts_done
+        self._begun.clear()
+        self.loop.forget((self.config.seed, rollouts_done, STREAM))
+
+    def measure_ahead(self, batch: TrainBatch, version: int) -> dict[str, float]:
+        """Measure how far rollouts run ahead: ages of a step's tokens in updates, how long trainers and engines had
+        nothing to do, and what was being sampled at its update; nothing where they take turns."""
+        if not self.config.rollout.staleness:
+            return {}
+        ages = version - batch.require_column("versions")[batch.mask]
+        idle, alive = zip(*self.rollouts.call(RolloutWorker.measure_load), strict=True)
+        seconds, self._engines_idle_s = sum(idle) / len(idle) - self._engines_idle_s, sum(idle) / len(idle)
+        return {
+            "token_age_mean": float(ages.float().mean()),
+            "token_age_max": int(ages.max()),
+            "engine_idle_seconds": max(0.0, seconds),
+            "samples_at_update": sum(alive),
+        }
+
+    def list_row_numbers(self, first: int) -> list[int]:
+        """List the numbers of the rows that were drawn from rollout ``first`` on."""
+        draws = range(first, self.rollouts_done)
+        return [number for draw in draws for number in self._pick_numbers(draw)]
+
+    def pick(self, groups: Sequence[TrajectoryGroup]) -> list[dict]:
+        """Pick a few of the groups that were drawn, as a run folder's ``rollouts`` has them."""
+        return [describe_trajectory(group.trajectories[0], self.codec) for group in groups[:SAMPLES_KEPT]]
+
+    def make_sampling(self, count: int, use: int = TRAINING, draw: int | None = None) -> Sampling:
+        """Say how ``count`` completions per prompt are drawn for the next rollout or for that of number ``draw``, or
+        beside it for another ``use``."""
+        number = self.rollouts_done if draw is None else draw
+        rollout, stream = self.config.rollout, (self.config.seed, number, use)
+        return Sampling(
+            count,
+            rollout.temperature,
+            rollout.max_new_tokens,
+            stream,
+            self.codec.stop_token_ids,
+            expected_tokens=self.completion_tokens,
+            top_logprobs=self.config.algorithm.score_centering if use == TRAINING else 0,
+        )
+
+    def _pick_numbers(self, draw: int) -> list[int]:
+        config = self.config
+        return pick_rows(range(len(self.rows)), config.prompts_per_step, self._count_prompts(draw), config.seed)
+
+    def _count_prompts(self, draw: int) -> int:
+        """Count the prompts of the rollouts before that of number ``draw``."""
+        return self._prompts_before + (draw - self._since) * self.config.prompts_per_step
+
+    def _plan(self, draw: int) -> tuple[list[Row], Sampling]:
+        """Plan a rollout: its rows, and how completions of them are drawn."""
+        rows = [self.rows[number] for number in self._pick_numbers(draw)]
+        return rows, self.make_sampling(self.config.samples_per_prompt, draw=draw)
+
+    def _draw_next(self, phase: Callable) -> list[TrajectoryGroup]:
+        """Draw the groups of the next rollout, or wait for them where they were begun before."""
+        if not self.config.rollout.staleness:
+            return self._draw(*self._plan(self.rollouts_done), phase)
+        if not self._begun:
+            self.run_ahead(1)
+        with phase("rollout"):
+            return self._tell_failures(self.loop.wait(self._begun.popleft()))
+
+    def _draw(self, rows: list[Row], sampling: Sampling, phase: Callable) -> list[TrajectoryGroup]:
+        """Draw the groups of some rows ``[P]`` with their rewards; ``phase(name)`` is a part's context."""
+        with phase("rollout"):
+            return self._tell_failures(self.loop.wait(self.loop.begin(rows, sampling, goes_first=True)))
+
+    def _tell_failures(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        scores = score_groups(groups, self.codec)
+        if scores.failures:
+            self.warn(scores.summarise())
+        return groups
+
+    def _note_samples(self, groups: Sequence[TrajectoryGroup], version: int) -> None:
+        """Take note of the lengths of samples, which are all of weights of ``version``, or as stale as they may be."""
+        versions = {int(each) for group in groups for each in np.unique(group.completions.span_versions)}
+        stale = self.config.rollout.staleness
+        if versions - set(range(version - stale, version + 1)):
+            expected = f"{version - stale} to {version}" if stale else f"{version} alone"
+            raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {expected}")
+        lengths = [group.completions.lengths for group in groups]
+        if count := sum(map(len, lengths)):
+            mean = int(sum(each.sum() for each in lengths)) / count
+            self.completion_tokens += _NEWEST_SHARE * (mean - self.completion_tokens)
+
+
+def _explain_failures(scores: Scores) -> str:
+    """Say why there is no use in going on where every episode of a step failed."""
+    return (
+        f"environment: {scores.summarise()}. A step without one reward teaches nothing. Mend the environment or reward "
+        f"({ENVIRONMENT_LOG} has what it printed): let it give a number where a text is wrong, or raise "
+        "--environment.time-limit-s where it had too little time. What was learned before is saved: go on from it with "
+        "--resume"
+    )

@@ -1,0 +1,278 @@
+"""Sample requests and the engines: in lock-step turns, or ahead of the trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from engines.batch.samples import Completions, Request, Sampling, make_seed
+from rlworker.cluster.process_state import is_lost
+from rlworker.cluster.rollout_group import Rollouts
+from rlworker.cluster.worker_pool import POLL
+
+Key = tuple[int, int]
+"""Name of a request: number of its rollout batch, and of the episode, the first of the prompt, or the row."""
+
+_TAKE_S = 5.0
+"""Seconds that a question for what has finished waits at an engine."""
+
+
+@dataclass(eq=False)
+class _Engine:
+    """An engine with its open requests.
+
+    Attributes:
+        load: tokens that these are expected to take. loss: how it was found to be lost. is_polled: it is being asked
+            for what has finished.
+    """
+
+    worker: ActorHandle
+    open: dict[Key, Request] = field(default_factory=dict)
+    load: float = 0.0
+    loss: RayError | None = None
+    is_polled: bool = False
+
+    def add(self, key: Key, request: Request) -> None:
+        self.open[key] = request
+        self.load += _estimate_tokens(request)
+
+    def drop(self, key: Key) -> bool:
+        """Drop a request, where it has it."""
+        request = self.open.pop(key, None)
+        self.load -= _estimate_tokens(request) if request else 0.0
+        return request is not None
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of an engine, what to do with its result, and what to do where the engine is lost before."""
+
+    engine: _Engine
+    then: Callable[[Any], None]
+    otherwise: Callable[[], None]
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+class RequestQueue:
+    """Hands requests to the engines as they come, and collects the samples. One thread uses it, but for ``list_lost``.
+
+    An engine that is lost keeps its requests until another has taken its place, which is asked them from the beginning.
+
+    Args:
+        stream: names the random numbers, of which each engine has its own.
+    """
+
+    runs_ahead, sampling_seconds = True, 0.0
+    longest_s = 0.05
+    """Seconds after which processes report the samples that some episodes ask for, while others run on."""
+
+    def __init__(self, rollouts: Rollouts, stream: tuple[int, ...]):
+        self._rollouts, self._stream, self._seeds = rollouts, stream, 0
+        self._calls: dict[Any, _Call] = {}
+        self._finished: list[tuple[Key, Completions]] = []
+        self._engines = [_Engine(worker) for worker in rollouts.serving]
+        self.reset(stream)
+
+    def reset(self, stream: tuple[int, ...]) -> None:
+        """Give all requests up, and draw from the random numbers of ``stream`` from now on."""
+        self.abort([key for engine in self._engines for key in engine.open])
+        self._stream, self._seeds = stream, 0
+        for engine in self._engines:
+            self._seed(engine)
+
+    def open(self, sampling: Sampling, starts_rows: bool) -> None:
+        pass  # every request has its settings, and random numbers go on
+
+    def submit(self, requests: Iterable[tuple[Key, Request]]) -> None:
+        """Hand requests in, each by a key, to the engines with the least to do."""
+        parts: dict[int, list[tuple[Key, Request]]] = {}
+        for key, request in requests:
+            place = min(range(len(self._engines)), key=lambda number: self._engines[number].load)
+            self._engines[place].add(key, request)
+            parts.setdefault(place, []).append((key, request))
+        for place, part in parts.items():
+            self._ask(self._engines[place], part)
+
+    def submit_to_each(self, requests: Sequence[tuple[Key, Request]]) -> None:
+        """Hand requests in, number ``i`` to engine ``i % engines``."""
+        for place, (key, request) in enumerate(requests):
+            engine = self._engines[place % len(self._engines)]
+            engine.add(key, request)
+            self._ask(engine, [(key, request)])
+
+    def collect(self, is_idle: bool) -> list[tuple[Key, Completions]]:
+        """Collect the samples that are there, without waiting for more.
+
+        Raises:
+            Exception: an engine says that a request cannot be sampled, or that its loop has ended.
+        """
+        self._take_up_new_engines()
+        references = self.references
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
+        for reference in ready:
+            call = self._calls.pop(reference)
+            try:
+                result = ray.get(reference)
+            except RayError as error:
+                if not is_lost(error):
+                    raise
+                call.engine.loss, call.engine.is_polled = error, False
+                call.otherwise()
+                continue
+            call.then(result)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        """Give requests up; what has been answered of them comes no more."""
+        gone = set(keys)
+        self._finished = [one for one in self._finished if one[0] not in gone]
+        for engine in self._engines:
+            if found := [key for key in gone if engine.drop(key)]:
+                self._call(engine, "abort", found)
+
+    def parse_tools(
+        self, texts: Sequence[str], parser: str, tools: list, then: Callable[[Any], None], otherwise: Callable[[], None]
+    ) -> None:
+        """Have an engine find the tool calls in each text.
+
+        Args:
+            then: takes the calls of each text. otherwise: is called where the engine is lost before.
+        """
+        engine = next((engine for engine in self._engines if not engine.loss), self._engines[0])
+        self._call(engine, "parse_tools", texts, parser, tools, then=then, otherwise=otherwise)
+
+    def _call(
+        self,
+        engine: _Engine,
+        method: str,
+        *args: Any,
+        then: Callable[[Any], None] = _ignore,
+        otherwise: Callable[[], None] = _ignore,
+    ) -> None:
+        reference = getattr(engine.worker, method).remote(*args)
+        self._calls[reference] = _Call(engine, then, otherwise)
+
+    @property
+    def references(self) -> list[Any]:
+        """Ray's references of what engines are asked."""
+        return list(self._calls)
+
+    def list_lost(self) -> dict[int, RayError]:
+        """List the engines that are lost and have not been replaced: their numbers, and how they were found to be."""
+        serving = self._rollouts.serving
+        numbered = enumerate(self._engines)
+        return {place: one.loss for place, one in numbered if one.loss and serving[place] is one.worker}
+
+    def _ask(self, engine: _Engine, requests: Sequence[tuple[Key, Request]]) -> None:
+        """Ask an engine for requests that are noted as its own."""
+        if engine.loss:
+            return  # whoever takes its place is asked
+        self._call(engine, "submit", requests)
+        self._poll(engine)
+
+    def _poll(self, engine: _Engine) -> None:
+        if engine.open and not engine.is_polled:
+            engine.is_polled = True
+            reference = engine.worker.take.options(concurrency_group=POLL).remote(_TAKE_S)
+            self._calls[reference] = _Call(engine, partial(self._note_taken, engine), _ignore)
+
+    def _note_taken(self, engine: _Engine, taken: list[tuple[Key, Completions | Exception]]) -> None:
+        engine.is_polled = False
+        for key, answer in taken:
+            if not engine.drop(key):
+                continue  # given up
+            if isinstance(answer, Exception):
+                raise answer
+            self._finished.append((key, answer))
+        self._poll(engine)
+
+    def _take_up_new_engines(self) -> None:
+        """Ask engines that have taken the place of others what these had not answered."""
+        for engine, worker in zip(self._engines, self._rollouts.serving, strict=True):
+            if engine.worker is worker:
+                continue
+            for reference, call in list(self._calls.items()):
+                if call.engine is engine:
+                    del self._calls[reference]
+                    call.otherwise()
+            engine.worker, engine.loss, engine.is_polled = worker, None, False
+            self._seed(engine)
+            if engine.open:
+                self._ask(engine, list(engine.open.items()))
+
+    def _seed(self, engine: _Engine) -> None:
+        self._call(engine, "seed", make_seed((*self._stream, self._seeds)))
+        self._seeds += 1
+
+
+class TurnQueue:
+    """Holds requests until no episode runs, then samples all of them at once: a barrier after each turn.
+
+    So samples depend on nothing but the environments, the weights and the random numbers: not on how long a tool took,
+    nor in which process an environment ran. One batch is open at a time.
+    """
+
+    runs_ahead = False
+    longest_s = 0.25
+    references: Sequence[Any] = ()
+
+    def __init__(self, rollouts: Rollouts):
+        self._rollouts, self.sampling_seconds = rollouts, 0.0
+        self._held: list[tuple[Key, Request]] = []
+        self._stream: tuple[int, ...] = ()
+        self._starts_rows, self._turn = False, 0
+
+    def reset(self, stream: tuple[int, ...]) -> None:
+        self._held = []
+
+    def open(self, sampling: Sampling, starts_rows: bool) -> None:
+        """Draw from the random numbers of a batch from now on, with a stream of its own for each turn.
+
+        Args:
+            starts_rows: the requests of the first turn are ``sampling.count`` samples of each row's prompt.
+        """
+        self._stream, self._starts_rows, self._turn = sampling.stream, starts_rows, 0
+
+    def submit(self, requests: Iterable[tuple[Key, Request]]) -> None:
+        self._held += requests
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        gone = set(keys)
+        self._held = [one for one in self._held if one[0] not in gone]
+
+    def collect(self, is_idle: bool) -> list[tuple[Key, Completions]]:
+        """Sample all requests once no episode runs, in the order of their keys."""
+        if not (is_idle and self._held):
+            return []
+        held, self._held = sorted(self._held, key=lambda one: one[0]), []
+        requests = [request for _, request in held]
+        stream = self._stream if self._starts_rows and not self._turn else (*self._stream, self._turn)
+        start = time.perf_counter()
+        completions, self._turn = self._rollouts.sample(requests, stream), self._turn + 1
+        self.sampling_seconds += time.perf_counter() - start
+        bounds = np.concatenate([[0], np.cumsum([request.count for request in requests])]).tolist()
+        return [(key, completions[a:b]) for (key, _), a, b in zip(held, bounds, bounds[1:], strict=False)]
+
+    def parse_tools(
+        self, texts: Sequence[str], parser: str, tools: list, then: Callable[[Any], None], otherwise: Callable[[], None]
+    ) -> None:
+        then(self._rollouts.parse_tools(texts, parser, tools))
+
+    def list_lost(self) -> dict[int, RayError]:
+        return {}  # engines that are lost meanwhile are replaced, and asked again
+
+
+def _estimate_tokens(request: Request) -> float:
+    return len(request.prompt.token_ids) + request.count * max(request.expected_tokens, 1.0)

@@ -1,0 +1,249 @@
+"""What an episode holds, what its record says of it, and the batch that is made of that."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from support.environments.runners import (
+    EOS,
+    LIMITS,
+    LocalPool,
+    encode,
+    make_codec,
+    make_rows,
+    make_sample,
+    play_all,
+    tell,
+)
+
+from rlworker.environments import Episode, EpisodeLimit, one_turn
+from rlworker.environments.codec import using_codec
+
+
+@pytest.fixture(autouse=True)
+def codec():
+    codec = make_codec()
+    with using_codec(codec):
+        yield codec
+
+
+@pytest.fixture
+def row():
+    return make_rows("1+1=")[0]
+
+
+def test_what_is_observed_is_context_and_what_is_sampled_has_its_turn(row):
+    episode = Episode(row)
+    episode.reward(0.5)
+    episode.add_sample(make_sample("2").token_ids)
+    episode.observe("ok")
+    episode.observe(encode("7"))
+    episode.add_sample(make_sample("3").token_ids)
+    episode.reward(1)
+    (pieces,) = episode.sequences
+    assert [piece.turn for piece in pieces] == [-1, 0, -1, -1, 1]
+    assert episode.token_ids == [*encode("1+1=~2"), EOS, *encode("ok7~3"), EOS] and len(episode) == 13
+    assert episode.rewards == [(-1, 0.5), (1, 1.0)] and episode.turns == 2
+
+
+def test_a_fork_begins_another_sequence_of_the_same_turns(row):
+    episode = Episode(row)
+    episode.add_sample(make_sample("2").token_ids)
+    episode.fork("so far: 2;")
+    episode.add_sample(make_sample("3").token_ids)
+    assert episode.forks == 1 and len(episode) == len("so far: 2;") + 3
+    assert [[piece.turn for piece in pieces] for pieces in episode.sequences] == [[-1, 0], [-1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda e: e.reward(float("nan")), "reward nan is no number, or makes an episode's more than 1e.06 in size"),
+        (lambda e: e.reward(1e39), "reward 1e.39 is no number, or makes"),
+        (lambda e: e.reward("1"), "reward '1' is no number"),
+        (lambda e: e.reward(None), "reward None is no number"),
+        (lambda e: [e.reward(-1e6), e.reward(0), e.reward(1)], "reward 1 is no number, or makes an episode's more"),
+        (lambda e: e.observe([1.5]), "expected text, ids, or messages"),
+        (lambda e: e.observe([-1]), "expected text, ids, or messages"),
+        (lambda e: e.observe([99]), "observe: id 99 is none of the model's, which end at 98"),
+        (lambda e: e.fork([]), "a sequence begins with no token"),
+        (lambda e: Episode(e.row, ""), "a sequence begins with no token"),
+        (lambda e: e.observe("look", ["a.png"]), "it has images, which this model cannot see"),
+        (lambda e: e.observe({"role": "user", "content": "1"}), "follow a prompt that is no chat"),
+        (lambda e: Episode(e.row, tools=[{}]), "the prompt is no chat; give messages"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(row, act, message):
+    with pytest.raises(ValueError, match=message):
+        act(Episode(row))
+
+
+def test_there_is_no_text_without_a_tokenizer(row):
+    import contextvars
+
+    with pytest.raises(RuntimeError, match="no tokenizer outside of an environment"):
+        contextvars.Context().run(Episode(row).observe, "text")
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_left_out_of_the_text(codec):
+    assert codec.decode([*encode("12"), 5000, *encode("3")]) == "123"
+
+
+def test_stops_are_single_tokens(codec):
+    assert codec.encode_stops([">", 7]) == (*encode(">"), 7)
+    assert codec.encode_stops(">") == (*encode(">"),) and codec.encode_stops(7) == (7,), "one alone"
+    for stop in (99, -1, 2.5, None):
+        with pytest.raises(ValueError, match=r"sample: (id 99 is none of the model's|expected text, ids)"):
+            codec.encode_stops([stop])
+    with pytest.raises(ValueError, match="stop 'ab' is 2 tokens"):
+        codec.encode_stops(["ab"])
+
+
+def test_one_turn_is_the_environment_of_a_reward():
+    play = one_turn(lambda text, row: float(text == "~" + row.answer))
+    right, wrong = play_all(LocalPool(play), make_rows("4+1=", "5+1="))  # the sample is the prompt's length
+    assert tell(right) == [[(-1, "4+1="), (0, "~4<eos>")]] and right.rewards == ((0, 1.0),)
+    assert wrong.reward == 0.0 and wrong.failure is None and wrong.turns == 1
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda policy, episode: policy.sample(episode, max_tokens=2.5), "max_tokens=2.5, expected a whole number"),
+        (
+            lambda policy, episode: policy.sample(episode, max_tokens=0),
+            "max_tokens=0, expected a whole number, 1 or more",
+        ),
+        (
+            lambda policy, episode: policy.tool(print, limit_s=float("inf")),
+            "limit_s=inf and memory_mb=1024, expected sec",
+        ),
+        (
+            lambda policy, episode: policy.tool(print, limit_s=0),
+            "limit_s=0 and memory_mb=1024, expected seconds above 0",
+        ),
+        (lambda policy, episode: policy.tool(print, memory_mb=0.5), "memory_mb=0.5, expected .* whole number of MB"),
+    ],
+)
+def test_limits_that_are_none_are_refused_where_they_are_given(ask, message):
+    async def play(policy, row):
+        episode = Episode(row)
+        with pytest.raises(ValueError, match=message):
+            await ask(policy, episode)
+        await policy.sample(episode)
+        return episode
+
+    (record,) = play_all(LocalPool(play), make_rows("1+1="))
+    assert record.failure is None
+
+
+async def write_twice(policy, row):
+    """Two turns, a reward for each; the second in a new sequence, with a limit and a stop of its own."""
+    episode = Episode(row)
+    first = await policy.sample(episode)
+    episode.observe(f"{first.finished};")
+    episode.reward(1)
+    await policy.sample(episode, max_tokens=3, stop=[">"])
+    episode.fork([9, 9])
+    await policy.sample(episode)
+    episode.reward(2)
+    episode.reward(3)
+    episode.observe("nobody reads this")
+    return episode
+
+
+def test_a_record_is_laid_out_in_columns():
+    """By hand: the prompt's five ids, then two samples of three with five observed ids between; then a fork."""
+    (record,) = play_all(LocalPool(write_twice), make_rows("12+1="))
+    assert tell(record) == [
+        [(-1, "12+1="), (0, "~5<eos>"), (-1, "True;"), (1, "~3<eos>")],
+        [(-1, "%%"), (2, "~2<eos>")],
+    ]
+    assert (record.turns, record.forks, record.observed_tokens, record.reward) == (3, 1, 5, 6.0)
+    first, second = record.list_sequences()
+    assert first.token_ids.tolist() == [*encode("12+1=~5"), EOS, *encode("True;~3"), EOS]
+    assert first.sampled.tolist() == [False] * 5 + [True] * 3 + [False] * 5 + [True] * 3
+    assert first.logprobs[first.sampled].tolist() == [-3, -2, -1] * 2 and not first.logprobs[~first.sampled].any()
+    assert first.turns[first.sampled].tolist() == [0] * 3 + [1] * 3 and second.turns.tolist() == [-1, -1, 2, 2, 2]
+    assert first.versions.tolist() == np.where(first.sampled, 0, -1).tolist()
+    assert first.rewards == ((7, 1.0),) and second.rewards == ((4, 2.0), (4, 3.0))
+
+
+def test_the_batch_of_records_is_that_of_their_columns():
+    from support.environments.runners import make_codec
+
+    from rlworker.rollouts.metrics import score_groups, summarise_groups
+    from rlworker.rollouts.trajectory import TrajectoryGroup, batch_groups
+
+    async def skip(policy, row):
+        episode = Episode(row)
+        episode.reward(0.25)
+        return episode
+
+    records = [play_all(LocalPool(play), make_rows("12+1="))[0] for play in (write_twice, skip)]
+    groups = [TrajectoryGroup.collect(records[0].row, records)]
+    batch = batch_groups(groups)
+    assert batch.lengths == (15, 4, 0) and batch.episode.tolist() == [0, 0, 1], "what was not sampled has no tokens"
+    assert batch.mask.sum() == 9 and batch.turn[batch.mask].tolist() == [0] * 3 + [1] * 3 + [2] * 3
+    assert batch.rewards.tolist() == [0.0, 5.0, 0.25] and batch.turn_rewards.sum() == 1.0
+    scores = score_groups(groups, make_codec())
+    assert scores.values == [6.0, 0.25] and scores.failures == {"no_generation": 1}
+    assert (
+        "1 of 2 episodes failed: 1 no_generation; no_generation on prompt '12+1=': turn 0: returned before"
+        in scores.summarise()
+    )
+    means = {"turns": 1.5, "forks": 0.5, "tool_calls": 0, "tool_failures": 0, "observed_tokens": 2.5}
+    assert summarise_groups(groups).items() >= means.items()
+
+
+def test_the_requests_of_a_play_say_what_it_asked_for():
+    pool, seen = LocalPool(write_twice), []
+
+    def say(ids, number):
+        seen.append(len(ids))
+        return "5"
+
+    play_all(pool, make_rows("12+1="), say=say)
+    assert seen == [5, 13, 2]
+    assert LIMITS.sample_tokens == 8
+
+
+def test_a_play_may_catch_its_limit():
+    async def talk(policy, row):
+        episode = Episode(row)
+        try:
+            while True:
+                await policy.sample(episode)
+        except EpisodeLimit as limit:
+            episode.reward(float(f"{limit}".startswith("turn 5 of at most 4")))
+        return episode
+
+    (record,) = play_all(LocalPool(talk), make_rows("1="))
+    assert record.failure is None and record.turns == 4 and record.reward == 1.0
+
+
+def test_plays_may_run_tasks_of_their_own():
+    async def gather(policy, row):
+        episode = Episode(row)
+        sample, number = await asyncio.gather(policy.sample(episode), asyncio.sleep(0.01, 3))
+        episode.reward(number if sample.text == "~2" else 0)
+        return episode
+
+    (record,) = play_all(LocalPool(gather), make_rows("1="))
+    assert record.failure is None and record.reward == 3.0
+
+
+def test_the_batch_of_one_turn_is_that_of_completions_and_of_columns():
+    from rlworker.rollouts.trajectory import TrajectoryGroup, batch_groups, batch_sequences
+
+    rows = make_rows("4+1=", "15+1=")
+    records = play_all(LocalPool(one_turn(lambda text, row: float(len(row.prompt)))), rows, 2)
+    groups = [TrajectoryGroup.collect(row, records[2 * i : 2 * i + 2]) for i, row in enumerate(rows)]
+    assert all(record.is_one_turn for record in records)
+    one, other = (
+        batch_groups(groups),
+        batch_sequences([[r.list_sequences() for r in group.trajectories] for group in groups]),
+    )
+    assert one.lengths == other.lengths and one.columns().keys() == other.columns().keys()
+    assert all(np.array_equal(column, other.columns()[name]) for name, column in one.columns().items())
+    assert one.rewards.tolist() == [4, 4, 5, 5] and one.group.tolist() == [0, 0, 1, 1]

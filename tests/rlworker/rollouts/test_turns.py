@@ -1,0 +1,264 @@
+"""Lock-step rounds: what they give depends on nothing but plays and samples, whatever is lost, late or wrong."""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.environments.runners import LIMITS, LocalPool, make_rows, play_all, tell
+from support.environments.tool_functions import draw_slowly, fail
+
+from rlworker.environments import Episode
+from rlworker.errors import RunError
+
+HERE = __file__
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return make_rows(*(f"{i}+{'1' * (i % 3)}=" for i in range(6)))
+
+
+async def chat(policy, row):
+    """One to three turns, with a wait of random duration, a tool and a random number of the episode's own."""
+    episode = Episode(row)
+    for _ in range(1 + int(row.answer) % 3):
+        sample = await policy.sample(episode)
+        await asyncio.sleep(random.random() * 0.01)
+        drawn = await policy.tool(draw_slowly, 1000)
+        episode.observe(f"{drawn};{policy.random.randrange(100)};")
+        episode.reward(len(sample.token_ids) + drawn)
+    return episode
+
+
+def tell_all(records):
+    return [(tell(record), record.rewards, record.failure, record.tool_calls) for record in records]
+
+
+def test_episodes_do_not_depend_on_processes_or_durations(rows):
+    limits = LIMITS.__class__(8, 80, 8, 5.0, 5.0)
+    one, three = (play_all(LocalPool(chat, workers, limits), rows, 2) for workers in (1, 3))
+    assert tell_all(one) == tell_all(three)
+    assert [record.turns for record in one[::2]] == [1, 2, 3, 1, 2, 3] and all(r.failure is None for r in one)
+    twins = [tell(record)[0][2] for record in one[4:6]]
+    assert twins[0] != twins[1], "each episode has random numbers of its own"
+
+
+@pytest.mark.parametrize("lose", [{0: -1}, {1: -1}, {2: -1}, {0: -1, 2: -1, 4: -1}])
+def test_episodes_begun_anew_are_the_same(rows, lose):
+    limits, heard = LIMITS.__class__(8, 80, 8, 5.0, 5.0), []
+    whole = play_all(LocalPool(chat, 2, limits), rows)
+    lost = play_all(LocalPool(chat, 2, limits, lose), rows, note_lost=heard.append)
+    assert tell_all(whole) == tell_all(lost)
+    assert heard == [{"environment worker 0": "died"}] * len(lose)
+
+
+async def ask_oracle(policy, row):
+    """What the tool answers is never the same twice."""
+    episode = Episode(row)
+    await policy.sample(episode)
+    episode.observe(f"{await policy.tool(draw_slowly, -1)};")
+    await policy.sample(episode)
+    episode.observe(f"{await policy.tool(draw_slowly, -1)};")
+    await policy.sample(episode)
+    return episode
+
+
+def test_tools_are_not_called_again_by_plays_that_begin_anew(rows):
+    pool = LocalPool(ask_oracle, lose={2: -1})
+    (record,) = play_all(pool, rows[:1])
+    assert record.failure is None and record.turns == 3 and record.tool_calls == 2
+    (job,) = next(message.jobs for message in pool.messages[1:] if message.jobs)
+    assert sorted(job.tools) == [0], "the second tool was called in the round that was lost"
+
+
+def test_a_play_that_writes_something_else_when_it_begins_anew_says_so(rows):
+    texts = iter("abcdef")
+
+    async def differ(policy, row):
+        episode = Episode(row, next(texts))
+        await policy.sample(episode)
+        await policy.sample(episode)
+        return episode
+
+    (record,) = play_all(LocalPool(differ, lose={1: -1}), rows[:1])
+    assert record.failure and record.failure[0] == "raised"
+    assert (
+        "begun anew and wrote something else than before; draw random numbers from policy.random" in record.failure[1]
+    )
+
+
+def test_an_episode_is_to_blame_where_its_process_is_lost_twice(rows):
+    heard = []
+    first, second = play_all(LocalPool(chat, lose={0: 0, 1: 0}), rows[:2], default=-1.0, note_lost=heard.append)
+    assert first.failure == ("died", "turn 1: its process died (it exited, crashed or had no memory left)")
+    assert first.reward == -1.0 and second.failure is None and heard == []
+    first, second = play_all(LocalPool(chat, lose={0: 0}), rows[:2], note_lost=heard.append)
+    assert first.failure is None and heard == [{"environment worker 0": "died"}], "once: the process was lost"
+    first, second = play_all(LocalPool(chat, lose={0: 0}), rows[:2])
+    assert first.failure and second.failure is None, "where none may be lost, the episode is to blame at once"
+
+
+def test_an_episode_is_not_to_blame_for_what_rays_memory_monitor_ends(rows):
+    """Where none may be lost too; the second time it is."""
+    fate = "was ended by Ray's memory monitor, holding 3 GiB"
+    pool, again = LocalPool(chat, lose={0: 0}), LocalPool(chat, lose={0: 0, 1: 0})
+    pool.fate = again.fate = fate
+    assert tell_all(play_all(pool, rows[:2])) == tell_all(play_all(LocalPool(chat), rows[:2]))
+    first, second = play_all(again, rows[:2])
+    assert first.failure == ("died", f"turn 1: its process {fate}") and second.failure is None
+
+
+def test_processes_that_are_lost_time_and_again_end_the_run(rows):
+    with pytest.raises(RunError, match="environment worker 0 died, 3 times in a row, while no episode ran"):
+        play_all(LocalPool(chat, lose=dict.fromkeys(range(9), -1)), rows)
+
+
+async def misbehave(policy, row):
+    episode = Episode(row)
+    how = row.source["how"]
+    if how == "never samples":
+        return episode
+    await policy.sample(episode)
+    episode.reward(5)
+    if how == "raises":
+        raise KeyError("level")
+    if how == "exits":
+        sys.exit(3)
+    if how == "awaits for ever":
+        await asyncio.sleep(600)
+    if how == "is deaf to its end":
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(600)
+    while how == "samples past the limit":
+        await policy.sample(episode)
+    if how == "returns text":
+        return "episode"
+    if how == "returns another":
+        return Episode(row)
+    if how == "samples at once":
+        await asyncio.gather(policy.sample(episode), policy.sample(episode))
+    if how == "gives a sample up":
+        asyncio.get_running_loop().call_later(0, (task := asyncio.create_task(policy.sample(episode))).cancel)
+        await asyncio.gather(task, return_exceptions=True)
+        await policy.sample(episode)
+    if how == "exits in a task":
+        await asyncio.create_task(leave())
+    if how == "tool":
+        await policy.tool(fail)
+    return episode
+
+
+async def leave():
+    sys.exit(1)
+
+
+FAULTS = {
+    "never samples": ("no_generation", "turn 0: returned before it sampled", "async def misbehave"),
+    "raises": ("raised", "turn 1: KeyError: 'level'", 'raise KeyError("level")'),
+    "exits": ("raised", "turn 1: SystemExit: 3", "sys.exit(3)"),
+    "awaits for ever": ("timeout", "turn 1: no end after 0.5 s of its own", "await asyncio.sleep(600)"),
+    "is deaf to its end": ("timeout", "turn 1: no end after 0.5 s of its own", "    await asyncio.sleep(600)"),
+    "samples past the limit": ("limit", "turn 4: EpisodeLimit: turn 5 of at most 4", "await policy.sample(episode)"),
+    "returns text": ("no_episode", "turn 1: returned 'episode', expected its Episode", "async def misbehave"),
+    "returns another": ("no_episode", "turn 1: returned another Episode", "async def misbehave"),
+    "samples at once": ("raised", "turn 1: RuntimeError: sample: the environment waits for a sample", "asyncio.gather"),
+    "gives a sample up": (
+        "raised",
+        "turn 1: RuntimeError: sample: the environment gave up one",
+        "await policy.sample(episode)",
+    ),
+    "exits in a task": (
+        "raised",
+        "turn 1: RuntimeError: SystemExit in a task of the environment",
+        "create_task(leave())",
+    ),
+    "tool": ("raised", "turn 1: ToolFailure: raised: fail", "await policy.tool(fail)"),
+}
+
+
+@pytest.fixture(scope="module")
+def failed():
+    """The records of plays that misbehave, among others that do not, played together; and how long that took."""
+    rows = make_rows(*(str(i % 10) for i in range(2 * len(FAULTS))))
+    for row, how in zip(rows, (how for fault in FAULTS for how in (fault, "well"))):
+        row.source["how"] = how
+    start = time.monotonic()
+    return play_all(LocalPool(misbehave), rows, default=-1.0), time.monotonic() - start
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_its_own_episodes_and_is_named_with_turn_and_line(failed, fault):
+    record = next(record for record in failed[0] if record.row.source["how"] == fault)
+    kind, message, line = FAULTS[fault]
+    assert record.failure and record.failure[0] == kind and record.failure[1].startswith(message), record.failure
+    named = [int(part.split()[0].rstrip(",")) for part in record.failure[1].split(f"{HERE}:")[1:]]
+    lines = open(HERE).read().splitlines()
+    assert any(line in lines[number - 1] for number in named), (record.failure, line)
+    assert record.reward == (0.0 if fault == "never samples" else -1.0)
+
+
+def test_the_neighbours_of_faults_play_on(failed):
+    records, seconds = failed
+    others = [record for record in records if record.row.source["how"] == "well"]
+    assert all(record.failure is None and record.reward == 5.0 for record in others)
+    assert seconds < LIMITS.time_limit_s + 5
+
+
+def test_the_time_of_a_play_leaves_out_samples_tools_and_neighbours(rows):
+    """A limit of half a second: every play works for 0.3, waits for a tool that takes 0.7 and for a slow rollout."""
+
+    async def work(policy, row):
+        episode = Episode(row)
+        await policy.sample(episode)
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
+        await policy.tool(time.sleep, 0.7)
+        await asyncio.sleep(0.01)
+        return episode
+
+    def say(ids, number):
+        time.sleep(0.2)
+        return "1"
+
+    records = play_all(LocalPool(work), rows[:4], say=say)
+    assert [record.failure for record in records] == [None] * 4
+
+
+async def block(policy, row):
+    episode = Episode(row)
+    await policy.sample(episode)
+    if row.answer == "1":
+        wait_for_ever()
+    if row.answer == "2":
+        await asyncio.create_task(block_in_a_task())
+    return episode
+
+
+def wait_for_ever():
+    time.sleep(600)
+
+
+async def block_in_a_task():
+    sum(zero for zero in iter(int, 1))  # without end
+
+
+def test_a_play_that_holds_its_process_is_interrupted_and_its_line_named(rows, tmp_path):
+    """A neighbour that waits for its turn meanwhile is none the worse."""
+    start, block_file = time.monotonic(), str(tmp_path / "block")
+    records = play_all(LocalPool(block, block_file=block_file), rows[:4])
+    assert time.monotonic() - start < 2 * LIMITS.time_limit_s + 5
+    assert [record.failure and record.failure[0] for record in records] == [None, "blocked", "blocked", None]
+    lines = open(HERE).read().splitlines()
+    for record, inner in ((records[1], "time.sleep(600)"), (records[2], "sum(zero for zero")):
+        start, message, places = record.failure[1].partition(f"held its process for {LIMITS.time_limit_s:g} s, at ")
+        assert start == "turn 1: " and message
+        assert inner in lines[int(places.split(":")[-1]) - 1], record.failure
+    number, turn, where = json.loads(Path(block_file).read_text())
+    assert (number, turn) == (2, 1) and HERE in where, "for whoever would have had to end the process"
