@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,14 @@ class Shard:
         """Cut the micro-batches, as views of the batch: those of ``counts``, then the dummies, all the same one."""
         bounds = [0, *accumulate(self.counts)]  # sequences before each micro-batch; past the last lies the dummy's
         return self.batch.cut(bounds) + [self.batch.select(bounds[-1], len(self.batch))] * self.num_dummies
+
+    def find_scored(self) -> list[np.ndarray]:
+        """Find the targets of each micro-batch whose scores a loss or a metric reads: those that count or have a
+        weight, ``[N]`` bool each. The batch must be in the host's memory."""
+        batch, bounds = self.batch, np.cumsum([0, *self.counts, 1])
+        scored = batch.mask.numpy() if batch.weights is None else (batch.mask | (batch.weights != 0)).numpy()
+        parts = np.split(scored, np.cumsum([0, *batch.lengths])[bounds[1:-1]])
+        return parts[:-1] + parts[-1:] * self.num_dummies
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The layout of a micro-batch on this rank: one index map, one scatter in, one gather out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +33,7 @@ class Layout:
         shape: ``(b, s)`` of this rank's part.
         slots: ``[n]`` long, the flattened slots that hold real tokens, in the order of the stream.
         tokens: ``[n]`` long, the token that each of them holds; None where they are all N of the stream.
+        scored: ``(slots [m], tokens [m])``, those of both whose scores are asked for; None where all are.
     """
 
     kind: LayoutKind
@@ -43,6 +44,7 @@ class Layout:
     shape: tuple[int, int]
     slots: Tensor
     tokens: Tensor | None
+    scored: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def build(
@@ -55,6 +57,7 @@ class Layout:
         cp_rank: int = 0,
         multiple: int = 1,
         slots: int = 0,
+        scored: np.ndarray | None = None,
         device: torch.device | str = "cpu",
     ) -> "Layout":
         """Lay out a micro-batch of sequences with ``lengths`` tokens each.
@@ -66,6 +69,7 @@ class Layout:
             multiple: pads each sequence so that a context-parallel rank's share of it is a multiple of this.
             slots: exactly this many slots over all ranks, of the row (thd) or of each row (bshd); 0 takes as many as
                 are needed.
+            scored: ``[N]`` bool, the tokens whose scores are asked for; None asks for all.
 
         Raises:
             ValueError: there is no token at all, or the slots do not hold them or cannot be cut over the ranks.
@@ -82,8 +86,13 @@ class Layout:
         # Both kinds have the same flat slots: a row of bshd is a sequence, thd has all of them in one row.
         rows = len(lengths) if kind == "bshd" else 1
         shape = rows, int(padded.sum()) // cp // rows
+        asked = None
+        if scored is not None:
+            held = np.arange(len(indices)) if tokens is None else tokens
+            keep = scored[held]
+            asked = to_device(indices[keep], device), to_device(held[keep], device)
         indices, tokens = to_device(indices, device), None if tokens is None else to_device(tokens, device)
-        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, indices, tokens)
+        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, indices, tokens, asked)
 
     @property
     def num_valid(self) -> int:
@@ -101,6 +110,10 @@ class Layout:
         """Pack the flat stream into slots: ``[N, ...] -> [b, s, ...]``, ``fill`` on padding."""
         local = flat.new_full((self.shape[0] * self.shape[1], *flat.shape[1:]), fill)
         return local.index_copy_(0, self.slots, self.gather_tokens(flat)).unflatten(0, self.shape)
+
+    def narrow(self) -> "Layout":
+        """Leave out all tokens but the scored: what is gathered has those alone, what is scattered 0 elsewhere."""
+        return self if self.scored is None else replace(self, slots=self.scored[0], tokens=self.scored[1], scored=None)
 
     def gather_tokens(self, flat: Tensor) -> Tensor:
         """Gather the tokens of the flat stream that this rank holds: ``[N, ...] -> [n, ...]``."""
@@ -120,7 +133,7 @@ class Layout:
         if self.tokens is None:
             return local
         flat = local.new_zeros(sum(self.lengths), *local.shape[1:]).index_copy(0, self.tokens, local)
-        return flat if group is None else sum_over_ranks(flat, group)
+        return flat if group is None or self.cp == 1 else sum_over_ranks(flat, group)
 
     def unpack(self, local: Tensor, group=None) -> Tensor:
         """Bring every real slot to its place in the flat stream: ``[b, s, ...] -> [N, ...]``.

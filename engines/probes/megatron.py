@@ -204,7 +204,7 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, 1)
         (shard,) = schedule.shards(batch)
-        outputs = engine.forward(replace(shard, replica=engine.dp_rank))
+        outputs = engine.forward(replace(shard, replica=engine.dp_rank), every=True)
     return None if outputs is None else require_tokens(schedule.restore([outputs]))
 
 
@@ -213,8 +213,8 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
     layouts, states = [], {}
     build = engine.layout
 
-    def layout(lengths):
-        layouts.append(build(lengths))
+    def layout(lengths, scored=None):
+        layouts.append(build(lengths, scored))
         return layouts[-1]
 
     def keep(layer, _, output):

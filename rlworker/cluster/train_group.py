@@ -57,7 +57,11 @@ class WorkerGroup:
 
         Returns:
             the results of each replica, and the outputs ``[N]`` of the batch from before the step.
+
+        Raises:
+            ValueError: weights of targets whose old or reference logprobs are not known.
         """
+        _check_weights(batch)
         batch = self._drop_unread(batch)
         schedule = self._plan_shards(batch)
         results = self.call_sharded("train_step", schedule.shards(batch), loss, denominator)
@@ -90,6 +94,17 @@ class WorkerGroup:
         role, most = self.role, self.platform.max_pack_sequences
         return plan_schedule(
             batch.lengths, role.config, role.model.hidden, self.dp_size, most, number_image_sets(batch)
+        )
+
+
+def _check_weights(batch: TrainBatch) -> None:
+    """Raise ValueError where targets that do not count have a weight, and logprobs that are known of others alone."""
+    known = [name for name in ("old_logprobs", "ref_logprobs") if getattr(batch, name) is not None]
+    if batch.weights is not None and known and (batch.weights[~batch.mask] != 0).any():
+        count = int((batch.weights[~batch.mask] != 0).sum())
+        raise ValueError(
+            f"aggregation: {count} targets that were not sampled have a weight, and {' and '.join(known)} of sampled "
+            "ones alone are known; give 0 to targets outside the batch's mask"
         )
 
 

@@ -106,7 +106,7 @@ class TrainWorker(_Worker):
         """Begin to listen for the other ranks; returns ``host:port``. The port stays this process's from here on."""
         import ray
 
-        from engines.megatron.engine import open_store
+        from engines.megatron.groups import open_store
 
         host = ray.util.get_node_ip_address()
         self.store = open_store(host, 0, listen=True)
@@ -117,14 +117,15 @@ class TrainWorker(_Worker):
         import logging
         import warnings
 
-        from engines.megatron.engine import MegatronEngine, init_distributed
+        from engines.megatron.engine import MegatronEngine
+        from engines.megatron.groups import init_distributed
 
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
         with pausing_collection():
             init_distributed(self.platform, roles[0].config, self.rank, address, seed, self.__dict__.pop("store", None))
             for role in roles:
-                engine = MegatronEngine(
+                self.engines[role.name] = engine = MegatronEngine(
                     role.model.move_here(),
                     role.config,
                     self.platform,
@@ -133,7 +134,6 @@ class TrainWorker(_Worker):
                     trainable=role.trainable,
                     on_host=role.on_host,
                 )
-                self.engines[role.name] = engine
         return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class TrainWorker(_Worker):
         Raises:
             RuntimeError: the code of this process was changed, so that it must not be used again.
         """
-        from engines.megatron.engine import leave_distributed
+        from engines.megatron.groups import leave_distributed
 
         _refuse_planted("rank")
         self.engines.clear()

@@ -61,7 +61,8 @@ def main() -> None:
     platform = get_platform(DEFAULT_PLATFORM)
     os.environ.update(platform.get_train_env())
     device = platform.init_process(0)
-    from engines.megatron.engine import MegatronEngine, init_distributed  # once the platform has made Megatron its own
+    from engines.megatron.engine import MegatronEngine  # once the platform has made Megatron its own
+    from engines.megatron.groups import init_distributed
 
     config = MegatronConfig(micro_batch_tokens=16384)
     with socket.socket() as probe:

@@ -39,7 +39,7 @@ def leave_groups() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        from engines.megatron.engine import leave_distributed
+        from engines.megatron.groups import leave_distributed
 
         leave_distributed()
         gc.collect()  # the engine before is a cycle that holds them: hundreds of gloo threads would wake up for ever
@@ -55,7 +55,8 @@ def build_engine(rank: int, world: int, address: str, model, settings: dict, pla
     import torch
 
     from engines.config import MegatronConfig
-    from engines.megatron.engine import MegatronEngine, init_distributed
+    from engines.megatron.engine import MegatronEngine
+    from engines.megatron.groups import init_distributed
     from engines.models.spec import ModelSpec
 
     config = MegatronConfig(ranks=world, timeout_s=60, **settings)
