@@ -154,6 +154,9 @@ class MegatronConfig:
     """Most slots, tokens and their padding, in one forward pass of a replica; a longer sequence goes alone."""
     recompute: Literal["none", "core", "full"] = "none"
     """Recompute nothing, the core attention or whole layers in the backward pass."""
+    share: Literal["auto", "none", "prompts"] = "auto"
+    """Compute the prompts of sequences that begin alike once in a micro-batch of thd, or each by itself; auto: once
+    where the project has run the platform."""
     deterministic: bool = False
     """Repeat the numbers of training bit by bit, at some cost; a CPU does so in any case."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -179,6 +182,11 @@ class MegatronConfig:
                 f"actor: slots={self.slots} must be a multiple of {unit}, which tp={self.tp}, cp={self.cp} and "
                 f"pad_to_multiple_of={self.pad_to_multiple_of} cut it into; set --actor.slots "
                 f"{-(-self.slots // unit) * unit}"
+            )
+        if self.share == "prompts" and self.layout == "bshd":
+            raise ValueError(
+                "actor: share=prompts needs slots that sequences have in common, and rows of layout=bshd have none; "
+                "set --actor.layout thd, or leave --actor.share out"
             )
         check_override(self.attention_override)
         if self.megatron:

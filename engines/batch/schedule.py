@@ -12,10 +12,13 @@ from torch import Tensor
 from engines.batch.balance import balance_costs, estimate_costs
 from engines.batch.batch import TrainBatch
 from engines.batch.places import find_tokens
+from engines.batch.prompts import Prompts
 from engines.batch.shard import Kind, Shard, change_columns, join_outputs
 from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit
 
+_PIECES = (8, 4, 3, 2, 1.5, 1.2, 1, 0.8, 0.6, 0.5, 0.35, 0.25, 0.125)
+"""Sizes that pieces of a group are tried at, in units of a replica's work were nothing computed twice."""
 _SMALL = 8
 """Sequences stay together where they are at most this part of what a replica, or a pipeline stage of it, has to do."""
 
@@ -32,17 +35,20 @@ class Schedule:
     Attributes:
         rows: ``[replica][micro-batch]``, numbers ``[b]`` of the sequences; every replica has the same number of
             micro-batches, the last of which may be empty. lengths: tokens of every sequence.
+        prompts: those that sequences of a micro-batch compute once; None computes each by itself.
     """
 
     rows: tuple[tuple[np.ndarray, ...], ...]
     lengths: tuple[int, ...]
+    prompts: Prompts | None = None
 
     @cached_property
     def digest(self) -> int:
         """Hash who computes what, in 63 bits: it fits into an int64 tensor, by which ranks compare it."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
         hashed = blake2b(np.asarray(counts, dtype=np.int64).tobytes(), digest_size=8)
-        hashed.update(np.concatenate([self._order, self.lengths]).astype(np.int64).tobytes())
+        prompts = [self.prompts.numbers, self.prompts.counts] if self.prompts else []
+        hashed.update(np.concatenate([self._order, self.lengths, *prompts]).astype(np.int64).tobytes())
         return int.from_bytes(hashed.digest()) >> 1
 
     @cached_property
@@ -66,10 +72,16 @@ class Schedule:
         dummies = [len(replica) - len(real) for replica, real in zip(self.rows, parts)]
         rows = [np.concatenate([*real, shortest] if count else real) for real, count in zip(parts, dummies)]
         pieces = batch.gather(np.concatenate(rows)).cut(np.cumsum([0, *map(len, rows)]))
+        sharing = [tuple(map(self.prompts.share, real)) if self.prompts else () for real in parts]
         return [
-            Shard(piece, tuple(map(len, real)), count, replica, self.digest)
-            for replica, (piece, real, count) in enumerate(zip(pieces, parts, dummies, strict=True))
+            Shard(piece, tuple(map(len, real)), count, replica, self.digest, shared)
+            for replica, (piece, real, count, shared) in enumerate(zip(pieces, parts, dummies, sharing, strict=True))
         ]
+
+    def count_computed(self) -> int:
+        """Count the tokens that are computed, each prompt once in a micro-batch."""
+        shared = (self.prompts.share(rows) for replica in self.rows for rows in replica) if self.prompts else ()
+        return sum(self.lengths) - sum(sum(one.counts) for one in shared if one)
 
     def restore(self, parts: Sequence[Kind]) -> Kind:
         """Restore the order of the batch: outputs of the shards, by replica -> outputs ``[N]``."""
@@ -87,6 +99,7 @@ def plan_schedule(
     replicas: int,
     most_sequences: int | None = None,
     together: Sequence[int] | None = None,
+    prompts: Prompts | None = None,
 ) -> Schedule:
     """Balance sequences over replicas by cost, then cut each replica's into micro-batches of at most
     ``config.micro_batch_tokens`` slots; a sequence that is longer is a micro-batch of its own.
@@ -101,6 +114,8 @@ def plan_schedule(
         together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, where they
             are few enough not to spoil the balance: the images of a prompt are then seen once. Replicas then hold
             equal work rather than equal numbers.
+        prompts: those that are computed once in a micro-batch of thd. Sequences of a prompt go together in pieces, of
+            the size at which the replica with most work has least, and ``together`` then says nothing.
 
     Raises:
         ValueError: no sequence has a token.
@@ -111,24 +126,87 @@ def plan_schedule(
         raise ValueError(f"batch: none of its {len(sizes)} sequences has a token that could be predicted")
     unit = compute_slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
     slots = -(-sizes // unit) * unit  # [B]: tokens and padding, as a layout gives them
-    bundle, single = np.arange(len(sizes)), together is None  # [B]: each sequence is a bundle of its own, or shares one
-    if not single:
+    # The rest of a pack of a fixed size is a sequence of its own.
+    capacity = (most_sequences or len(sizes) + 1) - bool(config.slots)
+    # [B]: each sequence is a bundle of its own, or shares one, and what it costs there.
+    bundle, costs = np.arange(len(sizes)), estimate_costs(sizes, hidden)
+    if prompts:
+        bundle, slots, costs = _cut_pieces(sizes, prompts, config, hidden, replicas, capacity)
+    elif together is not None:
         largest = min(_find_budget(config), int(slots.sum()) // (_SMALL * replicas * config.pp))
         bundle = _bundle(np.asarray(together), slots, largest, most_sequences)
-    # Bundles are dealt out as wholes: costs are summed to [bundles], and the replica of each goes back to [B'].
-    _, number = np.unique(bundle[nonempty], return_inverse=True)
-    costs = np.bincount(number, weights=estimate_costs(sizes[nonempty], hidden)).astype(np.int64)
-    shares = _split_rows(nonempty, balance_costs(costs, replicas, counts_matter=single)[number], replicas)
+    counts_matter = together is None and not prompts
+    shares = _split_rows(nonempty, _deal_out(bundle[nonempty], costs[nonempty], replicas, counts_matter), replicas)
     if config.layout == "bshd":
         cut, low = partial(_cut_rows, slots=slots, config=config), config.pp
-    else:  # the rest of a pack of a fixed size is a sequence of its own
-        capacity = (most_sequences or len(sizes) + 1) - bool(config.slots)
+    else:
         cut = partial(_cut_packs, slots=slots, bundle=bundle, budget=_find_budget(config), capacity=capacity)
         low = max(config.pp, *(_bound_count(slots[rows], _find_budget(config), capacity) for rows in shares))
     # With a sequence in each micro-batch everything fits, so the longest share bounds the count from above.
     high = max(map(len, shares))
     count = _find_fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(low, high), high)
-    return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths))
+    return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths), prompts)
+
+
+def _deal_out(bundle: np.ndarray, costs: np.ndarray, parts: int, counts_matter: bool) -> np.ndarray:
+    """Deal bundles out as wholes: ``[n]``, the part of each sequence, from its bundle and its cost."""
+    _, number = np.unique(bundle, return_inverse=True)
+    sums = np.bincount(number, weights=costs).astype(np.int64)
+    return balance_costs(sums, parts, counts_matter)[number]
+
+
+def _cut_pieces(
+    sizes: np.ndarray, prompts: Prompts, config: MegatronConfig, hidden: int, replicas: int, capacity: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut sequences of a prompt into pieces that compute it once: ``(piece, slots, costs)``, ``[B]`` each.
+
+    The first of a piece has the slots and the work of its prompt, all others those of their own tokens. Small pieces
+    are easy to balance and compute a prompt often: of some sizes, the one whose dearest replica is cheapest.
+    """
+    unit, budget = compute_slot_unit(config.tp, config.cp, config.pad_to_multiple_of), _find_budget(config)
+    whole, own = (-(-tokens // unit) * unit for tokens in (sizes, sizes - prompts.counts))
+    work, prompt_work = (estimate_costs(tokens, hidden) for tokens in (sizes, prompts.counts))
+    rows, best = np.flatnonzero(sizes), None
+    _, group = np.unique(prompts.numbers[rows], return_inverse=True)  # [n], from 0 on
+    own_work = (work - prompt_work)[rows]
+    totals, count = np.bincount(group, weights=own_work), np.bincount(group)
+    once = np.zeros(len(totals))
+    once[group] = prompt_work[rows]
+    order = np.argsort(group, kind="stable")
+    # Of each sequence, the middle of its own work in that of its group, from 0 to 1.
+    before = np.cumsum(own_work[order]) - own_work[order] / 2 - np.repeat(np.cumsum(totals) - totals, count)
+    middle = np.empty(len(rows))
+    middle[order] = before / np.repeat(np.maximum(totals, 1), count)
+    for size in _PIECES:
+        most = size * (once + totals).sum() / (replicas * config.pp)
+        parts = np.clip(np.ceil(totals / np.maximum(most - once, 1)), 1, count)
+        part = np.floor(middle * parts[group]).astype(np.int64)
+        piece, is_first = _fill_pieces(rows, group, part, (whole, own), budget, capacity)
+        costs = np.where(is_first, work, work - prompt_work)
+        owner = _deal_out(piece[rows], costs[rows], replicas, counts_matter=False)
+        makespan = np.bincount(owner, weights=costs[rows], minlength=replicas).max()
+        if best is None or makespan < best[0]:
+            best = makespan, piece, np.where(is_first, whole, own), costs
+    assert best is not None
+    return best[1:]
+
+
+def _fill_pieces(
+    rows: np.ndarray, group: np.ndarray, part: np.ndarray, slots: tuple[np.ndarray, np.ndarray], budget: int, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fill pieces within the budget with ``rows`` ``[n]`` that have one group and one part of it: ``(piece [B], whether
+    a sequence is its first [B])``. ``slots`` are those of a sequence that is first, and of one that is not."""
+    whole, own = (column.tolist() for column in slots)
+    piece, is_first = np.arange(len(whole)), np.ones(len(whole), bool)
+    last: dict[tuple[int, int], tuple[int, int, int]] = {}  # the open piece of each part: its name, slots, sequences
+    for row, key in zip(rows.tolist(), zip(group.tolist(), part.tolist())):
+        name, used, members = last.get(key, (row, budget + 1, 0))  # none is open: full
+        if used + own[row] <= budget and members < most:
+            piece[row], is_first[row] = name, False
+            last[key] = name, used + own[row], members + 1
+        else:
+            last[key] = row, whole[row], 1
+    return piece, is_first
 
 
 def _split_rows(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndarray]:

@@ -31,6 +31,7 @@ from engines.megatron.rotary import Rotary
 from engines.megatron.vision.embedding import Vision
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
+from hardware.attention.mask_spec import Sharing
 from hardware.platform import Platform
 
 
@@ -165,13 +166,13 @@ class MegatronEngine:
                 tokens being those of this context-parallel rank.
             every: scores are computed of all targets, and not of those alone that count.
         """
-        micro_batches = shard.micro_batches()
+        micro_batches, sharing = shard.micro_batches(), shard.list_sharing()
         scored = [None] * len(micro_batches) if every else shard.find_scored()  # while all is on the host
 
         def forward_step(micro_batches: Iterator[tuple[int, TrainBatch]], module):
             number, micro = next(micro_batches)
             micro, is_dummy = micro.to(self.device), number >= len(shard.counts)
-            layout = self.layout(micro.lengths, scored[number])
+            layout = self.layout(micro.lengths, sharing[number], scored[number])
             output = self.forward_micro_batch(module, micro, layout)
             return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro, is_dummy)
 
@@ -185,12 +186,14 @@ class MegatronEngine:
             forward_only=forward_only,
         )
 
-    def layout(self, lengths: tuple[int, ...], scored: np.ndarray | None = None) -> Layout:
-        """Lay out a micro-batch of sequences with ``lengths`` tokens on this rank, ``scored`` as ``Layout`` says."""
-        cp_rank = mpu.get_context_parallel_rank()
-        config = self.config
+    def layout(
+        self, lengths: tuple[int, ...], sharing: Sharing | None = None, scored: np.ndarray | None = None
+    ) -> Layout:
+        """Lay out a micro-batch of sequences with ``lengths`` tokens on this rank, as ``Layout.build`` does."""
+        cp_rank, config = mpu.get_context_parallel_rank(), self.config
+        found = {"sharing": sharing, "scored": scored}
         sizes = dict(tp=config.tp, cp=config.cp, cp_rank=cp_rank, multiple=config.pad_to_multiple_of)
-        return Layout.build(lengths, config.layout, **sizes, slots=config.slots, scored=scored, device=self.device)
+        return Layout.build(lengths, config.layout, **sizes, slots=config.slots, **found, device=self.device)
 
     @record_function("forward_micro_batch")
     def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
+from engines.batch.prompts import find_prompts
 from engines.batch.samples import Image
 from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import TokenOutputs, require_tokens
@@ -193,10 +194,9 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
 
 def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
     """Plan the schedule of a batch over replicas, as the trainer does."""
-    max_sequences = engine.platform.max_pack_sequences
-    return plan_schedule(
-        batch.lengths, engine.config, engine.model.hidden, replicas, max_sequences, number_image_sets(batch)
-    )
+    config, most = engine.config, engine.platform.max_pack_sequences
+    found = number_image_sets(batch), find_prompts(batch, config, engine.platform)
+    return plan_schedule(batch.lengths, config, engine.model.hidden, replicas, most, *found)
 
 
 def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
@@ -213,8 +213,8 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
     layouts, states = [], {}
     build = engine.layout
 
-    def layout(lengths, scored=None):
-        layouts.append(build(lengths, scored))
+    def layout(lengths, sharing=None, scored=None):
+        layouts.append(build(lengths, sharing, scored))
         return layouts[-1]
 
     def keep(layer, _, output):

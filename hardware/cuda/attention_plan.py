@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hardware.attention.inputs import AttentionInputs
-from hardware.attention.mask_spec import MaskSpec, expand_counts, locate_gathered_keys, locate_slots
+from hardware.attention.mask_spec import MaskSpec, expand_counts
 from hardware.attention.rules import Rule, count_tokens_before
 from hardware.transfer import to_device
 
@@ -101,7 +101,7 @@ def _plan_pack(spec: MaskSpec, device: torch.device) -> VarlenPlan:
 
 
 def _plan_calls(spec: MaskSpec, rule: Rule, device: torch.device) -> RuleCalls:
-    longest = max(spec.padded)
+    longest = spec.longest
     rule = replace(  # what reaches past the longest sequence changes nothing
         rule,
         window=None if rule.window is None or rule.window >= longest else rule.window,
@@ -137,7 +137,7 @@ def _reopen(
     """``base`` and the second call, over runs of slots that see the future up to the same end."""
     first, count = runs
     position, end, device = places.position[first], ends[first], base.cu_seq_q.device
-    longest = max(spec.padded)
+    longest = spec.longest
     # A window is counted from the last key. Where context parallelism or a chunk cuts an image, copies of the last
     # query stand for those that are elsewhere, and nobody reads what they get.
     queries = end - position if rule.window else count
@@ -155,10 +155,10 @@ def _reopen(
 def _locate_slots(spec: MaskSpec, rule: Rule) -> _Places:
     """A sequence without tokens, the rest of a pack of a fixed size, is cut into parts no longer than the longest that
     has some: whole, it would cost its square."""
-    sequence, position = locate_slots(spec.padded, spec.cp, spec.cp_rank)
-    padded, real = np.asarray(spec.padded), np.asarray(spec.lengths) > 0
-    size = np.full(len(padded), rule.chunk or padded.max())
-    size[~real] = np.minimum(size[~real], padded[real].max(initial=1))
+    sequence, position = spec.locate_slots(spec.cp_rank)
+    positions, real = spec.begins + spec.padded, np.asarray(spec.lengths) > 0
+    size = np.full(len(positions), rule.chunk or spec.longest)
+    size[~real] = np.minimum(size[~real], positions[real].max(initial=1))
     low = position // size[sequence] * size[sequence]
     return _Places(sequence, position, low, low + size[sequence])
 
@@ -223,7 +223,7 @@ def _build_call(
     """Build the call of runs of so many queries of a sequence each, which see keys ``first <= position < end``."""
     first, end = keys
     owner, within = expand_counts(end - first)
-    index = _locate_keys(spec, sequence[owner], first[owner] + within)
+    index = spec.locate_keys(sequence[owner], first[owner] + within)
     as_they_lie = np.array_equal(index, np.arange(sum(spec.padded)))
     cu_seq_q = to_device(_accumulate(queries), device)
     same = np.array_equal(queries, end - first)
@@ -235,15 +235,6 @@ def _build_call(
         window_size,
         key_index=None if as_they_lie else to_device(index, device),
     )
-
-
-def _locate_keys(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Locate positions among the keys of all context-parallel ranks."""
-    local = np.asarray(spec.padded) // spec.cp
-    start = (np.cumsum(local) - local)[sequence]
-    if spec.cp == 1:
-        return start + position
-    return locate_gathered_keys(spec.cp, start, local[sequence] // 2, position, int(local.sum()))
 
 
 def _accumulate(counts: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import ray
 from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
+from engines.batch.prompts import find_prompts
 from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import Outputs
 from engines.images.plan import number_image_sets
@@ -91,10 +92,9 @@ class WorkerGroup:
         return replace(batch, rollout_top_ids=None, rollout_top_logprobs=None, old_top_logprobs=None)
 
     def _plan_shards(self, batch: TrainBatch) -> Schedule:
-        role, most = self.role, self.platform.max_pack_sequences
-        return plan_schedule(
-            batch.lengths, role.config, role.model.hidden, self.dp_size, most, number_image_sets(batch)
-        )
+        config, most = self.role.config, self.platform.max_pack_sequences
+        found = number_image_sets(batch), find_prompts(batch, config, self.platform)
+        return plan_schedule(batch.lengths, config, self.role.model.hidden, self.dp_size, most, *found)
 
 
 def _check_weights(batch: TrainBatch) -> None:

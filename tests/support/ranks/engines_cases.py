@@ -84,9 +84,11 @@ def make_batch(seed: int = 1, vocab: int = 99):
 
 def plan(engine, batch):
     """Return the schedule of a batch over an engine's replicas, and this replica's shard."""
+    from engines.batch.prompts import find_prompts
     from engines.batch.schedule import plan_schedule
 
-    schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size)
+    prompts = find_prompts(batch, engine.config, engine.platform)
+    schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size, prompts=prompts)
     return schedule, schedule.shards(batch)[engine.dp_rank]
 
 

@@ -1,0 +1,148 @@
+"""Prompts that sequences have in common: what is alike, who computes it, and how groups are dealt out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.batch.balance import estimate_costs
+from engines.batch.batch import TrainBatch
+from engines.batch.prompts import Prompts, find_prompts, shares_prompts
+from engines.batch.samples import Image
+from engines.batch.schedule import plan_schedule
+from engines.config import MegatronConfig
+from hardware.attention.mask_spec import Sharing
+from hardware.platforms import get_platform
+
+ASKED, CPU = MegatronConfig(share="prompts"), get_platform("cpu")
+
+
+def find(batch: TrainBatch, config: MegatronConfig = ASKED) -> Prompts | None:
+    return find_prompts(batch, config, CPU)
+
+
+def test_prompts_end_where_the_first_sampled_id_is_predicted():
+    """Of equal ids a shorter prompt is another one, though what was sampled after it agrees by chance."""
+    batch = TrainBatch.from_ids([[1, 2, 3, 4], [1, 2, 3, 9, 9], [1, 2, 3, 4], [7, 8], [1, 2, 3]], [3, 3, 2, 1, 2])
+    found = find(batch)
+    assert found.numbers.tolist() == [0, 0, 1, 2, 1] and found.counts.tolist() == [3, 3, 2, 1, 2]
+    assert found.share(np.arange(5)) == Sharing((0, 0, 2, 3, 2), (0, 3, 0, 0, 2))
+    assert found.share(np.array([4, 1, 2])) == Sharing((0, 1, 0), (0, 0, 2))
+    assert found.share(np.array([3, 1, 2])) is None
+
+
+def test_turns_and_weights_change_nothing_and_sequences_that_count_nowhere_share_nothing():
+    sampled = [[False, True, False, True], [False, True, False, True], [False] * 4, [False] * 4]
+    batch = TrainBatch.from_ids([[5, 6, 7, 8]] * 4, sampled=sampled)
+    found = find(replace(batch, weights=torch.ones(12)))
+    assert found.counts.tolist() == [1, 1, 0, 0] and len(set(found.numbers.tolist())) == 3
+
+
+def test_other_positions_or_images_are_another_prompt():
+    batch = TrainBatch.from_ids([[1, 2, 2, 3], [1, 2, 2, 4]], [3, 3])
+    assert find(batch).numbers.tolist() == [0, 0]
+    moved = batch.positions.clone()
+    moved[4] = 5
+    assert find(replace(batch, positions=moved)) is None
+    one, other = (Image(name, name, (28, 28), (1, 2, 2), "") for name in ("one", "other"))
+    blocks = torch.tensor([-1, 0, 0, -1, 0, 0])
+    for images, alike in (((one, one), True), ((one, other), False)):
+        found = find(replace(batch, image_block=blocks, images=tuple((image,) for image in images)))
+        assert (found is not None) == alike
+    apart = torch.tensor([-1, 0, 0, -1, 0, 1])
+    assert find(replace(batch, image_block=apart, images=((one,), (one, one)))) is None
+
+
+def test_an_image_that_comes_after_what_was_sampled_is_no_part_of_a_prompt():
+    one, other = (Image(name, name, (28, 28), (1, 2, 2), "") for name in ("one", "other"))
+    sampled = [[False, False, True, False, False]] * 2
+    batch = TrainBatch.from_ids([[1, 2, 3, 9, 9]] * 2, sampled=sampled)
+    blocks = torch.tensor([-1, -1, -1, 0, -1, -1, -1, 0])
+    assert find(replace(batch, image_block=blocks, images=((one,), (other,)))).counts.tolist() == [2, 2]
+
+
+def test_who_shares_where_nobody_said():
+    for name, said in (("cpu", True), ("cuda-emulated", True), ("npu-emulated", True), ("cuda", False), ("npu", False)):
+        assert shares_prompts(MegatronConfig(), get_platform(name)) == said
+        assert shares_prompts(ASKED, get_platform(name)) and not shares_prompts(
+            MegatronConfig(share="none"), get_platform(name)
+        )
+    assert not shares_prompts(MegatronConfig(layout="bshd"), CPU)
+    with pytest.raises(ValueError, match=r"share=prompts needs slots that sequences have in common, .*layout=bshd"):
+        MegatronConfig(share="prompts", layout="bshd")
+
+
+def make_groups(groups: int, samples: int, prompt: int, response: int, seed: int = 0) -> tuple[np.ndarray, Prompts]:
+    """Lengths of samples with responses of half to one and a half of ``response``, and their prompts."""
+    spread = np.random.default_rng(seed).integers(response // 2, response * 3 // 2, groups * samples)
+    return prompt + spread, Prompts(np.repeat(np.arange(groups), samples), np.full(groups * samples, prompt))
+
+
+def measure(schedule, hidden: int) -> tuple[float, float]:
+    """Tokens over those that are computed, and the dearest replica's work over the mean."""
+    prompts, lengths = schedule.prompts, np.asarray(schedule.lengths)
+    loads = []
+    for replica in schedule.rows:
+        loads.append(0)
+        for rows in replica:
+            shared = prompts.share(rows)
+            counts = np.asarray(shared.counts if shared else [0] * len(rows), dtype=np.int64)
+            loads[-1] += (estimate_costs(lengths[rows], hidden) - estimate_costs(counts, hidden)).sum()
+    return lengths.sum() / schedule.count_computed(), max(loads) / np.mean(loads)
+
+
+@pytest.mark.parametrize(
+    ("case", "replicas", "fewer", "balance"),
+    [
+        ((32, 8, 1024, 256), 8, 3.1, 1.05),
+        ((128, 8, 2048, 512), 64, 3.0, 1.12),
+        ((5, 8, 512, 64), 4, 3.0, 1.1),
+        ((1, 16, 512, 64), 4, 2.0, 1.1),
+    ],
+    ids=["groups to spare", "two groups a replica", "a group too many", "one group for all"],
+)
+def test_groups_are_cut_where_replicas_would_wait(case, replicas, fewer, balance):
+    lengths, prompts = make_groups(*case)
+    config = MegatronConfig(ranks=replicas, micro_batch_tokens=16384)
+    schedule = plan_schedule(lengths.tolist(), config, 2048, replicas, prompts=prompts)
+    saved, imbalance = measure(schedule, 2048)
+    assert saved >= fewer and imbalance <= balance, (saved, imbalance)
+    assert sorted(np.concatenate([rows for replica in schedule.rows for rows in replica])) == [*range(len(lengths))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 20)), min_size=1, max_size=8),
+    replicas=st.integers(1, 4),
+    budget=st.integers(1, 100),
+    pp=st.sampled_from([1, 2]),
+    most=st.sampled_from([None, 3]),
+)
+def test_every_sequence_is_computed_once_within_the_budget(sizes, replicas, budget, pp, most):
+    lengths = [prompt + (own + i) % 21 for prompt, samples, own in sizes for i in range(samples)]
+    numbers = np.repeat(np.arange(len(sizes)), [samples for _, samples, _ in sizes])
+    prompts = Prompts(numbers, np.repeat([prompt for prompt, _, _ in sizes], [samples for _, samples, _ in sizes]))
+    config = MegatronConfig(ranks=replicas * pp, pp=pp, micro_batch_tokens=budget)
+    schedule = plan_schedule(lengths, config, 64, replicas, most, prompts=prompts)
+    assert sorted(np.concatenate([rows for replica in schedule.rows for rows in replica])) == [*range(len(lengths))]
+    assert len({len(replica) for replica in schedule.rows}) == 1
+    for rows in (rows for replica in schedule.rows for rows in replica if len(rows) > 1):
+        shared = prompts.share(rows)
+        assert sum(lengths[row] for row in rows) - sum(shared.counts if shared else ()) <= budget
+        assert most is None or len(rows) <= most
+
+
+def test_shards_carry_what_is_shared_and_their_digest_knows_it():
+    batch = TrainBatch.from_ids([[1, 2, 3], [4, 5], [1, 2, 6, 7], [1, 2, 8]], [2, 1, 2, 2])
+    plain = plan_schedule(batch.lengths, ASKED, 8, 1)
+    schedule = plan_schedule(batch.lengths, ASKED, 8, 1, prompts=find(batch))
+    (shard,) = schedule.shards(batch)
+    assert shard.list_sharing() == [Sharing((0, 1, 0, 0), (0, 0, 2, 2))] and schedule.count_computed() == 4
+    assert plain.shards(batch)[0].list_sharing() == [None] and plain.count_computed() == batch.num_tokens
+    other = replace(schedule, prompts=Prompts(np.arange(4), schedule.prompts.counts))
+    assert len({plain.digest, schedule.digest, other.digest}) == 3 and shard.digest == schedule.digest
+    few = plan_schedule(batch.lengths, MegatronConfig(ranks=8), 8, 8, prompts=find(batch)).shards(batch)
+    assert all(shard.list_sharing() == [None] * (len(shard.counts) + shard.num_dummies) for shard in few[4:])
