@@ -16,10 +16,12 @@ class Prompts:
 
     Attributes:
         numbers: ``[B]``, alike where prompts are. counts: ``[B]``, inputs of each; 0 where no target counts.
+        copied_slots: what a token takes beside its slot, in slots: its sequence's copy of its keys and values.
     """
 
     numbers: np.ndarray
     counts: np.ndarray
+    copied_slots: float = 0.0
 
     def share(self, rows: np.ndarray) -> Sharing | None:
         """Tell which of a micro-batch's sequences ``rows`` ``[b]`` begin alike: each prompt is the first one's that has

@@ -160,11 +160,13 @@ def _cut_pieces(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut sequences of a prompt into pieces that compute it once: ``(piece, slots, costs)``, ``[B]`` each.
 
-    The first of a piece has the slots and the work of its prompt, all others those of their own tokens. Small pieces
+    The first of a piece has the slots and the work of its prompt, all others those of their own tokens, and each a
+    copy of its keys and values, which counts as slots. Small pieces
     are easy to balance and compute a prompt often: of some sizes, the one whose dearest replica is cheapest.
     """
     unit, budget = compute_slot_unit(config.tp, config.cp, config.pad_to_multiple_of), _find_budget(config)
     whole, own = (-(-tokens // unit) * unit for tokens in (sizes, sizes - prompts.counts))
+    whole, own = (np.ceil(slots + prompts.copied_slots * sizes).astype(np.int64) for slots in (whole, own))
     work, prompt_work = (estimate_costs(tokens, hidden) for tokens in (sizes, prompts.counts))
     rows, best = np.flatnonzero(sizes), None
     _, group = np.unique(prompts.numbers[rows], return_inverse=True)  # [n], from 0 on

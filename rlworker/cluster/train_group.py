@@ -15,6 +15,7 @@ from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import Outputs
 from engines.images.plan import number_image_sets
 from engines.interfaces import LossFn, StepResult
+from engines.megatron.memory.activations import count_copied_slots
 from hardware.platform import Platform
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import Seat
@@ -33,7 +34,12 @@ class WorkerGroup:
     Args:
         role: which of the engines in these workers.
         workers: one handle per rank. places: each rank's ``dp_rank`` and ``is_leader``.
+
+    Attributes:
+        prompt_sharing: tokens of the last batch over those that were computed of it, prompts once in a micro-batch.
     """
+
+    prompt_sharing = 1.0
 
     def __init__(self, role: Role, platform: Platform, workers: list, places: list[dict]):
         self.role, self.name, self.platform, self.workers, self.places = role, role.name, platform, workers, places
@@ -93,8 +99,13 @@ class WorkerGroup:
 
     def _plan_shards(self, batch: TrainBatch) -> Schedule:
         config, most = self.role.config, self.platform.max_pack_sequences
-        found = number_image_sets(batch), find_prompts(batch, config, self.platform)
-        return plan_schedule(batch.lengths, config, self.role.model.hidden, self.dp_size, most, *found)
+        prompts, model = find_prompts(batch, config, self.platform), self.role.model
+        if prompts:
+            prompts = replace(prompts, copied_slots=count_copied_slots(model, config, self.platform.kernel_memory))
+        found = number_image_sets(batch), prompts
+        schedule = plan_schedule(batch.lengths, config, model.hidden, self.dp_size, most, *found)
+        self.prompt_sharing = batch.num_tokens / schedule.count_computed()
+        return schedule
 
 
 def _check_weights(batch: TrainBatch) -> None:

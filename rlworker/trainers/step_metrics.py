@@ -13,7 +13,8 @@ def take_optimizer_step(
 ) -> tuple[dict[str, float], Outputs]:
     """Take one optimizer step on ``sum(loss) / denominator``: its metrics, and the outputs ``[N]`` from before it."""
     results, outputs = group.train_step(batch, loss, denominator)
-    return average_update(results, float(batch.mask.sum()), prefix), outputs
+    sharing = {} if prefix else {"prompt_sharing": group.prompt_sharing}
+    return average_update(results, float(batch.mask.sum()), prefix) | sharing, outputs
 
 
 def average_update(results: list[StepResult], tokens: float, prefix: str = "") -> dict[str, float]:

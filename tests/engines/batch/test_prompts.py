@@ -146,3 +146,13 @@ def test_shards_carry_what_is_shared_and_their_digest_knows_it():
     assert len({plain.digest, schedule.digest, other.digest}) == 3 and shard.digest == schedule.digest
     few = plan_schedule(batch.lengths, MegatronConfig(ranks=8), 8, 8, prompts=find(batch)).shards(batch)
     assert all(shard.list_sharing() == [None] * (len(shard.counts) + shard.num_dummies) for shard in few[4:])
+
+
+def test_copies_of_keys_and_values_count_within_the_budget():
+    """Eight samples of 100 + 20 tokens: 120 slots and 7 x 20 of their own, and 960 tokens' copies at a tenth of a slot
+    each, 356 in all: a budget of 300 takes two pieces, where one would do without the copies."""
+    lengths, numbers, counts = [120] * 8, np.zeros(8, np.int64), np.full(8, 100)
+    config = MegatronConfig(micro_batch_tokens=300)
+    for copied, pieces in ((0.0, 1), (0.1, 2)):
+        (replica,) = plan_schedule(lengths, config, 64, 1, prompts=Prompts(numbers, counts, copied)).rows
+        assert len(replica) == pieces

@@ -53,6 +53,7 @@ class Group:
     """An engine whose outputs are constants; losses and all that is made of them are the real ones."""
 
     dp_size = 1
+    prompt_sharing = 1.0
 
     def __init__(self, name: str):
         self.name = name
