@@ -184,7 +184,9 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
         torch.tensor(case.image_block),
     )
     as_text = patch.object(engine, "vision", None)  # image tokens are embedded as text is: there are no images
-    with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)), as_text, _some_logits(engine):
+    # Copies begin alike until a token is changed: with what they share, their numbers would change too.
+    settings = {"micro_batch_tokens": 10**9, "share": "none"} | _padded(engine)
+    with _settings(engine, **settings), as_text, _some_logits(engine):
         outputs = compute_outputs(engine, kind, batch)
     return None if outputs is None else torch.stack([outputs.logprobs, outputs.entropy], dim=1)
 
