@@ -154,9 +154,9 @@ class MegatronConfig:
     """Most slots, tokens and their padding, in one forward pass of a replica; a longer sequence goes alone."""
     recompute: Literal["none", "core", "full"] = "none"
     """Recompute nothing, the core attention or whole layers in the backward pass."""
-    share: Literal["auto", "none", "prompts"] = "auto"
-    """Compute the prompts of sequences that begin alike once in a micro-batch of thd, or each by itself; auto: once
-    where the project has run the platform."""
+    share: Literal["auto", "none", "prompts", "tree"] = "auto"
+    """Compute once in a micro-batch of thd what sequences have in common: nothing, their prompts, or any beginning;
+    auto: prompts where the project has run the platform."""
     deterministic: bool = False
     """Repeat the numbers of training bit by bit, at some cost; a CPU does so in any case."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -183,10 +183,10 @@ class MegatronConfig:
                 f"pad_to_multiple_of={self.pad_to_multiple_of} cut it into; set --actor.slots "
                 f"{-(-self.slots // unit) * unit}"
             )
-        if self.share == "prompts" and self.layout == "bshd":
+        if self.share in ("prompts", "tree") and self.layout == "bshd":
             raise ValueError(
-                "actor: share=prompts needs slots that sequences have in common, and rows of layout=bshd have none; "
-                "set --actor.layout thd, or leave --actor.share out"
+                f"actor: share={self.share} needs slots that sequences have in common, and rows of layout=bshd have "
+                "none; set --actor.layout thd, or leave --actor.share out"
             )
         check_override(self.attention_override)
         if self.megatron:

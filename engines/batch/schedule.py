@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engines.batch.balance import balance_costs, estimate_costs
 from engines.batch.batch import TrainBatch
+from engines.batch.beginnings import Beginnings
 from engines.batch.places import find_tokens
-from engines.batch.prompts import Prompts
 from engines.batch.shard import Kind, Shard, change_columns, join_outputs
 from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit
@@ -35,20 +35,20 @@ class Schedule:
     Attributes:
         rows: ``[replica][micro-batch]``, numbers ``[b]`` of the sequences; every replica has the same number of
             micro-batches, the last of which may be empty. lengths: tokens of every sequence.
-        prompts: those that sequences of a micro-batch compute once; None computes each by itself.
+        beginnings: those that sequences of a micro-batch compute once; None computes each sequence by itself.
     """
 
     rows: tuple[tuple[np.ndarray, ...], ...]
     lengths: tuple[int, ...]
-    prompts: Prompts | None = None
+    beginnings: Beginnings | None = None
 
     @cached_property
     def digest(self) -> int:
         """Hash who computes what, in 63 bits: it fits into an int64 tensor, by which ranks compare it."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
         hashed = blake2b(np.asarray(counts, dtype=np.int64).tobytes(), digest_size=8)
-        prompts = [self.prompts.numbers, self.prompts.counts] if self.prompts else []
-        hashed.update(np.concatenate([self._order, self.lengths, *prompts]).astype(np.int64).tobytes())
+        found = [self.beginnings.order, self.beginnings.common] if self.beginnings else []
+        hashed.update(np.concatenate([self._order, self.lengths, *found]).astype(np.int64).tobytes())
         return int.from_bytes(hashed.digest()) >> 1
 
     @cached_property
@@ -72,15 +72,15 @@ class Schedule:
         dummies = [len(replica) - len(real) for replica, real in zip(self.rows, parts)]
         rows = [np.concatenate([*real, shortest] if count else real) for real, count in zip(parts, dummies)]
         pieces = batch.gather(np.concatenate(rows)).cut(np.cumsum([0, *map(len, rows)]))
-        sharing = [tuple(map(self.prompts.share, real)) if self.prompts else () for real in parts]
+        sharing = [tuple(map(self.beginnings.share, real)) if self.beginnings else () for real in parts]
         return [
             Shard(piece, tuple(map(len, real)), count, replica, self.digest, shared)
             for replica, (piece, real, count, shared) in enumerate(zip(pieces, parts, dummies, sharing, strict=True))
         ]
 
     def count_computed(self) -> int:
-        """Count the tokens that are computed, each prompt once in a micro-batch."""
-        shared = (self.prompts.share(rows) for replica in self.rows for rows in replica) if self.prompts else ()
+        """Count the tokens that are computed, what is shared once in a micro-batch."""
+        shared = [] if self.beginnings is None else [self.beginnings.share(x) for replica in self.rows for x in replica]
         return sum(self.lengths) - sum(sum(one.counts) for one in shared if one)
 
     def restore(self, parts: Sequence[Kind]) -> Kind:
@@ -99,7 +99,7 @@ def plan_schedule(
     replicas: int,
     most_sequences: int | None = None,
     together: Sequence[int] | None = None,
-    prompts: Prompts | None = None,
+    beginnings: Beginnings | None = None,
 ) -> Schedule:
     """Balance sequences over replicas by cost, then cut each replica's into micro-batches of at most
     ``config.micro_batch_tokens`` slots; a sequence that is longer is a micro-batch of its own.
@@ -114,8 +114,8 @@ def plan_schedule(
         together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, where they
             are few enough not to spoil the balance: the images of a prompt are then seen once. Replicas then hold
             equal work rather than equal numbers.
-        prompts: those that are computed once in a micro-batch of thd. Sequences of a prompt go together in pieces, of
-            the size at which the replica with most work has least, and ``together`` then says nothing.
+        beginnings: those that are computed once in a micro-batch of thd. Sequences that begin alike go together in
+            pieces, of the size at which the replica with most work has least, and ``together`` then says nothing.
 
     Raises:
         ValueError: no sequence has a token.
@@ -130,12 +130,12 @@ def plan_schedule(
     capacity = (most_sequences or len(sizes) + 1) - bool(config.slots)
     # [B]: each sequence is a bundle of its own, or shares one, and what it costs there.
     bundle, costs = np.arange(len(sizes)), estimate_costs(sizes, hidden)
-    if prompts:
-        bundle, slots, costs = _cut_pieces(sizes, prompts, config, hidden, replicas, capacity)
+    if beginnings:
+        bundle, slots, costs = _cut_pieces(sizes, beginnings, config, hidden, replicas, capacity)
     elif together is not None:
         largest = min(_find_budget(config), int(slots.sum()) // (_SMALL * replicas * config.pp))
         bundle = _bundle(np.asarray(together), slots, largest, most_sequences)
-    counts_matter = together is None and not prompts
+    counts_matter = together is None and not beginnings
     shares = _split_rows(nonempty, _deal_out(bundle[nonempty], costs[nonempty], replicas, counts_matter), replicas)
     if config.layout == "bshd":
         cut, low = partial(_cut_rows, slots=slots, config=config), config.pp
@@ -145,7 +145,7 @@ def plan_schedule(
     # With a sequence in each micro-batch everything fits, so the longest share bounds the count from above.
     high = max(map(len, shares))
     count = _find_fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(low, high), high)
-    return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths), prompts)
+    return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths), beginnings)
 
 
 def _deal_out(bundle: np.ndarray, costs: np.ndarray, parts: int, counts_matter: bool) -> np.ndarray:
@@ -156,59 +156,61 @@ def _deal_out(bundle: np.ndarray, costs: np.ndarray, parts: int, counts_matter: 
 
 
 def _cut_pieces(
-    sizes: np.ndarray, prompts: Prompts, config: MegatronConfig, hidden: int, replicas: int, capacity: int
+    sizes: np.ndarray, beginnings: Beginnings, config: MegatronConfig, hidden: int, replicas: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut sequences of a prompt into pieces that compute it once: ``(piece, slots, costs)``, ``[B]`` each.
+    """Cut sequences that begin alike into pieces that compute it once: ``(piece, slots, costs)``, ``[B]`` each.
 
-    The first of a piece has the slots and the work of its prompt, all others those of their own tokens, and each a
-    copy of its keys and values, which counts as slots. Small pieces
-    are easy to balance and compute a prompt often: of some sizes, the one whose dearest replica is cheapest.
+    The first of a piece has the slots and the work of all its tokens, all others those of what they have not in common
+    with the one before, and each a copy of its keys and values, which counts as slots. Small pieces are easy to balance
+    and compute beginnings often: of some sizes, the one whose dearest replica is cheapest.
     """
     unit, budget = compute_slot_unit(config.tp, config.cp, config.pad_to_multiple_of), _find_budget(config)
-    whole, own = (-(-tokens // unit) * unit for tokens in (sizes, sizes - prompts.counts))
-    whole, own = (np.ceil(slots + prompts.copied_slots * sizes).astype(np.int64) for slots in (whole, own))
-    work, prompt_work = (estimate_costs(tokens, hidden) for tokens in (sizes, prompts.counts))
-    rows, best = np.flatnonzero(sizes), None
-    _, group = np.unique(prompts.numbers[rows], return_inverse=True)  # [n], from 0 on
-    own_work = (work - prompt_work)[rows]
-    totals, count = np.bincount(group, weights=own_work), np.bincount(group)
-    once = np.zeros(len(totals))
-    once[group] = prompt_work[rows]
-    order = np.argsort(group, kind="stable")
+    taken = sizes[beginnings.order] > 0
+    rows, common = beginnings.order[taken], beginnings.common[taken]  # [n]; one without a token has none in common
+    tokens = sizes[rows]
+    whole, own = (-(-count // unit) * unit for count in (tokens, tokens - common))
+    whole, own = (np.ceil(slots + beginnings.copied_slots * tokens).astype(np.int64) for slots in (whole, own))
+    work, saved = estimate_costs(tokens, hidden), estimate_costs(common, hidden)
+    starts = np.flatnonzero(common == 0)
+    group = np.cumsum(common == 0) - 1  # [n]: runs of neighbours that begin alike
+    own_work = (work - saved).astype(np.float64)
+    own_work[starts] -= np.maximum.reduceat(saved, starts)  # what the first computes for all of them is no one's own
+    totals, once, count = (np.add.reduceat(x, starts) for x in (own_work, np.zeros(len(rows)), np.ones(len(rows))))
+    once += np.maximum.reduceat(saved, starts)
     # Of each sequence, the middle of its own work in that of its group, from 0 to 1.
-    before = np.cumsum(own_work[order]) - own_work[order] / 2 - np.repeat(np.cumsum(totals) - totals, count)
-    middle = np.empty(len(rows))
-    middle[order] = before / np.repeat(np.maximum(totals, 1), count)
+    middle = np.cumsum(own_work) - own_work / 2 - (np.cumsum(totals) - totals)[group]
+    middle /= np.maximum(totals, 1)[group]
+    best, found = np.inf, None
     for size in _PIECES:
         most = size * (once + totals).sum() / (replicas * config.pp)
         parts = np.clip(np.ceil(totals / np.maximum(most - once, 1)), 1, count)
         part = np.floor(middle * parts[group]).astype(np.int64)
-        piece, is_first = _fill_pieces(rows, group, part, (whole, own), budget, capacity)
-        costs = np.where(is_first, work, work - prompt_work)
-        owner = _deal_out(piece[rows], costs[rows], replicas, counts_matter=False)
-        makespan = np.bincount(owner, weights=costs[rows], minlength=replicas).max()
-        if best is None or makespan < best[0]:
-            best = makespan, piece, np.where(is_first, whole, own), costs
-    assert best is not None
-    return best[1:]
+        is_first = _fill_pieces(group, part, (whole, own), budget, capacity)
+        piece, costs = np.cumsum(is_first), np.where(is_first, work, work - saved)
+        owner = _deal_out(piece, costs, replicas, counts_matter=False)
+        makespan = np.bincount(owner, weights=costs, minlength=replicas).max()
+        if makespan < best:
+            best, found = makespan, (piece, np.where(is_first, whole, own), costs)
+    assert found is not None
+    columns = np.zeros((3, len(sizes)), np.int64)
+    columns[:, rows] = found
+    return columns[0], columns[1], columns[2]
 
 
 def _fill_pieces(
-    rows: np.ndarray, group: np.ndarray, part: np.ndarray, slots: tuple[np.ndarray, np.ndarray], budget: int, most: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Fill pieces within the budget with ``rows`` ``[n]`` that have one group and one part of it: ``(piece [B], whether
-    a sequence is its first [B])``. ``slots`` are those of a sequence that is first, and of one that is not."""
-    whole, own = (column.tolist() for column in slots)
-    piece, is_first = np.arange(len(whole)), np.ones(len(whole), bool)
-    last: dict[tuple[int, int], tuple[int, int, int]] = {}  # the open piece of each part: its name, slots, sequences
-    for row, key in zip(rows.tolist(), zip(group.tolist(), part.tolist())):
-        name, used, members = last.get(key, (row, budget + 1, 0))  # none is open: full
-        if used + own[row] <= budget and members < most:
-            piece[row], is_first[row] = name, False
-            last[key] = name, used + own[row], members + 1
+    group: np.ndarray, part: np.ndarray, slots: tuple[np.ndarray, np.ndarray], budget: int, most: int
+) -> np.ndarray:
+    """Fill pieces within the budget with neighbours ``[n]`` that have one group and one part of it: whether each is the
+    first of its piece. ``slots`` are those of one that is first, and of one that is not."""
+    is_first, used, members, last = np.ones(len(group), bool), 0, 0, None
+    keys = zip(group.tolist(), part.tolist())
+    for place, (key, whole, own) in enumerate(zip(keys, *(column.tolist() for column in slots))):
+        if key == last and used + own <= budget and members < most:
+            is_first[place] = False
+            used, members = used + own, members + 1
         else:
-            last[key] = row, whole[row], 1
-    return piece, is_first
+            last, used, members = key, whole, 1
+    return is_first
 
 
 def _split_rows(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndarray]:

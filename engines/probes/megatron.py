@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.prompts import find_prompts
+from engines.batch.beginnings import find_beginnings
 from engines.batch.samples import Image
 from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import TokenOutputs, require_tokens
@@ -197,7 +197,8 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
 def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
     """Plan the schedule of a batch over replicas, as the trainer does."""
     config, most = engine.config, engine.platform.max_pack_sequences
-    found = number_image_sets(batch), find_prompts(batch, config, engine.platform)
+    whole_images = any(rule.images for rule in engine.model.rules)
+    found = number_image_sets(batch), find_beginnings(batch, config, engine.platform, whole_images)
     return plan_schedule(batch.lengths, config, engine.model.hidden, replicas, most, *found)
 
 

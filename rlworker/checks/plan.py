@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 
-from engines.batch.prompts import Prompts, shares_prompts
+from engines.batch.beginnings import choose_sharing, group_prompts
 from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import count_copied_slots
@@ -182,14 +182,15 @@ def _describe_cut(config: Config) -> dict[str, str]:
 def _describe_sharing(config: Config, model: ModelSpec) -> dict[str, str]:
     """Describe an optimizer step of the longest samples with each prompt once; nothing where none is shared."""
     actor, platform = config.actor, get_platform(config.platform)
-    if not isinstance(config, RunConfig) or not shares_prompts(actor, platform):
+    if not isinstance(config, RunConfig) or choose_sharing(actor, platform) == "none":
         return {}
     samples, group = config.rows_per_mini_batch, config.samples_per_prompt
     copied = count_copied_slots(model, actor, platform.kernel_memory)
-    prompts = Prompts(np.arange(samples) // group, np.full(samples, config.data.max_prompt_tokens), copied)
+    prompts = group_prompts(np.arange(samples) // group, np.full(samples, config.data.max_prompt_tokens))
+    prompts = replace(prompts, copied_slots=copied)
     lengths = [config.longest - 1] * samples
     most = platform.max_pack_sequences
-    computed = plan_schedule(lengths, actor, model.hidden, actor.dp, most, prompts=prompts).count_computed()
+    computed = plan_schedule(lengths, actor, model.hidden, actor.dp, most, beginnings=prompts).count_computed()
     text = f"{computed:,} tokens are computed of {sum(lengths):,}, {sum(lengths) / computed:.1f} times fewer"
     return {"prompts once": f"{text}, where all samples are longest"}
 

@@ -10,7 +10,7 @@ import ray
 from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
-from engines.batch.prompts import find_prompts
+from engines.batch.beginnings import find_beginnings
 from engines.batch.schedule import Schedule, plan_schedule
 from engines.batch.shard import Outputs
 from engines.images.plan import number_image_sets
@@ -99,11 +99,12 @@ class WorkerGroup:
 
     def _plan_shards(self, batch: TrainBatch) -> Schedule:
         config, most = self.role.config, self.platform.max_pack_sequences
-        prompts, model = find_prompts(batch, config, self.platform), self.role.model
-        if prompts:
-            prompts = replace(prompts, copied_slots=count_copied_slots(model, config, self.platform.kernel_memory))
-        found = number_image_sets(batch), prompts
-        schedule = plan_schedule(batch.lengths, config, model.hidden, self.dp_size, most, *found)
+        model, whole_images = self.role.model, any(rule.images for rule in self.role.model.rules)
+        found = find_beginnings(batch, config, self.platform, whole_images)
+        if found:
+            found = replace(found, copied_slots=count_copied_slots(model, config, self.platform.kernel_memory))
+        together = number_image_sets(batch)
+        schedule = plan_schedule(batch.lengths, config, model.hidden, self.dp_size, most, together, found)
         self.prompt_sharing = batch.num_tokens / schedule.count_computed()
         return schedule
 

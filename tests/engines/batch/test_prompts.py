@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engines.batch.balance import estimate_costs
 from engines.batch.batch import TrainBatch
-from engines.batch.prompts import Prompts, find_prompts, shares_prompts
+from engines.batch.beginnings import Beginnings, choose_sharing, find_beginnings, group_prompts
 from engines.batch.samples import Image
 from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
@@ -20,17 +20,17 @@ from hardware.platforms import get_platform
 ASKED, CPU = MegatronConfig(share="prompts"), get_platform("cpu")
 
 
-def find(batch: TrainBatch, config: MegatronConfig = ASKED) -> Prompts | None:
-    return find_prompts(batch, config, CPU)
+def find(batch: TrainBatch, config: MegatronConfig = ASKED) -> Beginnings | None:
+    return find_beginnings(batch, config, CPU)
 
 
 def test_prompts_end_where_the_first_sampled_id_is_predicted():
     """Of equal ids a shorter prompt is another one, though what was sampled after it agrees by chance."""
     batch = TrainBatch.from_ids([[1, 2, 3, 4], [1, 2, 3, 9, 9], [1, 2, 3, 4], [7, 8], [1, 2, 3]], [3, 3, 2, 1, 2])
     found = find(batch)
-    assert found.numbers.tolist() == [0, 0, 1, 2, 1] and found.counts.tolist() == [3, 3, 2, 1, 2]
+    assert found.order.tolist() == [0, 1, 2, 4, 3] and found.common.tolist() == [0, 3, 0, 2, 0]
     assert found.share(np.arange(5)) == Sharing((0, 0, 2, 3, 2), (0, 3, 0, 0, 2))
-    assert found.share(np.array([4, 1, 2])) == Sharing((0, 1, 0), (0, 0, 2))
+    assert found.share(np.array([4, 1, 2])) == Sharing((2, 1, 2), (2, 0, 0))
     assert found.share(np.array([3, 1, 2])) is None
 
 
@@ -38,12 +38,12 @@ def test_turns_and_weights_change_nothing_and_sequences_that_count_nowhere_share
     sampled = [[False, True, False, True], [False, True, False, True], [False] * 4, [False] * 4]
     batch = TrainBatch.from_ids([[5, 6, 7, 8]] * 4, sampled=sampled)
     found = find(replace(batch, weights=torch.ones(12)))
-    assert found.counts.tolist() == [1, 1, 0, 0] and len(set(found.numbers.tolist())) == 3
+    assert found.order.tolist() == [0, 1, 2, 3] and found.common.tolist() == [0, 1, 0, 0]
 
 
 def test_other_positions_or_images_are_another_prompt():
     batch = TrainBatch.from_ids([[1, 2, 2, 3], [1, 2, 2, 4]], [3, 3])
-    assert find(batch).numbers.tolist() == [0, 0]
+    assert find(batch).common.tolist() == [0, 3]
     moved = batch.positions.clone()
     moved[4] = 5
     assert find(replace(batch, positions=moved)) is None
@@ -61,29 +61,31 @@ def test_an_image_that_comes_after_what_was_sampled_is_no_part_of_a_prompt():
     sampled = [[False, False, True, False, False]] * 2
     batch = TrainBatch.from_ids([[1, 2, 3, 9, 9]] * 2, sampled=sampled)
     blocks = torch.tensor([-1, -1, -1, 0, -1, -1, -1, 0])
-    assert find(replace(batch, image_block=blocks, images=((one,), (other,)))).counts.tolist() == [2, 2]
+    assert find(replace(batch, image_block=blocks, images=((one,), (other,)))).common.tolist() == [0, 2]
 
 
 def test_who_shares_where_nobody_said():
-    for name, said in (("cpu", True), ("cuda-emulated", True), ("npu-emulated", True), ("cuda", False), ("npu", False)):
-        assert shares_prompts(MegatronConfig(), get_platform(name)) == said
-        assert shares_prompts(ASKED, get_platform(name)) and not shares_prompts(
-            MegatronConfig(share="none"), get_platform(name)
-        )
-    assert not shares_prompts(MegatronConfig(layout="bshd"), CPU)
-    with pytest.raises(ValueError, match=r"share=prompts needs slots that sequences have in common, .*layout=bshd"):
-        MegatronConfig(share="prompts", layout="bshd")
+    for name, said in (("cpu", "prompts"), ("cuda-emulated", "prompts"), ("npu-emulated", "prompts"), ("npu", "none")):
+        assert choose_sharing(MegatronConfig(), get_platform(name)) == said
+    assert choose_sharing(MegatronConfig(), get_platform("cuda")) == "none"
+    assert choose_sharing(ASKED, get_platform("cuda")) == "prompts"
+    assert choose_sharing(MegatronConfig(layout="bshd"), CPU) == "none"
+    for share in ("prompts", "tree"):
+        with pytest.raises(
+            ValueError, match=rf"share={share} needs slots that sequences have in common, .*layout=bshd"
+        ):
+            MegatronConfig(share=share, layout="bshd")
 
 
-def make_groups(groups: int, samples: int, prompt: int, response: int, seed: int = 0) -> tuple[np.ndarray, Prompts]:
+def make_groups(groups: int, samples: int, prompt: int, response: int, seed: int = 0) -> tuple[np.ndarray, Beginnings]:
     """Lengths of samples with responses of half to one and a half of ``response``, and their prompts."""
     spread = np.random.default_rng(seed).integers(response // 2, response * 3 // 2, groups * samples)
-    return prompt + spread, Prompts(np.repeat(np.arange(groups), samples), np.full(groups * samples, prompt))
+    return prompt + spread, group_prompts(np.repeat(np.arange(groups), samples), np.full(groups * samples, prompt))
 
 
 def measure(schedule, hidden: int) -> tuple[float, float]:
     """Tokens over those that are computed, and the dearest replica's work over the mean."""
-    prompts, lengths = schedule.prompts, np.asarray(schedule.lengths)
+    prompts, lengths = schedule.beginnings, np.asarray(schedule.lengths)
     loads = []
     for replica in schedule.rows:
         loads.append(0)
@@ -107,7 +109,7 @@ def measure(schedule, hidden: int) -> tuple[float, float]:
 def test_groups_are_cut_where_replicas_would_wait(case, replicas, fewer, balance):
     lengths, prompts = make_groups(*case)
     config = MegatronConfig(ranks=replicas, micro_batch_tokens=16384)
-    schedule = plan_schedule(lengths.tolist(), config, 2048, replicas, prompts=prompts)
+    schedule = plan_schedule(lengths.tolist(), config, 2048, replicas, beginnings=prompts)
     saved, imbalance = measure(schedule, 2048)
     assert saved >= fewer and imbalance <= balance, (saved, imbalance)
     assert sorted(np.concatenate([rows for replica in schedule.rows for rows in replica])) == [*range(len(lengths))]
@@ -124,9 +126,11 @@ def test_groups_are_cut_where_replicas_would_wait(case, replicas, fewer, balance
 def test_every_sequence_is_computed_once_within_the_budget(sizes, replicas, budget, pp, most):
     lengths = [prompt + (own + i) % 21 for prompt, samples, own in sizes for i in range(samples)]
     numbers = np.repeat(np.arange(len(sizes)), [samples for _, samples, _ in sizes])
-    prompts = Prompts(numbers, np.repeat([prompt for prompt, _, _ in sizes], [samples for _, samples, _ in sizes]))
+    prompts = group_prompts(
+        numbers, np.repeat([prompt for prompt, _, _ in sizes], [samples for _, samples, _ in sizes])
+    )
     config = MegatronConfig(ranks=replicas * pp, pp=pp, micro_batch_tokens=budget)
-    schedule = plan_schedule(lengths, config, 64, replicas, most, prompts=prompts)
+    schedule = plan_schedule(lengths, config, 64, replicas, most, beginnings=prompts)
     assert sorted(np.concatenate([rows for replica in schedule.rows for rows in replica])) == [*range(len(lengths))]
     assert len({len(replica) for replica in schedule.rows}) == 1
     for rows in (rows for replica in schedule.rows for rows in replica if len(rows) > 1):
@@ -138,13 +142,13 @@ def test_every_sequence_is_computed_once_within_the_budget(sizes, replicas, budg
 def test_shards_carry_what_is_shared_and_their_digest_knows_it():
     batch = TrainBatch.from_ids([[1, 2, 3], [4, 5], [1, 2, 6, 7], [1, 2, 8]], [2, 1, 2, 2])
     plain = plan_schedule(batch.lengths, ASKED, 8, 1)
-    schedule = plan_schedule(batch.lengths, ASKED, 8, 1, prompts=find(batch))
+    schedule = plan_schedule(batch.lengths, ASKED, 8, 1, beginnings=find(batch))
     (shard,) = schedule.shards(batch)
     assert shard.list_sharing() == [Sharing((0, 1, 0, 0), (0, 0, 2, 2))] and schedule.count_computed() == 4
     assert plain.shards(batch)[0].list_sharing() == [None] and plain.count_computed() == batch.num_tokens
-    other = replace(schedule, prompts=Prompts(np.arange(4), schedule.prompts.counts))
+    other = replace(schedule, beginnings=group_prompts(np.arange(4), np.ones(4, np.int64)))
     assert len({plain.digest, schedule.digest, other.digest}) == 3 and shard.digest == schedule.digest
-    few = plan_schedule(batch.lengths, MegatronConfig(ranks=8), 8, 8, prompts=find(batch)).shards(batch)
+    few = plan_schedule(batch.lengths, MegatronConfig(ranks=8), 8, 8, beginnings=find(batch)).shards(batch)
     assert all(shard.list_sharing() == [None] * (len(shard.counts) + shard.num_dummies) for shard in few[4:])
 
 
@@ -154,5 +158,62 @@ def test_copies_of_keys_and_values_count_within_the_budget():
     lengths, numbers, counts = [120] * 8, np.zeros(8, np.int64), np.full(8, 100)
     config = MegatronConfig(micro_batch_tokens=300)
     for copied, pieces in ((0.0, 1), (0.1, 2)):
-        (replica,) = plan_schedule(lengths, config, 64, 1, prompts=Prompts(numbers, counts, copied)).rows
+        found = replace(group_prompts(numbers, counts), copied_slots=copied)
+        (replica,) = plan_schedule(lengths, config, 64, 1, beginnings=found).rows
         assert len(replica) == pieces
+
+
+# -- trees
+
+TREE = MegatronConfig(share="tree")
+
+
+def test_a_tree_by_hand():
+    """Two prompts that begin alike, and completions that do too."""
+    batch = TrainBatch.from_ids([[1, 2, 3, 8, 0], [1, 2, 4, 4, 5, 0], [1, 2, 3, 8, 9, 0], [7, 0]], [3, 3, 3, 1])
+    found = find(batch, TREE)
+    assert found.order.tolist() == [0, 2, 1, 3] and found.common.tolist() == [0, 4, 2, 0]
+    assert found.share(np.arange(4)) == Sharing((0, 0, 0, 3), (0, 2, 4, 0))
+    assert found.share(np.array([2, 1])) == Sharing((0, 0), (0, 2)), "the first in the order has what both begin with"
+    assert found.share(np.array([1, 0])) == Sharing((1, 1), (2, 0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sequences=st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=9), min_size=1, max_size=8),
+    seed=st.integers(0, 9),
+)
+def test_random_trees_hold_each_beginning_once(sequences, seed):
+    """As many inputs are computed as a trie of them has nodes, whatever the order of the rows."""
+    batch = TrainBatch.from_ids(sequences, [1] * len(sequences))
+    rows = np.random.default_rng(seed).permutation(len(sequences))
+    found = find(batch, TREE)
+    sharing = found.share(rows) if found else None
+    chosen = [sequences[row][:-1] for row in rows]
+    if sharing:
+        sharing.check(tuple(map(len, chosen)))
+        for own, owner, count in zip(chosen, sharing.owners, sharing.counts):
+            assert own[:count] == chosen[owner][:count]
+    trie = {tuple(ids[: n + 1]) for ids in chosen for n in range(len(ids))}
+    assert sum(map(len, chosen)) - sum(sharing.counts if sharing else ()) == len(trie)
+
+
+def test_no_beginning_of_a_tree_ends_within_an_image_that_is_seen_both_ways():
+    one = Image("one", "one", (28, 28), (1, 2, 2), "")
+    batch = TrainBatch.from_ids([[1, 9, 9, 9, 3], [1, 9, 9, 4, 3]], [4, 4])
+    batch = replace(batch, image_block=torch.tensor([-1, 0, 0, 0, -1, 0, 0, -1]), images=((one,), (one,)))
+    assert find_beginnings(batch, TREE, CPU).common.tolist() == [0, 3]
+    assert find_beginnings(batch, TREE, CPU, whole_images=True).common.tolist() == [0, 1]
+
+
+def test_a_tree_is_cut_where_replicas_would_wait():
+    """32 prompts of 32 tokens after the same 512, eight samples of each: computed at most twice on two replicas."""
+    lengths = 544 + np.random.default_rng(0).integers(8, 24, 256)
+    common = np.where(np.arange(256) % 8, 544, 512)
+    common[0] = 0
+    tree = Beginnings(np.arange(256), common)
+    plain = plan_schedule(lengths.tolist(), MegatronConfig(), 128, 1).count_computed()
+    for replicas, fewer in ((1, 20), (2, 17)):
+        config = MegatronConfig(ranks=replicas)
+        schedule = plan_schedule(lengths.tolist(), config, 128, replicas, beginnings=tree)
+        assert plain / schedule.count_computed() >= fewer

@@ -84,11 +84,12 @@ def make_batch(seed: int = 1, vocab: int = 99):
 
 def plan(engine, batch):
     """Return the schedule of a batch over an engine's replicas, and this replica's shard."""
-    from engines.batch.prompts import find_prompts
+    from engines.batch.beginnings import find_beginnings
     from engines.batch.schedule import plan_schedule
 
-    prompts = find_prompts(batch, engine.config, engine.platform)
-    schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size, prompts=prompts)
+    whole_images = any(rule.images for rule in engine.model.rules)
+    found = find_beginnings(batch, engine.config, engine.platform, whole_images)
+    schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size, beginnings=found)
     return schedule, schedule.shards(batch)[engine.dp_rank]
 
 

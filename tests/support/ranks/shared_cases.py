@@ -27,6 +27,23 @@ def make_grouped(seed: int = 1):
     return _shuffle(sequences, generator, sampled=sampled)
 
 
+def make_forked(seed: int = 1):
+    """Make groups whose prompts begin alike too, and samples that go on from a part of another's completion."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda count: torch.randint(3, 99, (count,), generator=generator).tolist()  # noqa: E731
+    sequences, sampled, system = [], [], draw(11)
+    for size, samples in GROUPS:
+        prompt = system + draw(size)
+        for sample in range(samples):
+            own = draw(SAMPLED[len(sequences) % len(SAMPLED)])
+            for ids in (own, own[: len(own) // 2] + draw(5)) if sample % 2 else (own,):
+                sequences.append(prompt + ids)
+                sampled.append([False] * len(prompt) + [True] * len(ids))
+    return _shuffle(sequences, generator, sampled=sampled)
+
+
 def make_grouped_images(model, paths, seed: int = 1):
     """Make groups of samples that go on from prompts with images and without; equal texts about other images too."""
     import torch
@@ -66,7 +83,7 @@ def value_loss(outputs, batch):
 
 
 def compute_both_ways(
-    rank: int, world: int, address: str, model, settings: dict, platform: str = "cpu", paths=None, make=make_grouped
+    rank: int, world: int, address: str, model, settings: dict, platform: str = "cpu", paths=None, share="prompts"
 ) -> list[dict]:
     """Outputs, gradients and slots without sharing and with it, of one engine and one batch."""
     engine = build_engine(rank, world, address, model, settings, platform)
@@ -74,10 +91,11 @@ def compute_both_ways(
     from engines.probes.megatron import gather_gradients
     from rlworker.checks.huggingface import probe_loss
 
+    make = make_grouped if share == "prompts" else make_forked
     batch = make() if paths is None else make_grouped_images(engine.model, paths)
     loss, found, build = value_loss if engine.model.head == "value" else probe_loss, [], engine.layout
-    for share in ("none", "prompts"):
-        engine.config, slots = dataclasses.replace(engine.config, share=share), []
+    for way in ("none", share):
+        engine.config, slots = dataclasses.replace(engine.config, share=way), []
         engine.layout = lambda *args: (slots.append(build(*args)), slots[-1])[1]  # noqa: B023 (called before the next)
         schedule, shard = plan(engine, batch)
         outputs = engine.forward(shard)
