@@ -153,7 +153,10 @@ class MegatronConfig:
     micro_batch_tokens: Annotated[int, Ge(1)] = 16384
     """Largest micro-batch of a replica in slots, padding included; a longer sequence has a micro-batch of its own."""
     recompute: Literal["none", "core", "full"] = "none"
-    """Activations to recompute in the backward pass: none, those of core attention, or those of whole layers."""
+    """Recompute nothing, the core attention or whole layers in the backward pass."""
+    share: Literal["auto", "none", "prompts", "tree"] = "auto"
+    """Compute once in a micro-batch of thd what sequences have in common: nothing, their prompts, or any beginning;
+    auto: prompts where the project has run the platform."""
     deterministic: bool = False
     """Use deterministic kernels, so that a repeated run is equal bit by bit; slower. A CPU always does."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -179,6 +182,11 @@ class MegatronConfig:
                 f"actor: slots={self.slots} must be a multiple of {unit}, which tp={self.tp}, cp={self.cp} and "
                 f"pad_to_multiple_of={self.pad_to_multiple_of} cut it into; set --actor.slots "
                 f"{-(-self.slots // unit) * unit}"
+            )
+        if self.share in ("prompts", "tree") and self.layout == "bshd":
+            raise ValueError(
+                f"actor: share={self.share} needs slots that sequences have in common, and rows of layout=bshd have "
+                "none; set --actor.layout thd, or leave --actor.share out"
             )
         check_override(self.attention_override)
         if self.megatron:

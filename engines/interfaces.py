@@ -15,7 +15,8 @@ from engines.weight_digest import DigestPlan
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """``loss_fn(outputs, batch) -> (sum, metrics)``: a scalar SUM over the batch's tokens, never a mean, and metric sums.
 
-``outputs`` are of the engine's own kind, with columns ``[N]``. The engine divides the sum by the denominator of the
+``outputs`` are of the engine's own kind, with columns ``[N]``; logprobs and entropies of targets that neither count nor
+have a weight are 0 (``Shard.find_scored``). The engine divides the sum by the denominator of the
 whole optimizer step, so a loss does not depend on how the batch was cut. Metric sums are added over micro-batches and
 data-parallel ranks; a name that ends in ``_max`` is a maximum.
 """
@@ -52,11 +53,14 @@ class TrainEngine(Protocol):
     is_leader: bool
     """This rank holds the outputs of its data-parallel replica."""
 
-    def forward(self, shard: Shard, raw: bool = False) -> Outputs | None:
+    def forward(self, shard: Shard, raw: bool = False, every: bool = False) -> Outputs | None:
         """Compute outputs ``[N]`` of this replica's shard, in its order; None on ranks that are not the leader.
+
+        Logprobs and entropies are those of targets that count (``Shard.find_scored``), and 0 elsewhere.
 
         Args:
             raw: of the logits as they are, at temperature 1 and with no token banned.
+            every: of all targets.
         """
         ...
 

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from engines.batch.balance import balance_costs, estimate_costs
 from engines.batch.batch import TrainBatch
+from engines.batch.beginnings import Beginnings
 from engines.batch.places import find_tokens
 from engines.batch.shard import Kind, Shard, change_columns, join_outputs
 from engines.config import MegatronConfig
 from hardware.attention.rules import compute_slot_unit
 
+_PIECES = (8, 4, 3, 2, 1.5, 1.2, 1, 0.8, 0.6, 0.5, 0.35, 0.25, 0.125)
+"""Sizes that pieces of a group are tried at, in units of a replica's work were nothing computed twice."""
 _MIN_MICRO_BATCHES = 8
-"""Sequences stay together if they are at most the reciprocal of this of the work of a replica, or pipeline stage."""
+"""Sequences stay together where they are at most this part of what a replica, or a pipeline stage of it, has to do."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,20 @@ class Schedule:
     Attributes:
         rows: ``[replica][micro-batch]``, numbers ``[b]`` of the sequences; every replica has the same number of
             micro-batches, the last of which may be empty. lengths: tokens of every sequence.
+        beginnings: those that sequences of a micro-batch compute once; None computes each sequence by itself.
     """
 
     rows: tuple[tuple[np.ndarray, ...], ...]
     lengths: tuple[int, ...]
+    beginnings: Beginnings | None = None
 
     @cached_property
     def digest(self) -> int:
         """Hash the schedule to 63 bits, which fit into an int64 tensor: ranks compare it in a collective."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
         hashed = blake2b(np.asarray(counts, dtype=np.int64).tobytes(), digest_size=8)
-        hashed.update(np.concatenate([self._order, self.lengths]).astype(np.int64).tobytes())
+        found = [self.beginnings.order, self.beginnings.common] if self.beginnings else []
+        hashed.update(np.concatenate([self._order, self.lengths, *found]).astype(np.int64).tobytes())
         return int.from_bytes(hashed.digest()) >> 1
 
     @cached_property
@@ -66,10 +72,16 @@ class Schedule:
         dummies = [len(replica) - len(real) for replica, real in zip(self.rows, parts)]
         rows = [np.concatenate([*real, shortest] if count else real) for real, count in zip(parts, dummies)]
         pieces = batch.gather(np.concatenate(rows)).cut(np.cumsum([0, *map(len, rows)]))
+        sharing = [tuple(map(self.beginnings.share, real)) if self.beginnings else () for real in parts]
         return [
-            Shard(piece, tuple(map(len, real)), count, replica, self.digest)
-            for replica, (piece, real, count) in enumerate(zip(pieces, parts, dummies, strict=True))
+            Shard(piece, tuple(map(len, real)), count, replica, self.digest, shared)
+            for replica, (piece, real, count, shared) in enumerate(zip(pieces, parts, dummies, sharing, strict=True))
         ]
+
+    def count_computed(self) -> int:
+        """Count the tokens that are computed, what is shared once in a micro-batch."""
+        shared = [] if self.beginnings is None else [self.beginnings.share(x) for replica in self.rows for x in replica]
+        return sum(self.lengths) - sum(sum(one.counts) for one in shared if one)
 
     def restore(self, parts: Sequence[Kind]) -> Kind:
         """Restore the order of the batch: outputs of the shards, by replica -> outputs ``[N]``."""
@@ -87,6 +99,7 @@ def plan_schedule(
     replicas: int,
     max_sequences: int | None = None,
     together: Sequence[int] | None = None,
+    beginnings: Beginnings | None = None,
 ) -> Schedule:
     """Balance sequences over replicas by cost, and split each replica's sequences into micro-batches.
 
@@ -97,11 +110,12 @@ def plan_schedule(
 
     Args:
         lengths: tokens of each sequence. hidden: the model's hidden size, which weighs attention against the rest.
-        max_sequences: largest number of sequences that the platform's kernels take in a pack
-            (``Platform.max_pack_sequences``); None has no limit.
-        together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, unless they
-            are too large a share of the work: a prompt's images are then computed once. Replicas then have equal work
-            instead of equal numbers.
+        max_sequences: sequences that the platform's kernels take in a pack (``Platform.max_pack_sequences``).
+        together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, where they
+            are few enough not to spoil the balance: the images of a prompt are then seen once. Replicas then hold
+            equal work rather than equal numbers.
+        beginnings: those that are computed once in a micro-batch of thd. Sequences that begin alike go together in
+            pieces, of the size at which the replica with most work has least, and ``together`` then says nothing.
 
     Raises:
         ValueError: no sequence has a token.
@@ -112,24 +126,91 @@ def plan_schedule(
         raise ValueError(f"batch: none of its {len(sizes)} sequences has a token that could be predicted")
     unit = compute_slot_unit(config.tp, config.cp, config.pad_to_multiple_of)
     slots = -(-sizes // unit) * unit  # [B]: tokens and padding, as a layout gives them
-    bundle, single = np.arange(len(sizes)), together is None  # [B]: each sequence is a bundle of its own, or shares one
-    if not single:
+    # The rest of a pack of a fixed size is a sequence of its own.
+    capacity = (max_sequences or len(sizes) + 1) - bool(config.slots)
+    # [B]: each sequence is a bundle of its own, or shares one, and what it costs there.
+    bundle, costs = np.arange(len(sizes)), estimate_costs(sizes, hidden)
+    if beginnings:
+        bundle, slots, costs = _cut_pieces(sizes, beginnings, config, hidden, replicas, capacity)
+    elif together is not None:
         largest = min(_find_budget(config), int(slots.sum()) // (_MIN_MICRO_BATCHES * replicas * config.pp))
         bundle = _bundle(np.asarray(together), slots, largest, max_sequences)
-    # Bundles are assigned as wholes: costs are summed to [bundles], and the replica of each goes back to [B'].
-    _, number = np.unique(bundle[nonempty], return_inverse=True)
-    costs = np.bincount(number, weights=estimate_costs(sizes[nonempty], hidden)).astype(np.int64)
-    shares = _split_rows(nonempty, balance_costs(costs, replicas, equal_counts=single)[number], replicas)
+    equal_counts = together is None and not beginnings
+    shares = _split_rows(nonempty, _deal_out(bundle[nonempty], costs[nonempty], replicas, equal_counts), replicas)
     if config.layout == "bshd":
         cut, low = partial(_cut_rows, slots=slots, config=config), config.pp
-    else:  # the rest of a pack of a fixed size is a sequence of its own
-        capacity = (max_sequences or len(sizes) + 1) - bool(config.slots)
+    else:
         cut = partial(_cut_packs, slots=slots, bundle=bundle, budget=_find_budget(config), capacity=capacity)
         low = max(config.pp, *(_bound_count(slots[rows], _find_budget(config), capacity) for rows in shares))
     # With a sequence in each micro-batch everything fits, so the longest share bounds the count from above.
     high = max(map(len, shares))
     count = _find_fewest(lambda count: all(cut(rows, count=count) for rows in shares), min(low, high), high)
-    return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths))
+    return Schedule(tuple(tuple(cut(rows, count=count)) for rows in shares), tuple(lengths), beginnings)
+
+
+def _deal_out(bundle: np.ndarray, costs: np.ndarray, parts: int, counts_matter: bool) -> np.ndarray:
+    """Deal bundles out as wholes: ``[n]``, the part of each sequence, from its bundle and its cost."""
+    _, number = np.unique(bundle, return_inverse=True)
+    sums = np.bincount(number, weights=costs).astype(np.int64)
+    return balance_costs(sums, parts, counts_matter)[number]
+
+
+def _cut_pieces(
+    sizes: np.ndarray, beginnings: Beginnings, config: MegatronConfig, hidden: int, replicas: int, capacity: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut sequences that begin alike into pieces that compute it once: ``(piece, slots, costs)``, ``[B]`` each.
+
+    The first of a piece has the slots and the work of all its tokens, all others those of what they have not in common
+    with the one before, and each a copy of its keys and values, which counts as slots. Small pieces are easy to balance
+    and compute beginnings often: of some sizes, the one whose dearest replica is cheapest.
+    """
+    unit, budget = compute_slot_unit(config.tp, config.cp, config.pad_to_multiple_of), _find_budget(config)
+    taken = sizes[beginnings.order] > 0
+    rows, common = beginnings.order[taken], beginnings.common[taken]  # [n]; one without a token has none in common
+    tokens = sizes[rows]
+    whole, own = (-(-count // unit) * unit for count in (tokens, tokens - common))
+    whole, own = (np.ceil(slots + beginnings.copied_slots * tokens).astype(np.int64) for slots in (whole, own))
+    work, saved = estimate_costs(tokens, hidden), estimate_costs(common, hidden)
+    starts = np.flatnonzero(common == 0)
+    group = np.cumsum(common == 0) - 1  # [n]: runs of neighbours that begin alike
+    own_work = (work - saved).astype(np.float64)
+    own_work[starts] -= np.maximum.reduceat(saved, starts)  # what the first computes for all of them is no one's own
+    totals, once, count = (np.add.reduceat(x, starts) for x in (own_work, np.zeros(len(rows)), np.ones(len(rows))))
+    once += np.maximum.reduceat(saved, starts)
+    # Of each sequence, the middle of its own work in that of its group, from 0 to 1.
+    middle = np.cumsum(own_work) - own_work / 2 - (np.cumsum(totals) - totals)[group]
+    middle /= np.maximum(totals, 1)[group]
+    best, found = np.inf, None
+    for size in _PIECES:
+        most = size * (once + totals).sum() / (replicas * config.pp)
+        parts = np.clip(np.ceil(totals / np.maximum(most - once, 1)), 1, count)
+        part = np.floor(middle * parts[group]).astype(np.int64)
+        is_first = _fill_pieces(group, part, (whole, own), budget, capacity)
+        piece, costs = np.cumsum(is_first), np.where(is_first, work, work - saved)
+        owner = _deal_out(piece, costs, replicas, counts_matter=False)
+        makespan = np.bincount(owner, weights=costs, minlength=replicas).max()
+        if makespan < best:
+            best, found = makespan, (piece, np.where(is_first, whole, own), costs)
+    assert found is not None
+    columns = np.zeros((3, len(sizes)), np.int64)
+    columns[:, rows] = found
+    return columns[0], columns[1], columns[2]
+
+
+def _fill_pieces(
+    group: np.ndarray, part: np.ndarray, slots: tuple[np.ndarray, np.ndarray], budget: int, most: int
+) -> np.ndarray:
+    """Fill pieces within the budget with neighbours ``[n]`` that have one group and one part of it: whether each is the
+    first of its piece. ``slots`` are those of one that is first, and of one that is not."""
+    is_first, used, members, last = np.ones(len(group), bool), 0, 0, None
+    keys = zip(group.tolist(), part.tolist())
+    for place, (key, whole, own) in enumerate(zip(keys, *(column.tolist() for column in slots))):
+        if key == last and used + own <= budget and members < most:
+            is_first[place] = False
+            used, members = used + own, members + 1
+        else:
+            last, used, members = key, whole, 1
+    return is_first
 
 
 def _split_rows(rows: np.ndarray, owner: np.ndarray, parts: int) -> list[np.ndarray]:

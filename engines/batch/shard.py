@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
+from hardware.attention.mask_spec import Sharing
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Shard:
             sequence of ``batch``, which belongs to none of the counts: it is computed and counts for nothing.
         replica: the data-parallel rank that this is for.
         digest: of the whole schedule (``engines.batch.schedule``), the same on every rank.
+        sharing: the sequences that begin alike, of each micro-batch of ``counts``; none of all without it.
     """
 
     batch: TrainBatch
@@ -28,6 +31,7 @@ class Shard:
     num_dummies: int
     replica: int
     digest: int
+    sharing: tuple[Sharing | None, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -38,6 +42,18 @@ class Shard:
         """Cut the micro-batches as views of the batch: real ones by ``counts``, then the dummies, all equal."""
         bounds = [0, *accumulate(self.counts)]  # sequences before each micro-batch; past the last lies the dummy's
         return self.batch.cut(bounds) + [self.batch.select(bounds[-1], len(self.batch))] * self.num_dummies
+
+    def list_sharing(self) -> list[Sharing | None]:
+        """List the sequences that begin alike, of each micro-batch; those of a dummy are one."""
+        return [*(self.sharing or [None] * len(self.counts)), *[None] * self.num_dummies]
+
+    def find_scored(self) -> list[np.ndarray]:
+        """Find the targets of each micro-batch whose scores a loss or a metric reads: those that count or have a
+        weight, ``[N]`` bool each. The batch must be in the host's memory."""
+        batch, bounds = self.batch, np.cumsum([0, *self.counts, 1])
+        scored = batch.mask.numpy() if batch.weights is None else (batch.mask | (batch.weights != 0)).numpy()
+        parts = np.split(scored, np.cumsum([0, *batch.lengths])[bounds[1:-1]])
+        return parts[:-1] + parts[-1:] * self.num_dummies
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,20 @@
 """The training engine: one rank of a Megatron model that computes, learns and exports its weights."""
 
 import contextlib
-import datetime
 import operator
-import os
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # as torch documents it
 from torch.profiler import record_function
 
 from engines.batch.batch import TrainBatch
@@ -33,56 +30,8 @@ from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
-from hardware.collectives import refuse_shared_devices
+from hardware.attention.mask_spec import Sharing
 from hardware.platform import Platform
-
-_START = datetime.timedelta(minutes=30)
-"""The ranks of one engine may be apart by so much when they start: imports come from a shared disk, and in turn."""
-
-
-def open_store(host: str, port: int, listen: bool) -> TCPStore:
-    """Open the store by which ranks find each other: rank 0's listens, at any free port where ``port`` is 0."""
-    return TCPStore(host, port, is_master=listen, timeout=_START, wait_for_workers=False)
-
-
-def init_distributed(
-    platform: Platform, config: MegatronConfig, rank: int, address: str, seed: int, store: Store | None = None
-) -> None:
-    """Join the ranks of one engine: ``address`` is ``host:port`` of rank 0. ``leave_distributed`` undoes it.
-
-    Args:
-        store: rank 0's, where it listens already.
-
-    Raises:
-        RuntimeError: two ranks have one device.
-        torch.distributed.DistStoreError: a rank has not come within half an hour.
-    """
-    if config.deterministic:
-        os.environ.update(platform.get_deterministic_env())  # read with the first product and the first collective
-    torch.use_deterministic_algorithms(config.deterministic)
-    timeout = datetime.timedelta(seconds=config.timeout_s)
-    host, port = address.rsplit(":", 1)
-    store = store or open_store(host, int(port), listen=rank == 0)
-    # Whoever comes first waits here; from now on all are there, and a collective's own limit is long enough.
-    store.set(f"rank {rank}", "here")
-    store.wait([f"rank {other}" for other in range(config.ranks)], _START)
-    dist.init_process_group(platform.dist_backend, store=store, rank=rank, world_size=config.ranks, timeout=timeout)
-    refuse_shared_devices(platform.get_device_key(), cast(dist.ProcessGroup, dist.group.WORLD))
-    mpu.initialize_model_parallel(
-        config.tp,
-        config.pp,
-        context_parallel_size=config.cp,
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=max(1, config.timeout_s // 60),
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def leave_distributed() -> None:
-    """Leave the other ranks and end the threads of every process group; engines of these groups must be gone."""
-    if dist.is_initialized():
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 class MegatronEngine:
@@ -138,8 +87,8 @@ class MegatronEngine:
 
     # -- forward and backward
 
-    def forward(self, shard: Shard, raw: bool = False) -> Outputs | None:
-        """Compute outputs ``[N]`` of a shard without gradients; None on ranks that are not the leader."""
+    def forward(self, shard: Shard, raw: bool = False, every: bool = False) -> Outputs | None:
+        """Compute outputs ``[N]`` of a shard without gradients, as ``TrainEngine`` says; None where it is no leader."""
         parts: list[Outputs] = []
 
         def keep(outputs: Outputs, *_):
@@ -153,7 +102,7 @@ class MegatronEngine:
         self.temperature, self.banned = (1.0, ()) if raw else own
         try:
             with torch.no_grad(), self.weights_on_device:
-                self.run(shard, keep, forward_only=True)
+                self.run(shard, keep, forward_only=True, every=every)
         finally:
             self.temperature, self.banned = own
         return self._collect_outputs(shard, parts)
@@ -211,19 +160,21 @@ class MegatronEngine:
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite)
 
-    def run(self, shard: Shard, loss_of, forward_only: bool) -> list[dict]:
+    def run(self, shard: Shard, loss_of, forward_only: bool, every: bool = False) -> list[dict]:
         """Run every micro-batch through Megatron's schedule; the metrics of each, on the last stage.
 
         Args:
             loss_of: ``loss_of(outputs, layout, micro-batch, whether it is a dummy) -> (loss, tokens, metrics)``, the
                 tokens being those of this context-parallel rank.
+            every: scores are computed of all targets, and not of those alone that count.
         """
-        micro_batches = shard.micro_batches()
+        micro_batches, sharing = shard.micro_batches(), shard.list_sharing()
+        scored = [None] * len(micro_batches) if every else shard.find_scored()  # while all is on the host
 
         def forward_step(micro_batches: Iterator[tuple[int, TrainBatch]], module):
             number, micro = next(micro_batches)
             micro, is_dummy = micro.to(self.device), number >= len(shard.counts)
-            layout = self.layout(micro.lengths)
+            layout = self.layout(micro.lengths, sharing[number], scored[number])
             output = self.forward_micro_batch(module, micro, layout)
             return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro, is_dummy)
 
@@ -237,12 +188,14 @@ class MegatronEngine:
             forward_only=forward_only,
         )
 
-    def layout(self, lengths: tuple[int, ...]) -> Layout:
-        """Lay out a micro-batch of sequences with ``lengths`` tokens on this rank."""
-        cp_rank = mpu.get_context_parallel_rank()
-        config = self.config
+    def layout(
+        self, lengths: tuple[int, ...], sharing: Sharing | None = None, scored: np.ndarray | None = None
+    ) -> Layout:
+        """Lay out a micro-batch of sequences with ``lengths`` tokens on this rank, as ``Layout.build`` does."""
+        cp_rank, config = mpu.get_context_parallel_rank(), self.config
+        found = {"sharing": sharing, "scored": scored}
         sizes = dict(tp=config.tp, cp=config.cp, cp_rank=cp_rank, multiple=config.pad_to_multiple_of)
-        return Layout.build(lengths, config.layout, **sizes, slots=config.slots, device=self.device)
+        return Layout.build(lengths, config.layout, **sizes, slots=config.slots, **found, device=self.device)
 
     @record_function("forward_micro_batch")
     def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
@@ -262,6 +215,7 @@ class MegatronEngine:
         module, ranks, top_ids = self.decoder, mpu.get_context_parallel_group(), micro.rollout_top_ids
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
+        layout = layout.narrow()
         scores = score_tokens(
             layout.gather_slots(self.gather_states(hidden).transpose(0, 1)),
             module.output_weight,

@@ -1,13 +1,13 @@
 """The layout of a micro-batch on this rank: one index map, one scatter in, one gather out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hardware.attention.mask_spec import LayoutKind, MaskSpec
+from hardware.attention.mask_spec import LayoutKind, MaskSpec, Sharing, expand_counts
 from hardware.attention.rules import CAUSAL, Rule, compute_slot_unit
 from hardware.collectives import sum_over_ranks
 from hardware.transfer import to_device
@@ -26,13 +26,21 @@ class Layout:
 
         thd   [[a .  d .]], rank 1 [[b c  . .]]   slots [0 2], rank 1 [0 1]   tokens [0 3], rank 1 [1 2]
 
+    Of ``a b c | a b d | e`` with ``sharing=Sharing((0, 0, 2), (0, 2, 0))`` the second sequence has one slot of its own,
+    and its first two tokens lie where the first sequence's do::
+
+        thd   [[a b c d e]]           slots [0 1 2 0 1 3 4]   positions [[0 1 2 2 0]]
+
     Attributes:
         kind: ``"bshd"`` or ``"thd"``.
         lengths: real tokens of each sequence. padded: its slots over all context-parallel ranks. A thd layout of a
             fixed size has one more sequence, without a token, that takes the remaining slots.
         shape: ``(b, s)`` of this rank's part.
-        slots: ``[n]`` long, the flattened slots that hold real tokens, in the order of the stream.
+        slots: ``[n]`` long, the flattened slots that hold real tokens, in the order of the stream. A slot of several
+            tokens is read for each of them, and the gradient that comes back is the sum of theirs.
         tokens: ``[n]`` long, the token that each of them holds; None where they are all N of the stream.
+        sharing: the sequences that begin alike; ``padded`` then counts own tokens alone. None where none do.
+        scored: ``(slots [m], tokens [m])``, those of both whose scores are asked for; None where all are.
     """
 
     kind: LayoutKind
@@ -43,6 +51,8 @@ class Layout:
     shape: tuple[int, int]
     slots: Tensor
     tokens: Tensor | None
+    sharing: Sharing | None = None
+    scored: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def build(
@@ -55,6 +65,8 @@ class Layout:
         cp_rank: int = 0,
         multiple: int = 1,
         slots: int = 0,
+        sharing: Sharing | None = None,
+        scored: np.ndarray | None = None,
         device: torch.device | str = "cpu",
     ) -> "Layout":
         """Lay out a micro-batch of sequences with ``lengths`` tokens each.
@@ -66,6 +78,8 @@ class Layout:
             multiple: pads each sequence so that a context-parallel rank's share of it is a multiple of this.
             slots: exactly this many slots over all ranks, of the row (thd) or of each row (bshd); 0 takes as many as
                 are needed.
+            sharing: the sequences that begin alike, in thd; whoever calls has compared their tokens.
+            scored: ``[N]`` bool, the tokens whose scores are asked for; None asks for all.
 
         Raises:
             ValueError: there is no token at all, or the slots do not hold them or cannot be cut over the ranks.
@@ -73,17 +87,28 @@ class Layout:
         if not any(lengths):
             raise ValueError(f"Layout: a micro-batch needs at least one token, got lengths {lengths}")
         unit = compute_slot_unit(tp, cp, multiple)
-        padded = -(-np.asarray(lengths, dtype=np.int64) // unit) * unit  # [B], over all ranks
+        if sharing and not any(sharing.counts):
+            sharing = None
+        own = np.asarray(lengths, dtype=np.int64) - np.asarray(sharing.counts if sharing else 0)
+        padded = -(-own // unit) * unit  # [B], over all ranks
         if kind == "bshd":
             padded[:] = padded.max()  # each sequence is a row, and rows are as wide as the widest
         if slots:
             lengths, padded = _fill(tuple(lengths), padded, kind, slots, unit)
-        indices, tokens = _map_slots(np.asarray(lengths, dtype=np.int64), padded, cp, cp_rank)
+        if sharing and len(lengths) > len(sharing.owners):  # what fills a fixed size shares nothing
+            sharing = Sharing((*sharing.owners, len(sharing.owners)), (*sharing.counts, 0))
+        spec = MaskSpec(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, sharing=sharing)
+        indices, tokens = _map_slots(spec)
         # Both kinds have the same flat slots: a row of bshd is a sequence, thd has all of them in one row.
         rows = len(lengths) if kind == "bshd" else 1
         shape = rows, int(padded.sum()) // cp // rows
+        asked = None
+        if scored is not None:
+            held = np.arange(len(indices)) if tokens is None else tokens
+            keep = scored[held]
+            asked = to_device(indices[keep], device), to_device(held[keep], device)
         indices, tokens = to_device(indices, device), None if tokens is None else to_device(tokens, device)
-        return cls(kind, tuple(lengths), tuple(padded.tolist()), cp, cp_rank, shape, indices, tokens)
+        return cls(kind, spec.lengths, spec.padded, cp, cp_rank, shape, indices, tokens, sharing, asked)
 
     @property
     def num_valid(self) -> int:
@@ -101,6 +126,10 @@ class Layout:
         """Pack the flat stream into slots: ``[N, ...] -> [b, s, ...]``, ``fill`` on padding."""
         local = flat.new_full((self.shape[0] * self.shape[1], *flat.shape[1:]), fill)
         return local.index_copy_(0, self.slots, self.gather_tokens(flat)).unflatten(0, self.shape)
+
+    def narrow(self) -> "Layout":
+        """Leave out all tokens but the scored: what is gathered has those alone, what is scattered 0 elsewhere."""
+        return self if self.scored is None else replace(self, slots=self.scored[0], tokens=self.scored[1], scored=None)
 
     def gather_tokens(self, flat: Tensor) -> Tensor:
         """Gather the tokens of the flat stream that this rank holds: ``[N, ...] -> [n, ...]``."""
@@ -120,7 +149,7 @@ class Layout:
         if self.tokens is None:
             return local
         flat = local.new_zeros(sum(self.lengths), *local.shape[1:]).index_copy(0, self.tokens, local)
-        return flat if group is None else sum_over_ranks(flat, group)
+        return flat if group is None or self.cp == 1 else sum_over_ranks(flat, group)
 
     def unpack(self, local: Tensor, group=None) -> Tensor:
         """Unpack every real slot to its place in the flat stream: ``[b, s, ...] -> [N, ...]``.
@@ -146,32 +175,18 @@ class Layout:
         if prefixes is not None:
             prefixes = prefixes + (0,) * (len(self.lengths) - len(prefixes))  # a filler sequence has none
         blocks = None if image_block is None else image_block.numpy()
-        return MaskSpec(self.kind, self.lengths, self.padded, self.cp, self.cp_rank, rules, blocks, prefixes)
+        sizes = self.kind, self.lengths, self.padded, self.cp, self.cp_rank
+        return MaskSpec(*sizes, rules, blocks, prefixes, self.sharing)
 
 
-def _map_slots(lengths: np.ndarray, padded: np.ndarray, cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Map a rank's slots to tokens: ``(slots [n], tokens [n])``, from lengths and padded lengths ``[B]``.
-
-    Sequences lie end to end, each as the two of its ``2 * cp`` chunks that are the rank's
-    (``hardware.attention.mask_spec.list_zigzag_positions``).
-    """
-    local = padded // cp  # [B]: slots of each sequence on a rank
-    # [N]: a token's place in its own sequence, and the first slot of that sequence on this rank.
-    position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    slots = np.repeat(np.cumsum(local) - local, lengths)
-    if cp == 1:
-        return slots + position, None  # n = N: the rank holds every token
-    # [N]: width of the chunks of a token's sequence, and the number of its own among them.
-    size = np.repeat(padded // (2 * cp), lengths)
-    chunk = position // size
-    # [n]: rank r takes chunks r and 2 cp - 1 - r, one from each end, so that causal work is equal.
-    tokens = np.flatnonzero((chunk == cp_rank) | (chunk == 2 * cp - 1 - cp_rank))
-    slots, position, size, chunk = (x[tokens] for x in (slots, position, size, chunk))
-    # [n]: chunks before a token's chunk that the rank does not hold. The rank's two chunks lie side by side in its
-    # slots. Before the low chunk r are r foreign chunks; before the high chunk 2 cp - 1 - r are as many chunks, of
-    # which one, the low chunk, is the rank's.
-    skipped = np.where(chunk == cp_rank, cp_rank, 2 * cp - 2 - cp_rank)
-    return slots + position - skipped * size, tokens
+def _map_slots(spec: MaskSpec) -> tuple[np.ndarray, np.ndarray | None]:
+    """Map a rank's slots to tokens: ``(slots [n], tokens [n])``. A token lies where attention looks for it as a key."""
+    keys = spec.locate_keys(*expand_counts(np.asarray(spec.lengths, dtype=np.int64)))  # [N]
+    if spec.cp == 1:
+        return keys, None  # n = N: the rank holds every token
+    rank, slots = np.divmod(keys, sum(spec.padded) // spec.cp)  # keys of all ranks are in their order
+    tokens = np.flatnonzero(rank == spec.cp_rank)
+    return slots[tokens], tokens
 
 
 def _fill(lengths: tuple[int, ...], padded: np.ndarray, kind: LayoutKind, slots: int, unit: int):

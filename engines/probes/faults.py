@@ -83,7 +83,7 @@ def _chunks_swapped() -> list[Patch]:
     from engines.megatron import layout
 
     def wrap(map_slots):
-        return lambda lengths, padded, cp, cp_rank: map_slots(lengths, padded, cp, cp - 1 - cp_rank)
+        return lambda spec: map_slots(replace(spec, cp_rank=spec.cp - 1 - spec.cp_rank))
 
     return [(layout, "_map_slots", wrap)]
 

@@ -15,6 +15,7 @@ READS_OF_A_STEP = {
     f"{_ENGINE} MegatronEngine._are_gradients_finite": "whether there is a step",
     f"{_ENGINE} MegatronEngine._collect_outputs": "logprobs, which the controller gets",
     f"{_ENGINE} MegatronEngine._sum_over_replicas": "tokens of the step",
+    "engines/batch/shard.py Shard.find_scored": "targets that count, from a column that is on the host",
     f"{_ENGINE} _reduce": "metrics of every micro-batch, after the last",
     "megatron/core/distributed/finalize_model_grads.py finalize_model_grads": "whether any token counts",
     "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32": "the norm that gradients are clipped by",

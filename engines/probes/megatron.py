@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
+from engines.batch.beginnings import find_beginnings
 from engines.batch.samples import Image
 from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import TokenOutputs, require_tokens
@@ -181,7 +182,9 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
         torch.tensor(case.image_block),
     )
     as_text = patch.object(engine, "vision", None)  # image tokens are embedded as text is: there are no images
-    with _settings(engine, micro_batch_tokens=10**9, **_padded(engine)), as_text, _some_logits(engine):
+    # Copies begin alike until a token is changed: with what they share, their numbers would change too.
+    settings = {"micro_batch_tokens": 10**9, "share": "none"} | _padded(engine)
+    with _settings(engine, **settings), as_text, _some_logits(engine):
         outputs = compute_outputs(engine, kind, batch)
     return None if outputs is None else torch.stack([outputs.logprobs, outputs.entropy], dim=1)
 
@@ -191,10 +194,10 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
 
 def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
     """Plan the schedule of a batch over replicas, as the trainer does."""
-    max_sequences = engine.platform.max_pack_sequences
-    return plan_schedule(
-        batch.lengths, engine.config, engine.model.hidden, replicas, max_sequences, number_image_sets(batch)
-    )
+    config, most = engine.config, engine.platform.max_pack_sequences
+    whole_images = any(rule.images for rule in engine.model.rules)
+    found = number_image_sets(batch), find_beginnings(batch, config, engine.platform, whole_images)
+    return plan_schedule(batch.lengths, config, engine.model.hidden, replicas, most, *found)
 
 
 def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
@@ -202,7 +205,7 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, 1)
         (shard,) = schedule.shards(batch)
-        outputs = engine.forward(replace(shard, replica=engine.dp_rank))
+        outputs = engine.forward(replace(shard, replica=engine.dp_rank), every=True)
     return None if outputs is None else require_tokens(schedule.restore([outputs]))
 
 
@@ -211,8 +214,8 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
     layouts, states = [], {}
     build = engine.layout
 
-    def layout(lengths):
-        layouts.append(build(lengths))
+    def layout(lengths, sharing=None, scored=None):
+        layouts.append(build(lengths, sharing, scored))
         return layouts[-1]
 
     def keep(layer, _, output):

@@ -15,7 +15,7 @@ def build_dense_mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.
 
     Returns:
         ``[members or 1, 1, queries, keys]`` bool, True where a query sees a key; None where that is causal and no
-        more, over one rank.
+        more, over one rank, of as many queries as keys.
 
     Right padding needs no bit of its own where the rule is causal: it lies after every real token of its sequence.
     Every query sees a key.
@@ -34,7 +34,7 @@ def build_dense_mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.
         images=bool((image >= 0).any()),
         prefix=bool((prefix > 1).any()),
     )
-    if rule == CAUSAL and spec.cp == 1:
+    if rule == CAUSAL and spec.cp == 1 and len(query) == keys:
         return None
     own = image[..., query].swapaxes(2, 3) if rule.images else image  # [rows, 1, q, 1]
     query = query[:, None]

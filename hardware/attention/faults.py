@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from hardware.attention.cell import Patch
+from hardware.attention.mask_spec import expand_counts
 
 Place = tuple[object, str]
 """``(owner, attribute)`` of a function: a module and its name there, or a class and its method's."""
@@ -62,7 +63,23 @@ def _changing_spec(change: Callable) -> Callable:
     return lambda plan: lambda spec, *args: plan(change(spec), *args)
 
 
+def _take_own(spec):
+    """Leave of sequences that begin alike each one's own tokens, as if they were whole sequences."""
+    if not spec.sharing:
+        return spec
+    owner, within = expand_counts(np.asarray(spec.lengths))
+    block, begins = spec.image_block, spec.begins
+    return replace(
+        spec,
+        lengths=tuple((spec.lengths - begins).tolist()),
+        image_block=None if block is None else block[within >= begins[owner]],
+        prefixes=None if spec.prefixes is None else tuple(np.maximum(spec.prefixes - begins, 0).tolist()),
+        sharing=None,
+    )
+
+
 def _one_sequence(spec):
+    spec = _take_own(spec)
     prefixes = None if spec.prefixes is None else spec.prefixes[:1]
     block = spec.image_block
     if block is not None:  # two sequences may number their images equally: they stay two images
@@ -73,7 +90,8 @@ def _one_sequence(spec):
 
 
 def _second_boundary_moved(spec):
-    """Move a boundary: the first sequence takes a slot of the third, since the second may have a single slot."""
+    """The first sequence takes a slot more; the third gives it, since the second may have a single one."""
+    spec = _take_own(spec)
     lengths, padded = list(spec.lengths), list(spec.padded)
     for sizes in (lengths, padded):
         sizes[0], sizes[2] = sizes[0] + 1, sizes[2] - 1

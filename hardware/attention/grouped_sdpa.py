@@ -53,9 +53,9 @@ def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> Att
     return AttentionInputs.build(spec, rotary, plan(spec, rotary[0].device))
 
 
-def _group(spec: MaskSpec, members: np.ndarray, keys: int, device: torch.device) -> Group:
-    """Make the group of sequences ``members``, each of ``keys`` slots over all context-parallel ranks."""
-    query = list_zigzag_positions(keys, spec.cp, spec.cp_rank)
+def _group(spec: MaskSpec, members: np.ndarray, own: int, device: torch.device, begin: int = 0) -> Group:
+    """The group of these sequences, each of ``own`` slots over all context-parallel ranks behind ``begin`` tokens."""
+    query, keys = begin + list_zigzag_positions(own, spec.cp, spec.cp_rank), begin + own
     masks = {rule: build_dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
     masks = {rule: None if mask is None else to_device(mask, device) for rule, mask in masks.items()}
     return Group(len(members), len(query), keys, masks)
@@ -66,12 +66,9 @@ def _plan_bshd(spec: MaskSpec, device: torch.device) -> GroupedPlan:
     group = _group(spec, np.arange(len(spec.padded)), length, device)
     if spec.cp == 1:
         return GroupedPlan((group,))
-    key_index = _gathered(spec, np.zeros(1, np.int64), length, length // spec.cp)
+    chunk = length // (2 * spec.cp)
+    key_index = locate_gathered_keys(spec.cp, np.zeros(1, np.int64), chunk, np.arange(length), 2 * chunk)
     return GroupedPlan((group,), key_index=to_device(key_index, device))
-
-
-def _gathered(spec: MaskSpec, start: np.ndarray, length: int, slots: int) -> np.ndarray:
-    return locate_gathered_keys(spec.cp, start, length // (2 * spec.cp), np.arange(length), slots)
 
 
 def _bucket(length: int, spec: MaskSpec) -> int:
@@ -91,11 +88,11 @@ def _plan_thd(spec: MaskSpec, device: torch.device) -> GroupedPlan:
     start = np.cumsum(local) - local  # [B]: first slot of each sequence on a rank
     slots = int(local.sum())
     # A sequence without tokens is all padding, and may be long: the rest of a pack of a fixed size.
-    buckets = np.asarray([_bucket(n, spec) if length else 0 for n, length in zip(spec.padded, spec.lengths)])
+    buckets = np.asarray([_bucket(n, spec) if length and n else 0 for n, length in zip(spec.padded, spec.lengths)])
     groups, query_index, key_index, slot_row, base = [], [], [], np.zeros(slots, np.int64), 0
-    for keys in sorted(set(buckets.tolist()) - {0}):
-        members = np.flatnonzero(buckets == keys)
-        width = keys // spec.cp
+    for size, begin in sorted({pair for pair in zip(buckets.tolist(), spec.begins.tolist()) if pair[0]}):
+        members = np.flatnonzero((buckets == size) & (spec.begins == begin))
+        width = size // spec.cp
         # A sequence shorter than its bucket repeats its last slot; its masks keep the copies out of sight.
         within = np.minimum(np.arange(width), local[members, None] - 1)  # [rows, width]
         queries = start[members, None] + within  # [rows, width]: the slot of each query
@@ -103,11 +100,12 @@ def _plan_thd(spec: MaskSpec, device: torch.device) -> GroupedPlan:
         # The output of a slot is its row among all groups end to end; copies are left out.
         slot_row[queries[own]] = base + np.arange(own.size).reshape(own.shape)[own]
         query_index.append(queries.ravel())
-        key_index.append(_gathered(spec, start[members, None], keys, slots).ravel() if spec.cp > 1 else queries.ravel())
-        groups.append(_group(spec, members, keys, device))
+        position = np.minimum(np.arange(begin + size), begin + padded[members, None] - 1)
+        key_index.append(spec.locate_keys(members[:, None], position).ravel())
+        groups.append(_group(spec, members, size, device, begin))
         base += own.size
     flat = np.concatenate(query_index)
-    if spec.cp == 1 and np.array_equal(flat, np.arange(slots)):
+    if spec.cp == 1 and not spec.sharing and np.array_equal(flat, np.arange(slots)):
         return GroupedPlan(tuple(groups))
     tensors = (to_device(x, device) for x in (flat, np.concatenate(key_index), slot_row))
     return GroupedPlan(tuple(groups), *tensors)

@@ -69,18 +69,53 @@ def locate_gathered_keys(
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """The sequences of a micro-batch that begin alike: what they have in common lies in the slots of one of them.
+
+    A sequence of ``counts[i]`` shared tokens has slots for those after them alone. Its owner may have its own first
+    tokens from another in turn, so that chains of owners are a tree of beginnings.
+
+    Attributes:
+        owners: the sequence whose slots hold each one's first tokens; its own number where none are shared.
+        counts: how many tokens these are; 0 where none are shared.
+    """
+
+    owners: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def check(self, lengths: tuple[int, ...]) -> None:
+        """Raise ValueError where an owner has not the tokens that it is to hold for another."""
+        if not len(self.owners) == len(self.counts) == len(lengths):
+            raise ValueError(
+                f"Sharing: {len(self.owners)} owners and {len(self.counts)} counts of {len(lengths)} sequences"
+            )
+        for number, (owner, count) in enumerate(zip(self.owners, self.counts)):
+            if not count and owner == number:
+                continue
+            # An owner's own tokens reach beyond those that it has from another: up a chain counts fall, to its end.
+            if not self.counts[owner] < count <= min(lengths[owner], lengths[number]) or owner == number:
+                raise ValueError(
+                    f"Sharing: sequence {number} has the first {count} of its {lengths[number]} tokens from sequence "
+                    f"{owner}, which holds tokens {self.counts[owner]}..{lengths[owner]}"
+                )
+
+
+@dataclass(frozen=True)
 class MaskSpec:
     """The attention rules of one micro-batch, as one context-parallel rank must apply them.
 
     Attributes:
         kind: ``"bshd"`` (one row per sequence) or ``"thd"`` (all sequences end to end in one row).
         lengths: real tokens of each sequence.
-        padded: slots of each sequence over all context-parallel ranks; all equal for bshd.
+        padded: slots of each sequence over all context-parallel ranks; all equal for bshd. Of a sequence that shares
+            its first tokens they are those of its own tokens after them.
         cp, cp_rank: context-parallel size and this rank's place in it (zigzag order).
         rules: one per layer, or one for every layer.
         image_block: ``[sum(lengths)]`` integers, the number of the image that a token belongs to, -1 for none. The same
             number in two sequences means two images.
         prefixes: tokens of each sequence's prefix.
+        sharing: the sequences that begin alike, thd alone; None where none do. Positions count from a sequence's
+            first token, wherever it lies.
 
     Raises:
         ValueError: the parts contradict each other, or a rule asks for images or prefixes that were not given.
@@ -94,11 +129,14 @@ class MaskSpec:
     rules: tuple[Rule, ...] = (CAUSAL,)
     image_block: np.ndarray | None = None
     prefixes: tuple[int, ...] | None = None
+    sharing: Sharing | None = None
 
     def __post_init__(self):
         if len(self.lengths) != len(self.padded):
             raise ValueError(f"MaskSpec: {len(self.lengths)} lengths but {len(self.padded)} padded lengths")
-        if any(n > p for n, p in zip(self.lengths, self.padded)):
+        if self.sharing:
+            self.sharing.check(self.lengths)
+        if any(n - s > p for n, s, p in zip(self.lengths, self.begins.tolist(), self.padded)):
             raise ValueError("MaskSpec: a sequence is longer than its padded length")
         if self.kind == "bshd" and len(set(self.padded)) > 1:
             raise ValueError(f"MaskSpec: bshd rows must be padded to one length, got {sorted(set(self.padded))}")
@@ -118,6 +156,59 @@ class MaskSpec:
             raise ValueError(f"MaskSpec: {len(self.prefixes)} prefixes for {len(self.lengths)} sequences")
         if self.prefixes is not None and any(prefix > n for prefix, n in zip(self.prefixes, self.lengths)):
             raise ValueError(f"MaskSpec: prefixes {self.prefixes} are longer than their sequences {self.lengths}")
+        if self.sharing:
+            self._check_sharing(self.sharing)
+
+    def _check_sharing(self, sharing: Sharing) -> None:
+        """Raise ValueError where a token that is shared would see, by some rule, what only one of its sequences has."""
+        if self.kind == "bshd":
+            raise ValueError("MaskSpec: sequences that are rows share no slots; lay them out as thd")
+        if not all(rule.causal for rule in self.rules):
+            raise ValueError("MaskSpec: a rule sees all that follows, so that sequences that begin alike share nothing")
+        of_prefix, of_images = (any(getattr(rule, name) for rule in self.rules) for name in ("prefix", "images"))
+        for number, (owner, count) in enumerate(zip(sharing.owners, sharing.counts)):
+            both = np.asarray([owner, number])
+            if count and of_prefix and self.prefixes and max(self.prefixes[i] for i in both) > count:
+                raise ValueError(f"MaskSpec: sequence {number} shares {count} tokens, and its prefix reaches beyond")
+            if count and of_images:
+                inner, outer = (self.find_images(both, np.full(2, place)) for place in (count - 1, count))
+                if ((inner >= 0) & (inner == outer)).any():
+                    raise ValueError(f"MaskSpec: sequence {number} shares {count} tokens, which end within an image")
+
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """``[B]``, the position of each sequence's first token that has a slot of its own."""
+        return np.asarray(self.sharing.counts if self.sharing else [0] * len(self.lengths), dtype=np.int64)
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence, its padding included."""
+        return int((self.begins + self.padded).max())
+
+    def find_holders(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Find the sequence whose slots hold each place of a sequence. The arrays broadcast."""
+        sequence, position = np.broadcast_arrays(sequence, position)
+        if self.sharing:
+            owners = np.asarray(self.sharing.owners)
+            while (shared := position < self.begins[sequence]).any():  # as often as a tree is deep
+                sequence = np.where(shared, owners[sequence], sequence)
+        return sequence
+
+    def locate_slots(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Locate every slot of a rank: its sequence and its position there, ``[sum(padded) / cp]`` each."""
+        sequence, within = locate_slots(self.padded, self.cp, cp_rank)
+        return sequence, self.begins[sequence] + within
+
+    def locate_keys(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Locate places of sequences among the slots of all context-parallel ranks, in rank order. The arrays
+        broadcast."""
+        holder = self.find_holders(sequence, position)
+        local = np.asarray(self.padded, dtype=np.int64) // self.cp
+        start, within = (np.cumsum(local) - local)[holder], position - self.begins[holder]
+        assert ((within >= 0) & (within < self.cp * local[holder])).all(), "a place that has no slot"
+        if self.cp == 1:
+            return start + within
+        return locate_gathered_keys(self.cp, start, local[holder] // 2, within, int(local.sum()))
 
     def get_rule(self, layer_number: int) -> Rule:
         """Return the rule of a layer; ``layer_number`` counts from 1 over the whole model, as Megatron's does."""
@@ -125,7 +216,7 @@ class MaskSpec:
 
     def list_slots(self, cp_rank: int) -> tuple[Tensor, Tensor]:
         """List ``(segment, position)`` of a rank's slots, both ``[b, s]``; the segment of a padding slot is -1."""
-        sequence, position = locate_slots(self.padded, self.cp, cp_rank)
+        sequence, position = self.locate_slots(cp_rank)
         segment = np.where(position < np.asarray(self.lengths, dtype=np.int64)[sequence], sequence, -1)
         rows = len(self.padded) if self.kind == "bshd" else 1
         return torch.from_numpy(segment.reshape(rows, -1)), torch.from_numpy(position.reshape(rows, -1))
@@ -163,7 +254,9 @@ class MaskSpec:
             query,
             key,
         )
-        same = (segment[:, :, None] == key_segment[:, None, :]) & (segment[:, :, None] >= 0)
+        real = (segment[:, :, None] >= 0) & (key_segment[:, None, :] >= 0)
+        # Of a query's sequence the key at a place is the one in the slots that hold that place.
+        same = real & (self.find_holders(segment[:, :, None], key) == key_segment[:, None, :])
         return torch.from_numpy(see & same)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hardware.attention.inputs import AttentionInputs
-from hardware.attention.mask_spec import MaskSpec, expand_counts, locate_gathered_keys, locate_slots
+from hardware.attention.mask_spec import MaskSpec, expand_counts
 from hardware.attention.rules import Rule, count_tokens_before
 from hardware.transfer import to_device
 
@@ -106,8 +106,8 @@ def _plan_pack(spec: MaskSpec, device: torch.device) -> VarlenPlan:
 
 
 def _plan_calls(spec: MaskSpec, rule: Rule, device: torch.device) -> RuleCalls:
-    longest = max(spec.padded)
-    rule = replace(  # a window or chunk of the longest sequence and more changes nothing
+    longest = spec.longest
+    rule = replace(  # what reaches past the longest sequence changes nothing
         rule,
         window=None if rule.window is None or rule.window >= longest else rule.window,
         chunk=None if rule.chunk is None or rule.chunk >= longest else rule.chunk,
@@ -152,11 +152,9 @@ def _reopen(
     """
     first, count = runs
     position, end, device = places.position[first], ends[first], base.cu_seq_q.device
-    longest = max(spec.padded)
-    # The kernel counts a window back from the last key: query i of q is aligned with key i of the last q keys. So with
-    # a window a run needs a query for each position up to its end. Where context parallelism or a chunk cuts the image,
-    # the later positions are in no slot of the run: copies of its last slot take their place, and their outputs are
-    # dropped.
+    longest = spec.longest
+    # A window is counted from the last key. Where context parallelism or a chunk cuts an image, copies of the last
+    # query stand for those that are elsewhere, and nobody reads what they get.
     queries = end - position if rule.window else count
     owner, within = expand_counts(queries)  # [q]: the run of each query, and its number in the run
     own = within < count[owner]  # [q] bool: a slot of this rank, not a copy
@@ -170,16 +168,13 @@ def _reopen(
 
 
 def _locate_slots(spec: MaskSpec, rule: Rule) -> _Places:
-    """Locate this rank's slots in their sequences, with the chunk of each.
-
-    A sequence without tokens, the rest of a pack of a fixed size, is split into chunks no longer than the longest real
-    sequence: attention over the whole would take time by the square of its length.
-    """
-    sequence, position = locate_slots(spec.padded, spec.cp, spec.cp_rank)
-    padded, real = np.asarray(spec.padded), np.asarray(spec.lengths) > 0
-    size = np.full(len(padded), rule.chunk or padded.max())
-    size[~real] = np.minimum(size[~real], padded[real].max(initial=1))
-    low = position // size[sequence] * size[sequence]  # [slots]: first position of the slot's chunk
+    """A sequence without tokens, the rest of a pack of a fixed size, is cut into parts no longer than the longest that
+    has some: whole, it would cost its square."""
+    sequence, position = spec.locate_slots(spec.cp_rank)
+    positions, real = spec.begins + spec.padded, np.asarray(spec.lengths) > 0
+    size = np.full(len(positions), rule.chunk or spec.longest)
+    size[~real] = np.minimum(size[~real], positions[real].max(initial=1))
+    low = position // size[sequence] * size[sequence]
     return _Places(sequence, position, low, low + size[sequence])
 
 
@@ -248,8 +243,8 @@ def _build_call(
         keys: first and end (exclusive) ``[runs]`` of the positions whose keys a run gets.
     """
     first, end = keys
-    owner, within = expand_counts(end - first)  # [k]: the run of each key, and its number in the run
-    index = _locate_keys(spec, sequence[owner], first[owner] + within)  # [k], into the gathered keys
+    owner, within = expand_counts(end - first)
+    index = spec.locate_keys(sequence[owner], first[owner] + within)
     as_they_lie = np.array_equal(index, np.arange(sum(spec.padded)))
     cu_seq_q = to_device(_accumulate(queries), device)
     same = np.array_equal(queries, end - first)
@@ -261,15 +256,6 @@ def _build_call(
         window_size,
         key_index=None if as_they_lie else to_device(index, device),
     )
-
-
-def _locate_keys(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Locate positions of sequences among the keys gathered from all context-parallel ranks. The arrays broadcast."""
-    local = np.asarray(spec.padded) // spec.cp  # [B]: slots of each sequence on a rank
-    start = (np.cumsum(local) - local)[sequence]  # first slot of the sequence on each rank
-    if spec.cp == 1:
-        return start + position
-    return locate_gathered_keys(spec.cp, start, local[sequence] // 2, position, int(local.sum()))
 
 
 def _accumulate(counts: np.ndarray) -> np.ndarray:

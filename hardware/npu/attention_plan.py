@@ -65,7 +65,8 @@ def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes:
             f"attention: an NPU takes at most {MAX_PACK_SEQUENCES} sequences in a pack, got {len(spec.padded)}; lower "
             "--actor.micro-batch-tokens"
         )
-    plan = _plan_thd(spec, modes, device) if spec.cp == 1 else _plan_thd_cp(spec, modes, device)
+    as_they_lie = spec.cp == 1 and not spec.sharing
+    plan = _plan_thd(spec, modes, device) if as_they_lie else _plan_indexed(spec, modes, device)
     return AttentionInputs.build(spec, rotary, plan)
 
 
@@ -123,23 +124,24 @@ def _count_chunks(spec: MaskSpec) -> tuple[int, int]:
     return spec.cp_rank + 1, 2 * spec.cp - spec.cp_rank
 
 
-def _cut_pieces(spec: MaskSpec, sizes: np.ndarray) -> np.ndarray:
-    """Split the sequence without tokens of a pack of a fixed size; returns the sizes that the kernel gets.
+def _cut_pieces(sizes: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cut sequences of these sizes as the kernel is told them: ``(sizes of the pieces, the sequence of each)``.
 
-    Other sequences stay whole. The pieces are no longer than the longest real sequence, as far as the kernel's limit on
-    sequences allows: attention over the whole would take time by the square of its length.
+    Each stays as it is, but one without a token, the rest of a pack of a fixed size: it is cut in pieces no longer than
+    the longest that has one. Whole, it would cost its square.
     """
-    longest = max(size for size, tokens in zip(sizes, spec.lengths) if tokens)
-    room, pieces = MAX_PACK_SEQUENCES - len(sizes), []  # room: further pieces that the kernel takes
-    for size, tokens in zip(sizes.tolist(), spec.lengths):
-        count = 1 if tokens or not size else min(-(-size // int(longest)), room + 1)
+    longest = int(sizes[real].max())
+    room, pieces, owners = MAX_PACK_SEQUENCES - len(sizes), [], []
+    for number, size in enumerate(sizes.tolist()):
+        count = 1 if real[number] or not size else min(-(-size // longest), room + 1)
         room -= count - 1
-        pieces += [size // count + (number < size % count) for number in range(count)]  # equal sizes, to one
-    return np.asarray(pieces)
+        pieces += [size // count + (part < size % count) for part in range(count)]
+        owners += [number] * count
+    return np.asarray(pieces), np.asarray(owners)
 
 
 def _plan_thd(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> NpuPlan:
-    pieces = _cut_pieces(spec, np.asarray(spec.padded))
+    pieces, _ = _cut_pieces(np.asarray(spec.padded), np.asarray(spec.lengths) > 0)
     ends = np.cumsum(pieces).tolist()  # padding too: no slot may be left to the tail that nobody computes
     calls = {}
     for rule, mode in modes.items():
@@ -166,31 +168,37 @@ def _shared_mask(rule: Rule, length: int) -> Tensor:
     return torch.from_numpy(~rule.allows(query - key, False, False, query, key))
 
 
-def _plan_thd_cp(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> NpuPlan:
-    """Plan two calls, the low chunks of all sequences and the high chunks, each bottom-right against its prefix."""
+def _plan_indexed(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) -> NpuPlan:
+    """Calls whose keys are gathered, each query bottom-right against its sequence up to there: one call over the slots
+    of a rank, or under context parallelism two, over the low chunks of all sequences and over the high ones."""
     if 1 in modes.values():
-        raise ValueError("attention: an NPU takes no mask of a pack under context parallelism; leave out the override")
+        kind = "under context parallelism" if spec.cp > 1 else "whose sequences share a prompt"
+        advice = "leave out the override, or set --actor.share none"
+        raise ValueError(f"attention: an NPU takes no mask of a pack {kind}; {advice}")
+    modes = {rule: 3 if mode == 2 else mode for rule, mode in modes.items()}  # from the last key on, not the first
     padded = np.asarray(spec.padded, dtype=np.int64)
-    pieces = _cut_pieces(spec, padded // (2 * spec.cp))
-    chunk, local = padded // (2 * spec.cp), padded // spec.cp  # [B]: slots of a chunk, and of a sequence on a rank
-    start = np.cumsum(local) - local  # [B]: first slot of each sequence on a rank
-    halves = []
-    for half, end in enumerate(_count_chunks(spec)):
-        owner, within = expand_counts(chunk)  # [q]: sequence of each query, and its place in the chunk
-        key_owner, position = expand_counts(chunk * end)  # [k]: sequence of each key, and its position there
-        # A sequence's slots on a rank are its low chunk, then its high chunk.
-        queries = start[owner] + half * chunk[owner] + within
-        keys = locate_gathered_keys(spec.cp, start[key_owner], chunk[key_owner], position, int(local.sum()))
-        halves.append(
+    start, chunk = (np.cumsum(padded) - padded) // spec.cp, padded // (2 * spec.cp)
+    parts = [(half * chunk, chunk, end * chunk) for half, end in enumerate(_count_chunks(spec))]
+    calls, order = [], []
+    for first, queries, ends in parts if spec.cp > 1 else [(0 * padded, padded, padded)]:
+        asking = np.flatnonzero(queries)  # a sequence may have all of its slots from another
+        real = np.asarray(spec.lengths)[asking] > 0
+        # What fills a fixed size sees itself: nobody reads it.
+        keys = np.where(real, spec.begins[asking] + ends[asking], queries[asking])
+        owner, within = expand_counts(queries[asking])
+        key_owner, position = expand_counts(keys)
+        slots = (start + first)[asking[owner]] + within
+        pieces, whose = _cut_pieces(queries[asking], real)
+        order.append(slots)
+        calls.append(
             {
                 "actual_seq_qlen": np.cumsum(pieces).tolist(),
-                "actual_seq_kvlen": np.cumsum(pieces * end).tolist(),
-                "query_index": torch.from_numpy(queries).to(device),
-                "key_index": torch.from_numpy(keys).to(device),
+                "actual_seq_kvlen": np.cumsum(np.where(real[whose], keys[whose], pieces)).tolist(),
+                "query_index": torch.from_numpy(slots).to(device) if spec.cp > 1 else None,
+                "key_index": torch.from_numpy(spec.locate_keys(asking[key_owner], position)).to(device),
             }
         )
-    calls = {
-        rule: tuple(replace(_compressed(rule, mode, device), **half) for half in halves) for rule, mode in modes.items()
+    planned = {
+        rule: tuple(replace(_compressed(rule, mode, device), **call) for call in calls) for rule, mode in modes.items()
     }
-    # The calls' outputs end to end are in the order of their queries; argsort inverts that order to slots.
-    return NpuPlan(calls, torch.cat([half["query_index"] for half in halves]).argsort())
+    return NpuPlan(planned, torch.from_numpy(np.concatenate(order).argsort()).to(device) if spec.cp > 1 else None)

@@ -9,10 +9,16 @@ from itertools import product
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+
+from engines.batch.beginnings import choose_sharing, group_prompts
+from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
+from engines.megatron.memory.activations import count_copied_slots
 from engines.megatron.memory.estimate import estimate_padding
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
+from hardware.platforms import get_platform
 from rlworker.config.command_line import parse_config
 from rlworker.config.memory import (
     GB,
@@ -68,6 +74,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
     if isinstance(config, RunConfig):
         config.rollout.check_cut(models["actor"])
     plan = make_plan(config, models)
+    plan = replace(plan, batch=plan.batch | _describe_sharing(config, models["actor"]))
     text, fits = _judge(config, models, plan, memory_gb)
     return f"{describe_plan(plan)}\n{text}", fits
 
@@ -172,6 +179,22 @@ def _describe_cut(config: Config) -> dict[str, str]:
         "a replica": f"{sizes}; {share} samples of an optimizer step for each of {actor.dp}",
         "a micro-batch": f"{actor.micro_batch_tokens:,} slots at most, so {most} on a replica where all are longest",
     }
+
+
+def _describe_sharing(config: Config, model: ModelSpec) -> dict[str, str]:
+    """Describe an optimizer step of the longest samples with each prompt once; nothing where none is shared."""
+    actor, platform = config.actor, get_platform(config.platform)
+    if not isinstance(config, RunConfig) or choose_sharing(actor, platform) == "none":
+        return {}
+    samples, group = config.rows_per_mini_batch, config.samples_per_prompt
+    copied = count_copied_slots(model, actor, platform.kernel_memory)
+    prompts = group_prompts(np.arange(samples) // group, np.full(samples, config.data.max_prompt_tokens))
+    prompts = replace(prompts, copied_slots=copied)
+    lengths = [config.longest - 1] * samples
+    most = platform.max_pack_sequences
+    computed = plan_schedule(lengths, actor, model.hidden, actor.dp, most, beginnings=prompts).count_computed()
+    text = f"{computed:,} tokens are computed of {sum(lengths):,}, {sum(lengths) / computed:.1f} times fewer"
+    return {"prompts once": f"{text}, where all samples are longest"}
 
 
 def list_misfits(plan: Plan, memory_gb: float) -> list[Need]:

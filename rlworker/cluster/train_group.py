@@ -10,9 +10,11 @@ import ray
 from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
+from engines.batch.beginnings import find_beginnings
 from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import Outputs
 from engines.interfaces import LossFn
+from engines.megatron.memory.activations import count_copied_slots
 from hardware.platform import Platform
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import DeviceSlot
@@ -67,13 +69,18 @@ class WorkerGroup:
         """Take one optimizer step on ``sum(loss) / denominator``.
 
         Returns:
-            the metrics, means over the batch's tokens or maxima, beside ``grad_norm`` and ``lr``; and the outputs
-            ``[N]`` of the batch from before the step.
+            the metrics, means over the batch's tokens or maxima, beside ``grad_norm``, ``lr`` and
+            ``prompt_sharing``; and the outputs ``[N]`` of the batch from before the step.
+
+        Raises:
+            ValueError: weights of targets whose old or reference logprobs are not known.
         """
+        _check_weights(batch)
         batch = self._drop_unread(batch)
         schedule = self._plan_shards(batch)
         results = self.call_sharded(TrainWorker.train_step, schedule.shards(batch), loss, denominator)
         metrics, tokens = {"grad_norm": results[0].grad_norm, "lr": results[0].lr}, float(batch.mask.sum())
+        metrics["prompt_sharing"] = batch.num_tokens / schedule.count_computed()
         for name in results[0].metrics:
             values = [result.metrics[name] for result in results]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
@@ -109,9 +116,23 @@ class WorkerGroup:
         return replace(batch, rollout_top_ids=None, rollout_top_logprobs=None, old_top_logprobs=None)
 
     def _plan_shards(self, batch: TrainBatch) -> Schedule:
-        role, most = self.role, self.platform.max_pack_sequences
-        return plan_schedule(
-            batch.lengths, role.config, role.model.hidden, self.dp_size, most, number_image_sets(batch)
+        config, most = self.role.config, self.platform.max_pack_sequences
+        model, whole_images = self.role.model, any(rule.images for rule in self.role.model.rules)
+        found = find_beginnings(batch, config, self.platform, whole_images)
+        if found:
+            found = replace(found, copied_slots=count_copied_slots(model, config, self.platform.kernel_memory))
+        together = number_image_sets(batch)
+        return plan_schedule(batch.lengths, config, model.hidden, self.dp_size, most, together, found)
+
+
+def _check_weights(batch: TrainBatch) -> None:
+    """Raise ValueError where targets that do not count have a weight, and logprobs that are known of others alone."""
+    known = [name for name in ("old_logprobs", "ref_logprobs") if getattr(batch, name) is not None]
+    if batch.weights is not None and known and (batch.weights[~batch.mask] != 0).any():
+        count = int((batch.weights[~batch.mask] != 0).sum())
+        raise ValueError(
+            f"aggregation: {count} targets that were not sampled have a weight, and {' and '.join(known)} of sampled "
+            "ones alone are known; give 0 to targets outside the batch's mask"
         )
 
 

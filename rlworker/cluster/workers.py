@@ -111,7 +111,7 @@ class TrainWorker(_Worker):
 
     def find_address(self) -> str:
         """Begin to listen for the other ranks; returns ``host:port``. The port stays this process's from here on."""
-        from engines.megatron.engine import open_store
+        from engines.megatron.groups import open_store
 
         host = ray.util.get_node_ip_address()
         self.store = open_store(host, 0, listen=True)
@@ -119,7 +119,8 @@ class TrainWorker(_Worker):
 
     def start(self, address: str, roles: tuple[Role, ...], seed: int) -> dict:
         """Join the other ranks, build the models; returns this rank's place."""
-        from engines.megatron.engine import MegatronEngine, init_distributed
+        from engines.megatron.engine import MegatronEngine
+        from engines.megatron.groups import init_distributed
 
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
@@ -144,7 +145,7 @@ class TrainWorker(_Worker):
         Raises:
             RuntimeError: the code of this process was changed, so that it must not be used again.
         """
-        from engines.megatron.engine import leave_distributed
+        from engines.megatron.groups import leave_distributed
 
         _refuse_planted("rank")
         self.engines.clear()

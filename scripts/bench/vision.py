@@ -18,10 +18,9 @@ from PIL import Image as PILImage
 from timing import make_parser, measure_ms, write_figures
 
 from engines.batch.batch import TrainBatch
-from engines.batch.schedule import plan_schedule
+from engines.batch.schedule import number_image_sets, plan_schedule
 from engines.config import MegatronConfig
 from engines.images.columns import make_image_columns
-from engines.images.plan import number_image_sets
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from hardware.platforms import DEFAULT_PLATFORM, get_platform
@@ -61,7 +60,8 @@ def main() -> None:
     platform = get_platform(DEFAULT_PLATFORM)
     os.environ.update(platform.get_train_env())
     device = platform.init_process(0)
-    from engines.megatron.engine import MegatronEngine, init_distributed  # once the platform has made Megatron its own
+    from engines.megatron.engine import MegatronEngine  # once the platform has made Megatron its own
+    from engines.megatron.groups import init_distributed
 
     config = MegatronConfig(micro_batch_tokens=16384)
     with socket.socket() as probe:

@@ -127,6 +127,15 @@ def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: Micr
     return Kept(kept * (config.pp - stage), again, loss)
 
 
+def count_copied_slots(model: ModelSpec, config: MegatronConfig, kernels: KernelMemory) -> float:
+    """Count the slots whose activations take as much as a copy of the keys and values of one token: attention gathers
+    them for each sequence that has its beginning in another's slots. Layers that are computed again hold one's alone.
+    """
+    slot = count_kept(model, config, 0, MicroBatch(1), kernels).most
+    layers = model.layers if config.recompute == "none" else 1  # in all micro-batches of stage 0 that are in flight
+    return 2 * model.kv_heads * model.head_dim / config.tp * get_itemsize(config.dtype) * layers / slot
+
+
 def estimate_activations(
     model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory, trainable: bool
 ) -> int:

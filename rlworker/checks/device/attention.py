@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engines.megatron.layout import Layout
 from hardware.attention.capabilities import find_backend
 from hardware.attention.inputs import AttentionInputs
-from hardware.attention.mask_spec import MaskSpec
+from hardware.attention.mask_spec import MaskSpec, Sharing, expand_counts
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform
 from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
@@ -20,6 +21,11 @@ from rlworker.checks.device.report import Device, DeviceFinding
 
 LENGTHS = ((5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38))
 """Packs of sequences without a token, of one, alike, and of many."""
+SHARED = (
+    ((12, 15, 9, 10, 21, 3), Sharing((0, 0, 0, 3, 3, 5), (0, 9, 9, 0, 7, 0))),
+    ((10, 13, 19, 17, 20, 6), Sharing((0, 0, 1, 2, 0, 5), (0, 6, 9, 12, 4, 0))),
+)
+"""Packs of which sequences begin alike: two groups, in one a sequence without a token of its own, and a tree."""
 RULES = (
     CAUSAL,
     Rule(causal=False),
@@ -74,6 +80,7 @@ def compare_attention(
     layer: int = 1,
     slots: int = 0,
     *,
+    sharing: Sharing | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     build_inputs: BuildInputs | None = None,
@@ -82,7 +89,8 @@ def compare_attention(
     the gather is done by hand.
 
     Args:
-        slots: of a pack of a fixed size. build_inputs: in place of the platform's own.
+        slots: of a pack of a fixed size. sharing: the sequences that begin alike.
+        build_inputs: in place of the platform's own.
 
     Returns:
         ``(largest difference, largest number of the reference)`` of the output, and of the gradients of query, key and
@@ -96,15 +104,18 @@ def compare_attention(
     drawn = [torch.randn(tokens, h, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS)]
     flats = [x.to(device, dtype).requires_grad_() for x in drawn]
     exact = [x.detach().float().requires_grad_() for x in flats]
-    layouts = [Layout.build(lengths, kind, cp=cp, cp_rank=r, slots=slots, device=device) for r in range(cp)]
-    prefixes = tuple(min(2 + i, n) for i, n in enumerate(lengths))
+    sizes = {"cp": cp, "slots": slots, "sharing": sharing, "device": device}
+    layouts = [Layout.build(lengths, kind, cp_rank=r, **sizes) for r in range(cp)]
     form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
-    packed, exact_packed = ([[layout.pack(x) for x in xs] for layout in layouts] for xs in (flats, exact))
+    alike = [[_share(x, lengths, sharing) for x in xs] for xs in (flats, exact)]
+    packed, exact_packed = ([[layout.pack(x) for x in xs] for layout in layouts] for xs in alike)
     gathered = [torch.cat([form(part[i]) for part in packed]) for i in (1, 2)]  # [cp * s, b, h, d], in thd [s, h, d]
     keys, values = (torch.cat([part[i] for part in exact_packed], dim=1) for i in (1, 2))
     output, reference = (torch.zeros(tokens, HEADS * DIM, device=device) for _ in range(2))
+    blocks = find_image_blocks(lengths)[find_holding_tokens(lengths, sharing)]
+    prefixes = tuple(min(3 if sharing else 2 + i, n) for i, n in enumerate(lengths))
     for rank, layout in enumerate(layouts):
-        spec = layout.build_mask_spec(rules, find_image_blocks(lengths), prefixes)
+        spec = layout.build_mask_spec(rules, blocks, prefixes)
         inputs = (build_inputs or platform.build_attention_inputs)(spec, make_no_rotation(layout, dtype, device))
         core = build_core(platform, layer, cp, rank)
         with patch.object(layers, "gather_keys_values", lambda key, value, group: gathered):
@@ -119,17 +130,36 @@ def compare_attention(
     return [(float((a.float() - b).abs().max()), float(b.abs().max())) for a, b in pairs]
 
 
+def find_holding_tokens(lengths: tuple[int, ...], sharing: Sharing | None) -> Tensor:
+    """Find the token whose slot holds each token of a stream: ``[N]`` long, its own number where it is not shared."""
+    sequence, position = expand_counts(np.asarray(lengths))
+    holder = MaskSpec("thd", lengths, lengths, sharing=sharing).find_holders(sequence, position)
+    return torch.from_numpy((np.cumsum(lengths) - lengths)[holder] + position)
+
+
+def _share(flat: Tensor, lengths: tuple[int, ...], sharing: Sharing | None) -> Tensor:
+    """Let each token of ``[N, ...]`` that another one's slot holds be alike, without a gradient of its own."""
+    holders = find_holding_tokens(lengths, sharing).to(flat.device)
+    is_own = holders == torch.arange(len(flat), device=flat.device)
+    return torch.where(is_own[:, None, None], flat, flat.detach()[holders])
+
+
 def check_attention(device: Device) -> list[DeviceFinding]:
     """Check every case that the platform's kernels honour, a line for each rule, in fp32 and bf16."""
     findings = []
     for dtype, rule in product(LIMITS, RULES):
         cases, apart, failures = 0, {"outputs": 0.0, "gradients": 0.0}, []
-        for kind, cp, lengths in product(KINDS, CP_SIZES, LENGTHS):
+        packs = [*product(KINDS, CP_SIZES, ((lengths, None) for lengths in LENGTHS))]
+        packs += [*product(("thd",), CP_SIZES, SHARED)] if rule.causal else []
+        for kind, cp, (lengths, sharing) in packs:
             try:
-                find_backend(device.platform.attention_backends, kind, cp, rule)
+                backend, _ = find_backend(device.platform.attention_backends, kind, cp, rule)
             except ValueError:
                 continue
-            pairs = compare_attention(device.platform, lengths, kind, cp, (rule,), device=device.device, dtype=dtype)
+            if sharing and backend == "npu_mode1":  # one mask for every sequence of a pack, each from its first key on
+                continue
+            settings: dict[str, Any] = {"sharing": sharing, "device": device.device, "dtype": dtype}
+            pairs = compare_attention(device.platform, lengths, kind, cp, (rule,), **settings)
             output, *gradients = (difference / max(1.0, largest) for difference, largest in pairs)
             cases += 1
             apart = {"outputs": max(apart["outputs"], output), "gradients": max(apart["gradients"], *gradients)}

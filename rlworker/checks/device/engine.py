@@ -40,7 +40,7 @@ _MB = 2**20
 @contextmanager
 def joined_process(device: Device) -> Iterator[None]:
     """Be a group of one rank, in which engines can be built."""
-    from engines.megatron.engine import init_distributed, leave_distributed
+    from engines.megatron.groups import init_distributed, leave_distributed
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

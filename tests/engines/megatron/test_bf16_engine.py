@@ -37,7 +37,7 @@ def compute_outputs(rank: int, world: int, address: str, folder: str, settings: 
     fused = {type(part).__name__ for part in engine.module.modules()} & {"NpuRMSNorm", "NpuSwigluMLP", "NpuAttention"}
     assert len(fused) == (3 if platform == "npu-emulated" else 0)
     schedule, shard = plan(engine, make_batch())
-    return schedule, engine.dp_rank, engine.forward(shard)
+    return schedule, engine.dp_rank, engine.forward(shard, every=True)
 
 
 @matrix({"family": ("qwen2", "llama", "qwen3"), "layout": LAYOUTS, "platform": PLATFORMS})

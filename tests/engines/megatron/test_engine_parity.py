@@ -87,10 +87,11 @@ def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) ->
     logits = schedule.restore_order(torch.cat([r["logits"] for r in leaders]))
     outputs = schedule.restore([r["outputs"] for r in leaders])
     exported = next(r for r in ranks if r["weights"])
+    counted = make_batch().mask
     differences = {
         "logits": largest(logits, want["logits"]),
-        "logprobs": largest(outputs.logprobs, want["outputs"].logprobs),
-        "entropy": largest(outputs.entropy, want["outputs"].entropy),
+        "logprobs": largest(outputs.logprobs, want["outputs"].logprobs * counted),
+        "entropy": largest(outputs.entropy, want["outputs"].entropy * counted),
         "gradients": max(largest(exported["gradients"][n], g) for n, g in want["gradients"].items()),
         "weights": max(largest(exported["weights"][n], w) for n, w in want["weights"].items()),
         "invariance": max(float((exported["gradients"][n] - g).norm() / g.norm()) for n, g in unsplit.items()),

@@ -86,7 +86,7 @@ def test_a_reference_model_computes_the_same_and_holds_no_optimizer(one_rank, ma
         if frozen:
             assert engine.optimizer is None and not any(p.requires_grad for p in engine.module.parameters())
         schedule, shard = plan(engine, make_batch())
-        return schedule.restore([engine.forward(shard)]).logprobs
+        return schedule.restore([engine.forward(shard, every=True)]).logprobs
 
     got = one_rank.run(outputs, draw_address(), make_hf_model("qwen2", False), frozen)[0]
     want = compute_logprobs(load_folder(make_hf_model("qwen2", False)), make_batch(), temperature=0.5)

@@ -7,7 +7,7 @@ from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import draw_address
 
-from engines.megatron.memory.activations import MicroBatch, count_kept
+from engines.megatron.memory.activations import MicroBatch, count_copied_slots, count_kept
 from engines.probes.saved_bytes import SavedBytes
 from rlworker.checks.huggingface import probe_loss
 
@@ -124,8 +124,37 @@ MORE_CASES = [
     ("family", "size", "settings"), [*CASES, *(pytest.param(*case, marks=pytest.mark.large) for case in MORE_CASES)]
 )
 def test_what_autograd_keeps_is_planned(pool_of, make_hf_model, measured, family, size, settings):
-    settings = parse_size(size) | {"micro_batch_tokens": 2 * TOKENS} | settings
+    settings = parse_size(size) | {"micro_batch_tokens": 2 * TOKENS, "share": "none"} | settings
     for found, planned in pool_of(size).run(measure_kept, draw_address(), make_hf_model(family, False), settings):
         apart = planned / found - 1
         measured({"planned over kept - 1": abs(apart)})
         assert abs(apart) < WITHIN
+
+
+def measure_shared(rank: int, world: int, address: str, folder: str, settings: dict) -> tuple[int, float]:
+    """The most bytes that autograd held of samples of one prompt, and what slots and copies were planned to take."""
+    import torch
+
+    from engines.batch.batch import TrainBatch
+
+    engine = build_engine(rank, world, address, folder, settings)
+    batch = TrainBatch.from_ids([[3] * TOKENS + [i + 4] * 17 for i in range(SEQUENCES)], [TOKENS] * SEQUENCES)
+    batch = TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": torch.ones(batch.num_tokens)})
+    schedule, shard = plan(engine, batch)
+    kept = SavedBytes({parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()})
+    with kept.counting():
+        engine.backward(shard, probe_loss, 7.0)
+    kernels, slots = engine.platform.kernel_memory, schedule.count_computed()
+    assert slots == TOKENS + 16 * SEQUENCES
+    copied = count_copied_slots(engine.model, engine.config, kernels) * batch.num_tokens
+    each = count_kept(engine.model, engine.config, 0, MicroBatch(slots, SEQUENCES), kernels).most / slots
+    return kept.most, each * (slots + copied)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_what_shared_prompts_keep_is_planned(one_rank, make_hf_model, measured, family):
+    """Slots, and copies of keys and values for all tokens. The projection's output and a slot's own keys are not kept
+    beside these, but planned."""
+    ((found, planned),) = one_rank.run(measure_shared, draw_address(), make_hf_model(family, False), {})
+    measured({"planned over kept - 1": planned / found - 1})
+    assert 0 <= planned / found - 1 < 0.2

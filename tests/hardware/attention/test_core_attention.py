@@ -21,19 +21,21 @@ from hardware.attention.faults import ATTENTION_FAULTS
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
 from rlworker.checks.case import make_probe_case
-from rlworker.checks.device.attention import LENGTHS, RULES, compare_attention
+from rlworker.checks.device.attention import LENGTHS, RULES, SHARED, compare_attention
 from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
 from rlworker.checks.trainer import RULES as PROBED_RULES
 
 
-def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, mode=None):
+def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, mode=None, sharing=None):
     """Differences of the output and of the gradients; ``mode`` is the NPU's for every rule."""
     platform, build_inputs = start_process(rank, name), None
     from hardware.npu import attention_plan as npu_plan
 
     if mode is not None:
         build_inputs = lambda spec, turn: npu_plan.build_attention_inputs(spec, turn, dict.fromkeys(spec.rules, mode))  # noqa: E731
-    pairs = compare_attention(platform, lengths, kind, cp, rules, layer, slots, build_inputs=build_inputs)
+    pairs = compare_attention(
+        platform, lengths, kind, cp, rules, layer, slots, sharing=sharing, build_inputs=build_inputs
+    )
     return [difference for difference, _ in pairs]
 
 
@@ -55,6 +57,22 @@ def honoured(platform: str, kind: str, cp: int, rule: Rule) -> bool:
 def test_attention_is_what_the_oracle_allows(one_rank, platform, cp, rule, lengths, kind):
     """All of them: a case takes milliseconds, and the capability table calls each of its cells executed."""
     differences = one_rank.run(attend_all_ranks, platform, lengths, kind, cp, (rule,), 1, 0)[0]
+    assert max(differences) <= 5e-6, differences
+
+
+@matrix(
+    {"platform": PLATFORMS, "cp": (1, 2, 4), "rule": RULES, "pack": SHARED, "slots": (0, 96)},
+    allowed=lambda case: case["rule"].causal and honoured(case["platform"], "thd", case["cp"], case["rule"]),
+)
+def test_shared_beginnings_are_seen_as_the_oracle_allows(one_rank, platform, cp, rule, pack, slots):
+    """All but a mask on an NPU, which is refused of them."""
+    lengths, sharing = pack
+    case = attend_all_ranks, platform, lengths, "thd", cp, (rule,), 1, slots, None, sharing
+    if platform == "npu-emulated" and rule.chunk:
+        with pytest.raises(AssertionError, match="no mask of a pack whose sequences share a prompt"):
+            one_rank.run(*case)
+        return
+    differences = one_rank.run(*case)[0]
     assert max(differences) <= 5e-6, differences
 
 

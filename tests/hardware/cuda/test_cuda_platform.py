@@ -107,13 +107,13 @@ def test_an_engine_asks_for_shared_devices_before_it_builds(two_ranks):
         from support.ranks.engines_cases import leave_groups, start_process
 
         from engines.config import MegatronConfig
-        from engines.megatron import engine
+        from engines.megatron.groups import init_distributed
 
         platform = start_process(rank)
         leave_groups()
         with patch.object(type(platform), "get_device_key", lambda self: "GPU-1"):
             try:
-                engine.init_distributed(platform, MegatronConfig(ranks=world, timeout_s=60), rank, address, seed=1)
+                init_distributed(platform, MegatronConfig(ranks=world, timeout_s=60), rank, address, seed=1)
             except RuntimeError as error:
                 return str(error)
             finally:

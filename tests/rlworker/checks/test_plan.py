@@ -1,6 +1,7 @@
 """What ``rlworker plan`` says, against numbers worked by hand."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -233,6 +234,7 @@ def test_the_command(folder):
     done = run_program(main, *plan, *recompute, "--memory-gb", "80")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Every process fits into 80 GB" in done.stdout and "32 prompts x 8 samples" in done.stdout
+    assert re.search(r"prompts once +[\d,]+ tokens are computed of [\d,]+, [\d.]+ times fewer", done.stdout)
     done = run_program(main, *plan, "--memory-gb", "16")
     assert done.returncode == 1 and "Does not fit into 16 GB: actor ranks need" in done.stdout
     for arguments, message in (

@@ -251,9 +251,27 @@ def test_the_likeliest_ids_are_sent_where_they_are_read_alone():
     top = {"rollout_top_ids": torch.ones(2, 3), "rollout_top_logprobs": torch.zeros(2, 3)}
     batch = TrainBatch.from_ids([[1, 2, 3]], [1], **top, old_top_logprobs=torch.zeros(2, 4))
     for reads in (True, False):
-        role = Role("actor", SimpleNamespace(hidden=8), MegatronConfig(), needs_topk_logprobs=reads)
+        role = Role("actor", SimpleNamespace(hidden=8, rules=()), MegatronConfig(), reads_top=reads)
         group = Group(role, get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
         group.forward(batch)
         assert {name for name in group.sent.batch.columns() if "top" in name} == (
             {*top, "old_top_logprobs"} if reads else set()
         )
+
+
+def test_a_weight_outside_the_mask_is_refused_where_logprobs_are_known_within_it_alone():
+    import torch
+
+    from engines.batch.batch import TrainBatch
+    from hardware.platforms import get_platform
+    from rlworker.cluster.train_group import WorkerGroup
+    from rlworker.cluster.workers import Role
+
+    group = WorkerGroup(Role("actor", None, None), get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
+    batch = TrainBatch.from_ids([[1, 2, 3]], [2], weights=torch.tensor([0.5, 1.0]))
+    with pytest.raises(
+        ValueError, match="aggregation: 1 targets that were not sampled have a weight, and ref_logprobs"
+    ):
+        group.train_step(replace(batch, ref_logprobs=torch.zeros(2)), None, 1.0)
+    with pytest.raises(AttributeError):  # it gets further than that, to a model that is not there
+        group.train_step(batch, None, 1.0)

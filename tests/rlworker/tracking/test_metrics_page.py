@@ -70,7 +70,11 @@ class Group:
     def train_step(self, batch: TrainBatch, loss, denominator: float):
         outputs = self.forward(batch)
         _, metrics = loss(outputs, batch)
-        return {k: float(v) for k, v in metrics.items()} | {"grad_norm": 1.0, "lr": 1e-3}, outputs
+        return {k: float(v) for k, v in metrics.items()} | {
+            "grad_norm": 1.0,
+            "lr": 1e-3,
+            "prompt_sharing": 1.0,
+        }, outputs
 
     def call(self, *_):
         return []
@@ -85,7 +89,7 @@ class Rollouts:
         self.trainer = trainer
 
     def call(self, method, *_):
-        return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method, self.trainer.version)]
+        return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method.__name__, self.trainer.version)]
 
 
 class Loop:

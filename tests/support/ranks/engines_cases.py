@@ -39,7 +39,7 @@ def leave_groups() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        from engines.megatron.engine import leave_distributed
+        from engines.megatron.groups import leave_distributed
 
         leave_distributed()
         gc.collect()  # the engine before is a cycle that holds them: hundreds of gloo threads would wake up for ever
@@ -55,7 +55,8 @@ def build_engine(rank: int, world: int, address: str, model, settings: dict, pla
     import torch
 
     from engines.config import MegatronConfig
-    from engines.megatron.engine import MegatronEngine, init_distributed
+    from engines.megatron.engine import MegatronEngine
+    from engines.megatron.groups import init_distributed
     from engines.models.spec import ModelSpec
 
     config = MegatronConfig(ranks=world, timeout_s=60, **settings)
@@ -83,9 +84,12 @@ def make_batch(seed: int = 1, vocab: int = 99):
 
 def plan(engine, batch):
     """Return the schedule of a batch over an engine's replicas, and this replica's shard."""
+    from engines.batch.beginnings import find_beginnings
     from engines.batch.schedule import plan_schedule
 
-    schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size)
+    whole_images = any(rule.images for rule in engine.model.rules)
+    found = find_beginnings(batch, engine.config, engine.platform, whole_images)
+    schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size, beginnings=found)
     return schedule, schedule.shards(batch)[engine.dp_rank]
 
 

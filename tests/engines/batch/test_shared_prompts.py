@@ -1,0 +1,138 @@
+"""Prompts that are computed once against the same engine and batch with each sample by itself."""
+
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+from support.cover import matrix
+from support.factors import FAMILIES, IMAGE_FAMILIES, PLATFORMS, parse_size
+from support.models import make_vlm
+from support.ranks.engines_cases import build_engine, plan
+from support.ranks.pool import draw_address
+from support.ranks.shared_cases import compute_both_ways, make_grouped
+from support.ranks.vlm_cases import make_images
+
+from engines.config import OptimizerConfig
+from engines.models.spec import ModelSpec
+from rlworker.checks.huggingface import probe_loss
+
+LIMITS = {"logprobs": 5e-6, "entropy": 5e-6, "values": 5e-6, "gradients": 1e-6}
+"""Largest absolute differences."""
+OF_THE_LARGEST = 2e-6
+"""Gradients of Gemma's embedding are multiplied by sqrt(hidden): the limit grows with the largest gradient."""
+SIZES = ("one", "DP2", "TP2", "PP2", "CP2", "TP2-CP2", "CP4")
+SETTINGS = {
+    "whole": {},
+    "cut": {"micro_batch_tokens": 40},
+    "of a fixed size": {"micro_batch_tokens": 128, "slots": 128, "pad_to_multiple_of": 2},
+    "core again": {"recompute": "core"},
+    "all again": {"recompute": "full", "micro_batch_tokens": 64},
+}
+
+
+def check(ranks: list[list[dict]], measured, label: str) -> None:
+    """Compare the two ways of all ranks, and check that the second computes less."""
+    outputs = []
+    for way in range(2):
+        leaders = sorted((r[way] for r in ranks if r[way]["outputs"]), key=lambda r: r["dp_rank"])
+        columns = {n: torch.cat([r["outputs"][n] for r in leaders]) for n in leaders[0]["outputs"]}
+        outputs.append({n: leaders[0]["schedule"].restore_order(column) for n, column in columns.items()})
+    found = {name: float((column - outputs[1][name]).abs().max()) for name, column in outputs[0].items()}
+    plain, shared = (ranks[0][way]["gradients"] for way in range(2))
+    found["gradients"] = max(float((gradient - shared[name]).abs().max()) for name, gradient in plain.items())
+    largest = max(float(gradient.abs().max()) for gradient in plain.values())
+    measured(found)
+    limits = LIMITS | {"gradients": max(LIMITS["gradients"], OF_THE_LARGEST * largest)}
+    assert all(difference <= limits[name] for name, difference in found.items()), (label, found)
+    assert plain.keys() == shared.keys() and largest > 1e-3
+    schedules = [ranks[0][way]["schedule"] for way in range(2)]
+    assert schedules[0].digest != schedules[1].digest
+    assert schedules[0].count_computed() == sum(schedules[0].lengths) > schedules[1].count_computed()
+    assert ranks[0][1]["slots"] <= ranks[0][0]["slots"]
+
+
+@matrix(
+    {"size": SIZES, "platform": PLATFORMS, "settings": tuple(SETTINGS)},
+    allowed=lambda case: case["size"] != "CP4" or case["settings"] != "of a fixed size",
+)
+def test_every_size_and_platform(pool_of, make_hf_model, measured, size, platform, settings):
+    case = make_hf_model("qwen2", False), parse_size(size) | SETTINGS[settings], platform
+    check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"{size} {platform}")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2-window", "llama-rope3"])
+def test_every_text_family(one_rank, make_hf_model, measured, family):
+    ranks = one_rank.run(compute_both_ways, draw_address(), make_hf_model(family, True), {"micro_batch_tokens": 40})
+    check(ranks, measured, family)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    paths = make_images(folder)
+    shutil.copy(paths[0], folder / "other.png")
+    with Image.open(folder / "other.png") as image:
+        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(folder / "other.png")
+    return [*paths, str(folder / "other.png")]
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_every_family_with_images(one_rank, tmp_path, images, measured, family):
+    """A group about another image of the same size, after the same ids, is another group."""
+    case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", images
+    ranks = one_rank.run(compute_both_ways, draw_address(), *case)
+    check(ranks, measured, family)
+    assert (ranks[0][1]["schedule"].beginnings.common == 0).sum() == 6
+
+
+@matrix({"size": ("CP2", "TP2-PP2"), "family": ("qwen2_5_vl", "qwen3_vl"), "platform": ("cpu", "npu-emulated")})
+def test_images_over_ranks(pool_of, tmp_path, images, measured, size, family, platform):
+    case = make_vlm(tmp_path, family, False), parse_size(size) | {"micro_batch_tokens": 300}, platform, images
+    check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"{size} {family} {platform}")
+
+
+def test_a_critic(one_rank, make_critic, measured):
+    model = ModelSpec.from_folder(make_critic("qwen2"), head="value")
+    check(one_rank.run(compute_both_ways, draw_address(), model, {"micro_batch_tokens": 60}), measured, "critic")
+
+
+@matrix({"size": ("one", "TP2-CP2", "PP2"), "platform": PLATFORMS, "settings": ("whole", "cut", "all again")})
+def test_trees(pool_of, make_hf_model, measured, size, platform, settings):
+    case = make_hf_model("qwen2", False), parse_size(size) | SETTINGS[settings], platform, None, "tree"
+    check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"tree {size} {platform}")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2-window"])
+def test_trees_of_families_with_windows(one_rank, make_hf_model, measured, family):
+    case = make_hf_model(family, False), {"micro_batch_tokens": 90}, "cpu", None, "tree"
+    check(one_rank.run(compute_both_ways, draw_address(), *case), measured, f"tree {family}")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_trees_with_images(one_rank, tmp_path, images, measured, family):
+    case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", images, "tree"
+    check(one_rank.run(compute_both_ways, draw_address(), *case), measured, f"tree {family}")
+
+
+def step_both_ways(rank: int, world: int, address: str, folder: str) -> tuple[float, float]:
+    """The largest difference of a weight after three steps, and how far it went."""
+    optimizer, weights = OptimizerConfig(lr=1e-3, adam_eps=1e-5), []
+    for share in ("none", "prompts"):
+        engine = build_engine(rank, world, address, folder, {"optimizer": optimizer, "share": share})
+        before = {name: tensor.clone() for name, tensor in engine.export_weights()}
+        for seed in (1, 2, 3):
+            batch = make_grouped(seed)
+            engine.train_step(plan(engine, batch)[1], probe_loss, float(batch.mask.sum()))
+        weights.append({name: tensor.clone() for name, tensor in engine.export_weights()})
+    apart, moved = (
+        max(float((tensor - other[name]).abs().max()) for name, tensor in weights[1].items())
+        for other in (weights[0], before)
+    )
+    return apart, moved
+
+
+def test_weights_after_three_steps(one_rank, make_hf_model, measured):
+    apart, moved = one_rank.run(step_both_ways, draw_address(), make_hf_model("qwen2", True))[0]
+    measured({"weights": apart})
+    assert apart <= 1e-6 and moved > 2e-3
