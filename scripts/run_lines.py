@@ -17,12 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTE = """
 import os, sys
 
-def note(event, arguments):
-    if event == "import" and arguments[0].split(".")[0] in ("hardware", "engines", "rlworker", "recipes"):
-        with open(os.environ["RUN_LINES"], "a") as file:
-            file.write(arguments[0] + chr(10))
+class Noting:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] in ("hardware", "engines", "rlworker", "recipes"):
+            with open(os.environ["RUN_LINES"], "a") as file:
+                file.write(name + chr(10))
 
-sys.addaudithook(note)
+sys.meta_path.insert(0, Noting)
 """
 """``sitecustomize`` of the run's processes."""
 
