@@ -14,7 +14,6 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
-from pydantic import TypeAdapter, ValidationError
 
 PassThrough = dict[str, int | float | bool | str]
 
@@ -28,16 +27,27 @@ _BOUNDS = (Gt, Ge, Lt, Le, Interval)
 _HOLDS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
 
 
-_build_adapter = cache(TypeAdapter)
-
-
 def fits(kind: Any, value: Any) -> bool:
-    """Tell whether a value has the type of an annotation, by pydantic's strict rules: True is no number, nor is NaN."""
-    try:
-        _build_adapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        return False
-    return value == value
+    """Tell whether a value is what an annotation says. True and False are no numbers here, and NaN is none either."""
+    if kind is Any:
+        return True
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return fits(arguments[0], value)
+    if origin in (Union, UnionType):
+        return any(fits(alternative, value) for alternative in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(fits(arguments[0], item) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            fits(arguments[0], k) and fits(arguments[1], v) for k, v in value.items()
+        )
+    if kind in (int, float):
+        types = int if kind is int else (int, float)
+        return isinstance(value, types) and not isinstance(value, bool) and value == value
+    return isinstance(value, origin or kind)
 
 
 def spell(kind: Any) -> str:
@@ -96,13 +106,13 @@ def check_types(section: str, config: Any) -> None:
     Args:
         section: dotted name of the section, for instance ``actor.optimizer``; ``config`` for fields of no section.
     """
-    kinds, bounded = get_type_hints(type(config)), get_type_hints(type(config), include_extras=True)
+    kinds = get_type_hints(type(config), include_extras=True)
     for name in (f.name for f in fields(config)):
         if not fits(kinds[name], value := getattr(config, name)):
             raise ValueError(
                 f"{section}: {name} must be {spell(kinds[name])}, got {value!r}; change {option(section, name)}"
             )
-        if bounds := collect_bounds(bounded[name]):
+        if bounds := collect_bounds(kinds[name]):
             check_numbers(section, config, spell_bounds(bounds), partial(is_within, bounds), name)
 
 

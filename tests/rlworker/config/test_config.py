@@ -256,7 +256,7 @@ INF, NAN = float("inf"), float("nan")
         (OptimizerConfig, "lr", NAN, "actor.optimizer: lr must be a number, got nan; change --actor.optimizer.lr"),
         (OptimizerConfig, "lr", INF, "actor.optimizer: lr must be finite and not negative, got inf"),
         (OptimizerConfig, "lr", -1e-6, "actor.optimizer: lr must be finite and not negative, got -1e-06"),
-        (OptimizerConfig, "lr", 10**400, "actor.optimizer: lr must be a number, got 1000"),
+        (OptimizerConfig, "lr", 10**400, "actor.optimizer: lr must be finite and not negative, got 1000"),
         (
             OptimizerConfig,
             "min_lr",
