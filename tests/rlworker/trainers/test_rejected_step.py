@@ -28,15 +28,15 @@ def test_entries_that_are_not_used_are_no_broken_numbers(tmp_path):
     top[0, 1], top[5, 0] = float("-inf"), float("nan")
     batch = make_batch(rollout_top_logprobs=top)
     assert find_offending_rows(batch, {}) == {3: ["rollout_top_logprobs"]}
-    assert save_rejected(tmp_path / "refused" / "step.jsonl", batch, {}, make_tokenizer()) == 1
+    assert save_rejected(tmp_path / "rejected" / "step.jsonl", batch, {}, make_tokenizer()) == 1
 
 
 def test_rows_are_written_as_json_that_any_reader_takes(tmp_path):
     batch = make_batch(advantages=torch.tensor([0.0, 1.0, float("-inf"), 0.0, 0.0, 0.0]))
     assert (
-        save_rejected(tmp_path / "refused" / "step.jsonl", batch, {"logprobs": torch.zeros(6)}, make_tokenizer()) == 1
+        save_rejected(tmp_path / "rejected" / "step.jsonl", batch, {"logprobs": torch.zeros(6)}, make_tokenizer()) == 1
     )
     refuse = lambda word: (_ for _ in ()).throw(AssertionError(word))  # noqa: E731
-    (line,) = (tmp_path / "refused" / "step.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "rejected" / "step.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=refuse)
     assert row["ids"] == [18, 19] and row["advantages"] == ["-inf"] and row["not_finite"] == ["advantages"]

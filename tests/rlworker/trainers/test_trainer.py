@@ -213,7 +213,7 @@ def test_a_step_that_is_not_finite_is_refused_and_its_rows_are_kept(finished):
     """Prompt 3 of 8 was given NaN advantages: its four samples are named, and nothing was learned from them."""
     config, faults = finished
     assert "the actor's gradient is not finite, so the step was not taken. 4 of 32 rows" in faults["nan"]
-    (path,) = (Path(config.run_dir) / "refused").iterdir()
+    (path,) = (Path(config.run_dir) / "rejected").iterdir()
     rows = [json.loads(line) for line in path.open()]
     assert [row["row"] for row in rows] == [12, 13, 14, 15]
     assert all(row["not_finite"] == ["advantages"] and row["advantages"][0] == "nan" for row in rows)
