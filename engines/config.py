@@ -155,8 +155,8 @@ class MegatronConfig:
     recompute: Literal["none", "core", "full"] = "none"
     """Recompute nothing, the core attention or whole layers in the backward pass."""
     share: Literal["auto", "none", "prompts", "tree"] = "auto"
-    """Compute once in a micro-batch of thd what sequences have in common: nothing, their prompts, or any beginning;
-    auto: prompts where the project has run the platform."""
+    """Beginnings that sequences of a thd micro-batch share and that are computed once: none, prompts, or any (tree).
+    The default auto shares prompts where the project has run the platform."""
     deterministic: bool = False
     """Use deterministic kernels, so that a repeated run is equal bit by bit; slower. A CPU always does."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

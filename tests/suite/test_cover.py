@@ -12,6 +12,9 @@ from support.cover import Matrix
 
 TESTS = Path(__file__).parents[1]
 CONVERTED = {
+    "engines/batch/test_shared_prompts.py::test_every_size_and_platform",
+    "engines/batch/test_shared_prompts.py::test_images_over_ranks",
+    "engines/batch/test_shared_prompts.py::test_trees",
     "engines/megatron/test_bf16_engine.py::test_it_is_as_exact_as_huggingface_in_bfloat16",
     "engines/megatron/test_bf16_engine.py::test_it_is_as_exact_over_two_ranks",
     "engines/megatron/test_critic.py::test_parity",
@@ -23,6 +26,7 @@ CONVERTED = {
     "engines/megatron/vision/test_vlm_critic.py::test_parity",
     "engines/megatron/vision/test_vlm_parity.py::test_parity",
     "hardware/attention/test_core_attention.py::test_attention_is_what_the_oracle_allows",
+    "hardware/attention/test_core_attention.py::test_shared_beginnings_are_seen_as_the_oracle_allows",
     "rlworker/algorithms/test_loss_invariance.py::test_gradients_do_not_depend_on_the_cut",
 }
 """Every test of a matrix; one that is missing here, or is one no longer, fails below."""
