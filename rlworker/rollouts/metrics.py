@@ -136,4 +136,5 @@ def describe_trajectory(trajectory: Trajectory, codec: Codec) -> dict:
         "reward": trajectory.reward,
         "version": completions[-1].version if completions else -1,
         "outcome": ": ".join(trajectory.failure) if trajectory.failure else "ok",
-    } | ({} if trajectory.is_one_turn else {"turns": turns})
+        "turns": turns,
+    }
