@@ -173,10 +173,9 @@ def _cut_pieces(
     work, saved = estimate_costs(tokens, hidden), estimate_costs(common, hidden)
     starts = np.flatnonzero(common == 0)
     group = np.cumsum(common == 0) - 1  # [n]: runs of neighbours that begin alike
-    own_work = (work - saved).astype(np.float64)
-    own_work[starts] -= np.maximum.reduceat(saved, starts)  # what the first computes for all of them is no one's own
-    totals, once, count = (np.add.reduceat(x, starts) for x in (own_work, np.zeros(len(rows)), np.ones(len(rows))))
-    once += np.maximum.reduceat(saved, starts)
+    own_work, once = work - saved, np.maximum.reduceat(saved, starts)
+    own_work[starts] = np.maximum(own_work[starts] - once, 0)  # what the first computes for all of them is no one's own
+    totals, count = np.add.reduceat(own_work, starts), np.diff(starts, append=len(rows))
     # Of each sequence, the middle of its own work in that of its group, from 0 to 1.
     middle = np.cumsum(own_work) - own_work / 2 - (np.cumsum(totals) - totals)[group]
     middle /= np.maximum(totals, 1)[group]

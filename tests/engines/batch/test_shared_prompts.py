@@ -99,6 +99,7 @@ def test_every_family_with_images(one_rank, tmp_path, images, measured, family):
     assert (ranks[0][1]["schedule"].beginnings.common == 0).sum() == 6
 
 
+@pytest.mark.large
 @matrix({"size": ("CP2", "TP2-PP2"), "family": ("qwen2_5_vl", "qwen3_vl"), "platform": ("cpu", "npu-emulated")})
 def test_images_over_ranks(pool_of, tmp_path, images, measured, size, family, platform):
     case = make_vlm(tmp_path, family, False), parse_size(size) | {"micro_batch_tokens": 300}, platform, images
@@ -110,7 +111,8 @@ def test_a_critic(one_rank, make_critic, measured):
     check(one_rank.run(compute_both_ways, draw_address(), model, {"micro_batch_tokens": 60}), measured, "critic")
 
 
-@matrix({"size": ("one", "TP2-CP2"), "platform": PLATFORMS, "settings": ("whole", "cut, core again")})
+@pytest.mark.parametrize("size", ["one", pytest.param("TP2-CP2", marks=pytest.mark.large)])
+@pytest.mark.parametrize(("platform", "settings"), zip(PLATFORMS, SETTINGS))
 def test_trees(pool_of, make_hf_model, measured, size, platform, settings):
     case = make_hf_model("qwen2", False), parse_size(size) | SETTINGS[settings], platform, None, "tree"
     check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"tree {size} {platform}")
