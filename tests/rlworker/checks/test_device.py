@@ -93,7 +93,7 @@ def test_an_emulator_is_as_stated(one_rank, tmp_path, platform):
     report = one_rank.run(run_parts, platform, ["reads", "memory", "contract"], str(tmp_path))[0]
     assert report["passed"], [line for line in report["findings"] if line["outcome"] == "FAILED"]
     counts = {part: sum(line["check"] == part for line in report["findings"]) for part in ("reads", "contract")}
-    assert counts == {"reads": 7, "contract": {"cuda-emulated": 17, "npu-emulated": 34}[platform]}
+    assert counts == {"reads": 8, "contract": {"cuda-emulated": 17, "npu-emulated": 28}[platform]}
     assert {line["evidence"] for line in report["findings"]} == {"emulated"}
     assert report["platform"].startswith(f"{platform} (emulated)") and report["versions"]["torch"] == torch.__version__
 

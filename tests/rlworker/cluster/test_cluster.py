@@ -251,7 +251,7 @@ def test_the_likeliest_ids_are_sent_where_they_are_read_alone():
     top = {"rollout_top_ids": torch.ones(2, 3), "rollout_top_logprobs": torch.zeros(2, 3)}
     batch = TrainBatch.from_ids([[1, 2, 3]], [1], **top, old_top_logprobs=torch.zeros(2, 4))
     for reads in (True, False):
-        role = Role("actor", SimpleNamespace(hidden=8, rules=()), MegatronConfig(), reads_top=reads)
+        role = Role("actor", SimpleNamespace(hidden=8, rules=()), MegatronConfig(), needs_topk_logprobs=reads)
         group = Group(role, get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
         group.forward(batch)
         assert {name for name in group.sent.batch.columns() if "top" in name} == (
