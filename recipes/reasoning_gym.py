@@ -11,6 +11,7 @@ parameters on two cores.
 import json
 import sys
 from ast import literal_eval
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,11 @@ from rlworker import (
     launch,
     parse_config,
 )
+
+factory: Any = None
+utils: Any = None
+with suppress(ImportError):  # here, so that a process that scores imports it before it is timed
+    from reasoning_gym import factory, utils  # pyright: ignore[reportMissingImports]  in no list of pins
 
 EASY = {"chain_sum": ("min_terms=2", "max_terms=2", "min_digits=1", "max_digits=2")}
 """Settings of a generator where none are given."""
@@ -94,14 +100,12 @@ def make_dataset(task: str, difficulty: dict[str, Any], seed: int, size: int):
     Raises:
         ValueError: the package is missing, or does not have the task or the setting.
     """
+    if factory is None:
+        raise ValueError("reasoning_gym cannot be imported; install it by bash scripts/setup.sh reasoning")
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]  in no list
-    except ImportError as error:
-        raise ValueError(f"reasoning_gym: {error}; install it by bash scripts/setup.sh reasoning") from None
-    try:
-        return create_dataset(task, seed=seed, size=size, **difficulty)
+        return factory.create_dataset(task, seed=seed, size=size, **difficulty)
     except (ValueError, TypeError, AssertionError) as error:
-        names = ", ".join(sorted(DATASETS))
+        names = ", ".join(sorted(factory.DATASETS))
         raise ValueError(f"task {task!r} with {difficulty}: {error}; the tasks are {names}") from None
 
 
@@ -144,9 +148,7 @@ def write_rows(config: ReasoningConfig) -> ReasoningConfig:
 def find_answer(text: str, expected: str) -> str:
     """Find the answer in a text: the content of its last <answer> tags; else its last number where a number is
     expected, or its last line."""
-    from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]  in no list of pins
-
-    if (tagged := extract_answer(text)) is not None:
+    if (tagged := utils.extract_answer(text)) is not None:
         return tagged
     if NUMBER.fullmatch(expected):
         return (NUMBER.findall(text) or [""])[-1]

@@ -19,9 +19,7 @@ def test_settings_are_python_literals_or_text():
 
 
 def test_without_the_package_the_way_to_it_is_named(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    monkeypatch.setattr(recipe, "factory", None)
     with pytest.raises(ValueError, match=r"install it by bash scripts/setup\.sh reasoning"):
         recipe.make_dataset("chain_sum", {}, 0, 1)
 
