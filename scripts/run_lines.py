@@ -39,7 +39,7 @@ def trace_run(folder: Path) -> set[Path]:
     (folder / "site" / "sitecustomize.py").write_text(NOTE)
     path = os.pathsep.join(filter(None, (f"{folder}/site", str(ROOT), os.environ.get("PYTHONPATH"))))
     options = ["--model", str(model), "--run-dir", str(folder / "run"), "--steps", "2", "--prompts-per-step", "4"]
-    options += ["--data.train", f"{folder}/data/train.jsonl", "--samples-per-prompt", "2", "--reward.workers", "1"]
+    options += ["--data.train", f"{folder}/data/train.jsonl", "--samples-per-prompt", "2", "--environment.workers", "1"]
     options += ["--rollout.max-new-tokens", "8", "--rollout.max-model-len", "64", "--rollout.kv-cache-mb", "64"]
     options += ["--data.max-prompt-tokens", "16", "--actor.dtype", "float32", "--rollout.dtype", "float32"]
     environment = os.environ | {"PYTHONPATH": path, "RUN_LINES": str(folder / "imports")}

@@ -28,8 +28,8 @@ def encode_after(tokenizer: Any, last: int | None, text: str) -> list[int]:
     """
     if last is None:
         return _encode(tokenizer, text)
-    written = "" if last == ORDINARY else _list_added(tokenizer).get(last) or _decode(tokenizer, [last])
-    for context in (written, *_LETTERS):
+    written = None if last == ORDINARY else _list_added(tokenizer).get(last) or _decode(tokenizer, [last])
+    for context in (written, *_LETTERS) if written else _LETTERS:
         head, whole = _encode(tokenizer, context), _encode(tokenizer, context + text)
         # A tokenizer of whole words makes one unknown token of a letter, and the same one of letter and text.
         is_meant = head == [last] if context == written else _decode(tokenizer, head).strip(" ") == context
