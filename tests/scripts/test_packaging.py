@@ -33,7 +33,8 @@ def distributions(*extras: str) -> set[str]:
 
 
 def imported(folder: str, on_load: bool = False) -> dict[str, str]:
-    """Distribution -> a file of ``folder`` that imports it; ``on_load`` leaves out what functions import."""
+    """Distribution -> a file of ``folder`` that imports it; ``on_load`` leaves out what functions import, and what
+    loading the file does without."""
     found = {}
     for path in (ROOT / folder).rglob("*.py"):
         left: list[ast.AST] = [ast.parse(path.read_text())]
@@ -44,16 +45,18 @@ def imported(folder: str, on_load: bool = False) -> dict[str, str]:
                 modules = [node.module]
             tops = {module.split(".")[0] for module in modules} - OWN - sys.stdlib_module_names
             found |= {canonicalize_name(DISTRIBUTIONS.get(top, top)): str(path.relative_to(ROOT)) for top in tops}
-            is_later = isinstance(node, ast.FunctionDef) or (
-                isinstance(node, ast.If) and "TYPE_CHECKING" in names(node)
+            is_later = (
+                isinstance(node, ast.FunctionDef)
+                or (isinstance(node, ast.If) and "TYPE_CHECKING" in names(node.test))
+                or (isinstance(node, ast.With) and "ImportError" in names(node.items[0].context_expr))
             )
             if not (on_load and is_later):
                 left += ast.iter_child_nodes(node)
     return found
 
 
-def names(node: ast.If) -> set[str]:
-    return {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+def names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
