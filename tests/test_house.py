@@ -20,26 +20,21 @@ ROOT = TESTS.parent
 FLOORS = {"hardware": 0, "engines": 1, "rlworker": 2, "recipes": 3}
 HARDWARE_WORD = re.compile(r"(cuda|npu|nccl|hccl|ascend)(:.*)?", re.I)
 SOURCES = sorted(path for package in FLOORS for path in (ROOT / package).rglob("*.py"))
+OTHERS = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "hardware"]
+"""Sources that know no platform."""
 
 
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return found
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_run_down(path):
-    package = path.relative_to(ROOT).parts[0]
-    tops = {name.split(".")[0] for name in imports(path)}
-    up = {top for top in tops if FLOORS.get(top, -1) > FLOORS[package]}
-    assert not up
-    if package in ("hardware", "engines"):
-        assert "ray" not in tops
+def test_imports_run_down():
+    for path in SOURCES:
+        package = path.relative_to(ROOT).parts[0]
+        tops = {name.split(".")[0] for name in imported(path, types=True)}
+        assert not {top for top in tops if FLOORS.get(top, -1) > FLOORS[package]}, path
+        assert package in ("rlworker", "recipes") or "ray" not in tops, path
 
 
 NAMES_OF_PLATFORMS = {
@@ -52,36 +47,26 @@ NAMES_OF_PLATFORMS = {
 """Files outside hardware/ that may say a word which is a platform's name as well."""
 
 
-def rooms_of_platforms() -> set[str]:
-    return {place.split(".")[1] for place in PLATFORMS.values()}
-
-
-@pytest.mark.parametrize(
-    "path",
-    [p for p in (*SOURCES, *sorted((ROOT / "scripts").rglob("*.py"))) if p.relative_to(ROOT).parts[0] != "hardware"],
-    ids=lambda p: str(p.relative_to(ROOT)),
-)
-def test_no_platform_is_named_outside_hardware(path):
+def test_no_platform_is_named_outside_hardware():
     """A platform is one folder and its line in hardware/platforms.py: who names one elsewhere forgets the next."""
-    tree, rooms = ast.parse(path.read_text()), "|".join(rooms_of_platforms())
-    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    named = {words for words in said | imported(path) if re.match(rf"hardware\.({rooms})\b", words)}
-    named |= {word for word in said if word in PLATFORMS or HARDWARE_WORD.fullmatch(word.strip())}
-    owned = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
-    named |= {f"torch.{node.attr}" for node in owned if node.value.id == "torch" and node.attr in ("cuda", "npu")}
-    allowed = {name for where, name in NAMES_OF_PLATFORMS if where == str(path.relative_to(ROOT))}
-    assert not named - allowed, "ask the platform, by hardware.platforms.get_platform"
-
-
-def test_the_rooms_of_platforms_are_known():
-    assert {"cpu", "npu"} <= rooms_of_platforms() < {path.name for path in (ROOT / "hardware").iterdir()}
+    rooms = {place.split(".")[1] for place in PLATFORMS.values()}
+    assert {"cpu", "npu"} <= rooms < {path.name for path in (ROOT / "hardware").iterdir()}
+    for path in (*OTHERS, *sorted((ROOT / "scripts").rglob("*.py"))):
+        nodes = list(ast.walk(parse(path)))
+        said = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        named = {words for words in said | imported(path) if re.match(rf"hardware\.({'|'.join(rooms)})\b", words)}
+        named |= {word for word in said if word in PLATFORMS or HARDWARE_WORD.fullmatch(word.strip())}
+        owned = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        named |= {f"torch.{node.attr}" for node in owned if node.value.id == "torch" and node.attr in ("cuda", "npu")}
+        allowed = {name for where, name in NAMES_OF_PLATFORMS if where == str(path.relative_to(ROOT))}
+        assert not named - allowed, f"{path}: ask the platform, by hardware.platforms.get_platform"
 
 
 def test_files_and_functions_stay_short():
     for path in SOURCES:
         text = path.read_text()
         assert text.count("\n") <= 350, path
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
 
@@ -108,7 +93,7 @@ PREPOSITION = re.compile(r"_?(of|over|in|at|on|by|for|with|without|into|around|b
 
 def test_functions_are_verbs_and_docstrings_begin_with_a_sentence():
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef):
                 assert not PREPOSITION.match(node.name), f"{path}:{node.lineno} {node.name}: say what it does"
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -123,10 +108,10 @@ def entries(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.name != "__init__.py" and not path.name.startswith("."))
 
 
-@pytest.mark.parametrize("top", [*FLOORS, "tests", "scripts"])
-def test_rooms_stay_small_enough_to_look_through(top):
-    for folder in [ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir())]:
-        assert len(entries(folder)) <= 12, f"{folder}: make rooms in it"
+def test_rooms_stay_small_enough_to_look_through():
+    for top in (ROOT / name for name in (*FLOORS, "tests", "scripts")):
+        for folder in [top, *(path for path in top.rglob("*") if path.is_dir())]:
+            assert len(entries(folder)) <= 12, f"{folder}: make rooms in it"
 
 
 def test_tests_lie_in_the_rooms_of_what_they_test():
@@ -223,9 +208,7 @@ def test_every_config_key_has_a_reader():
         PlayConfig: {"config", "self"},
         sections.EnvironmentConfig: {"environment"},
     }
-    read = set().union(
-        *(reads(ast.parse(path.read_text()), "config" in str(path.relative_to(ROOT))) for path in SOURCES)
-    )
+    read = set().union(*(reads(parse(path), "config" in str(path.relative_to(ROOT))) for path in SOURCES))
     for config, names in owners.items():
         unread = {field.name for field in dataclasses.fields(config)} - {name for owner, name in read if owner in names}
         assert not unread, f"{config.__name__}: nothing reads {unread}"
@@ -268,20 +251,12 @@ def names(tree: ast.AST) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in SOURCES if p.relative_to(ROOT).parts[0] != "hardware"], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_no_mask_form_outside_hardware(path):
+def test_no_mask_form_outside_hardware():
     """Engines and recipes say a rule; in which form a kernel is told it, hardware/ alone knows."""
-    known = {name for name in names(ast.parse(path.read_text())) if MASK_FORMS.fullmatch(name)}
-    assert known <= {name for where, name in PASSED_ON if where == str(path.relative_to(ROOT))}
-
-
-def test_hardware_itself_does_know_mask_forms():
-    known = set().union(
-        *(names(ast.parse(p.read_text())) for p in SOURCES if p.relative_to(ROOT).parts[0] == "hardware")
-    )
-    assert {"attn_mask", "is_causal", "to_blocking_mask"} <= known
+    forms = {path: {name for name in names(parse(path)) if MASK_FORMS.fullmatch(name)} for path in SOURCES}
+    for path in OTHERS:
+        assert forms.pop(path) <= {name for where, name in PASSED_ON if where == str(path.relative_to(ROOT))}, path
+    assert {"attn_mask", "is_causal", "to_blocking_mask"} <= set().union(*forms.values())
 
 
 def test_a_family_is_named_in_its_file_alone():
@@ -293,7 +268,7 @@ def test_a_family_is_named_in_its_file_alone():
     for path in (ROOT / "engines").rglob("*.py"):
         if families in path.parents or path == ROOT / "engines" / "probes" / "faults.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             is_choice = isinstance(node, ast.Compare | ast.Match) and "model_type" in names(node)
             is_name = isinstance(node, ast.Constant) and node.value in family_names
             assert not (is_choice or is_name), f"{path}:{node.lineno}: state it in engines/models/families"
@@ -315,7 +290,7 @@ def imported(path: Path, on_load: bool = False, types: bool = False) -> frozense
 
     ``from a import b`` counts as ``a`` and ``a.b``, since either may be a module.
     """
-    found, left = set(), [ast.parse(path.read_text())]
+    found, left = set(), [parse(path)]
     while left:
         node = left.pop()
         if isinstance(node, ast.Import):
@@ -351,33 +326,28 @@ def way_to(path: Path, packages: set[str]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("path", LIGHT, ids=lambda path: str(path.relative_to(TESTS)))
-def test_collection_imports_nothing_heavy(path):
+def test_collection_imports_nothing_heavy():
     """So that ``pytest -k gae`` costs what the test costs. conftest, which every run loads, has no torch either."""
-    packages = HEAVY | {"torch"} if path.name == "conftest.py" else HEAVY
-    way = way_to(path, packages)
-    assert not way, f"{' -> '.join(way)}: import it in the function or fixture that needs it"
+    for path in LIGHT:
+        way = way_to(path, HEAVY | {"torch"} if path.name == "conftest.py" else HEAVY)
+        assert not way, f"{' -> '.join(way)}: import it in the function or fixture that needs it"
 
 
 def test_a_heavy_import_is_found_behind_others():
-    assert way_to(ROOT / "rlworker" / "cluster" / "workers.py", HEAVY) == [
-        "rlworker/cluster/workers.py",
-        "ray",
-    ]
-    assert way_to(ROOT / "engines" / "images" / "processor.py", HEAVY | {"torch"}) == [], (
-        "in functions, or for types alone"
-    )
+    workers, processor = (ROOT / path for path in ("rlworker/cluster/workers.py", "engines/images/processor.py"))
+    assert way_to(workers, HEAVY) == ["rlworker/cluster/workers.py", "ray"]
+    assert way_to(processor, HEAVY | {"torch"}) == [], "in functions, or for types alone"
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_prose_can_be_read_once(page):
+def test_prose_can_be_read_once():
     """Lines have at most 100 characters, sentences at most 25 words."""
-    text = page.read_text()
-    long = find_long_lines(text, 100) + [sentence for sentence in split_sentences(text) if count_words(sentence) > 25]
-    assert not long
+    for page in PAGES:
+        text = page.read_text()
+        assert not (long := find_long_lines(text, 100)), (page, long)
+        assert not (long := [each for each in split_sentences(text) if count_words(each) > 25]), (page, long)
 
 
 def test_long_lines_and_sentences_are_found():
