@@ -11,8 +11,10 @@ rollouts run ahead no two runs are equal, and tools are the demo's own: then eve
 prompts, each of them once.
 """
 
+import base64
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -22,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -78,14 +80,12 @@ def make_play_config(folder: Path, run: str, steps: int, toy: str, staleness: in
     rollouts run ahead it is evaluated."""
     from recipes.demos import calculator
 
-    config = calculator.DEFAULT
+    config, heldout = calculator.DEFAULT, f"{toy}/data/heldout.jsonl" * bool(staleness)
     return replace(
         config,
         model=f"{toy}/model_warm_seed0",
         run_dir=str(folder / run),
-        data=replace(
-            config.data, train=f"{toy}/data/train.jsonl", heldout=f"{toy}/data/heldout.jsonl" * bool(staleness)
-        ),
+        data=replace(config.data, train=f"{toy}/data/train.jsonl", heldout=heldout),
         rollout=replace(config.rollout, staleness=staleness),
         environment=replace(config.environment, workers=2),
         steps=steps,
@@ -162,24 +162,11 @@ def run_link(config: RunConfig, kills: list[Kill], pids: Path, learn_from: Calla
         trainer.fit()
 
 
-def start_link(config: RunConfig, kills: list[Kill], pids: Path, toy: str = "") -> tuple[int, str]:
+def start_link(config: RunConfig, kills: list[Kill], pids: Path, toy: bool = False) -> tuple[int, str]:
     """Run a link in a program of its own. Returns its exit code and its output."""
-    settings = json.dumps(
-        {
-            "folder": str(Path(config.run_dir).parent),
-            "run": Path(config.run_dir).name,
-            "steps": config.steps,
-            "resume": config.resume,
-            "kills": [asdict(kill) for kill in kills],
-            "pids": str(pids),
-            "toy": toy,
-            "staleness": config.rollout.staleness,
-        }
-    )
-    command = [sys.executable, "-W", "ignore", __file__, "--link", settings]
-    process = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHONPATH": os.getcwd()}
-    )
+    link = base64.b64encode(pickle.dumps((config, kills, pids, toy))).decode()
+    command, env = [sys.executable, "-W", "ignore", __file__, "--link", link], os.environ | {"PYTHONPATH": os.getcwd()}
+    process = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
     return process.returncode, process.stdout + process.stderr
 
 
@@ -256,14 +243,15 @@ def run_chain(folder: Path, kills: list[Kill], steps: int) -> dict[str, float]:
         print(kill, f"exit {code}, all gone after {seconds:.1f} s", flush=True)
     code, output = start_link(replace(killed_config, resume=True), [], folder / "pids")
     assert code == 0, output
-    compare_ends(folder, steps)
+    compare_ends(folder, steps, "whole", "killed")
     return {"kills": len(kills), "longest_seconds": longest}
 
 
-def compare_ends(folder: Path, steps: int) -> None:
-    """Check that the killed run has the whole one's metrics and its weights, bit for bit."""
-    assert read_metrics_without_times(folder / "killed") == read_metrics_without_times(folder / "whole")
-    ends = [read_weights(folder / run / "checkpoints" / f"step_{steps}") for run in ("whole", "killed")]
+def compare_ends(folder: Path, steps: int, *runs: str) -> None:
+    """Check that two runs, one that was whole and the other, have the same metrics and weights, bit for bit."""
+    whole, other = (read_metrics_without_times(folder / run) for run in runs)
+    assert whole == other
+    ends = [read_weights(folder / run / "checkpoints" / f"step_{steps}") for run in runs]
     assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
 
 
@@ -289,21 +277,21 @@ def run_play_chain(folder: Path, kills: list[Kill], steps: int, toy: str, stalen
         AssertionError: somebody was not killed, or the ends differ.
     """
     for run in ("whole",) if staleness else ("again", "whole"):
-        code, output = start_link(make_play_config(folder, run, steps, toy, staleness), [], folder / "pids", toy)
+        code, output = start_link(make_play_config(folder, run, steps, toy, staleness), [], folder / "pids", True)
         assert code == 0, output
     if not staleness:
         assert read_metrics_without_times(folder / "again") == read_metrics_without_times(folder / "whole")
     config, left = make_play_config(folder, "killed", steps, toy, staleness), list(kills)
     while True:
         resume = (folder / "killed" / "config.json").exists()
-        code, output = start_link(replace(config, resume=resume), left, folder / "pids", toy)
+        code, output = start_link(replace(config, resume=resume), left, folder / "pids", True)
         drivers = [place for place, kill in enumerate(left) if kill.victim == "driver"]
         assert (code == 0) == (not drivers), output
         print(left[: drivers[0] + 1] if drivers else left, f"exit {code}", flush=True)
         if not drivers:
             break
         left = left[drivers[0] + 1 :]
-    compare_prompts(folder, steps) if staleness else compare_ends(folder, steps)
+    compare_prompts(folder, steps) if staleness else compare_ends(folder, steps, "whole", "killed")
     outages = (folder / "killed" / "outages.jsonl").read_text().splitlines()
     assert len(outages) == sum(kill.victim != "driver" for kill in kills), outages
     print(read_metrics_without_times(folder / "killed")[-1])
@@ -324,13 +312,8 @@ def draw_kills(
 
 if __name__ == "__main__":
     if sys.argv[1] == "--link":
-        settings = json.loads(sys.argv[2])
-        place, toy = (Path(settings["folder"]), settings["run"], settings["steps"]), settings["toy"]
-        made = make_play_config(*place, toy, settings["staleness"]) if toy else make_config(*place)
-        config = replace(made, resume=settings["resume"])
-        kills = [Kill(**kill) for kill in settings["kills"]]
-        learn_from = make_play(own_tools=settings["staleness"] > 0) if toy else reward
-        run_link(config, kills, Path(settings["pids"]), learn_from)
+        config, kills, pids, toy = pickle.loads(base64.b64decode(sys.argv[2]))
+        run_link(config, kills, pids, make_play(own_tools=config.rollout.staleness > 0) if toy else reward)
     else:
         import tempfile
 

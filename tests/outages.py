@@ -2,7 +2,6 @@
 
     python tests/outages.py                            # every one of OUTAGES, NODES and MEMORY, and the control
     python tests/outages.py engine-sync rank-stopped   # some of them
-    python tests/outages.py --json outages.json        # the figures of all of them
     python tests/outages.py --calm 15                  # minutes under the load of 20 processes: nobody may be ended
     python tests/outages.py --ahead                    # rollouts run ahead, by one update
 
@@ -25,14 +24,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import psutil
-from kill_chain import make_config, read_metrics_without_times, read_weights, reward
+from kill_chain import compare_ends, make_config, read_metrics_without_times, reward
 
 from rlworker.config.run import RunConfig, TrainingConfig
 from rlworker.config.sections import EnvironmentConfig, RecoveryConfig
@@ -66,10 +65,6 @@ class Outage:
     resends: bool = True
     supervised: bool = False
     eats: bool = False
-
-    @property
-    def way(self) -> str:
-        return "memory" if self.eats else "SIGSTOP" if self.stops else "SIGKILL"
 
 
 OUTAGES = {
@@ -193,22 +188,10 @@ def check_whole(run: Path) -> None:
     assert all(line["grad_norm"] > 1e-3 for line in lines[1:]), lines
 
 
-def compare_whole(folder: Path, whole: str, name: str) -> None:
-    """Compare a run with the one that lost nobody: metrics and weights, bit for bit."""
-    assert read_metrics_without_times(folder / name) == read_metrics_without_times(folder / whole)
-    ends = [read_weights(folder / each / "checkpoints" / f"step_{STEPS}") for each in (whole, name)]
-    assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
-
-
 def compare_ahead(folder: Path, whole: str, name: str) -> None:
     """Compare two runs that ran ahead: fields of their metrics, and prompts of their steps."""
-    fields = [
-        [
-            {key for key in line if not key.startswith("logprob_diff")}
-            for line in read_metrics_without_times(folder / run)
-        ]
-        for run in (whole, name)
-    ]
+    lines = (read_metrics_without_times(folder / run) for run in (whole, name))
+    fields = [[{key for key in line if not key.startswith("logprob_diff")} for line in each] for each in lines]
     assert fields[0] == fields[1]
     prompts = [(folder / run / "prompts.jsonl").read_text() for run in (whole, name)]
     assert prompts[0] == prompts[1] and len(prompts[0].splitlines()) == STEPS
@@ -233,7 +216,10 @@ def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None, s
     assert not outage.eats or any(outage.victim in each and "monitor" in each[outage.victim] for each in lost), lost
     assert all(json.loads(line)["where"].startswith("step ") for line in lines), lines
     assert f"<th>outages</th><td>{len(lines)}</td>" in (folder / name / "report.html").read_text()
-    (compare_ahead if staleness and not outage.supervised else compare_whole)(folder, whole, name)
+    if staleness and not outage.supervised:
+        compare_ahead(folder, whole, name)
+    else:
+        compare_ends(folder, STEPS, whole, name)
     named = times["named"] - times["struck"]
     limit_s = outage.stops * STALL_TIMEOUT_S + (NODE_NAMED_S if kill_node or outage.eats else NAMED_S)
     assert named < limit_s, f"named after {named:.1f} s"
@@ -289,29 +275,18 @@ def stay_calm(folder: Path, minutes: float) -> None:
             process.kill()
 
 
-def play_all(
-    folder: Path, names: list[str], kill_node: Callable[[], None] | None = None, staleness: int = 0
-) -> Iterator[dict[str, Any]]:
-    """Play outages one after another: yields a row of a table for each."""
+def play_all(folder: Path, names: list[str], kill_node: Callable[[], None] | None = None, staleness: int = 0) -> None:
+    """Play outages one after another, and tell what came of each."""
     for name in names:
-        start = time.monotonic()
-        control = name == "control"
+        start, control = time.monotonic(), name == "control"
         result = check_control(folder, staleness) if control else play(folder, name, kill_node, staleness)
         print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
-        if isinstance(result, dict):
-            outage = EVERY[name]
-            row = {"lost": outage.victim + ", supervised" * outage.supervised}
-            row |= {"by": outage.way, "in": outage.phase}
-            row |= {"named after s": result["named"], "replaced after s": result.get("replaced", "")}
-            what = "prompts of each step" if staleness else "metrics and weights"
-            yield row | {what: "those of the run that lost none"}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [*OUTAGES, "control", *NODES, *MEMORY]
     parser.add_argument("names", nargs="*", default=every, metavar="NAME", help=", ".join(every))
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--ahead", action="store_true", help="let rollouts run ahead, by one update")
     parser.add_argument("--calm", type=float, metavar="MINUTES", help="run under load, and strike nobody")
     options = parser.parse_args()
@@ -324,11 +299,10 @@ def main(options: argparse.Namespace) -> None:
     from recipes.common.addition import make_data, make_model
     from rlworker.cluster.ray import running_ray
     from rlworker.cluster.worker_pool import keeping_workers
-    from rlworker.tracking.provenance import collect_provenance
 
-    head, staleness = asdict(collect_provenance("cpu")), AHEAD * options.ahead
+    staleness = AHEAD * options.ahead
     with tempfile.TemporaryDirectory() as place:
-        folder, rows = Path(place), []
+        folder = Path(place)
         make_data(folder / "data")
         make_model(folder / "model", seed=0)
         if options.calm is not None:
@@ -337,19 +311,17 @@ def main(options: argparse.Namespace) -> None:
             return
         if alone := [name for name in options.names if name not in NODES | MEMORY]:
             with running_ray(8, "cpu"), keeping_workers():
-                rows += play_all(folder, alone, staleness=staleness)
+                play_all(folder, alone, staleness=staleness)
         if apart := [name for name in options.names if name in NODES]:
             with open_nodes() as kill_node:
-                rows += play_all(folder, apart, kill_node, staleness)
+                play_all(folder, apart, kill_node, staleness)
         if hungry := [name for name in options.names if name in MEMORY]:
             memory = psutil.virtual_memory()
             limit = 1 - memory.available / memory.total + MEMORY_GIB * 2**30 / memory.total
             assert limit < 0.95, "this machine has too little memory left to play these"
             os.environ |= {"RAY_memory_usage_threshold": f"{limit:.4f}", "RAY_memory_monitor_refresh_ms": "50"}
             with running_ray(8, "cpu"), keeping_workers():
-                rows += play_all(folder, hungry, staleness=staleness)
-    if options.json:
-        options.json.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
+                play_all(folder, hungry, staleness=staleness)
 
 
 if __name__ == "__main__":

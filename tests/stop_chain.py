@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from kill_chain import PHASES, RAY_AGENTS, check_folder, measure_survival, read_metrics_without_times, read_weights
+from kill_chain import PHASES, RAY_AGENTS, check_folder, compare_ends, measure_survival
 
 STOPPED = 128 + signal.SIGTERM
 GONE_S = 5.0
@@ -131,9 +131,7 @@ def run_chain(folder: Path, moments: list[Moment], steps: int) -> None:
         print(moment, f"exit {status} after {time.monotonic() - start_s:.1f} s:", *lines, sep="\n  ", flush=True)
     status, output = run_link(folder, "stopped", steps)
     assert status == 0, output
-    assert read_metrics_without_times(folder / "stopped") == read_metrics_without_times(folder / "whole")
-    ends = [read_weights(folder / run / "checkpoints" / f"step_{steps}") for run in ("whole", "stopped")]
-    assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
+    compare_ends(folder, steps, "whole", "stopped")
 
 
 def draw_moments(count: int, seed: int, steps: int) -> list[Moment]:

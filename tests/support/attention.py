@@ -1,4 +1,4 @@
-"""Who influences whom through an attention function, and what a call that breaks a kernel's requirement raises."""
+"""Inputs of an attention function, and what a call that breaks a kernel's requirement raises."""
 
 from contextlib import contextmanager
 
@@ -13,17 +13,6 @@ def draw_qkv(b, s, seed=0):
     """Draw query, key and value ``[b, s, heads, DIM]``, which take gradients."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(b, s, h, DIM, generator=generator, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)]
-
-
-def probe_influence(attend, b, s):
-    """Return ``[b, s, s]`` bool: the output at place i changes with keys and values at place j of the same row."""
-    query, key, value = draw_qkv(b, s)
-    out = attend(query, key, value)
-    sees = torch.zeros(b, s, s, dtype=torch.bool)
-    for i in range(s):
-        grads = torch.autograd.grad(out[:, i].sum(), (key, value), retain_graph=True)
-        sees[:, i] = sum(g.abs().flatten(2).sum(-1) for g in grads) > 0
-    return sees
 
 
 @contextmanager

@@ -19,50 +19,30 @@ def test_the_one_shift():
     assert batch.positions.tolist() == [0, 1, 0, 1, 2]
     assert batch.mask.tolist() == [True, True, False, True, True]
 
-
-def test_per_token_repeats_over_empty_sequences_too():
-    assert make().repeat_per_token(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 1, 3, 3, 3]
+    assert batch.repeat_per_token(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 1, 3, 3, 3]
 
 
-def test_a_column_of_the_wrong_length_is_refused():
-    with pytest.raises(ValueError, match="advantages has 4 entries, the batch has 5 tokens"):
-        make(advantages=torch.zeros(4))
-    with pytest.raises(ValueError, match="rewards has 5 entries, the batch has 3 sequences"):
-        make(rewards=torch.zeros(5))
-
-
-def test_a_column_that_would_broadcast_is_refused():
-    with pytest.raises(ValueError, match=r"advantages has shape \(5, 1\), expected \[5\]"):
-        make(advantages=torch.zeros(5, 1))
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"advantages": torch.zeros(4)}, "advantages has 4 entries, the batch has 5 tokens"),
+        ({"rewards": torch.zeros(5)}, "rewards has 5 entries, the batch has 3 sequences"),
+        ({"advantages": torch.zeros(5, 1)}, r"advantages has shape \(5, 1\), expected \[5\]"),  # would broadcast
+        ({"rollout_top_ids": torch.zeros(5)}, r"rollout_top_ids has shape \(5,\), expected \[5, k\]"),
+    ],
+)
+def test_a_column_of_another_shape_is_refused(columns, message):
+    with pytest.raises(ValueError, match=message):
+        make(**columns)
 
 
 def test_columns_of_several_numbers_a_target_say_so():
     top = torch.arange(10).view(5, 2)
     batch = make(rollout_top_ids=top)
     assert batch.gather(np.array([2, 0])).rollout_top_ids.tolist() == [[4, 5], [6, 7], [8, 9], [0, 1], [2, 3]]
-    assert [part.rollout_top_ids.tolist() for part in batch.cut([0, 1, 2, 3])] == [
-        top[:2].tolist(),
-        [],
-        top[2:].tolist(),
-    ]
+    parts = [part.rollout_top_ids.tolist() for part in batch.cut([0, 1, 2, 3])]
+    assert parts == [top[:2].tolist(), [], top[2:].tolist()]
     assert torch.equal(pickle.loads(pickle.dumps(batch)).rollout_top_ids, top)
-    with pytest.raises(ValueError, match=r"rollout_top_ids has shape \(5,\), expected \[5, k\]"):
-        make(rollout_top_ids=torch.zeros(5))
-
-
-@pytest.mark.parametrize(("ids", "prompt"), [([], 1), ([1, 2], 0), ([1, 2], 3)])
-def test_impossible_prompts_are_refused(ids, prompt):
-    with pytest.raises(ValueError, match="sequence 0"):
-        TrainBatch.from_ids([ids], [prompt])
-
-
-def test_every_cut_puts_together_what_it_cut():
-    sequences = [list(range(3 + i)) for i in range(7)]
-    batch = TrainBatch.from_ids(sequences, [1] * 7, rewards=torch.arange(7.0), group=torch.arange(7))
-    parts = batch.split(3)
-    assert sum((p.lengths for p in parts), ()) == batch.lengths
-    for name, column in batch.columns().items():
-        assert torch.equal(torch.cat([getattr(p, name) for p in parts]), column), name
 
 
 def test_sequences_are_gathered_with_all_that_is_theirs():
@@ -72,11 +52,6 @@ def test_sequences_are_gathered_with_all_that_is_theirs():
     assert gathered.targets.tolist() == [2, 3, 5, 8, 9] and gathered.mask.tolist() == [False, True, True, True, True]
     assert gathered.advantages.tolist() == [2, 3, 4, 0, 1] and gathered.rewards.tolist() == [1.5, 1.0, 0.5]
     assert batch.gather(np.arange(3)) is batch
-
-
-def test_too_few_sequences_to_split_is_refused():
-    with pytest.raises(ValueError, match="3 sequences cannot be split over 4"):
-        make().split(4)
 
 
 def test_pickling_sends_a_cut_without_the_rest():
@@ -118,16 +93,14 @@ def test_each_id_says_whether_it_was_sampled():
         ({"sampled": [[False, True], [True]]}, "sequence 1 has 1 ids and 1 marks .* the first False"),
         ({"sampled": [[False], [False]]}, "sequence 0 has 2 ids and 1 marks"),
         ({"prompt_lengths": [1, 2]}, "sequence 1 has 1 ids and a prompt of 2"),
+        ({"prompt_lengths": [0, 1]}, "sequence 0 has 2 ids and a prompt of 0"),
         ({"prompt_lengths": [1]}, "shorter"),
         ({"sampled": [[False, True]]}, "shorter"),
     ],
 )
-def test_marks_that_do_not_fit_are_refused(arguments, message):
+def test_marks_and_prompts_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         TrainBatch.from_ids([[1, 2], [3]], **arguments)
-
-
-def test_marks_of_no_ids_are_refused():
     with pytest.raises(ValueError, match="sequence 0 has 0 ids and 0 marks"):
         TrainBatch.from_ids([[]], sampled=[[]])
 
@@ -151,8 +124,13 @@ def test_no_cut_goes_through_an_episode():
     assert [part.rewards.tolist() for part in batch.split(3)] == [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
     assert [part.lengths for part in batch.split(3)] == [(1, 2, 3, 4), (5, 6, 7), (8, 9)]
     assert [len(part) for part in batch.split(6)] == sizes
+    parts = batch.split(3)
+    for name, column in batch.columns().items():
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), column), name
     with pytest.raises(ValueError, match="6 episodes cannot be split over 7 parts; use more episodes"):
         batch.split(7)
+    with pytest.raises(ValueError, match="3 sequences cannot be split over 4"):
+        make().split(4)
 
 
 def test_cuts_are_views_of_what_lies_between_their_bounds():

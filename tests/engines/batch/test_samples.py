@@ -24,7 +24,7 @@ def make(logprobs: bool = True) -> list[Completion]:
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
-def test_what_was_joined_comes_back(logprobs):
+def test_columns_are_joined_cut_put_together_and_sorted(logprobs):
     single = make(logprobs)
     joined = Completions.join(single)
     assert len(joined) == 4 and list(joined) == single and joined[-1] == single[-1]
@@ -35,12 +35,6 @@ def test_what_was_joined_comes_back(logprobs):
         assert one.finished == (number % 2 == 0) and one.token_ids.dtype == np.int32
     with pytest.raises(IndexError):
         joined[4]
-
-
-@pytest.mark.parametrize("logprobs", [True, False])
-def test_columns_are_cut_put_together_and_sorted(logprobs):
-    single = make(logprobs)
-    joined = Completions.join(single)
     assert list(joined[1:3]) == single[1:3] and len(joined[3:1]) == 0
     assert list(joined[1::2]) == single[1::2] and list(joined[::-1]) == single[::-1]
     assert Completions.concatenate([joined[:1], joined[1:3], joined[3:]]) == joined
@@ -57,19 +51,22 @@ def test_one_number_makes_the_difference():
 
 
 def test_columns_are_pickled_without_what_they_were_cut_from():
-    many = Completions.join(
-        [Completion(np.arange(1000, dtype=np.int32), np.ones(1000, np.float32), True, ((0, 1000),))] * 9
-    )
+    one = Completion(np.arange(1000, dtype=np.int32), np.ones(1000, np.float32), True, ((0, 1000),))
+    many = Completions.join([one] * 9)
     sent = pickle.dumps(many[2:3])
     assert len(sent) < 1000 * 8 + 2000 and pickle.loads(sent) == many[2:3]
 
 
-def test_logprobs_of_some_completions_are_refused():
+def test_logprobs_or_the_likeliest_ids_of_some_completions_alone_are_refused():
     scored, greedy = make(True), make(False)
     with pytest.raises(ValueError, match=r"3 sampled ids and logprobs of 2, expected of all or of none"):
         Completions.join([greedy[2], scored[3]])
     with pytest.raises(ValueError, match="draw all completions of a round greedily or none"):
         Completions.concatenate([Completions.join(greedy), Completions.join(scored)])
+    with pytest.raises(ValueError, match="1 of 2 parts have the logprobs of the likeliest ids, expected all or none"):
+        Completions.join([make()[0], make_top()[2]])
+    with pytest.raises(ValueError, match="draw all completions of a round with the same top_logprobs"):
+        Completions.concatenate([Completions.join(make_top()), Completions.join(make())])
 
 
 def make_top(top: int = 2) -> list[Completion]:
@@ -92,17 +89,7 @@ def test_the_likeliest_ids_stay_with_theirs():
     assert pickle.loads(pickle.dumps(joined[2:])) == joined[2:]
 
 
-def test_the_likeliest_ids_of_some_completions_are_refused():
-    with pytest.raises(ValueError, match="1 of 2 parts have the logprobs of the likeliest ids, expected all or none"):
-        Completions.join([make()[0], make_top()[2]])
-    with pytest.raises(ValueError, match="draw all completions of a round with the same top_logprobs"):
-        Completions.concatenate([Completions.join(make_top()), Completions.join(make())])
-
-
 def test_no_completions_are_columns_too():
     none = Completions.join([])
-    assert (
-        len(none) == 0
-        and list(none) == []
-        and Completions.concatenate([none, Completions.join(make())])[0] == make()[0]
-    )
+    assert len(none) == 0 and list(none) == []
+    assert Completions.concatenate([none, Completions.join(make())])[0] == make()[0]

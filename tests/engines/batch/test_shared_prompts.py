@@ -67,17 +67,27 @@ def test_every_size_and_platform(pool_of, make_hf_model, measured, size, platfor
     check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"{size} {platform}")
 
 
-@pytest.mark.parametrize("size", ["DP2", "CP4"])
-@pytest.mark.parametrize("platform", ["cpu", *(pytest.param(name, marks=pytest.mark.large) for name in PLATFORMS[1:])])
+MORE = [(size, platform) for size in ("DP2", "CP4") for platform in PLATFORMS]
+
+
+@pytest.mark.parametrize(
+    ("size", "platform"), [MORE[0], *(pytest.param(*case, marks=pytest.mark.large) for case in MORE[1:])]
+)
 def test_replicas_and_many_parts_of_a_sequence(pool_of, make_hf_model, measured, size, platform):
     case = make_hf_model("qwen2", True), parse_size(size) | {"micro_batch_tokens": 40}, platform
     check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"{size} {platform}")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen2-window", "llama-rope3"])
+WINDOWED = ("gemma3_text", "qwen2-window")
+"""Families that share trees, since those differ from prompts alone where a window ends within what is shared."""
+
+
+@pytest.mark.parametrize("family", [*(name for name in FAMILIES if name != "qwen2"), "qwen2-window", "llama-rope3"])
 def test_every_text_family(one_rank, make_hf_model, measured, family):
-    ranks = one_rank.run(compute_both_ways, draw_address(), make_hf_model(family, True), {"micro_batch_tokens": 40})
-    check(ranks, measured, family)
+    """The matrix has qwen2."""
+    tokens, share = (90, "tree") if family in WINDOWED else (40, "prompts")
+    case = make_hf_model(family, True), {"micro_batch_tokens": tokens}, "cpu", None, share
+    check(one_rank.run(compute_both_ways, draw_address(), *case), measured, family)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +102,14 @@ def images(tmp_path_factory):
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
 def test_every_family_with_images(one_rank, tmp_path, images, measured, family):
-    """A group about another image of the same size, after the same ids, is another group."""
-    case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", images
+    """A group about another image of the same size, after the same ids, is another group. Of each way to see images
+    both ways or not, one family shares trees."""
+    share = "tree" if family in ("gemma3", "qwen3_vl") else "prompts"
+    case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", images, share
     ranks = one_rank.run(compute_both_ways, draw_address(), *case)
     check(ranks, measured, family)
-    assert (ranks[0][1]["schedule"].beginnings.common == 0).sum() == 6
+    if share == "prompts":
+        assert (ranks[0][1]["schedule"].beginnings.common == 0).sum() == 6
 
 
 @pytest.mark.large
@@ -117,18 +130,6 @@ def test_a_critic(one_rank, make_critic, measured):
 def test_trees(pool_of, make_hf_model, measured, size, platform, settings):
     case = make_hf_model("qwen2", False), parse_size(size) | SETTINGS[settings], platform, None, "tree"
     check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"tree {size} {platform}")
-
-
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen2-window"])
-def test_trees_of_families_with_windows(one_rank, make_hf_model, measured, family):
-    case = make_hf_model(family, False), {"micro_batch_tokens": 90}, "cpu", None, "tree"
-    check(one_rank.run(compute_both_ways, draw_address(), *case), measured, f"tree {family}")
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
-def test_trees_with_images(one_rank, tmp_path, images, measured, family):
-    case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", images, "tree"
-    check(one_rank.run(compute_both_ways, draw_address(), *case), measured, f"tree {family}")
 
 
 def step_both_ways(rank: int, world: int, address: str, folder: str) -> tuple[float, float]:

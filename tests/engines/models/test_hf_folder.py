@@ -104,10 +104,7 @@ def test_no_weights_write_nothing(make_hf_model, tmp_path):
             lambda weights: [*weights, weights[0]],
             r"'model\.embed_tokens\.weight' is exported twice, or is no weight of",
         ),
-        (
-            lambda weights: [("model.extra", weights[0][1]), *weights],
-            r"'model\.extra' is exported twice, or is no weight",
-        ),
+        (lambda weights: [("model.extra", weights[0][1]), *weights], r"'model\.extra' is exported twice, or is no"),
     ],
     ids=["lacking", "twice", "unknown"],
 )
@@ -117,12 +114,6 @@ def test_an_export_that_does_not_fit_the_model_is_not_written(make_hf_model, tmp
     with pytest.raises(ValueError, match=message):
         save_hf_folder(iter(weights), spec, str(tmp_path / "saved"), 10**9)
     assert not (tmp_path / "saved").exists()
-
-
-def test_a_whole_folder_is_read(copied):
-    weights = load_file(copied / "model.safetensors")
-    found = check(copied)
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize(
@@ -146,15 +137,9 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
     ("tensor", "message"),
     [
         (None, r"missing \['model\.embed_tokens\.weight'\] \(1 in all\), unexpected \[\] \(0 in all\)"),
-        (
-            torch.ones(100, 128),
-            r"embed_tokens\.weight in .* has shape \(100, 128\), expected \(99, 128\) from config\.json",
-        ),
+        (torch.ones(100, 128), r"embed_tokens\.weight in .* has shape \(100, 128\), expected \(99, 128\) from config"),
         (torch.ones(99), r"embed_tokens\.weight in .* has shape \(99,\), expected \(99, 128\) from config\.json"),
-        (
-            torch.ones(99, 128, dtype=torch.int8),
-            r"embed_tokens\.weight in .* has type I8, expected one of F64, F32, F16",
-        ),
+        (torch.ones(99, 128).char(), r"embed_tokens\.weight in .* has type I8, expected one of F64, F32, F16"),
     ],
     ids=["none", "rows", "dimensions", "type"],
 )
@@ -164,27 +149,19 @@ def test_a_tensor_that_does_not_fit_is_named(copied, tensor, message):
         check(copied)
 
 
-def test_a_tensor_too_many_is_named(copied):
+def test_a_tensor_too_many_or_in_two_files_is_named(copied):
     change(copied, **{"model.extra": torch.ones(1)})
     with pytest.raises(ValueError, match=r"missing \[\] \(0 in all\), unexpected \['model\.extra'\] \(1 in all\)"):
         check(copied)
-
-
-def test_a_tensor_in_two_files_is_refused(copied):
     save_file({EMBEDDING: torch.ones(99, 128)}, copied / "another.safetensors")
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors and .*another\.safetensors both hold 'model\.embed_tokens"
-    ):
+    with pytest.raises(ValueError, match=r"model\.safetensors and .*another\.safetensors both hold 'model\.embed"):
         check(copied)
 
 
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (
-            {"weight_map": {EMBEDDING: "model.safetensors", "b": "b.safetensors"}},
-            r"names \['b\.safetensors'\] \(1 in all\)",
-        ),
+        ({"weight_map": {EMBEDDING: "model.safetensors", "b": "b.safetensors"}}, r"names \['b\.safetensors'\] \(1 in"),
         ({"weight_map": {}}, r"leaves out \['model\.safetensors'\] \(1 in all\)"),
         ({"weight_map": [1]}, "has no weight_map of tensors to files"),
         ([], "must hold a JSON object, got list"),

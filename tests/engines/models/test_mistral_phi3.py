@@ -38,29 +38,17 @@ LONGROPE = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        (
-            "phi3",
-            {"rope_parameters": {"rope_type": "longrope", **LONGROPE}},
-            "'longrope', expected 'default'",
-        ),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", **LONGROPE}}, "'longrope', expected 'default'"),
         ("phi3", {"rope_scaling": {"type": "su", **LONGROPE}}, "rope_type 'su', expected 'default'"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear', expected 'default'"),
-        (
-            "mistral",
-            {"rope_parameters": {"rope_type": "longrope", **LONGROPE}},
-            "'longrope', expected one of",
-        ),
+        ("mistral", {"rope_parameters": {"rope_type": "longrope", **LONGROPE}}, "'longrope', expected one of"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.75}}, "partial_rotary_factor 0.75, expected 1"),
         (
             "phi3",
             {"partial_rotary_factor": 0.5, "rope_parameters": None},
-            "partial_rotary_factor 0.5, expected 1: the engine turns whole heads",
+            "0.5, expected 1: the engine turns whole heads",
         ),
-        (
-            "phi3",
-            {"resid_pdrop": 0.1},
-            "resid_pdrop, which the engine does not build; turn it off or leave it out",
-        ),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop, which the engine does not build; turn it off or leave it out"),
         ("phi3", {"embd_pdrop": 0.1}, "sets embd_pdrop"),
         ("phi3", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ("phi3", {"attention_bias": True}, "sets attention_bias"),

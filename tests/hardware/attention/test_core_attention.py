@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from support.cover import matrix
 from support.factors import LAYOUTS, PLATFORMS
-from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
@@ -76,13 +75,6 @@ def test_shared_beginnings_are_seen_as_the_oracle_allows(one_rank, platform, cp,
     assert max(differences) <= 5e-6, differences
 
 
-def test_a_new_platform_of_a_folder_and_a_line_attends_as_the_oracle_allows(one_rank, tmp_path):
-    attend = partial(run_on_added, write_platform(tmp_path), attend_all_ranks)
-    for kind, cp, rule in itertools.product(LAYOUTS, (1, 2, 4), RULES):
-        differences = one_rank.run(attend, NAME, LENGTHS[0], kind, cp, (rule,), 1, 0)[0]
-        assert max(differences) <= 5e-6, (kind, cp, rule, differences)
-
-
 FAULTY = {
     "whole-buffer causal": ("thd", CAUSAL),
     "boundaries off by one": ("thd", CAUSAL),
@@ -109,15 +101,11 @@ def attend_with_fault(fault, rank, world, name, *args):
 
 
 @pytest.mark.parametrize("fault", ATTENTION_FAULTS)
-@pytest.mark.parametrize("platform", [*PLATFORMS, NAME])
-def test_a_planted_fault_is_a_fault_on_every_platform(one_rank, tmp_path, platform, fault):
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_planted_fault_is_a_fault_on_every_platform(one_rank, platform, fault):
     kind, rule = FAULTY[fault]
     case = platform, (5, 4, 6), kind, 1, (rule,), 1, 0
-    runs = [partial(attend_with_fault, fault), attend_all_ranks]
-    if platform == NAME:
-        folder = write_platform(tmp_path)
-        runs = [partial(run_on_added, folder, run) for run in runs]
-    wrong, right = (one_rank.run(run, *case)[0] for run in runs)
+    wrong, right = (one_rank.run(run, *case)[0] for run in (partial(attend_with_fault, fault), attend_all_ranks))
     assert min(wrong) > 1e-2 and max(right) <= 5e-6, (wrong, right)
 
 
@@ -150,29 +138,25 @@ def test_an_npu_refuses_what_it_does_not_compute(kind, cp, rule):
             get_platform("npu-emulated").build_attention_inputs(spec, (torch.zeros(1, *layout.shape, DIM),) * 2)
 
 
-@pytest.mark.parametrize("rule", [CAUSAL, Rule(window=3)], ids=str)
 @pytest.mark.parametrize("cp", [1, 2])
-def test_an_npu_may_be_told_a_band_by_a_mask_too(one_rank, rule, cp):
-    differences = one_rank.run(attend_all_ranks, "npu-emulated", LENGTHS[3], "bshd", cp, (rule,), 1, 0, 1)[0]
-    assert max(differences) <= 5e-6, differences
+def test_an_npu_may_be_told_a_band_by_a_mask_too(one_rank, cp):
+    for rule in (CAUSAL, Rule(window=3)):
+        differences = one_rank.run(attend_all_ranks, "npu-emulated", LENGTHS[3], "bshd", cp, (rule,), 1, 0, 1)[0]
+        assert max(differences) <= 5e-6, differences
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_the_rest_of_a_pack_does_not_cost_its_square(cp):
+    def list_calls(layout: Layout) -> list:
+        inputs = layout.build_mask_spec(), (torch.zeros(1, *layout.shape, DIM),) * 2
+        return get_platform("npu-emulated").build_attention_inputs(*inputs).plan.calls[CAUSAL]
+
     layout = Layout.build((100, 7), "thd", cp=cp, slots=8192)
-    inputs = get_platform("npu-emulated").build_attention_inputs(
-        layout.build_mask_spec(), (torch.zeros(1, *layout.shape, DIM),) * 2
-    )
-    for call in inputs.plan.calls[CAUSAL]:
+    for call in list_calls(layout):
         queries, keys = (np.diff([0, *ends]) for ends in (call.actual_seq_qlen, call.actual_seq_kvlen))
         assert len(queries) == len(keys) == 2 + 81
         assert queries.max() <= 104 and sum(queries) == layout.shape[1] // (1 if cp == 1 else 2)
-    few = Layout.build((2,) * 1000, "thd", slots=8192)
-    (call,) = (
-        get_platform("npu-emulated")
-        .build_attention_inputs(few.build_mask_spec(), (torch.zeros(1, *few.shape, DIM),) * 2)
-        .plan.calls[CAUSAL]
-    )
+    (call,) = list_calls(Layout.build((2,) * 1000, "thd", slots=8192))
     assert len(call.actual_seq_qlen) == 1024 and call.actual_seq_qlen[-1] == 8192
 
 
@@ -216,23 +200,20 @@ def test_cuda_attends_by_sdpa_what_its_kernel_does_not_take(one_rank, kind, cp):
 
 def test_no_mask_is_as_large_as_the_pack():
     """Masks stay within a group's own length, whatever the number of tokens in the pack."""
-    from hardware.cpu.platform import CpuPlatform
-
     lengths = tuple(range(10, 60)) * 4
-    layout = Layout.build(lengths, "thd", cp=2)
-    turn = torch.zeros(1, *layout.shape, DIM), torch.zeros(1, *layout.shape, DIM)
-    plan = CpuPlatform().build_attention_inputs(layout.build_mask_spec((Rule(window=8),)), turn).plan
-    largest = max(mask.numel() for group in plan.groups for mask in group.masks.values())
+    groups = list_groups(Layout.build(lengths, "thd", cp=2), Rule(window=8))
+    largest = max(mask.numel() for group in groups for mask in group.masks.values())
     assert largest <= 60 * 60 and sum(lengths) ** 2 > 100 * largest
+
+
+def list_groups(layout: Layout, rule: Rule = CAUSAL) -> list:
+    inputs = layout.build_mask_spec((rule,)), (torch.zeros(1, *layout.shape, DIM),) * 2
+    return get_platform("cpu").build_attention_inputs(*inputs).plan.groups
 
 
 def test_sequences_of_like_lengths_share_a_call():
     """Eight lengths an octave, the next of which each takes: the padding stays below an eighth."""
-    from hardware.cpu.platform import CpuPlatform
-
-    layout = Layout.build(tuple(range(1, 257)), "thd")
-    turn = torch.zeros(1, *layout.shape, DIM), torch.zeros(1, *layout.shape, DIM)
-    groups = CpuPlatform().build_attention_inputs(layout.build_mask_spec(), turn).plan.groups
+    groups = list_groups(Layout.build(tuple(range(1, 257)), "thd"))
     taken = [group.keys for group in groups for _ in range(group.rows)]
     assert sorted({group.keys for group in groups}) == [
         *range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16)

@@ -44,11 +44,6 @@ def test_oracle_says_what_the_rule_says_in_words(kind, cp):
                         assert bool(see[b, i, j]) == (q >= 0 and q == k and 0 <= back < reach)
 
 
-def test_window_counts_the_token_itself():
-    see = MaskSpec("thd", (5,), (5,), rules=(Rule(window=2),)).compute_visible()[0]
-    assert see.sum(1).tolist() == [1, 2, 2, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -22,6 +22,20 @@ def test_a_pack_of_more_sequences_than_the_kernel_takes_is_refused():
         platform.build_attention_inputs(layout.build_mask_spec(), (torch.zeros(1, *layout.shape, DIM),) * 2)
 
 
+@pytest.mark.parametrize("kind", ["bshd", "thd"])
+def test_a_mask_does_not_grow_with_the_sequence(kind):
+    """verl#7055: a causal mask of ``[s, s]`` in floats, made at every micro-batch, took the memory of the host."""
+    masks = []
+    for length in (16, 4096, 65536):
+        layout = Layout.build((length, 3), kind)
+        rotary = (torch.zeros(1, *layout.shape, DIM),) * 2
+        inputs = get_platform("npu-emulated").build_attention_inputs(layout.build_mask_spec(), rotary)
+        ((call,),) = inputs.plan.calls.values()
+        masks.append(call.atten_mask)
+    assert {(mask.dtype, mask.shape) for mask in masks} == {(torch.bool, (2048, 2048))}
+    assert len({mask.data_ptr() for mask in masks}) == 1, "made once, whatever is attended"
+
+
 def test_each_platform_says_what_it_shows():
     assert describe(get_platform("cpu")) == "cpu (executed)"
     assert describe(get_platform("npu")).startswith("npu (executed), which nobody ran this project on before")

@@ -16,26 +16,18 @@ from rlworker.algorithms.losses import constant_length, policy_loss, sequence_me
 
 LIMIT = 1e-5
 """Largest ``|difference| / |gradient|`` (2-norms) of a tensor."""
-_ENTROPY = partial(policy_loss, entropy_coef=0.05)
+_ENTROPY, constant_length_of_32 = partial(policy_loss, entropy_coef=0.05), partial(constant_length, tokens=32)
+ppo, truncated = losses.ppo, losses.truncated_importance
 POLICY = {
-    "ppo, k2": (
-        partial(_ENTROPY, surrogate=partial(losses.ppo, dual_clip=3.0), kl_coef=0.1, kl=losses.kl_k2),
-        token_mean,
-    ),
+    "ppo, k2": (partial(_ENTROPY, surrogate=partial(ppo, dual_clip=3.0), kl_coef=0.1, kl=losses.kl_k2), token_mean),
     "gspo": (partial(_ENTROPY, surrogate=partial(losses.gspo, clip_low=0.1, clip_high=0.1)), sequence_mean),
-    "cispo, truncated": (
-        partial(_ENTROPY, surrogate=losses.cispo, correction=losses.truncated_importance),
-        partial(constant_length, tokens=32),
-    ),
+    "cispo, truncated": (partial(_ENTROPY, surrogate=losses.cispo, correction=truncated), constant_length_of_32),
     "gmpo": (partial(_ENTROPY, surrogate=losses.gmpo), sequence_mean),
     "sapo, masked, k3": (
         partial(_ENTROPY, surrogate=losses.sapo, correction=losses.masked_importance, kl_coef=0.1),
         token_mean,
     ),
-    "ppo, centered": (
-        partial(_ENTROPY, surrogate=losses.ppo, correction=losses.truncated_importance, center=True),
-        token_mean,
-    ),
+    "ppo, centered": (partial(_ENTROPY, surrogate=ppo, correction=truncated, center=True), token_mean),
     "sft": (sft_loss, sequence_mean),
 }
 CRITIC = {"clipped value": (partial(value_loss, clip=0.2), token_mean)}

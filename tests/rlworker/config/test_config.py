@@ -2,7 +2,6 @@ import ast
 import dataclasses
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,8 @@ from engines.models.spec import ModelSpec
 from engines.validation import read_installed_fields
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, list_override_warnings
-from hardware.platform import list_ray_resources, make_ray_options
+from hardware.platform import make_ray_options
 from hardware.platforms import PLATFORMS, get_platform
-from rlworker.config.keys import flatten_config
 from rlworker.config.model_checks import check_engines
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (
@@ -81,16 +79,12 @@ def test_importance_is_truncated_where_an_engine_is_bf16_or_rollouts_run_ahead()
         assert {RunConfig(algorithm=algorithm, **s).truncates_importance for s in ({}, ahead, *bf16)} == {want}
 
 
-def test_logprob_limits_follow_the_type():
-    assert RunConfig().find_logprob_limits(None) == (2e-5, 5e-3) and not RunConfig().takes_floor
-    assert RunConfig(limits=LimitsConfig(logprob_diff_mean=1e-3)).find_logprob_limits(None) == (1e-3, 5e-3)
-
-
 @pytest.mark.parametrize(
     "section", [{"actor": MegatronConfig(dtype="bfloat16")}, {"rollout": VllmConfig(dtype="bfloat16")}]
 )
 def test_the_limit_in_bfloat16_is_five_times_the_floor(section):
-    """Up to a half; and the one that the user sets wins, for which nothing is measured."""
+    """Up to a half; and the one that the user sets wins, for which nothing is measured. In float32 both are fixed."""
+    assert RunConfig().find_logprob_limits(None) == (2e-5, 5e-3) and not RunConfig().takes_floor
     config = RunConfig(**section)
     assert config.takes_floor and config.find_logprob_limits(0.03) == (pytest.approx(0.15), INF)
     assert config.find_logprob_limits(0.2) == config.find_logprob_limits(None) == (0.5, INF)
@@ -177,13 +171,6 @@ def test_scores_are_centered_by_no_more_tokens_than_there_are(make_hf_model):
         dataclasses.replace(config, algorithm=AlgorithmConfig(score_centering=vocab + 1)).check_models()
 
 
-def test_there_are_few_keys():
-    """At most 20 in a section, in none too, and 130 in all."""
-    sections = Counter(key.rpartition(".")[0] for key in flatten_config(RunConfig()))
-    assert sections.keys() >= {"", "actor", "actor.optimizer", "placement", "limits", "checkpoint"}
-    assert max(sections.values()) <= 20 and sections.total() <= 130
-
-
 @pytest.mark.parametrize(
     ("family", "tp", "message"),
     [
@@ -197,17 +184,8 @@ def test_a_model_that_devices_cannot_share_is_refused(make_hf_model, family, tp,
         rollout.check_model(ModelSpec.from_folder(make_hf_model(family, True)))
 
 
-def test_what_vllm_would_spread_over_further_devices_is_refused():
-    with pytest.raises(ValueError, match="pipeline_parallel_size: on a CPU vLLM starts with it and fails"):
-        VllmConfig(vllm={"pipeline_parallel_size": 2})
-    with pytest.raises(ValueError, match=r"may not set \['tensor_parallel_size'\]"):
-        VllmConfig(vllm={"tensor_parallel_size": 2})
-
-
 def test_an_engine_takes_as_much_of_ray_as_its_devices():
-    cpu, npu = get_platform("cpu"), get_platform("npu")
-    assert list_ray_resources(cpu, 2) == {"CPU": 2}
-    assert make_ray_options(npu, 4) == {"num_cpus": 4, "resources": {"NPU": 4}}
+    assert make_ray_options(get_platform("npu"), 4) == {"num_cpus": 4, "resources": {"NPU": 4}}
     assert RunConfig(rollout=VllmConfig(engines=2, tp=2), actor=MegatronConfig(ranks=3)).num_workers == 7
 
 
@@ -232,53 +210,26 @@ INF, NAN = float("inf"), float("nan")
 @pytest.mark.parametrize(
     ("section", "name", "value", "message"),
     [
-        (
-            AlgorithmConfig,
-            "mini_batches",
-            0,
-            "algorithm: mini_batches must be at least 1, got 0; change --algorithm.mini",
-        ),
+        (AlgorithmConfig, "mini_batches", 0, "algorithm: mini_batches must be at least 1, got 0; change --algorithm"),
         (AlgorithmConfig, "kl_coef", -0.1, "algorithm: kl_coef must be finite and not negative, got -0.1"),
         (AlgorithmConfig, "clip_low", NAN, "algorithm: clip_low must be a number, got nan"),
-        (RunConfig, "eval_every", -1, "config: eval_every must be 0 or more, got -1; change --eval-every"),
         (RunConfig, "seed", -1, "config: seed must be from 0 to 4294967295, got -1"),
         (RunConfig, "seed", 2**32, "config: seed must be from 0 to 4294967295, got 4294967296"),
-        (LimitsConfig, "logprob_diff_mean", -1.0, "limits: logprob_diff_mean must be 0 or more, got -1.0"),
         (RunConfig, "steps", "5", "config: steps must be a whole number, got '5'; change --steps"),
         (RunConfig, "actor", None, "config: actor must be MegatronConfig, got None"),
-        (
-            RunConfig,
-            "trackers",
-            ("paper",),
-            r"trackers must be a list \(one of 'tensorboard', 'wandb', .*\), got \('paper',\)",
-        ),
-        (DataConfig, "max_prompt_tokens", 0, "data: max_prompt_tokens must be at least 1, got 0"),
-        (OptimizerConfig, "lr", NAN, "actor.optimizer: lr must be a number, got nan; change --actor.optimizer.lr"),
-        (OptimizerConfig, "lr", INF, "actor.optimizer: lr must be finite and not negative, got inf"),
-        (OptimizerConfig, "lr", -1e-6, "actor.optimizer: lr must be finite and not negative, got -1e-06"),
+        (RunConfig, "trackers", ("paper",), r"config: trackers must be a list \(one of 'tensorboard', 'wandb', .*got"),
         (OptimizerConfig, "lr", 10**400, "actor.optimizer: lr must be finite and not negative, got 1000"),
-        (
-            OptimizerConfig,
-            "min_lr",
-            1e-4,
-            "actor.optimizer: min_lr must be at most lr=1e-06, got 0.0001; lower --actor.opt",
-        ),
+        (OptimizerConfig, "min_lr", 1e-4, "actor.optimizer: min_lr must be at most lr=1e-06, got 0.0001; lower --act"),
         (OptimizerConfig, "adam_beta1", 1.0, "actor.optimizer: adam_beta1 must be at least 0 and below 1, got 1.0"),
-        (OptimizerConfig, "adam_beta2", -0.1, "actor.optimizer: adam_beta2 must be at least 0 and below 1, got -0.1"),
         (OptimizerConfig, "adam_eps", 0.0, "actor.optimizer: adam_eps must be above 0 and finite, got 0.0"),
-        (OptimizerConfig, "clip_grad", -1.0, "actor.optimizer: clip_grad must be finite and not negative, got -1.0"),
-        (OptimizerConfig, "lr_warmup_steps", -1, "actor.optimizer: lr_warmup_steps must be 0 or more, got -1"),
-        (MegatronConfig, "ranks", 0, "actor: ranks must be at least 1, got 0; change --actor.ranks"),
         (MegatronConfig, "timeout_s", 0, "actor: timeout_s must be from 1 to 1000000000, got 0"),
         (MegatronConfig, "dtype", "float16", "actor: dtype must be one of 'float32', 'bfloat16', got 'float16'"),
-        (VllmConfig, "kv_cache_mb", -1, "rollout: kv_cache_mb must be 0 or more, got -1"),
         (VllmConfig, "temperature", 0.009, "rollout: temperature must be from 0.01 to 2.*, got 0.009"),
-        (VllmConfig, "temperature", INF, "rollout: temperature must be from 0.01 to 2.*, got inf"),
         (VllmConfig, "max_num_seqs", 4097, "rollout: max_num_seqs=4097 is above vLLM's max_num_batched_tokens=4096"),
     ],
 )
 def test_impossible_values_are_refused(section, name, value, message):
-    with pytest.raises(ValueError, match=f"^{message}" if not message.startswith("trackers") else message):
+    with pytest.raises(ValueError, match=f"^{message}"):
         section(**{name: value})
 
 
@@ -304,9 +255,7 @@ PASSED_THROUGH = [
 @pytest.mark.parametrize(("make", "where", "own", "refused"), PASSED_THROUGH, ids=["vllm", "megatron"])
 def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where, own, refused):
     for name in own:
-        with pytest.raises(
-            ValueError, match=rf"{where} may not set \['{name}'\]: the engine depends on its own values"
-        ):
+        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\]: the engine depends on its own"):
             make({name: 1})
     for name in refused:
         with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\]: .* would not follow; drop them"):
@@ -316,14 +265,12 @@ def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where,
 def test_other_names_are_those_of_the_installed_packages():
     assert VllmConfig(vllm={"enforce_eager": False, "block_size": 64}).vllm["block_size"] == 64
     assert MegatronConfig(megatron={"barrier_with_L1_time": False, "cp_comm_type": "p2p"}).megatron
-    with pytest.raises(
-        ValueError, match="vllm has 'blok_size', which is not there to be set; did you mean 'block_size'"
-    ):
+    with pytest.raises(ValueError, match=r"vllm has 'blok_size', which is not there .*; did you mean 'block_size'"):
         VllmConfig(vllm={"blok_size": 64})
     with pytest.raises(ValueError, match="vllm has block_size 'large', expected a whole number or null"):
         VllmConfig(vllm={"block_size": "large"})
-    with pytest.raises(ValueError, match="vllm has 'top_p', which is not there to be set"):
-        VllmConfig(vllm={"top_p": 0.9})
+    with pytest.raises(ValueError, match="pipeline_parallel_size: on a CPU vLLM starts with it and fails"):
+        VllmConfig(vllm={"pipeline_parallel_size": 2})
     with pytest.raises(ValueError, match="megatron has 'sequnce_paralel', which is not there to be set; did you mean"):
         MegatronConfig(megatron={"sequnce_paralel": True})
     with pytest.raises(ValueError, match="megatron has moe_router_dtype 'fp8', expected one of 'fp32', 'fp64' or null"):
@@ -382,15 +329,12 @@ def test_the_longest_sequence_must_fit_the_memory_for_keys_and_values(
     folder = make_hf_model("qwen2", False)
     saved = json.loads(Path(folder, "config.json").read_text())
     longest = have * 2**20 // 2048 - 32
-    for name in Path(folder).iterdir():
-        shutil.copy(name, tmp_path)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     Path(tmp_path, "config.json").write_text(json.dumps(saved | {"max_position_embeddings": 10**7}))
     config = RunConfig(model=str(tmp_path), rollout=VllmConfig(max_model_len=longest))
     config.check_models()
     too_long = dataclasses.replace(config, rollout=VllmConfig(max_model_len=longest + 1))
-    with pytest.raises(
-        ValueError, match=f"kv_cache_mb=0 gives {have} MB .*, expected at least {have + 1} for one sequence"
-    ):
+    with pytest.raises(ValueError, match=f"kv_cache_mb=0 gives {have} MB .*, expected at least {have + 1} for one"):
         too_long.check_models()
     dataclasses.replace(config, rollout=VllmConfig(max_model_len=longest + 1, kv_cache_mb=have + 1)).check_models()
 
@@ -402,9 +346,7 @@ def test_the_memory_that_the_environment_gives_must_be_a_number(monkeypatch):
 
 
 def test_slots_must_be_cut_over_the_ranks():
-    with pytest.raises(
-        ValueError, match="slots=100 must be a multiple of 48, which tp=2, cp=4 and pad_to_multiple_of=3"
-    ):
+    with pytest.raises(ValueError, match="slots=100 must be a multiple of 48, which tp=2, cp=4 and pad_to_mult"):
         MegatronConfig(ranks=8, tp=2, cp=4, pad_to_multiple_of=3, slots=100)
     assert MegatronConfig(ranks=8, tp=2, cp=4, pad_to_multiple_of=3, slots=144).slots == 144
 
