@@ -54,9 +54,7 @@ def test_tiles_ids_and_pixels_are_those_of_transformers(model, processor, images
 
 
 def test_an_image_of_another_count_of_tiles_is_named(processor, images):
-    with pytest.raises(
-        ValueError, match=r"112x56: the processor cut .* into \[3, 4, 4\] patches, expected \[2, 4, 4\]"
-    ):
+    with pytest.raises(ValueError, match=r"112x56: the processor cut .* into \[3, 4, 4\] patches, expected \[2, 4,"):
         processor.patches([images[0], replace(images[2], grid=(2, 4, 4))])
 
 

@@ -71,9 +71,7 @@ def test_who_shares_where_nobody_said():
     assert choose_sharing(ASKED, get_platform("cuda")) == "prompts"
     assert choose_sharing(MegatronConfig(layout="bshd"), CPU) == "none"
     for share in ("prompts", "tree"):
-        with pytest.raises(
-            ValueError, match=rf"share={share} needs slots that sequences have in common, .*layout=bshd"
-        ):
+        with pytest.raises(ValueError, match=rf"share={share} needs slots that sequences have in common,"):
             MegatronConfig(share=share, layout="bshd")
 
 

@@ -43,11 +43,7 @@ LONGROPE = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear', expected 'default'"),
         ("mistral", {"rope_parameters": {"rope_type": "longrope", **LONGROPE}}, "'longrope', expected one of"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.75}}, "partial_rotary_factor 0.75, expected 1"),
-        (
-            "phi3",
-            {"partial_rotary_factor": 0.5, "rope_parameters": None},
-            "0.5, expected 1: the engine turns whole heads",
-        ),
+        ("phi3", {"partial_rotary_factor": 0.5, "rope_parameters": None}, "0.5, expected 1: the engine turns whole"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop, which the engine does not build; turn it off or leave it out"),
         ("phi3", {"embd_pdrop": 0.1}, "sets embd_pdrop"),
         ("phi3", {"attention_dropout": 0.1}, "attention_dropout 0.1"),

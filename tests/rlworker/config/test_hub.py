@@ -171,9 +171,7 @@ def test_a_model_is_downloaded_and_a_gated_one_named(folder, cache, tmp_path, mo
     with serve_hub(folder, NEW, gated=True) as url, monkeypatch.context() as patched:
         patched.setattr(constants, "ENDPOINT", url)
         patched.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + path)
-        with pytest.raises(
-            ValueError, match=r"'hf:org/tiny' is gated: accept its terms at https://huggingface\.co/org/t"
-        ):
+        with pytest.raises(ValueError, match=r"'hf:org/tiny' is gated: accept its terms at"):
             find_model(NAME)
     with serve_hub(folder, NEW, gated=False) as url, monkeypatch.context() as patched:
         patched.setattr(constants, "ENDPOINT", url)

@@ -199,10 +199,7 @@ def test_a_video_that_changed_is_named(read, kept, tmp_path):
         ([{"path": "a.webp", "fps": "4"}], r"line 2: .*video 0 has fps '4', expected a number"),
         ([7], r'line 2: .*video 0 must be a path or \{"path": ..., "fps": ...\}, got int'),
         ([{"path": "mixed", "fps": 2}], r"line 2: .*mixed' has frames of \[\(28, 28\), \(84, 56\)\] pixels, expected"),
-        (
-            ["a.webp"] * 2,
-            r"line 2: the prompt has places for 1 videos, the row has 2 in its field",
-        ),
+        (["a.webp"] * 2, r"line 2: the prompt has places for 1 videos, the row has 2 in its field"),
         ([], r"line 2: the prompt has places for 1 videos, the row has 0"),
     ],
 )

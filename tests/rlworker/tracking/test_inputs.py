@@ -87,16 +87,8 @@ def swap(old: str, new: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "train.jsonl",
-            swap('"2"', '"3"'),
-            r"data\.train \S+train\.jsonl was 136 bytes, digest \w+, is 136 bytes, digest",
-        ),
-        (
-            "heldout.jsonl",
-            swap("2+2", "3+3"),
-            r"data\.heldout \S+heldout\.jsonl was 136 bytes, digest \w+, is 136 bytes",
-        ),
+        ("train.jsonl", swap('"2"', '"3"'), r"data\.train \S+train\.jsonl was 136 bytes, digest \w+, is 136 bytes,"),
+        ("heldout.jsonl", swap("2+2", "3+3"), r"data\.heldout \S+heldout\.jsonl was 136 bytes, digest \w+, is 136"),
         ("model/model.safetensors", train_one_row, r"actor model\.safetensors was \d+ bytes, digest \w+, is \d+ bytes"),
         ("model/tokenizer.json", swap("9", "8"), r"actor tokenizer\.json was \d+ bytes, digest \w+, is \d+ bytes"),
         ("model/config.json", swap("1e-06", "1e-05"), r"actor config\.json was \d+ bytes, digest \w+, is \d+ bytes"),
@@ -124,9 +116,7 @@ def test_everything_that_changed_is_named_rows_before_anything_is_imported(begun
     with pytest.raises(ValueError, match=r"data: data\.train .* was 136 bytes, .* is 169 bytes"):
         check_run(config)
     (folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(
-        ValueError, match=r"actor chat_template\.jinja was not there, is 14 bytes, .*; data\.train .* is 1"
-    ):
+    with pytest.raises(ValueError, match=r"actor chat_template\.jinja was not there, is 14 bytes, .*; data\.train"):
         begin(config)
 
 
