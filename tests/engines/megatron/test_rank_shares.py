@@ -85,36 +85,6 @@ def test_every_rank_writes_its_share_of_what_megatron_stores(two_ranks, make_hf_
         assert largest["gathered"] == 2, "rank 0 would write alone"
 
 
-def resume_at_other_sizes(rank, world, addresses, folder, target, before, after):
-    """Weights after two steps, and after one, a save, a load at other sizes and one more."""
-    batch, weights = make_batch(), []
-    engine = build_engine(rank, world, addresses[0], folder, SETTINGS | before)
-    take_step(engine, batch)
-    engine.save(target)
-    for place, settings in enumerate((before, after)):
-        if place:
-            engine = build_engine(rank, world, addresses[1], folder, SETTINGS | settings)
-            engine.load(target)
-        take_step(engine, batch)
-        weights.append({name: tensor.clone() for name, tensor in engine.export_weights()})
-    return weights
-
-
-SIZES = [({}, {"tp": 2, "pp": 2}), ({"tp": 2, "cp": 2}, {"pp": 2}), ({"pp": 2}, {"tp": 4})]
-
-
-@pytest.mark.large
-@pytest.mark.parametrize(("before", "after"), SIZES, ids=str)
-def test_shares_of_four_ranks_are_read_at_other_sizes(four_ranks, make_hf_model, tmp_path, before, after):
-    addresses = draw_address(), draw_address()
-    ranks = four_ranks.run(resume_at_other_sizes, addresses, make_hf_model("qwen2", True), str(tmp_path), before, after)
-    straight = next(rank[0] for rank in ranks if rank[0])
-    resumed = next(rank[1] for rank in ranks if rank[1])
-    assert max(float((resumed[name] - straight[name]).abs().max()) for name in straight) <= 2e-6
-    if not before:
-        assert measure_largest(tmp_path) <= 1.2
-
-
 def measure_largest(folder: Path) -> float:
     """Return the largest of the ranks' files over their mean."""
     sizes = [path.stat().st_size for path in folder.glob("__*")]

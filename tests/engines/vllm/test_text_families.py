@@ -24,6 +24,7 @@ WINDOWED = {
     "gemma3_text": {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "mistral": {},
     "phi3": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 0},
 }
 """Families that are given a window of 6, and what else they need for it."""
 
@@ -65,6 +66,8 @@ def test_logprobs_before_and_after_a_sync(cluster, tmp_path, measured, family):
         measured({label: float(found.max())})
         assert found.mean() <= 2e-6 and found.max() <= 1e-4
     assert measure_differences(old, PROMPTS, after).max() > 0.1, "the test can tell old weights from new"
-    if family in ("mistral", "phi3"):  # test_windows_are_honoured has the others
+    if family in WINDOWED:
         new.config.sliding_window = 1000
+        for layer in new.model.layers:
+            layer.self_attn.sliding_window = None
         assert measure_differences(new, PROMPTS, after).max() > 1e-2, "the test can tell a window from none"

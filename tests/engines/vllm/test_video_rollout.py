@@ -38,13 +38,10 @@ def make_video(grid: tuple[int, int, int]) -> Video:
     return Video("a.webp", "0", (14 * grid[2], 14 * grid[1]), grid, "video", frames, len(frames), 2.0)
 
 
-SHAPES = {
-    "wide": (2, 4, 8),
-    "longer than wide": (9, 4, 2),
-    "high, of many frames": (5, 12, 4),
-}
+SHAPES = {"wide": (2, 4, 8), "longer than wide": (9, 4, 2), "high, of many frames": (5, 12, 4)}
 
 
+@pytest.mark.large  # it imports vLLM
 @pytest.mark.parametrize("shape", SHAPES)
 def test_positions_are_those_of_vllm(model, shape):
     """Of a video between text, and of one around an image."""
@@ -78,6 +75,7 @@ def test_times_are_written_as_vllm_writes_them(model):
     ]
 
 
+@pytest.mark.large  # it imports vLLM
 @pytest.mark.parametrize(("grid", "seconds"), [((2, 8, 12), 1.0), ((6, 4, 6), 1.0), ((6, 4, 6), 0.4)])
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL"])
 def test_transformers_and_vllm_disagree_about_text_after_a_long_video(family, grid, seconds):

@@ -121,7 +121,14 @@ def folders(make_hf_model, make_critic) -> dict[str, str]:
     return {"language": make_hf_model("qwen2", False), "value": make_critic("qwen2")}
 
 
-@matrix({"cut": tuple(CUTS), "head": tuple(HEADS), "layout": LAYOUTS})
+FEW_CUTS = ("DP2-split", "PP2-split", "TP2-CP2-split")
+"""Cuts of a critic's step: what is added up, and over whom, is the policy's."""
+
+
+@matrix(
+    {"cut": tuple(CUTS), "head": tuple(HEADS), "layout": LAYOUTS},
+    allowed=lambda case: case["head"] == "language" or case["cut"] in FEW_CUTS,
+)
 def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, measured, cut, head, layout):
     (size, settings), cases = CUTS[cut], HEADS[head]
     want = whole(head, cases)
