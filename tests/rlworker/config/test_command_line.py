@@ -9,6 +9,7 @@ from annotated_types import Ge
 from support.program import run_program, run_recipe
 
 from engines.config import MegatronConfig, OptimizerConfig
+from hardware.platforms import PLATFORMS
 from rlworker.__main__ import main
 from rlworker.config.command_line import parse_config
 from rlworker.config.keys import flatten_config
@@ -41,13 +42,8 @@ def test_an_option_changes_its_key_alone():
     default = RunConfig(actor=MegatronConfig(ranks=2, optimizer=OptimizerConfig(lr=0.5, adam_eps=0.1)))
     said, config = parse(default, "--actor.optimizer.lr-scheduler", "linear", "--checkpoint.no-keep-best")
     assert said == ""
-    changed = flatten_config(default).items() ^ flatten_config(config).items()
-    assert changed == {
-        ("actor.optimizer.lr_scheduler", "constant"),
-        ("actor.optimizer.lr_scheduler", "linear"),
-        ("checkpoint.keep_best", True),
-        ("checkpoint.keep_best", False),
-    }
+    changed = dict(flatten_config(config).items() - flatten_config(default).items())
+    assert changed == {"actor.optimizer.lr_scheduler": "linear", "checkpoint.keep_best": False}
 
 
 @pytest.mark.parametrize(
@@ -62,10 +58,8 @@ def test_a_switch_takes_true_and_false_too(arguments, values):
     said, config = parse(RunConfig(), *arguments)
     assert said == "" and (config.placement.colocate, config.resume, config.steps) == values
 
-
-def test_a_switch_takes_no_other_word():
     said, config = parse(RunConfig(), "--resume", "maybe")
-    assert "maybe" in said and config == []
+    assert "maybe" in said and config == [], "and no other word"
 
 
 @pytest.mark.parametrize(
@@ -75,11 +69,6 @@ def test_a_switch_takes_no_other_word():
         (SftConfig(), ["--platform", "npu"], {"actor": "bfloat16"}),
         (RunConfig(), ["--platform", "npu", "--actor.dtype", "float32"], {"actor": "float32", "rollout": "bfloat16"}),
         (RunConfig(), ["--platform", "cuda-emulated"], {"actor": "float32", "rollout": "float32"}),
-        (
-            RunConfig(actor=MegatronConfig(dtype="bfloat16")),
-            ["--platform", "cuda-emulated"],
-            {"actor": "bfloat16", "rollout": "float32"},
-        ),
     ],
 )
 def test_engines_have_the_type_that_is_usual_on_the_platform(default, arguments, dtypes):
@@ -130,6 +119,7 @@ def test_help_of_a_section_that_is_not_there():
 def test_the_commands_of_rlworker_have_the_same_help():
     done = run_program(main, "check", "--help")
     assert done.returncode == 0 and "--self-test" in done.stdout and "--actor.tp" not in done.stdout
+    assert f"--platform {{{','.join(PLATFORMS)}}}" in done.stdout
     assert "Prove masks, layouts, logprobs and weight sync on this machine" in done.stdout
     assert "  rollout     The rollout engines: vLLM, its sizes and its sampling." in done.stdout.splitlines()
     for command in (("check",), ("plan", "recipes.grpo")):

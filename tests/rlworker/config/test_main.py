@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.program import run_program
 
-from hardware.platforms import PLATFORMS
 from rlworker.__main__ import main
 
 
@@ -31,11 +30,6 @@ def test_report_draws_a_run_cut_short(tmp_path):
     assert "all that came before</td><td>6.0 s</td>" in body, "what is left of 21.5 s"
     assert "<th>episode_failures</th><td>3</td>" in body and "skipped_train" not in body
     assert "m&lt;script&gt;" in body, "what a run wrote is shown, not run"
-
-
-def test_help_shows_the_platforms_to_choose_from():
-    done = run_program(main, "check", "--help")
-    assert done.returncode == 0 and f"--platform {{{','.join(PLATFORMS)}}}" in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "internvl", "mistral", "phi3"])

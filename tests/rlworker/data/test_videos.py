@@ -149,14 +149,10 @@ def test_images_and_videos_come_in_the_order_of_their_places(read, model):
     parts = [{"type": kind} for kind in ("video", "image", "video")]
     clips = [{"path": "a.webp", "frames": [0, 1]}, {"path": "a.webp", "frames": [2, 3]}]
     fields = {"images": ["b.png"], "videos": clips, "answer": "y"}
-    plain, spoken = read(
-        fields | {"prompt": "<video><image><video>"}, fields | {"prompt": [{"role": "u", "content": parts}]}
-    )
-    assert [(one.place[-7:], getattr(one, "frames", None)) for one in plain.images] == [
-        ("video 0", (0, 1)),
-        ("image 0", None),
-        ("video 1", (2, 3)),
-    ]
+    prompts = "<video><image><video>", [{"role": "u", "content": parts}]
+    plain, spoken = read(*(fields | {"prompt": prompt} for prompt in prompts))
+    shown = [(one.place[-7:], getattr(one, "frames", None)) for one in plain.images]
+    assert shown == [("video 0", (0, 1)), ("image 0", None), ("video 1", (2, 3))]
     assert list(plain.prompt_ids) == make_placeholders(plain.images, model)
     assert spoken.prompt_ids[2:-3] == plain.prompt_ids
     vision = model.vision

@@ -70,36 +70,21 @@ class Group:
     def train_step(self, batch: TrainBatch, loss, denominator: float):
         outputs = self.forward(batch)
         _, metrics = loss(outputs, batch)
-        return {k: float(v) for k, v in metrics.items()} | {
-            "grad_norm": 1.0,
-            "lr": 1e-3,
-            "prompt_sharing": 1.0,
-        }, outputs
+        metrics = {k: float(v) for k, v in metrics.items()}
+        return metrics | {"grad_norm": 1.0, "lr": 1e-3, "prompt_sharing": 1.0}, outputs
 
     def call(self, *_):
         return []
 
 
-class Rollouts:
-    """One rollout engine."""
-
-    workers = (None,)
-
-    def __init__(self, trainer):
-        self.trainer = trainer
-
-    def call(self, method, *_):
-        return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method.__name__, self.trainer.version)]
-
-
 class Loop:
-    """A loop whose engine answers every prompt with the same two tokens, ``turns`` times in an episode.
+    """A loop, and its one engine, which answers every prompt with the same two tokens, ``turns`` times in an episode.
 
     Rewards are all alike or not, and stand at the first turn. Episodes fail in every way in turn: of several turns in
     one half of the ways, of one in the other.
     """
 
-    environment_seconds = 0.0
+    environment_seconds, workers = 0.0, (None,)
 
     def __init__(self, trainer, alike: bool, turns: int):
         self.trainer, self.alike, self.turns = trainer, alike, turns
@@ -183,9 +168,8 @@ def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, a
     trainer.kl_in_reward = config.algorithm.kl_coef if config.algorithm.kl_in == "reward" else 0.0
     trainer.version = trainer.empty_steps = 0
     trainer.devices = SharedDevices()
-    trainer.processes, trainer.rollouts = [], Rollouts(trainer)
+    trainer.processes, trainer.rollouts = [], (loop := Loop(trainer, alike, turns))
     trainer.start_seconds = {"time_start_trainers": 1.0, "time_start_rollouts": 1.0, "time_floor": 1.0}
-    loop = Loop(trainer, alike, turns)
     parts = CODEC, trainer.rows, trainer.rollouts, loop, trainer._phase, lambda text: None
     trainer.manager = RolloutManager(config, *parts)
     return written(trainer, config, folder)
@@ -249,17 +233,8 @@ MADE_IN = (
 )
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
-OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "turns"}
-OTHER_KEYS |= {
-    "aggregation",
-    "advantage",
-    "center",
-    "surrogate",
-    "prompts",
-    "time_save",
-    "time_restart",
-    "time_restore",
-}
+OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "turns", "aggregation", "advantage"}
+OTHER_KEYS |= {"center", "surrogate", "prompts", "time_save", "time_restart", "time_restore"}
 """Keys there that are none: samples, turns, arguments, roles and states; and phases whose time nothing keeps."""
 
 
@@ -269,10 +244,8 @@ def keys_in(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
-        elif (
-            isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.slice, ast.Constant)
-        ):
-            found.add(node.slice.value)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            found |= {node.slice.value} if isinstance(node.slice, ast.Constant) else set()
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("phase", "_phase"):
             found |= {f"time_{name.value}" for name in node.args if isinstance(name, ast.Constant)}
     return found

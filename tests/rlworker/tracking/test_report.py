@@ -63,14 +63,8 @@ def test_an_episode_is_shown_turn_by_turn(folder):
     completions, *episodes = page.partition("<h2>Configuration")[0].split('<div class="episode">')
     assert '<td class="text">1+1=</td><td class="text">2</td>' in completions and len(episodes) == 2
     rows = episodes[0].split("<tr")[1:]
-    assert [row.partition("<th>")[2].partition("</th>")[0] for row in rows] == [
-        "prompt",
-        "model",
-        "environment",
-        "",
-        "environment",
-        "model",
-    ]
+    by = [row.partition("<th>")[2].partition("</th>")[0] for row in rows]
+    assert by == ["prompt", "model", "environment", "", "environment", "model"]
     assert ["learns" in row for row in rows] == [False, True, False, False, False, True]
     assert ["+0.25" in row for row in rows] == [False, True, False, False, False, False] and "-1<" in rows[5]
     assert "&lt;b&gt;left&lt;/b&gt;" in rows[1] and 'class="fork"' in rows[3]
@@ -85,15 +79,9 @@ def test_samples_are_of_the_first_and_last_steps_that_the_run_has_come_to(folder
 
     steps = [1, 10, 20, 100, 30, 1_000_000, 2_000_000]
     with RunLog(folder, 10, 0, Trackers([], TrackedRun(folder, 0, {})), RL_LINE) as log:
+        sample = {"completion": "2\ud83d", "answer": "2", "reward": 1.0, "version": 3}
         for step in [*steps, 3_000_000]:
-            sample = {
-                "prompt": f"prompt of {step}",
-                "completion": "2\ud83d",
-                "answer": "2",
-                "reward": 1.0,
-                "version": 3,
-            }
-            log.rollouts(step, [sample])
+            log.rollouts(step, [sample | {"prompt": f"prompt of {step}"}])
         log.step(2_000_000, {})
     (line,) = (folder / "rollouts" / "step_000020.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["completion"] == "2\ud83d"

@@ -3,7 +3,6 @@
 import json
 import logging.handlers
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -169,19 +168,6 @@ def test_a_wandb_that_dies_is_dropped_and_the_run_goes_on(wandb_runs):
     assert [line["reward"] for line in read_metrics(folder)] == [0.5, 0.75, 1.0]
 
 
-def test_a_tensorboard_whose_folder_goes_is_dropped_and_the_run_goes_on(tmp_path, capsys):
-    with RunLog(tmp_path, 4, 0, Trackers(["tensorboard"], TrackedRun(tmp_path, 0, {}))) as log:
-        log.step(1, {"reward": 0.5})
-        shutil.rmtree(tmp_path / "tensorboard")
-        for step in (2, 3, 4):
-            log.step(step, {"reward": step / 4})
-    said = capsys.readouterr().out
-    assert (
-        said.count("WARNING tracker tensorboard failed and is dropped, metrics.jsonl goes on: FileNotFoundError") == 1
-    )
-    assert [line["reward"] for line in read_metrics(tmp_path)] == [0.5, 0.5, 0.75, 1.0]
-
-
 def test_a_tracker_that_cannot_start_is_dropped_and_others_go_on(tmp_path, capsys):
     (tmp_path / "wandb").write_text("a file where its folder should be")
     with RunLog(tmp_path, 1, 0, Trackers(["wandb", "tensorboard"], TrackedRun(tmp_path, 0, {}))) as log:
@@ -199,11 +185,10 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     check_trackers([])
     for name in ("tensorboard", "wandb"):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(
+            ValueError, match=rf"^trackers: {name} is not .*\(pip install {name}\) or leave {name} out of"
+        ):
             check_trackers([name])
-        assert str(error.value) == (
-            f"trackers: {name} is not installed; install it (pip install {name}) or leave {name} out of --trackers"
-        )
 
 
 class Listing:
@@ -237,10 +222,8 @@ def test_a_tracker_of_the_users_own_is_told_every_step(tmp_path, capsys):
     told = {"reward": 0.5, "time/step": 2.0}
     assert mine.said == ["start", (1, told), (2, told), "finish"]
     assert other.said == ["start", (1, told), (2, told), "finish"]
-    said = capsys.readouterr().out
-    assert said == (
-        "WARNING tracker Listing (1) failed and is dropped, metrics.jsonl goes on: OSError: its server is gone\n"
-    )
+    failed = "WARNING tracker Listing (1) failed and is dropped, metrics.jsonl goes on: OSError: its server is gone\n"
+    assert capsys.readouterr().out == failed
 
 
 def test_the_logger_may_be_silenced_and_routed(capsys):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import cloudpickle
@@ -83,16 +83,12 @@ class Ranks:
     """``world`` processes; ``run(f, *args)`` calls ``f(rank, world, *args)`` on each, results in rank order.
 
     When one of them fails the others may wait for it for ever, so all are ended and the next run starts new ones.
-
-    Args:
-        method: how a process starts; "spawn" imports everything anew.
     """
 
-    def __init__(self, world: int, method: Literal["forkserver", "spawn"] = "forkserver"):
+    def __init__(self, world: int):
         self.world = world
-        self._context = multiprocessing.get_context(method)
-        if method == "forkserver":
-            _start_server()
+        self._context = multiprocessing.get_context("forkserver")
+        _start_server()
         self._running = _Running()
 
     def take_first(self, world: int) -> "Ranks":
