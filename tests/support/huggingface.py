@@ -46,11 +46,7 @@ def make_batch(prompts: Sequence[Prompt], completions: Completions, spec: ModelS
 
 
 def measure_differences(
-    model,
-    prompts: Sequence[Prompt],
-    completions: Completions,
-    temperature: float = 1.0,
-    spec: ModelSpec | None = None,
+    model, prompts: Sequence[Prompt], completions: Completions, temperature: float = 1.0, spec: ModelSpec | None = None
 ) -> Tensor:
     """Compare the logprobs that tokens were sampled with: ``|rollout - HuggingFace|`` of each sampled token."""
     batch = make_batch(prompts, completions, spec)

@@ -78,50 +78,28 @@ def compare(isa: str, window: int | None, starts: tuple[int, ...], images: dict)
         ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
     counts = torch.tensor([0, *(n - start for n, start in zip(lengths, starts))])
     first = counts.cumsum(0).to(torch.int32)
+    sizes = dict(num_reqs=3, num_actual_tokens=int(counts.sum()), max_query_len=int(counts.max()))
     whole = CommonAttentionMetadata(
         query_start_loc=first,
         query_start_loc_cpu=first,
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        num_reqs=3,
-        num_actual_tokens=int(counts.sum()),
-        max_query_len=int(counts.max()),
         max_seq_len=max(lengths),
         block_table_tensor=torch.tensor([[1], [2], [3]], dtype=torch.int32),
         slot_mapping=torch.zeros(0, dtype=torch.long),
         mm_req_doc_ranges=images,
+        **sizes,
     )
     told = replace_requests(whole, list_runs(whole))
     sequences = dict(query_start_loc=told.query_start_loc, seq_lens=told.seq_lens, dynamic_causal=told.causal)
     reach = -1 if window is None else window
-    plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=told.num_reqs,
-        num_heads=HEADS,
-        num_kv_heads=GROUPS,
-        head_dim=DIM,
-        dtype=torch.float32,
-        causal=False,
-        sliding_window_size=reach,
-        isa=isa,
-        enable_kv_split=True,
-        **sequences,
-    )
+    sizes = dict(num_reqs=told.num_reqs, num_heads=HEADS, num_kv_heads=GROUPS, head_dim=DIM, dtype=torch.float32)
+    how = dict(causal=False, sliding_window_size=reach, isa=isa, enable_kv_split=True)
+    plan = ops.cpu_attn_get_scheduler_metadata(**sizes, **how, **sequences)
     query = torch.cat([parts[0][start:] for parts, start in zip(drawn, starts)])
     output = torch.empty_like(query)
-    ops.cpu_attention_with_kv_cache(
-        query=query,
-        key_cache=keys,
-        value_cache=values,
-        output=output,
-        scale=DIM**-0.5,
-        causal=False,
-        alibi_slopes=None,
-        sliding_window=reach,
-        block_table=told.block_table_tensor,
-        softcap=0,
-        scheduler_metadata=plan,
-        s_aux=None,
-        **sequences,
-    )
+    tensors = dict(query=query, key_cache=keys, value_cache=values, output=output, block_table=told.block_table_tensor)
+    how = dict(scale=DIM**-0.5, causal=False, alibi_slopes=None, sliding_window=reach, softcap=0, s_aux=None)
+    ops.cpu_attention_with_kv_cache(**tensors, **how, scheduler_metadata=plan, **sequences)
     found = output.split([n - start for n, start in zip(lengths, starts)])
     return [
         float((found[request] - attend(*drawn[request], window, images[request])[start:]).abs().max())

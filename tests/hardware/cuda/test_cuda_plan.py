@@ -24,13 +24,15 @@ from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, find_im
 LENGTHS = [EVERY_LENGTHS[0], EVERY_LENGTHS[-1]]
 
 
-def calls_of(lengths, kind, rule, cp=1, cp_rank=0, slots=0, dtype=torch.bfloat16) -> tuple[MaskSpec, RuleCalls]:
+def build_plan(spec: MaskSpec, layout: Layout, dtype=torch.bfloat16, platform=CudaPlatform, head: int = DIM):
+    return platform().build_attention_inputs(spec, (torch.zeros(1, *layout.shape, head, dtype=dtype),) * 2).plan
+
+
+def calls_of(lengths, kind, rule, cp=1, cp_rank=0, slots=0) -> tuple[MaskSpec, RuleCalls]:
     layout = Layout.build(lengths, kind, cp=cp, cp_rank=cp_rank, slots=slots)
-    spec = layout.build_mask_spec(
-        (rule,), find_image_blocks(lengths), tuple(min(2 + i, n) for i, n in enumerate(lengths))
-    )
-    inputs = CudaPlatform().build_attention_inputs(spec, (torch.zeros(1, *layout.shape, DIM, dtype=dtype),) * 2)
-    return spec, inputs.plan.calls[rule]
+    prefixes = tuple(min(2 + i, n) for i, n in enumerate(lengths))
+    spec = layout.build_mask_spec((rule,), find_image_blocks(lengths), prefixes)
+    return spec, build_plan(spec, layout).calls[rule]
 
 
 def seen_in(call: VarlenCall, keys: int) -> torch.Tensor:
@@ -117,10 +119,8 @@ def test_images_take_one_more_call_however_many_there_are():
     layout = Layout.build(lengths, "thd", cp=2, cp_rank=1)
     blocks = torch.tensor([position // 3 if position % 3 else -1 for _ in lengths for position in range(40)])
     for rule in (Rule(images=True), Rule(images=True, window=5)):
-        inputs = CudaPlatform().build_attention_inputs(
-            layout.build_mask_spec((rule,), blocks), (torch.zeros(1, *layout.shape, DIM, dtype=torch.bfloat16),) * 2
-        )
-        assert len(inputs.plan.calls[rule].opened.cu_seq_q) > 300
+        plan = build_plan(layout.build_mask_spec((rule,), blocks), layout)
+        assert len(plan.calls[rule].opened.cu_seq_q) > 300
 
 
 def test_copies_of_queries_stand_where_an_image_is_cut():
@@ -133,9 +133,9 @@ def test_copies_of_queries_stand_where_an_image_is_cut():
 
 
 def test_an_image_in_two_places_is_refused():
-    spec = Layout.build((5, 3), "thd").build_mask_spec((Rule(images=True),), torch.tensor([0, 0, -1, 0, 0, 0, 0, 0]))
+    layout = Layout.build((5, 3), "thd")
     with pytest.raises(ValueError, match="tokens of an image are not side by side"):
-        CudaPlatform().build_attention_inputs(spec, (torch.zeros(1, 1, 8, DIM, dtype=torch.bfloat16),) * 2)
+        build_plan(layout.build_mask_spec((Rule(images=True),), torch.tensor([0, 0, -1, 0, 0, 0, 0, 0])), layout)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -164,9 +164,8 @@ def test_what_the_kernel_may_hand_to_another_is_never_asked(rule):
 )
 def test_what_the_kernel_does_not_take_goes_to_sdpa(dtype, head, device, emulated):
     layout = Layout.build((5, 3), "thd")
-    rotary = (torch.zeros(1, *layout.shape, head, dtype=dtype),) * 2
     for platform, plan in ((CudaPlatform, device), (EmulatedCudaPlatform, emulated)):
-        assert type(platform().build_attention_inputs(layout.build_mask_spec(), rotary).plan) is plan
+        assert type(build_plan(layout.build_mask_spec(), layout, dtype, platform, head)) is plan
 
 
 def test_a_refused_cell_of_the_kernel_that_is_taken_is_told():
@@ -177,6 +176,4 @@ def test_a_refused_cell_of_the_kernel_that_is_taken_is_told():
         place = (backend, "thd", False, "causal")
         refused = patch.dict(capabilities.TABLE, {place: capabilities.Cell(False, "it was flipped", "another")})
         with refused, pytest.raises(ValueError, match=re.escape(f"{backend}/thd/no-cp/causal is refused")):
-            CudaPlatform().build_attention_inputs(
-                layout.build_mask_spec(), (torch.zeros(1, *layout.shape, DIM, dtype=dtype),) * 2
-            )
+            build_plan(layout.build_mask_spec(), layout, dtype)

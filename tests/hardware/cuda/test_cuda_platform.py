@@ -10,7 +10,7 @@ from support.ranks.pool import draw_address
 
 from hardware.cuda.platform import CudaPlatform
 from hardware.megatron import shims as megatron_shims
-from hardware.platform import describe, list_ray_resources
+from hardware.platform import list_ray_resources
 from hardware.platforms import get_platform
 from hardware.transfer import to_device
 
@@ -132,13 +132,6 @@ def test_only_what_cuda_needs_is_patched(monkeypatch):
         applied.clear()
         megatron_shims.install(megatron_shims.CPU)
         assert len(applied) == len(noting) and imported.call_args.kwargs == {"with_compile": False}
-
-
-def test_each_platform_says_what_it_shows():
-    assert describe(get_platform("cuda")).startswith("cuda (executed), which nobody ran this project on before")
-    assert describe(get_platform("cuda-emulated")).startswith(
-        "cuda-emulated (emulated), which says nothing about the precision of the device's arithmetic, "
-    )
 
 
 def test_ray_sets_a_device_aside_for_each_actor():

@@ -146,9 +146,8 @@ SEEN = {
 def test_who_sees_whom_in_each_mode(mode, layout):
     queries, keys, arguments = MODES[mode]
     torch.manual_seed(1)
-    drawn = [
-        torch.randn(h, n, DIM, requires_grad=True) for h, n in ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys))
-    ]
+    sizes = (HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys)
+    drawn = [torch.randn(*size, DIM, requires_grad=True) for size in sizes]
     forms = {
         "BNSD": lambda x: x[None],
         "BSND": lambda x: x.transpose(0, 1)[None],

@@ -1,4 +1,7 @@
-"""Advantages against numbers worked by hand, and the blocked sums against a plain loop."""
+"""Advantages against numbers worked by hand, and the blocked sums against a plain loop.
+
+``test_episode_advantages.py`` has those that compare whole groups.
+"""
 
 import math
 from functools import partial
@@ -10,7 +13,6 @@ from engines.batch.batch import TrainBatch
 from rlworker.algorithms import advantages
 from rlworker.algorithms.advantages import (
     add_kl_penalty,
-    add_overlong_penalty,
     check_group_size,
     gae,
     returns_to_go,
@@ -34,20 +36,6 @@ def per_sequence(values, tokens=2) -> list[float]:
     return [value for value in values for _ in range(tokens)]
 
 
-def test_grpo_by_hand():
-    """Group 0 has rewards 1, 0, 0, 1: mean 1/2, sample deviation sqrt(1/3). Group 1 has 2, 2: all alike."""
-    unit = 0.5 / ((1 / 3) ** 0.5 + 1e-4)
-    got = advantages.grpo(groups_of([1.0, 0.0, 0.0, 1.0], [2.0, 2.0])).tolist()
-    assert got == pytest.approx(per_sequence([unit, -unit, -unit, unit, 0.0, 0.0]))
-
-
-def test_dr_grpo_and_rloo_by_hand():
-    """Rewards 4, 1, 1: mean 2; the others of the first have mean 1, those of the second and third 5/2."""
-    batch = groups_of([4.0, 1.0, 1.0])
-    assert advantages.dr_grpo(batch).tolist() == pytest.approx(per_sequence([2.0, -1.0, -1.0]))
-    assert advantages.rloo(batch).tolist() == pytest.approx(per_sequence([3.0, -1.5, -1.5]))
-
-
 def test_reinforce_plus_plus_by_hand():
     """Rewards 1 and 0 at the last token, a penalty of -1 at the second sequence's first: returns 1, 1, -1, 0."""
     batch = groups_of([1.0, 0.0])
@@ -61,19 +49,10 @@ def test_reinforce_plus_plus_by_hand():
     assert advantages.reinforce_plus_plus_baseline(batch).tolist() == pytest.approx([1.0, 1.0, -1.0, -1.0])
 
 
-def test_remax_by_hand():
-    batch = groups_of([1.0, 0.0], [0.5, 1.0])
-    columns = batch.columns() | {"greedy_rewards": torch.tensor([1.0, 1.0, 0.25, 0.25])}
-    got = advantages.remax(TrainBatch(lengths=batch.lengths, **columns)).tolist()
-    assert got == pytest.approx(per_sequence([0.0, -1.0, 0.25, 0.75]))
-
-
 def test_distillation_by_hand():
     batch = groups_of([0.0])
-    columns = batch.columns() | {
-        "ref_logprobs": torch.tensor([-1.0, -3.0]),
-        "rollout_logprobs": torch.tensor([-2.0, -0.5]),
-    }
+    columns = batch.columns() | {"ref_logprobs": torch.tensor([-1.0, -3.0])}
+    columns |= {"rollout_logprobs": torch.tensor([-2.0, -0.5])}
     assert advantages.distill(TrainBatch(lengths=batch.lengths, **columns)).tolist() == [1.0, -2.5]
     old = {"old_logprobs": torch.tensor([-1.0, -1.0])}
     assert advantages.distill(TrainBatch(lengths=batch.lengths, **columns | old)).tolist() == [0.0, -2.0]
@@ -161,14 +140,6 @@ def test_kl_in_the_reward_by_hand():
     columns = two.columns() | {"penalties": torch.tensor([-0.05, 0.1, 0.0, 0.0])}
     got = advantages.dr_grpo(TrainBatch(lengths=two.lengths, **columns)).tolist()
     assert got == pytest.approx(per_sequence([0.025, -0.025]))
-
-
-def test_overlong_penalty_by_hand():
-    """A limit of 10 with a buffer of 4: nothing up to 6 tokens, then a quarter for each, 1 at 10."""
-    ids = [[5] * (1 + n) for n in (3, 6, 7, 9, 10)]
-    batch = TrainBatch.from_ids(ids, [1] * 5, rewards=torch.ones(5))
-    got = add_overlong_penalty(batch, max_tokens=10, buffer=4).rewards.tolist()
-    assert got == pytest.approx([1.0, 1.0, 0.75, 0.25, 0.0])
 
 
 @pytest.mark.parametrize(

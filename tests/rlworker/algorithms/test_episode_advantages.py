@@ -43,17 +43,8 @@ def make_batch() -> TrainBatch:
     rewards = torch.randn(len(lengths), generator=generator)
     group = torch.tensor(GROUPS).repeat_interleave(counts)
     greedy = torch.tensor([0.5, -1.0, 2.0])[group]
-    return TrainBatch(
-        lengths,
-        mask=mask,
-        turn=turn,
-        episode=episode * 3 + 1,  # numbers need not begin at 0
-        rewards=rewards,
-        group=group,
-        greedy_rewards=greedy,
-        **columns,
-        **floats,
-    )
+    columns |= floats | dict(mask=mask, turn=turn, rewards=rewards, group=group, greedy_rewards=greedy)
+    return TrainBatch(lengths, episode=episode * 3 + 1, **columns)  # numbers need not begin at 0
 
 
 def list_tokens(batch: TrainBatch) -> list[list[tuple[int, float]]]:
@@ -142,27 +133,15 @@ def test_turns_are_compared_with_the_same_turn_of_others():
 
 
 def test_turns_by_hand():
-    """The episodes of the docstring: 1, 0 and 0, 4 in two turns; from the first on 1 and 4, from the second 0 and 4."""
-    batch = TrainBatch.from_ids(
-        [range(6), range(6)],
-        sampled=[[0, 1, 1, 0, 1, 1]] * 2,
-        turn=torch.tensor([0, 0, -1, 1, 1] * 2, dtype=torch.int32),
-        turn_rewards=torch.tensor([0.0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0]),
-        rewards=torch.tensor([0.0, 4.0]),
-        group=torch.zeros(2, dtype=torch.long),
-    )
+    """The episodes of the docstring: 1, 0 and 0, 4 in two turns; from the first on 1 and 4, from the second 0 and 4.
+
+    Without a column of turns the n-th sequence of an episode is the n-th turn.
+    """
+    columns = {"rewards": torch.tensor([1.0, 0.0, 0.0, 4.0]), "group": torch.zeros(4, dtype=torch.long)}
+    two = TrainBatch.from_ids([range(3)] * 4, [1] * 4, episode=torch.tensor([0, 0, 1, 1]), **columns)
     first, second = 1.5 / (4.5**0.5 + 1e-4), 2.0 / (8.0**0.5 + 1e-4)
-    want = [-first, -first, 0, -second, -second, first, first, 0, second, second]
-    assert turn_grpo(batch).tolist() == pytest.approx(want)
-    # Without a column of turns, and as two sequences an episode: the n-th is the n-th turn.
-    two = TrainBatch.from_ids(
-        [range(3)] * 4,
-        [1] * 4,
-        episode=torch.tensor([0, 0, 1, 1]),
-        rewards=torch.tensor([1.0, 0.0, 0.0, 4.0]),
-        group=torch.zeros(4, dtype=torch.long),
-    )
-    assert turn_grpo(two).tolist() == pytest.approx([w for w in want if w])
+    want = [-first, -first, -second, -second, first, first, second, second]
+    assert turn_grpo(two).tolist() == pytest.approx(want)
 
 
 def one_turn_batch() -> TrainBatch:

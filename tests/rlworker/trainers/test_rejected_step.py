@@ -17,9 +17,6 @@ def test_the_rows_with_broken_numbers_are_found():
     logprobs = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, float("nan")])
     found = find_offending_rows(make_batch(advantages=advantages, rewards=rewards), {"logprobs": logprobs})
     assert found == {0: ["rewards"], 2: ["advantages"], 3: ["now_logprobs"]}
-
-
-def test_all_rows_where_every_number_is_finite():
     assert find_offending_rows(make_batch(), {"values": torch.zeros(6)}) == {0: [], 1: [], 2: [], 3: []}
 
 
@@ -32,11 +29,9 @@ def test_entries_that_are_not_used_are_no_broken_numbers(tmp_path):
 
 
 def test_rows_are_written_as_json_that_any_reader_takes(tmp_path):
-    batch = make_batch(advantages=torch.tensor([0.0, 1.0, float("-inf"), 0.0, 0.0, 0.0]))
-    assert (
-        save_rejected(tmp_path / "rejected" / "step.jsonl", batch, {"logprobs": torch.zeros(6)}, make_tokenizer()) == 1
-    )
+    batch, file = make_batch(advantages=torch.tensor([0.0, 1.0, float("-inf")] + [0.0] * 3)), tmp_path / "a" / "b.jsonl"
+    assert save_rejected(file, batch, {"logprobs": torch.zeros(6)}, make_tokenizer()) == 1
     refuse = lambda word: (_ for _ in ()).throw(AssertionError(word))  # noqa: E731
-    (line,) = (tmp_path / "rejected" / "step.jsonl").read_text().splitlines()
+    (line,) = file.read_text().splitlines()
     row = json.loads(line, parse_constant=refuse)
     assert row["ids"] == [18, 19] and row["advantages"] == ["-inf"] and row["not_finite"] == ["advantages"]

@@ -40,11 +40,8 @@ class Nodes:
 
     def add(self, node: int, hide: Sequence[Path] = (), env: Mapping[str, str] | None = None) -> None:
         """Add a node whose Ray joins the cluster, or begins it; ``hide`` are folders that it sees empty."""
-        process = _unshare(
-            ["--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"],
-            ["sleep", "infinity"],
-            self.folder / f"node{node}.log",
-        )
+        kinds = ["--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+        process = _unshare(kinds, ["sleep", "infinity"], self.folder / f"node{node}.log")
         self.nodes[node] = process
         inner = _find_child(process.pid)
         self._in(self.bridge, f"ip link add p{node} type veth peer name eth0 netns /proc/{inner}/ns/net")
@@ -57,39 +54,17 @@ class Nodes:
         session = self.folder / f"r{node}"
         session.mkdir()
         joins = "--head --port 6379 --include-dashboard false" if node == 1 else f"--address {self.get_address(1)}:6379"
-        self.run(
-            node,
-            f"ray start {joins} --node-ip-address {address} --num-cpus {self.cpus} --object-store-memory 200000000 "
-            f"--temp-dir {session} --disable-usage-stats",
-            env=env,
-        )
+        sizes = f"--num-cpus {self.cpus} --object-store-memory 200000000 --temp-dir {session} --disable-usage-stats"
+        self.run(node, f"ray start {joins} --node-ip-address {address} {sizes}", env=env)
 
     def run(
-        self,
-        node: int,
-        command: str,
-        env: Mapping[str, str] | None = None,
-        check: bool = True,
-        limit_s: float | None = 300,
+        self, node: int, command: str, env: Mapping[str, str] | None = None, check: bool = True, limit_s: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """Run a shell command on a node, with this project and its Python, and Ray's address."""
-        done = subprocess.run(
-            [
-                "nsenter",
-                "-t",
-                str(_find_child(self.nodes[node].pid)),
-                "-n",
-                "-p",
-                "-m",
-                "bash",
-                "-c",
-                f"cd {_ROOT} && {command}",
-            ],
-            env=self._make_env() | dict(env or {}),
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
+        enter = ["nsenter", "-t", str(_find_child(self.nodes[node].pid)), "-n", "-p", "-m"]
+        enter += ["bash", "-c", f"cd {_ROOT} && {command}"]
+        env = self._make_env() | dict(env or {})
+        done = subprocess.run(enter, env=env, capture_output=True, text=True, timeout=limit_s)
         if check and done.returncode:
             raise RuntimeError(f"node {node}: {command}\n{done.stdout}{done.stderr}")
         return done
@@ -160,11 +135,8 @@ def _find_hindrance() -> str:
     """Say why this machine cannot have nodes; empty where it can."""
     if missing := [tool for tool in ("ip", "unshare", "nsenter") if not shutil.which(tool)]:
         return f"{missing} are not installed"
-    tried = subprocess.run(
-        ["unshare", "--net", "--pid", "--mount", "--fork", "ip", "link", "set", "lo", "up"],
-        capture_output=True,
-        text=True,
-    )
+    command = ["unshare", "--net", "--pid", "--mount", "--fork", "ip", "link", "set", "lo", "up"]
+    tried = subprocess.run(command, capture_output=True, text=True)
     return tried.stderr.strip()
 
 
@@ -199,7 +171,7 @@ def _find_child(pid: int) -> int:
 def main(count: int, cpus: int, command: Sequence[str]) -> None:
     """Run a command on the first of some nodes, and print what it prints when it has ended."""
     with tempfile.TemporaryDirectory(prefix="rlw") as folder, nodes(count, Path(folder) / "n", cpus) as cluster:
-        done = cluster.run(1, shlex.join(command), check=False, limit_s=None)
+        done = cluster.run(1, shlex.join(command), check=False, limit_s=86_400)
     print(done.stdout, done.stderr, sep="")
     sys.exit(done.returncode)
 

@@ -148,9 +148,8 @@ def run_vlm_case(
 ) -> dict:
     """Compute logits, logprobs and gradients of one parallel configuration."""
     budget = settings.get("budget")
-    engine = build_engine(
-        rank, world, address, folder, {name: x for name, x in settings.items() if name != "budget"}, platform
-    )
+    own = {name: x for name, x in settings.items() if name != "budget"}
+    engine = build_engine(rank, world, address, folder, own, platform)
     if budget and engine.vision:
         engine.vision.budget = budget
     from engines.probes.megatron import gather_gradients
