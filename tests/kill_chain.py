@@ -57,7 +57,6 @@ class Kill:
 
 
 def make_config(folder: Path, run: str, steps: int) -> RunConfig:
-    """Make the settings of a run on the model and data in ``folder``, saved after every other of ``steps`` steps."""
     return RunConfig(
         model=str(folder / "model"),
         run_dir=str(folder / run),
@@ -129,7 +128,6 @@ def make_play(own_tools: bool) -> Callable:
 
 
 def run_link(config: RunConfig, kills: list[Kill], pids: Path, learn_from: Callable = reward) -> None:
-    """Run one program of the chain, in which ``kills`` happen one after another."""
     import ray
 
     from rlworker.trainers.rl import Trainer
@@ -163,7 +161,6 @@ def run_link(config: RunConfig, kills: list[Kill], pids: Path, learn_from: Calla
 
 
 def start_link(config: RunConfig, kills: list[Kill], pids: Path, toy: bool = False) -> tuple[int, str]:
-    """Run a link in a program of its own. Returns its exit code and its output."""
     link = base64.b64encode(pickle.dumps((config, kills, pids, toy))).decode()
     command, env = [sys.executable, "-W", "ignore", __file__, "--link", link], os.environ | {"PYTHONPATH": os.getcwd()}
     process = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
@@ -195,7 +192,6 @@ def check_folder(run: Path) -> None:
 
 
 def read_weights(checkpoint: Path) -> dict:
-    """Return the weights of a checkpoint's HuggingFace folder, by name."""
     tensors = {}
     for path in (checkpoint / "hf").glob("*.safetensors"):
         with safe_open(path, "np") as file:

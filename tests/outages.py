@@ -189,7 +189,6 @@ def check_whole(run: Path) -> None:
 
 
 def compare_ahead(folder: Path, whole: str, name: str) -> None:
-    """Compare two runs that ran ahead: fields of their metrics, and prompts of their steps."""
     lines = (read_metrics_without_times(folder / run) for run in (whole, name))
     fields = [[{key for key in line if not key.startswith("logprob_diff")} for line in each] for each in lines]
     assert fields[0] == fields[1]
@@ -276,7 +275,6 @@ def stay_calm(folder: Path, minutes: float) -> None:
 
 
 def play_all(folder: Path, names: list[str], kill_node: Callable[[], None] | None = None, staleness: int = 0) -> None:
-    """Play outages one after another, and tell what came of each."""
     for name in names:
         start, control = time.monotonic(), name == "control"
         result = check_control(folder, staleness) if control else play(folder, name, kill_node, staleness)

@@ -49,7 +49,6 @@ def reward(text, row) -> float:
 
 
 def run_recipe(moment: Moment | None, pids: Path) -> None:
-    """Run a user's own recipe, with a signal at ``moment``."""
     from rlworker.config.command_line import parse_config
     from rlworker.config.run import RunConfig
     from rlworker.trainers.launch import launch
@@ -84,7 +83,6 @@ def start(folder: Path, run: str, steps: int, moment: Moment | None = None) -> s
 
 
 def run_link(folder: Path, run: str, steps: int, moment: Moment | None = None) -> tuple[int, str]:
-    """Run a link; return its exit status and its output."""
     link = start(folder, run, steps, moment)
     if moment and not moment.phase:
         time.sleep(moment.after)

@@ -1,14 +1,10 @@
 """The list of platforms: complete, loud about what one lacks, and one line longer by one platform."""
 
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from support.new_platform import LINE, NAME, added_platform, write_platform
+from support.new_platform import NAME, added_platform, write_platform
 
 from engines.probes.faults import collect_faults
 from hardware.attention.faults import ATTENTION_FAULTS
@@ -71,29 +67,3 @@ def test_a_new_platform_is_there_for_as_long_as_it_is_added(tmp_path):
         assert owners == {"hardware.attention.grouped_sdpa", "torch.nn.functional"}
     with pytest.raises(ValueError, match=f"'{NAME}' is not available"):
         get_platform(NAME)
-
-
-SETTINGS = """
-import sys, tyro
-from hardware.platforms import get_platform
-from rlworker.checks.config import CheckConfig
-from rlworker.config.run import RunConfig
-config = tyro.cli(RunConfig, args=sys.argv[1:])
-platform = get_platform(config.platform)
-print(platform.name, type(platform).__module__, CheckConfig(platform=config.platform).platform)
-print([name for name in ("torch", "ray") if name in sys.modules])
-"""
-
-
-def test_one_folder_and_one_line_are_enough_for_settings_and_command_line(tmp_path):
-    """In a copy of the tree, where the line is written into the list as somebody would write it."""
-    for package in ("hardware", "engines", "rlworker"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    write_platform(tmp_path / "hardware")
-    file = tmp_path / "hardware" / "platforms.py"
-    text, count = re.subn(r"(PLATFORMS = {\n)", rf'\1    "{NAME}": "{LINE[NAME]}",\n', file.read_text())
-    assert count == 1
-    file.write_text(text)
-    command = [sys.executable, "-W", "ignore", "-c", SETTINGS, "--platform", NAME]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.splitlines() == [f"{NAME} hardware.{NAME}.platform {NAME}", "[]"], done.stderr

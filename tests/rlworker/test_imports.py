@@ -14,6 +14,9 @@ def imported(*names):
 model, rows, parquet, saved, folder = sys.argv[1:]
 found = {}
 
+from rlworker import DataConfig, MegatronConfig, Row, RunConfig, SftConfig, exact_match, launch
+found["names"] = imported("torch", "transformers", "megatron", "vllm", "datasets", "pyarrow", "plotly")
+
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.trackers import TrackedRun, Trackers, check_trackers
 check_trackers(["tensorboard", "wandb"])
@@ -22,14 +25,12 @@ with RunLog(Path(folder), 1, 0, Trackers([], TrackedRun(Path(folder), 0, {}))) a
     log.step(1, {"reward": 0.5})
 found["log"] = imported("torch", "tensorboard", "wandb")
 
-from rlworker.config.sections import DataConfig
 from rlworker.data.rows import check_rows
 data = DataConfig(rows, rows, max_prompt_tokens=8)
 check_rows(rows, data)
 found["rows"] = imported("torch", "transformers", "datasets", "pyarrow")
 
-from engines.config import MegatronConfig, VllmConfig
-from rlworker.config.run import RunConfig
+from engines.config import VllmConfig
 from rlworker.trainers.launch import check_run
 actor = MegatronConfig(ranks=2, megatron={"init_method_std": 0.1})
 rollout = VllmConfig(max_new_tokens=8, max_model_len=32, vllm={"enable_prefix_caching": True})
@@ -56,11 +57,7 @@ def test_settings_and_rows_are_checked_and_steps_told_without_torch(make_hf_mode
     arguments = [make_hf_model("qwen2", True), *map(str, (rows, parquet, saved, folder))]
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == {
-        "log": [],
-        "rows": [],
-        "settings": [],
-        "tables": ["datasets", "pyarrow"],
-    }
+    light = {key: [] for key in ("names", "log", "rows", "settings")}
+    assert json.loads(done.stdout.splitlines()[-1]) == light | {"tables": ["datasets", "pyarrow"]}
     assert done.stderr == ""
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "run"}, "no tracker wrote anything"

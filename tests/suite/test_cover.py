@@ -20,7 +20,6 @@ def load_matrix_tests() -> dict:
 
 
 def list_runs(test) -> dict[str, list[dict]]:
-    """Run -> the cases ``{factor: value}`` that it has of a test, by the marks of its parameters."""
     (parametrize,) = test.pytestmark  # a mark of the whole test would be one more
     names, params = parametrize.args
     runs = {"default": [], "large": [], "product": []}

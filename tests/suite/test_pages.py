@@ -44,13 +44,11 @@ def test_a_path_that_is_not_there_is_found():
 
 @cache
 def anchors(page: str) -> set[str]:
-    """List the anchors that the headings of a page have on GitHub."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(page: str, text: str) -> set[str]:
-    """Find the links of a page to files or headings that are not there."""
     broken = set()
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
@@ -91,7 +89,6 @@ def test_every_option_on_a_page_is_a_setting(page):
 
 @cache
 def read_code() -> str:
-    """Read the code, each text that goes on over several lines on one line."""
     sources = (path.read_text() for top in FLOORS for path in sorted((ROOT / top).rglob("*.py")))
     return "\n".join(re.sub(r"([\"'])\n\s*f?\1", "", source) for source in sources)
 
@@ -103,7 +100,6 @@ def is_in_code(message: str) -> bool:
 
 
 def messages_in(page: str) -> list[str]:
-    """List the messages in the first column of the tables that are headed ``message contains``."""
     tables = re.findall(r"^\| message contains \|.*\n\|[-|]+\n((?:\|.*\n?)+)", page, re.M)
     return [m for table in tables for row in table.splitlines() for m in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
 

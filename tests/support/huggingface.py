@@ -17,7 +17,6 @@ from rlworker.rollouts.trajectory import to_batch
 
 
 def load_folder(folder: str):
-    """Load the language model of a folder."""
     return load_huggingface(ModelSpec.from_folder(folder))
 
 

@@ -42,7 +42,6 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_language_model(folder: Path, name: str, tied: bool) -> str:
-    """Save one of ``LANGUAGE_MODELS``."""
     family, settings = LANGUAGE_MODELS[name]
     return make_tiny_text(folder, family, VOCAB, tied=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings)
 

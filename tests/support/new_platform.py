@@ -12,8 +12,6 @@ from unittest.mock import patch
 
 CPU = Path(__file__).parents[2] / "hardware" / "cpu"
 NAME = "twin"
-LINE = {NAME: f"hardware.{NAME}.platform:CpuPlatform"}
-"""Line of the platform in PLATFORMS."""
 
 
 def write_platform(folder: Path) -> Path:
@@ -34,8 +32,9 @@ def added_platform(folder: Path) -> Iterator[None]:
     import hardware
     from hardware.platforms import PLATFORMS
 
+    line = {NAME: f"hardware.{NAME}.platform:CpuPlatform"}
     try:
-        with patch.object(hardware, "__path__", [*hardware.__path__, str(folder)]), patch.dict(PLATFORMS, LINE):
+        with patch.object(hardware, "__path__", [*hardware.__path__, str(folder)]), patch.dict(PLATFORMS, line):
             yield
     finally:
         hardware.__dict__.pop(NAME, None)

@@ -32,7 +32,6 @@ def run_program(main: Callable[[], object], *arguments: object) -> CompletedProc
 
 
 def run_recipe(name: str, *arguments: object) -> CompletedProcess[str]:
-    """Run a recipe as ``python -m recipes.NAME`` does."""
     module = f"recipes.{name}"
     imported = sys.modules.pop(module, None)  # or runpy warns of it
     try:

@@ -45,5 +45,4 @@ def split_sentences(page: str) -> list[str]:
 
 
 def count_words(sentence: str) -> int:
-    """Count the words of a sentence; signs that stand alone are none."""
     return sum(any(map(str.isalnum, word)) for word in sentence.split())

@@ -90,10 +90,8 @@ def update_in_flight(worker, requests: Sequence[Request], tokens: int, weights) 
 
 
 def make_completion(ids: Sequence[int], logprobs: Sequence[float] = (), version: int = 0) -> Completion:
-    """Make a finished completion that weights of one version sampled."""
     return Completion(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), True, ((version, len(ids)),))
 
 
 def make_completions(*parts: tuple) -> Completions:
-    """Make completions of ``(ids, logprobs, version)``."""
     return Completions.join([make_completion(*part) for part in parts])

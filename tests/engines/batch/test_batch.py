@@ -71,7 +71,6 @@ MARKS = [[False, True, False, True], [False], [False, False, True]]
 
 
 def make_episodes(**columns) -> TrainBatch:
-    """Two sequences of one episode, and one of another."""
     episode = torch.tensor([5, 5, 2])
     return TrainBatch.from_ids([[7, 8, 9, 6], [4], [1, 2, 3]], sampled=MARKS, episode=episode, **columns)
 

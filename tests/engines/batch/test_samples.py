@@ -70,7 +70,6 @@ def test_logprobs_or_the_likeliest_ids_of_some_completions_alone_are_refused():
 
 
 def make_top(top: int = 2) -> list[Completion]:
-    """The completions of ``make`` with the likeliest ids of each place."""
     found = []
     for one in make():
         ids = np.arange(top, dtype=np.int32) + 10 * one.token_ids[:, None]

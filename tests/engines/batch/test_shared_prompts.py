@@ -41,7 +41,6 @@ SETTINGS = {
 
 
 def check(ranks: list[list[dict]], measured, label: str) -> None:
-    """Compare the two ways of all ranks, and check that the second computes less."""
     outputs = []
     for way in range(2):
         leaders = sorted((r[way] for r in ranks if r[way]["outputs"]), key=lambda r: r["dp_rank"])
@@ -133,7 +132,6 @@ def test_trees(pool_of, make_hf_model, measured, size, platform, settings):
 
 
 def step_both_ways(rank: int, world: int, address: str, folder: str) -> tuple[float, float]:
-    """The largest difference of a weight after three steps, and how far it went."""
     optimizer, weights = OptimizerConfig(lr=1e-3, adam_eps=1e-5), []
     for share in ("none", "prompts"):
         engine = build_engine(rank, world, address, folder, {"optimizer": optimizer, "share": share})

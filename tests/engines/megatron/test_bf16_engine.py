@@ -65,7 +65,6 @@ def test_it_is_as_exact_over_two_ranks(two_ranks, make_hf_model, huggingface, me
 
 
 def watched_steps(rank: int, world: int, address: str, folder: str, dtype: str) -> dict:
-    """Weights before, the gradients of every step, and weights and masters after."""
     optimizer = OptimizerConfig(lr=LR, weight_decay=DECAY, adam_eps=1e-5, clip_grad=0.0)
     engine = build_engine(rank, world, address, folder, {"dtype": dtype, "optimizer": optimizer})
     from engines.megatron.weights import export_weights

@@ -21,7 +21,6 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def reference(make_hf_model):
-    """``reference(family, tied)``: logits, gradients, norms and weights of HuggingFace with torch's AdamW."""
     made = {}
 
     def run(family: str, tied: bool) -> dict:
@@ -81,7 +80,6 @@ def compare(pool_of, make_hf_model, reference, unsplit, measured):
 
 
 def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) -> None:
-    """Every number of a run against the reference, and its gradients against the unsplit run's, within the limits."""
     leaders = sorted((r for r in ranks if r["is_leader"]), key=lambda r: r["dp_rank"])
     schedule = leaders[0]["schedule"]
     logits = schedule.restore_order(torch.cat([r["logits"] for r in leaders]))

@@ -20,7 +20,6 @@ def in_chunks(rank, world, address, at_once, *case):
 
 
 def outputs_and_gradient(rank, world, address, temperature, entropy_weight, banned, top, keep):
-    """Largest differences of outputs and gradients; gradients are taken twice, as from a graph that is retained."""
     import torch.distributed as dist
 
     from engines.megatron import logprobs

@@ -53,7 +53,6 @@ def may_see(rule: Rule, images: list[int], query: int, key: int) -> bool:
 
 @pytest.fixture(scope="module")
 def reference(make_hf_model):
-    """Rule -> logits and gradients of HuggingFace, a sequence at a time, with the rule's mask given to it."""
     batch, found = batch_with_images(), {}
     spec = ModelSpec.from_folder(make_hf_model("qwen2", True))
     for name, rule in RULES.items():

@@ -80,7 +80,6 @@ TOKENS, SEQUENCES = 64, 8
 
 
 def count_bytes(engine, sequences: list[list[int]], prompt: int) -> tuple:
-    """The most bytes that a rank's autograd held in a step, its shard and the schedule."""
     import torch
 
     from engines.batch.batch import TrainBatch

@@ -75,7 +75,6 @@ def test_the_largest_tensors_go_until_the_share_is_there():
 
 
 def visiting_forward(rank: int, world: int, address: str, folder: str) -> dict:
-    """Logprobs of a model that stays on the device and of one that visits it twice; where its weights were."""
     stays = build_engine(rank, world, address, folder, {"tp": 2}, trainable=False)
     visits = build_engine(rank, world, address, folder, {"tp": 2}, trainable=False, cpu_offload=True)
     _, shard = plan(stays, make_batch())

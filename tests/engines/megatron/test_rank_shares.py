@@ -86,6 +86,5 @@ def test_every_rank_writes_its_share_of_what_megatron_stores(two_ranks, make_hf_
 
 
 def measure_largest(folder: Path) -> float:
-    """Return the largest of the ranks' files over their mean."""
     sizes = [path.stat().st_size for path in folder.glob("__*")]
     return max(sizes) / (sum(sizes) / len(sizes))

@@ -40,7 +40,6 @@ def families_in(folder: str) -> Iterator[None]:
 
 
 def copy_model(folder: str, target: Path, model_type: str) -> str:
-    """Copy a saved model, its config naming another ``model_type``."""
     shutil.copytree(folder, target)
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"model_type": model_type}))

@@ -26,7 +26,6 @@ STOP = (2, 11, 12, 13, 14, 15)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model of more positions than those of other tests."""
     place = tmp_path_factory.mktemp("long")
     return make_tiny_text(place, "qwen2", VOCAB, eos_token_id=2, max_position_embeddings=512)
 
@@ -42,7 +41,6 @@ def rollouts(cluster, folder):
 
 @pytest.fixture
 def own(cluster):
-    """A process of its own without an engine yet, for a test that patches it."""
     import ray
 
     from rlworker.cluster.worker_pool import POLL

@@ -102,7 +102,6 @@ def take_all(loop, number: int) -> list:
 
 @pytest.fixture
 def started():
-    """``started(engine)`` -> its loop, which is closed after the test."""
     loops = []
 
     def start(engine):

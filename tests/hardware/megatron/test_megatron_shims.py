@@ -106,40 +106,6 @@ def test_resuming_fails_without_adam(patched_ranks, make_hf_model, tmp_path):
     assert SYMPTOMS["adam"] in str(error), "torch's AdamW now resumes: remove the shim 'adam' and FusedAdam"
 
 
-def imported_anew(name):
-    """A module's source run once more, as its first import runs it, beside the module that is there."""
-    from importlib import util
-
-    spec = util.find_spec(name)
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.large
-def test_megatron_compiles_while_it_is_imported(patched_ranks):
-    """Its fusions go through torch.compile then, unless that is the identity."""
-
-    def call(rank, world):
-        start_process(rank)
-        import sys
-        from unittest.mock import patch
-
-        import torch
-        from megatron.core.fusions.fused_bias_swiglu import swiglu
-
-        compiled = []
-        with patch.object(torch, "compile", lambda function: compiled.append(function.__name__) or function):
-            anew = {"megatron.core.jit": imported_anew("megatron.core.jit")}
-            with patch.dict(sys.modules, anew):
-                imported_anew("megatron.core.fusions.fused_bias_swiglu")
-        return hasattr(swiglu, "_torchdynamo_orig_callable"), compiled
-
-    is_compiled, compiled = patched_ranks.take_first(1).run(call)[0]
-    assert not is_compiled, "the ranks import megatron without the identity"
-    assert "swiglu" in compiled, "megatron no longer compiles at import: have the ranks import it with compile"
-
-
 def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks):
     """What the RNG shim is for: a checkpointed region draws the same mask twice, tensor-parallel ranks differ."""
 

@@ -25,7 +25,6 @@ def operator():
 
 
 def call(**changes):
-    """The arguments of ``make_example_call``, with the mask that was made once."""
     return torch.ops.npu.npu_fusion_attention(**make_example_call(**{"atten_mask": TRIANGLE} | changes))[0]
 
 

@@ -18,7 +18,6 @@ BF16 = torch.bfloat16
 
 
 def make_call(operator: str, **changes) -> dict:
-    """Make a right call, with changes."""
     generator = torch.Generator().manual_seed(0)
     x, angle = torch.randn(5, 2, 3, 8, generator=generator), torch.rand(5, 2, 1, 8, generator=generator)
     given = {

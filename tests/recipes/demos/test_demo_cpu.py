@@ -20,7 +20,6 @@ SHORT = ["--steps", "2", "--warm-up-steps", "3", "--prompts-per-step", "16", "--
 
 
 def check(run: Path, said: str, options: list[str]) -> None:
-    """What a demo said and left in its folder."""
     lines = said.splitlines()
     assert len([line for line in lines if line.startswith("step ")]) == 3
     told = [line for line in lines if line.startswith("start ")]
@@ -79,7 +78,6 @@ def test_others_run_as_programs(tmp_path, recipe, options):
 
 
 def config_from(kind: type, stored: dict):
-    """A config of a class again from its JSON."""
     parts = {name: part for name, part in get_type_hints(kind).items() if is_dataclass(part)}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
     return kind(**values | {name: config_from(part, stored[name]) for name, part in parts.items()})

@@ -25,7 +25,6 @@ from rlworker.errors import RunError
 
 
 def groups_of(*rewards, tokens=2) -> TrainBatch:
-    """Groups of sequences of ``tokens`` counting tokens each."""
     flat = [reward for group in rewards for reward in group]
     group = [i for i, group in enumerate(rewards) for _ in group]
     ids = [[5] * (tokens + 1)] * len(flat)
@@ -151,7 +150,6 @@ def test_a_column_that_is_missing_is_named_with_its_option(function, option):
 
 
 def test_every_advantage_is_the_same_in_any_dtype_of_rewards():
-    """Rewards may be whole numbers."""
     for function in (advantages.grpo, advantages.dr_grpo, advantages.rloo, partial(returns_to_go, gamma=0.9)):
         floats, ints = groups_of([1.0, 0.0, 2.0]), groups_of([1, 0, 2])
         assert torch.equal(function(floats), function(ints))

@@ -48,7 +48,6 @@ def make_batch() -> TrainBatch:
 
 
 def list_tokens(batch: TrainBatch) -> list[list[tuple[int, float]]]:
-    """Each episode's counting tokens and what was given at them."""
     found, start, sequence = [], 0, 0
     for episode in EPISODES:
         tokens = []

@@ -105,7 +105,6 @@ def compute_gradients(
 
 @pytest.fixture(scope="module")
 def whole(one_rank, folders):
-    """``whole(head, cases)``: one rank, one micro-batch, one sequence a row."""
     made = {}
 
     def run(head: str, cases: dict) -> dict:

@@ -79,7 +79,6 @@ def test_dual_clip_by_hand():
 
 
 def two_sequences(**columns) -> TrainBatch:
-    """Two sequences of two inputs, the first of which is a prompt in the second sequence."""
     zeros = torch.zeros(4, dtype=torch.long)
     tensors = {name: torch.tensor(value) for name, value in columns.items()}
     return TrainBatch((2, 2), zeros, zeros, zeros, torch.tensor([True, True, False, True]), **tensors)

@@ -44,7 +44,6 @@ def load_script():
 
 
 def find_imports(path: Path, in_functions: bool) -> set[str]:
-    """Modules that a file imports when it is imported itself, and in its functions too."""
     names, pending = set(), list(ast.parse(path.read_text()).body)
     while pending:
         node = pending.pop()

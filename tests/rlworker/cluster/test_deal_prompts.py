@@ -35,7 +35,6 @@ def test_long_prompts_are_spread_and_completions_count():
 
 
 def deal_runs(runs: list[tuple[int, list[float]]], engines: int) -> list[list[int]]:
-    """Deal requests: of prompts of some length, each with what its completions are expected to take."""
     from rlworker.cluster.rollout_group import deal_requests
 
     prompts = [Prompt((number, *range(length - 1))) for number, (length, _) in enumerate(runs)]

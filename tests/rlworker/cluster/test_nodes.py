@@ -35,12 +35,10 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 def run_on_first(cluster: Nodes, inputs: Path, run: str, **settings) -> None:
-    """Run the program on the first node, to its end."""
     cluster.run(1, f"python -W ignore {PROGRAM} {inputs} {run} {shlex.quote(json.dumps(settings))}")
 
 
 def kill_after(cluster: Nodes, node: int, metrics: Path, lines: int) -> None:
-    """Kill a node once a run has written some lines of metrics."""
     while not metrics.exists() or len(metrics.read_text().splitlines()) < lines:
         time.sleep(0.05)
     cluster.kill(node)

@@ -85,7 +85,6 @@ def serve_hub(folder: Path, commit: str, gated: bool) -> Iterator[str]:
 
 @pytest.fixture
 def folder(make_hf_model, tmp_path) -> Path:
-    """A model with its tokenizer, and a file that no model is read from."""
     shutil.copytree(make_hf_model("qwen2", True), tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "pytorch_model.bin").write_text("not to be downloaded")
@@ -94,7 +93,6 @@ def folder(make_hf_model, tmp_path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A cache of a hub that is not to be reached."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

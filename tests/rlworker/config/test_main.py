@@ -12,7 +12,6 @@ from rlworker.__main__ import main
 
 
 def test_report_draws_a_run_cut_short(tmp_path):
-    """A run that was killed after its first step still has a report."""
     (tmp_path / "config.json").write_text(json.dumps({"model": "m<script>", "platform": "cpu"}))
     step = {"step": 1, "reward": 0.25, "time_step": 2.0, "time_rollout": 1.5, "time_update": 0.4, "time_wall": 21.5}
     step |= {"episode_failures": 3, "episode_raised": 3}

@@ -77,7 +77,6 @@ def save(folder) -> None:
 
 
 def film(path, code, frames=FRAMES, fps=4) -> None:
-    """Save frames as a film, by the coder of these four letters."""
     _, height, width, _ = frames.shape
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*code), fps, (width, height))
     assert writer.isOpened()

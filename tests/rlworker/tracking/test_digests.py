@@ -20,7 +20,6 @@ FLIPS = 100
 
 
 def save(folder: RunFolder, step: int, **state) -> Path:
-    """Save files that stand for an engine's."""
     partial = folder.begin_checkpoint(step)
     (partial / "actor").mkdir()
     for rank in range(2):
@@ -119,7 +118,6 @@ def test_a_checkpoint_without_one_of_our_own_files_is_not_passed_over(run, name)
 
 
 def test_a_damaged_newest_checkpoint_is_refused_and_nothing_is_changed(run):
-    """Nothing is lost by the attempt, and what the message says is what helps."""
     checkpoint = run.find_newest()
     flip(checkpoint / "actor" / "__0_0.distcp", 3, 1)
 
@@ -197,7 +195,6 @@ def test_a_file_that_cannot_be_read_is_damage(run, monkeypatch):
 
 
 def test_a_large_file_is_read_in_parts(tmp_path, monkeypatch):
-    """The digest is that of the whole, whatever the parts."""
     import xxhash
 
     data = random.Random(0).randbytes(10_001)

@@ -50,7 +50,6 @@ def begin(config: SftConfig) -> str:
 
 @pytest.fixture
 def begun(made, tmp_path):
-    """``begun(**changes)`` -> the settings of a run that has begun and its folder of inputs, as copies."""
     folder = tmp_path / "inputs"
     shutil.copytree(made, folder)
 
@@ -66,7 +65,6 @@ def begun(made, tmp_path):
 
 
 def keep_times(path: Path, change: Callable[[Path], object]) -> None:
-    """Change a file so that neither its size nor its time tells."""
     before = path.stat()
     change(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -74,7 +72,6 @@ def keep_times(path: Path, change: Callable[[Path], object]) -> None:
 
 
 def train_one_row(path: Path) -> None:
-    """Change one row of one weight, as little as training does."""
     weights = load_file(path)
     weights["model.embed_tokens.weight"][5] += np.float32(1e-6)
     save_file(weights, path, metadata={"format": "pt"})

@@ -15,14 +15,12 @@ from rlworker.tracking.trackers import TrackedRun, Trackers
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still unless it is put on."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(metrics.time, "monotonic", lambda: clock.now)
     return clock
 
 
 def left_of(folder, clock, capsys, steps: int, told: list[tuple[int, float]], **numbers: float) -> list[str]:
-    """What the lines say is left, of steps told so many seconds after one another."""
     first = told[0][0] - 1 if told[0][0] else 0
     with RunLog(folder, steps, first, Trackers([], TrackedRun(folder, first, {}))) as log:
         for step, seconds in told:

@@ -148,7 +148,6 @@ def written(trainer, config, folder: Path) -> set[str]:
 
 
 def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, advantage=grpo, **settings) -> set[str]:
-    """The fields that two steps of RL write."""
     from rlworker.rollouts.manager import RolloutManager
     from rlworker.trainers.agreement import SyncedWeights
     from rlworker.trainers.rl import Trainer
@@ -176,7 +175,6 @@ def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, a
 
 
 def supervised_fields(folder: Path) -> set[str]:
-    """The fields that a supervised step writes."""
     from rlworker.trainers.sft import SftTrainer
 
     trainer = SftTrainer.__new__(SftTrainer)
@@ -188,7 +186,6 @@ def supervised_fields(folder: Path) -> set[str]:
 
 @pytest.fixture
 def fields(tmp_path) -> set[str]:
-    """Every field that runs of all kinds write."""
     correcting = partial(policy_loss, kl_coef=0.1, kl=kl_k3, correction=truncated_importance)
     algorithm = AlgorithmConfig(kl_coef=0.1, mini_batches=2, greedy_baseline=True)
     in_reward = replace(algorithm, kl_in="reward")
@@ -207,7 +204,6 @@ def fields(tmp_path) -> set[str]:
 
 
 def on_the_page() -> list[str]:
-    """The fields of the page's tables: names in code in the first cell of a row."""
     rows = [line for line in (ROOT / "docs" / "metrics.md").read_text().splitlines() if line.startswith("| `")]
     assert all(line.count("|") == 6 for line in rows), "field, unit, formula, healthy, when it is not"
     return [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]

@@ -10,7 +10,6 @@ from rlworker.tracking.report import format_report, write_report
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run folder of two steps."""
     (tmp_path / "config.json").write_text(json.dumps({"platform": "cpu"}))
     steps = [{"step": step, "time_step": 2.0, "reward": 0.0625 * step} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.large, pytest.mark.timeout(600), pytest.mark.usefixtur
 
 
 def make_config(folder: Path, family: str) -> RunConfig:
-    """Make the settings of two steps of a tiny model, on images of squares."""
     squares.make_data(folder / "data", {"train": 32, "heldout": 8})
     files = (str(folder / "data" / f"{name}.jsonl") for name in ("train", "heldout"))
     return RunConfig(

@@ -13,7 +13,6 @@ WHERE, LOST = "step 2, phase update", {"actor rank 0": "died"}
 
 @pytest.fixture
 def make_outages(tmp_path):
-    """``make_outages(limit)`` -> the outages of a run in ``tmp_path``."""
     from rlworker.trainers.outages import Outages
 
     return lambda limit: Outages(limit, tmp_path)
@@ -21,14 +20,12 @@ def make_outages(tmp_path):
 
 @pytest.fixture
 def died():
-    """The failure of a rank that died."""
     from rlworker.cluster.watch import WorkerFailure
 
     return WorkerFailure(f"{WHERE}: actor rank 0 died", WHERE, LOST)
 
 
 def run_failing(*errors: Exception):
-    """Make a run that ends with each of the errors in turn, then well."""
     left = list(errors)
 
     def run() -> str:

@@ -19,7 +19,6 @@ from rlworker.tracking.log import read_metrics
 
 
 def make_config(folder: Path) -> SftRecipeConfig:
-    """Two ranks, sixteen questions, eight a step."""
     from recipes.sft import DEFAULT
 
     data = DataConfig(instruction="Reason step by step, and end with #### and the final answer.")

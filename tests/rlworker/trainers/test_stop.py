@@ -44,8 +44,7 @@ def test_the_first_signal_lets_a_step_be_finished(number):
     assert complained == f"{number.name}: finishing step 3, then the run is saved and ends; once more ends it at once\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("in_hand", ["step 3", ""])
+@pytest.mark.parametrize(("number", "in_hand"), [(signal.SIGTERM, "step 3"), (signal.SIGINT, "")])
 def test_the_second_and_the_first_without_a_step_end_everything_at_once(number, in_hand):
     running, child = program(in_hand)
     running.send_signal(number)

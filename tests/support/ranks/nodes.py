@@ -70,7 +70,6 @@ class Nodes:
         return done
 
     def wait_until_up(self) -> None:
-        """Wait until Ray has every node."""
         ask = "import ray; ray.init(logging_level='ERROR'); print(sum(node['Alive'] for node in ray.nodes()))"
         end = time.monotonic() + _UP_S
         while (up := self.run(1, f'python -c "{ask}"').stdout.split()[-1:]) != [str(len(self.nodes))]:

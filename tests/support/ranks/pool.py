@@ -36,7 +36,6 @@ def draw_address() -> str:
 
 
 def set_environment() -> None:
-    """Set what a rank needs before torch is imported."""
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1")
 
 

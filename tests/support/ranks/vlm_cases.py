@@ -56,7 +56,6 @@ ROWS = ((), (0,), (1, 2, 3), (), (0,), (4, 5))
 
 
 def make_images(folder) -> list[str]:
-    """Save an image of each of ``IMAGE_SIZES``, and return their paths."""
     import numpy as np
     from PIL import Image
 
@@ -95,7 +94,6 @@ def open_shown(processor, path, place: str):
 
 
 def make_prompts(model, paths, rows=ROWS, seed: int = 1):
-    """Make prompts of random text around the images of each row."""
     import torch
 
     from engines.batch.samples import Prompt
@@ -137,7 +135,6 @@ def rename(name: str) -> str:
 
 
 def name_part(name: str) -> str:
-    """Return the part of the model that a weight of HuggingFace's name belongs to."""
     if "merger" in name or "multi_modal_projector" in name:
         return "projector"
     return "vision" if "visual." in name or "vision_tower." in name else "language"

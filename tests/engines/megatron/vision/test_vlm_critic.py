@@ -22,7 +22,6 @@ def weigh(outputs, batch):
 
 
 def run_critic(rank: int, world: int, address: str, folder: str, paths, settings: dict) -> dict:
-    """Values and gradients of a critic."""
     model = ModelSpec.from_folder(folder, head="value")
     engine = build_engine(rank, world, address, model, settings)
     from engines.probes.megatron import gather_gradients
@@ -76,7 +75,6 @@ def compute_by_hand(folder: str, images) -> tuple[torch.Tensor, dict[str, torch.
 
 @pytest.fixture(scope="module")
 def critics(tmp_path_factory):
-    """``critics(family)``: its folder, the images, and what transformers computes of them."""
     images, made = make_images(tmp_path_factory.mktemp("images")), {}
 
     def make(family: str) -> tuple:

@@ -24,7 +24,6 @@ def copy_weights(engine) -> dict[str, torch.Tensor]:
 
 
 def run_steps(rank: int, world: int, address: str, folder: str, paths, settings: dict, out: str) -> dict:
-    """Two steps, a checkpoint between them that another engine goes on from, and the weights after each."""
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": OptimizerConfig(lr=1e-3)})
     from engines.models.hf_folder import save_hf_folder
 
@@ -141,7 +140,6 @@ def test_a_text_model_has_no_parts_to_freeze(make_hf_model):
 
 
 def kept_by_the_tower(rank: int, world: int, address: str, folder: str, paths, recompute: str) -> int:
-    """Bytes that autograd holds of one pass of the tower."""
     engine = build_engine(rank, world, address, folder, {"recompute": recompute})
     import torch
 

@@ -27,7 +27,6 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(folders, images):
-    """``reference(family)``: logits, logprobs, and gradients by the names in the folder."""
     made = {}
 
     def run(family: str) -> dict:
