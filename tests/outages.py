@@ -2,7 +2,6 @@
 
     python tests/outages.py                            # every one of OUTAGES, NODES and MEMORY, and the control
     python tests/outages.py engine-sync rank-stopped   # some of them
-    python tests/outages.py --calm 15                  # minutes under the load of 20 processes: nobody may be ended
     python tests/outages.py --ahead                    # rollouts run ahead, by one update
 
 Where rollouts run ahead no two runs are equal. Then each step must have the same fields and the same prompts.
@@ -17,8 +16,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -43,7 +40,6 @@ STALL_TIMEOUT_S = 20.0
 NAMED_S, NODE_NAMED_S = 10.0, 40.0
 """Seconds until a lost worker is named, beyond the stall timeout for one that stands still; and until a node is, or a
 worker that takes memory until it is lost."""
-LOAD = 20
 BUCKET_BYTES = 2**16
 """So small that an update of the model takes several."""
 
@@ -259,21 +255,6 @@ def check_control(folder: Path, staleness: int = 0) -> str:
     raise AssertionError("nobody noticed the engine without weights")
 
 
-def stay_calm(folder: Path, minutes: float) -> None:
-    """Run under load, with a stall timeout of seconds: no worker may be taken for one that stands still."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOAD)]
-    try:
-        end, runs = time.monotonic() + 60 * minutes, 0
-        while time.monotonic() < end:
-            run(make_outage_config(folder, f"calm{runs}"), None)
-            assert not (folder / f"calm{runs}" / "outages.jsonl").exists()
-            runs += 1
-        print(f"{minutes} minutes under a load of {LOAD}, {runs} runs, no false alarm", os.getloadavg())
-    finally:
-        for process in spinning:
-            process.kill()
-
-
 def play_all(folder: Path, names: list[str], kill_node: Callable[[], None] | None = None, staleness: int = 0) -> None:
     for name in names:
         start, control = time.monotonic(), name == "control"
@@ -286,7 +267,6 @@ def parse_arguments() -> argparse.Namespace:
     every = [*OUTAGES, "control", *NODES, *MEMORY]
     parser.add_argument("names", nargs="*", default=every, metavar="NAME", help=", ".join(every))
     parser.add_argument("--ahead", action="store_true", help="let rollouts run ahead, by one update")
-    parser.add_argument("--calm", type=float, metavar="MINUTES", help="run under load, and strike nobody")
     options = parser.parse_args()
     if unknown := set(options.names) - set(every):
         parser.error(f"there is no outage {sorted(unknown)[0]}, there are {', '.join(every)}")
@@ -303,10 +283,6 @@ def main(options: argparse.Namespace) -> None:
         folder = Path(place)
         make_data(folder / "data")
         make_model(folder / "model", seed=0)
-        if options.calm is not None:
-            with running_ray(8, "cpu"), keeping_workers():  # else most of the time would go into starts
-                stay_calm(folder, options.calm)
-            return
         if alone := [name for name in options.names if name not in NODES | MEMORY]:
             with running_ray(8, "cpu"), keeping_workers():
                 play_all(folder, alone, staleness=staleness)

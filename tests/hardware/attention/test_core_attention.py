@@ -241,47 +241,6 @@ def test_a_dense_mask_or_bias_is_refused(one_rank):
     assert "attention_mask and attention_bias must be None" in one_rank.run(call)[0]
 
 
-def test_rotation_is_that_of_huggingface(one_rank, make_hf_model):
-    """cos, sin and the rotation itself against transformers' own functions, scaled rope included."""
-
-    def call(rank, world, folder):
-        start_process(rank)
-        from transformers import AutoConfig
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-        from engines.megatron.rotary import Rotary
-        from engines.models.spec import ModelSpec
-        from hardware.megatron.layers import rotate
-
-        spec = ModelSpec.from_folder(folder)
-        position = torch.tensor([[0, 1, 2, 0, 100, 200]])
-        query = torch.randn(1, 6, 4, spec.head_dim)
-        ours = Rotary(spec, torch.device("cpu"))(position, torch.float32)
-        got = rotate(query, tuple(x[0][:, :, None] for x in ours))
-        theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))(query, position)
-        want = apply_rotary_pos_emb(query.transpose(1, 2), query.transpose(1, 2), *theirs)[0].transpose(1, 2)
-        return float((got - want).abs().max())
-
-    for family in ("llama", "llama-rope3"):
-        assert one_rank.run(call, make_hf_model(family, False))[0] <= 1e-6
-
-
-def test_norm_is_that_of_huggingface(one_rank):
-    def call(rank, world):
-        start_process(rank)
-        from types import SimpleNamespace
-
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-        from hardware.megatron.layers import RMSNorm
-
-        x = torch.randn(5, 3, 16)
-        config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
-        return float((RMSNorm(config, 16, 1e-5)(x) - LlamaRMSNorm(16, 1e-5)(x)).abs().max())
-
-    assert one_rank.run(call)[0] <= 1e-6
-
-
 def test_reference_attention_is_torch_own():
     """The book formula above against SDPA on a plain causal case."""
     q, k, v = torch.randn(1, 6, HEADS, DIM), torch.randn(1, 6, KV_HEADS, DIM), torch.randn(1, 6, KV_HEADS, DIM)

@@ -135,24 +135,16 @@ def take_gradients(logits: Tensor, log_old: Tensor | None, log_q: Tensor, loss, 
     ("surrogate", "first"), [*((name, True) for name in SURROGATES), ("unclipped", False)], ids=str
 )
 def test_equal_advantages_teach_nothing_in_the_mean(surrogate, first, advantage):
-    """Over 400 000 draws of a sampler, in the first step on them or a later one; without the term they pull at the
+    """In the mean over the sampler's ids, in the first step on them or a later one; without the term they pull at the
     policy."""
     logits, log_old, log_q = draw(5, tokens=1, vocab=50)
     surrogates = SURROGATES | {"unclipped": UNCLIPPED}
     loss = partial(policy_loss, surrogate=surrogates[surrogate], correction=losses.truncated_importance)
-    draws = 400_000
-    drawn = torch.multinomial(log_q[0].exp(), draws, True, generator=torch.Generator().manual_seed(0))
-    share = (torch.bincount(drawn, minlength=50) / draws).double()[:, None]
-    old, found = None if first else log_old, {}
-    for name, function in (("without", loss), ("with", partial(loss, center=True))):
+    old, means = None if first else log_old, []
+    for function in (loss, partial(loss, center=True)):
         gradients = take_gradients(logits, old, log_q, function, 50, advantage)
-        mean = (share * gradients).sum(0)
-        error = float((((share * gradients.square()).sum(0) - mean.square()).sum() / draws).sqrt())
-        exact = float((log_q[0].exp()[:, None] * gradients).sum(0).norm())
-        found[name] = float(mean.norm()), error, exact
-    (pull, noise, _), (left, error, exact) = found["without"], found["with"]
-    assert left <= 2 * error and exact <= 1e-7, found
-    assert pull > 4 * noise, found
+        means.append(float((log_q[0].exp()[:, None] * gradients).sum(0).norm()))
+    assert means[0] > 5e-3 and means[1] <= 1e-7, means
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -168,18 +160,6 @@ def test_the_pull_of_a_clip_stays(surrogate, advantage):
     plain, clipped, centered = means
     assert float((clipped - plain).norm()) > 1e-3
     assert float((centered - (clipped - plain)).norm()) <= 1e-7
-
-
-def test_few_of_the_likeliest_take_out_most_of_the_drift():
-    """Of a sampler with other numerics, without a correction: 20 of 50 ids stand for more than 5, and 5 for some."""
-    logits, _, log_q = draw(5, tokens=1, vocab=50)
-    share, left = log_q[0].exp()[:, None], []
-    for top in (0, 5, 20, 50):
-        loss = partial(policy_loss, center=top > 0)
-        left.append(float((share * take_gradients(logits, None, log_q, loss, top or 1, 1.0)).sum(0).norm()))
-    drift = float((log_q.exp() - logits.softmax(-1)).norm())
-    assert left[0] == pytest.approx(drift, rel=1e-6)
-    assert left[0] > 2 * left[1] > 4 * left[2] and left[3] <= 1e-7
 
 
 def test_entries_that_are_not_used_count_for_nothing():

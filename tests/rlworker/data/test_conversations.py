@@ -113,23 +113,6 @@ def test_messages_for_a_prompt_without_an_answer_are_a_conversation_too(tmp_path
     assert named == read(tokenizer, tmp_path, make_hf_model, {"messages": CHAT})
 
 
-def test_a_table_gives_the_same_conversations(tmp_path, make_hf_model):
-    pytest.importorskip("pyarrow")
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    from rlworker.data.examples import read_examples
-
-    tokenizer, rows = (
-        make_generation_tokenizer(),
-        [{"messages": CHAT, "tools": None}, {"messages": CALLS, "tools": [TOOL]}],
-    )
-    want = read(tokenizer, tmp_path, make_hf_model, *rows)
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=len(tokenizer))
-    assert read_examples(str(tmp_path / "rows.parquet"), tokenizer, SftConfig(), model) == want
-
-
 def test_long_conversations_are_an_error_or_left_out(tmp_path, make_hf_model):
     tokenizer, rows = make_tokenizer("qwen"), [{"messages": CHAT}, {"messages": CHAT[:2]}]
     short = dict(max_answer_tokens=8)

@@ -1,14 +1,9 @@
-"""Machines for tests: each a network namespace with an address, processes, mounts and a /dev/shm of its own.
-
-python tests/support/ranks/nodes.py 2 3 python -m recipes.demos.cpu    # on the first of 2 nodes of 3 cores each
-"""
+"""Machines for tests: each a network namespace with an address, processes, mounts and a /dev/shm of its own."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,15 +160,3 @@ def _find_child(pid: int) -> int:
             raise RuntimeError(f"nodes: process {pid} has no child")
         time.sleep(0.01)
     return int(children[0])
-
-
-def main(count: int, cpus: int, command: Sequence[str]) -> None:
-    """Run a command on the first of some nodes, and print what it prints when it has ended."""
-    with tempfile.TemporaryDirectory(prefix="rlw") as folder, nodes(count, Path(folder) / "n", cpus) as cluster:
-        done = cluster.run(1, shlex.join(command), check=False, limit_s=86_400)
-    print(done.stdout, done.stderr, sep="")
-    sys.exit(done.returncode)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
