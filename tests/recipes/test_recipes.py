@@ -34,19 +34,9 @@ RECIPES = {
 NPU = ("--platform", "npu-emulated")
 ON_NPU = ("grpo_gsm8k", "ppo_gsm8k", "grpo_geo3k")
 """Recipes that run on the emulated NPU as well."""
-LLAMA_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
+LLAMA_8B = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
+LLAMA_8B |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 """The shape of Llama 3.1 8B."""
 TURNS = "{% for m in messages %}{{ m.content + (eos_token if m.role == 'assistant' else ' ') }}{% endfor %}"
 TRACED = ("--profile-steps", "2:2")

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 from support.suite.budget import read_limits
-from support.suite.lanes import pytest_collection_modifyitems as sort_items
 from support.suite.ledger.sitecustomize import LEDGER
 
 pytest_plugins = ["pytester"]
@@ -141,16 +140,6 @@ def test_workers_share_the_budget_and_start_no_pool_twice(run, pytester):
     largest = {"one": "3.0e-06", "three": "5.0e-07", "two": "4.0e-06"}
     for name, value in largest.items():
         done.stdout.fnmatch_lines(f"measured at most by test_{name}.py::test_it: apart {value}")
-
-
-def test_pools_come_first_and_a_file_of_many_short_tests_last(tmp_path):
-    takes = {"many": "tmp_path", "few": "tmp_path", "pooled": "tmp_path, cluster", "used": "\n    one_rank,\n"}
-    for name, fixtures in takes.items():
-        (tmp_path / name).write_text(f"def test_it({fixtures}): cluster.start(pool_of(2))")
-    names = ["many"] * 9 + ["few", "used"] + ["pooled"] * 2
-    items = [SimpleNamespace(path=tmp_path / name) for name in names]
-    sort_items(SimpleNamespace(workerinput={}), items)
-    assert [item.path.name for item in items] == ["pooled"] * 2 + ["used", "few"] + ["many"] * 9
 
 
 @pytest.mark.parametrize("text", ["gpus = 1", "vllm = true", 'rank = "9"'])

@@ -9,14 +9,8 @@ from typing import Any
 from rlworker.checks.tiny_models import LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
 
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+_LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+_LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _GEMMA = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,  # not head_dim

@@ -9,8 +9,6 @@ from support.ranks.engines_cases import join_group, start_process
 from support.ranks.pool import draw_address
 
 VOCAB, PADDED, TOKENS, HIDDEN = 11, 12, 13, 8
-
-
 CASES = [(1.0, 0.0, (), 0), (0.7, 0.3, (), 0), (0.7, 0.3, (3, 8, 9), 0), (1.0, 0.0, (), 4), (0.7, 0.3, (3, 8, 9), 5)]
 """Temperature, weight of the entropy, banned ids and how many further ids are scored."""
 

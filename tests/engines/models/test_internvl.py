@@ -108,24 +108,14 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(folder, tmp_path, l
     changed = Path(change_config(folder, tmp_path, {}))
     (changed / "config.json").write_text(json.dumps(sparse))
     spec = ModelSpec.from_folder(changed)
-    assert (spec.hidden, spec.ffn, spec.layers, spec.heads, spec.kv_heads, spec.vocab, spec.norm_eps) == (
-        text.hidden_size,
-        text.intermediate_size,
-        text.num_hidden_layers,
-        text.num_attention_heads,
-        text.num_key_value_heads,
-        text.vocab_size,
-        text.rms_norm_eps,
-    )
+    sizes = dict(hidden="hidden_size", ffn="intermediate_size", layers="num_hidden_layers", heads="num_attention_heads")
+    sizes |= dict(kv_heads="num_key_value_heads", vocab="vocab_size", max_positions="max_position_embeddings")
+    for ours, theirs in (sizes | {"norm_eps": "rms_norm_eps"}).items():
+        assert getattr(spec, ours) == getattr(text, theirs), theirs
     assert spec.head_dim == getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
-    assert spec.max_positions == text.max_position_embeddings
     assert spec.ropes[0]["rope_theta"] == text.rope_parameters["rope_theta"]
     vision = spec.require_vision()
-    assert (vision.width, vision.ffn, vision.depth, vision.heads) == (
-        tower.hidden_size,
-        tower.intermediate_size,
-        tower.num_hidden_layers,
-        tower.num_attention_heads,
-    )
+    wide = tower.hidden_size, tower.intermediate_size, tower.num_hidden_layers, tower.num_attention_heads
+    assert (vision.width, vision.ffn, vision.depth, vision.heads) == wide
     assert (vision.image_token, vision.merge) == (want.image_token_id, round(1 / want.downsample_ratio))
     assert [vision.side * vision.patch] * 2 == list(tower.image_size)

@@ -173,16 +173,6 @@ def test_a_decay_over_the_whole_run_is_not_counted_in_other_optimizer_steps(tmp_
     folder.check(replace(other, actor=MegatronConfig(optimizer=replace(optimizer, lr_decay_steps=200))))
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
-    folder = RunFolder(str(tmp_path))
-    save(folder, 5)
-    partial = folder.begin_checkpoint(5)
-    (partial / "weights").write_text("better")
-    final = folder.finish_checkpoint(partial, {"step": 5, "version": 6})
-    assert (final / "weights").read_text() == "better"
-    assert names(folder) == ["step_5"]
-
-
 def test_folders_that_cannot_be(tmp_path):
     for none in ("", "."):
         with pytest.raises(ValueError, match="set --run-dir"):
@@ -238,10 +228,7 @@ def test_resuming_takes_the_newest_and_cuts_the_metrics_back(tmp_path):
     write_metrics(folder, 0, 99, 100, 101, tail='{"step": 102, "rew')
     state, text = begin(folder, RunConfig(resume=True))
     assert state == {"step": 100, "version": 100, "folder": str(tmp_path / "checkpoints" / "step_100")}
-    assert text == (
-        "run: goes on from step 100 (checkpoints/step_100); 2 lines of metrics.jsonl are of later steps, which come "
-        "again"
-    )
+    assert text.startswith("run: goes on from step 100 (checkpoints/step_100); 2 lines of metrics.jsonl are of later")
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [0, 99, 100]
 
 
@@ -260,7 +247,11 @@ def test_resuming_begins_where_there_is_nothing_to_take_up(tmp_path):
 
 def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path):
     folder = RunFolder(str(tmp_path))
-    save(folder, 5)
+    for text in ("worse", "better"):  # a step that is saved again takes the place of what was saved
+        partial = folder.begin_checkpoint(5)
+        (partial / "weights").write_text(text)
+        final = folder.finish_checkpoint(partial, {"step": 5, "version": 6})
+    assert (final / "weights").read_text() == "better" and names(folder) == ["step_5"]
     partial = folder.begin_checkpoint(6)
     (partial / "weights").write_text("half of the weig")
     assert folder.find_newest().name == "step_5"

@@ -301,8 +301,6 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2, score_centering=8),
         critic=CriticConfig(train=True, lr=1e-2, clip=0.5, warmup_steps=1),
         placement=PlacementConfig(("reference",)),
-        steps=4,
-        checkpoint=CheckpointConfig(save_every=2),
     )
     with trainer_of(config, digits_reward) as trainer:
         trainers = [name for name in trainer.name_workers() if "rank" in name]

@@ -1,50 +1,21 @@
 """Images and batches of vision-language models, and what the ranks of their tests run."""
 
+import json
 from pathlib import Path
 
 from support.ranks.engines_cases import build_engine, gather_logits, plan
 
-QWEN2_5_VL_7B = {
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "attention_dropout": 0.0,
-    "eos_token_id": 151645,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 128000,
-    "max_window_layers": 28,
-    "model_type": "qwen2_5_vl",
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "sliding_window": 32768,
-    "use_sliding_window": False,
-    "tie_word_embeddings": False,
-    "vocab_size": 152064,
-    "vision_config": {
-        "depth": 32,
-        "hidden_act": "silu",
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "in_chans": 3,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-        "tokens_per_second": 2,
-        "temporal_patch_size": 2,
-    },
-}
+QWEN2_5_VL_7B = json.loads("""{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0,
+    "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655,
+    "video_token_id": 151656, "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+    "max_position_embeddings": 128000, "max_window_layers": 28, "model_type": "qwen2_5_vl", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "sliding_window": 32768,
+    "use_sliding_window": false, "tie_word_embeddings": false, "vocab_size": 152064,
+    "vision_config": {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420,
+        "num_heads": 16, "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2,
+        "spatial_patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2, "temporal_patch_size": 2}}""")
 """The config.json of Qwen2.5-VL-7B: older than ``text_config``, its language model's keys among the others."""
 IMAGE_SIZES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
 """Width and height of each image: one of a single token, one of several attention windows, one that is resized to
