@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import os
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -99,12 +101,15 @@ class Profiler(Protocol):
 
 
 class Platform(Protocol):
-    """One kind of machine. Everything that depends on the accelerator goes through these members."""
+    """One kind of machine. Everything that depends on the accelerator goes through these members.
+
+    A platform inherits it, and states what is not as it stands here.
+    """
 
     name: str
     evidence: Evidence
     """Level of proof of a check that passes here: executed or emulated."""
-    not_covered: tuple[str, ...]
+    not_covered: tuple[str, ...] = ()
     """Subjects that a check here does not cover."""
     proven: Evidence
     """How far this project itself has run the platform."""
@@ -143,17 +148,21 @@ class Platform(Protocol):
     rollout_kv_cache_mb: int
     """Memory for keys and values where the settings leave it open."""
 
+    @abstractmethod
     def init_process(self, local_rank: int) -> torch.device:
         """Bind this process to its device and prepare Megatron for it. Call before megatron is imported."""
         ...
 
     def get_device_key(self) -> str | None:
         """Return an identifier of this process's device, unique among all devices; None where ranks may share one."""
+        return None
 
+    @abstractmethod
     def build_layer_spec(self, config, form: LayerOptions = PLAIN) -> Any:
         """Build Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
         ...
 
+    @abstractmethod
     def build_attention_inputs(
         self, spec: MaskSpec, rotary: tuple[Tensor, Tensor], override: tuple[str, ...] = ()
     ) -> AttentionInputs:
@@ -170,12 +179,13 @@ class Platform(Protocol):
 
     def wrap_forward(self, inputs: AttentionInputs) -> AbstractContextManager:
         """Return the context that a forward of the model runs within."""
-        ...
+        return nullcontext()
 
     def build_contract(self, device: torch.device) -> KernelContract | None:
         """Build the contract of its attention kernel, to be tried on ``device``; None where the kernel has none."""
-        ...
+        return None
 
+    @abstractmethod
     def list_faults(self) -> dict[str, list[Patch]]:
         """List the patches that plant each of ``ATTENTION_FAULTS`` (hardware.attention.faults) into this platform.
 
@@ -186,32 +196,39 @@ class Platform(Protocol):
 
     def explain_slow(self, dtype: str) -> str:
         """Explain why engines of this type are slow on this machine; empty where they are not."""
-        ...
+        return ""
 
     def get_driver_env(self) -> dict[str, str]:
         """Return the environment of the process that runs the steps, set before it makes large tensors."""
-        ...
+        return {}
 
     def get_train_env(self) -> dict[str, str]:
         """Return the environment of a training process, set before torch is imported."""
-        ...
+        return {"TOKENIZERS_PARALLELISM": "false"}
 
     def get_deterministic_env(self) -> dict[str, str]:
         """Return the environment in which a training process repeats its numbers, beside torch's deterministic
         algorithms; set before it computes anything or talks to other ranks."""
-        ...
+        return {}
 
     def build_profiler(self) -> Profiler:
         """Return the recorder of the operators of this process and of its device."""
-        ...
+        from torch.profiler import profile
+
+        return profile()
 
     def get_rollout_env(self) -> dict[str, str]:
         """Return the environment of a vLLM process, set before vllm is imported."""
-        ...
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
 
     def find_rollout_worker(self, backend: str) -> RolloutWorkerClass:
         """Find the vLLM worker that computes attention by one of ``rollout_backends``."""
-        ...
+        return RolloutWorkerClass()  # vLLM refuses a backend that does not know the rules of a model, and takes another
 
 
 def make_ray_options(platform: Platform, devices: int = 1) -> dict:

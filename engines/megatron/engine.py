@@ -69,7 +69,8 @@ class MegatronEngine:
         load_weights(module, model)
         self.decoder = module
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(trainable and model.find_parameter_part(name) not in config.freeze)
+            part = model.weights[name].part if name.startswith("vision.") else "language"  # numbers layers by stage
+            parameter.requires_grad_(trainable and part not in config.freeze)
         self.vision = None
         if model.vision and module.pre_process:
             from engines.megatron.vision.embedding import Vision

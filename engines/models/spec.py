@@ -173,10 +173,6 @@ class ModelSpec(DecoderSizes):
             )
         return self.weights[megatron_name]
 
-    def find_parameter_part(self, megatron_name: str) -> Part:
-        """Find the part of the model that a Megatron parameter belongs to, wherever its layers are numbered from."""
-        return self.weights[megatron_name].part if megatron_name.startswith("vision.") else "language"
-
     def find_part(self, name: str) -> Part:
         """Find the part of the model that a tensor of ``list_hf_names`` belongs to."""
         return next(weight.part for weight in self.weights.values() if name in weight.tensors)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any, cast
 
 from vllm import LLM, SamplingParams
@@ -151,14 +150,13 @@ class VllmEngine:
 
         The same requests, weights and seed give the same tokens and logprobs, bit for bit, after any earlier requests.
         """
-
         # vLLM takes a prompt once for all of its completions; so do single requests that follow one another and are
         # equal. Of greedy ones it refuses several completions.
-        def is_single(request: Request) -> bool:
-            return request.count == 1 and request.temperature > 0
-
-        by = groupby(enumerate(requests), lambda pair: (pair[1], -1 if is_single(pair[1]) else pair[0]))
-        runs = [[request for _, request in run] for _, run in by]
+        runs: list[list[Request]] = []
+        for request in requests:
+            if not runs or request.count > 1 or request.temperature == 0 or request != runs[-1][0]:
+                runs.append([])
+            runs[-1].append(request)
         return self._run_round(
             [(run[0].prompt, self._make_params(run[0], sum(request.count for request in run))) for run in runs], seed
         )
@@ -245,10 +243,6 @@ class VllmEngine:
         if output.prompt_logprobs is not None:
             return [read_scores(output)]
         return [read_completion(sample) for sample in output.outputs]
-
-    def read_answer(self, prompt: Prompt, output: RequestOutput) -> Completions:
-        """Read the completions of a prompt as columns; raises as ``read_output`` does."""
-        return Completions.join(self.read_output(prompt, output))
 
     def _make_params(self, asked: Request | Sampling, count: int) -> SamplingParams:
         greedy = asked.temperature == 0

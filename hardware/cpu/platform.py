@@ -3,14 +3,13 @@
 This module is read to check settings, so it imports torch and Megatron only where they are used.
 """
 
-import contextlib
 import os
 from pathlib import Path
 from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
 from hardware.megatron.form import PLAIN
-from hardware.platform import KernelMemory, RolloutWorkerClass
+from hardware.platform import KernelMemory, Platform, RolloutWorkerClass
 
 # Large tensors in huge pages: the first touch of a page costs more than the computation on it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -24,12 +23,11 @@ _ROLLOUT_WORKERS = {
 }
 
 
-class CpuPlatform:
+class CpuPlatform(Platform):
     """Runs the real Megatron-core on CPU over gloo, in fp32 or bf16."""
 
     name = "cpu"
     evidence = "executed"
-    not_covered: tuple[str, ...] = ()
     proven = "executed"
     stand_in = "cpu"
     node = None
@@ -72,9 +70,6 @@ class CpuPlatform:
         install(CPU)
         return torch.device("cpu")
 
-    def get_device_key(self) -> str | None:
-        return None
-
     def build_layer_spec(self, config, form=PLAIN):
         from hardware.cpu.attention import CpuAttention
         from hardware.megatron.layers import build_layer_spec
@@ -87,12 +82,6 @@ class CpuPlatform:
         for rule in set(spec.rules):
             find_backend(self.attention_backends, spec.kind, spec.cp, rule, override)
         return build_attention_inputs(spec, rotary)
-
-    def wrap_forward(self, inputs):
-        return contextlib.nullcontext()
-
-    def build_contract(self, device):
-        return None
 
     def list_faults(self):
         from hardware.cpu.faults import list_faults
@@ -109,31 +98,21 @@ class CpuPlatform:
 
     def get_train_env(self) -> dict[str, str]:
         # Ray gives an actor as many threads as it has CPUs, one, unless the user says otherwise.
-        return _MEMORY | {
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-
-    def get_deterministic_env(self) -> dict[str, str]:
-        return {}
-
-    def build_profiler(self):
-        from torch.profiler import profile
-
-        return profile()
+        interface = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+        return super().get_train_env() | _MEMORY | interface
 
     def get_rollout_env(self) -> dict[str, str]:
         # TORCH_COMPILE_DISABLE: building inductor kernels costs 15 s at the first request and gains nothing here.
         # nobind: vLLM would otherwise pin its threads to cores that the trainers use.
-        return _MEMORY | {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": str(self.rollout_kv_cache_mb // 1024),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "TORCH_COMPILE_DISABLE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        return (
+            super().get_rollout_env()
+            | _MEMORY
+            | {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_CPU_KVCACHE_SPACE": str(self.rollout_kv_cache_mb // 1024),
+                "TORCH_COMPILE_DISABLE": "1",
+            }
+        )
 
     def find_rollout_worker(self, backend):
         name, parts = _ROLLOUT_WORKERS[backend]

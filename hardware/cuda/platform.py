@@ -3,13 +3,12 @@
 This module is read to check settings, so it imports torch and Megatron only where they are used.
 """
 
-import contextlib
 import os
 from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
 from hardware.megatron.form import PLAIN
-from hardware.platform import KernelMemory, Node, RolloutWorkerClass
+from hardware.platform import KernelMemory, Node, Platform
 
 
 class CudaAttention:
@@ -48,12 +47,11 @@ class CudaAttention:
         return list_faults()
 
 
-class CudaPlatform(CudaAttention):
+class CudaPlatform(CudaAttention, Platform):
     """Runs Megatron-core over nccl, with ``varlen_attn`` in bf16 and fp16 and SDPA for all else."""
 
     name = "cuda"
     evidence = "executed"
-    not_covered: tuple[str, ...] = ()
     proven = "untested"
     stand_in = "cuda-emulated"
     node = Node(devices=8, device_gb=80)
@@ -89,44 +87,17 @@ class CudaPlatform(CudaAttention):
 
         return str(torch.cuda.get_device_properties(0).uuid)
 
-    def wrap_forward(self, inputs):
-        return contextlib.nullcontext()
-
-    def explain_slow(self, dtype: str) -> str:
-        return ""
-
-    def get_driver_env(self) -> dict[str, str]:
-        return {}
-
     def get_train_env(self) -> dict[str, str]:
         # expandable_segments: micro-batches differ in length, and blocks of fixed sizes would be left in pieces. What
         # lies in such a segment may not be open to another process: a tensor that is to be, by a handle, is for
-        # whoever hands it over to allocate elsewhere.
+        # whoever hands it over to allocate elsewhere. vLLM's own allocator, by which an engine sleeps, refuses them.
         # One connection: a collective that is started before a product also runs before it, as Megatron counts on.
-        return {
+        return super().get_train_env() | {
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
             "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
-            "TOKENIZERS_PARALLELISM": "false",
         }
 
     def get_deterministic_env(self) -> dict[str, str]:
         # cuBLAS repeats itself with a workspace of its own; NCCL sums in one order along a ring.
         names = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
         return {name: os.environ.get(name, value) for name, value in names.items()}
-
-    def build_profiler(self):
-        from torch.profiler import profile
-
-        return profile()
-
-    def get_rollout_env(self) -> dict[str, str]:
-        # No allocator settings: vLLM's own allocator, by which an engine sleeps, refuses expandable segments.
-        return {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-
-    def find_rollout_worker(self, backend):
-        return RolloutWorkerClass()  # vLLM refuses a backend that does not know the rules of a model, and takes another

@@ -26,10 +26,6 @@ class LayerOptions:
     scales_rotary: bool = False
     rotary_kinds: tuple[int, ...] = (0,)
 
-    def get_rotary_kind(self, layer_number: int) -> int:
-        """Return the kind of a layer; ``layer_number`` counts from 1 over the whole model."""
-        return self.rotary_kinds[0] if len(self.rotary_kinds) == 1 else self.rotary_kinds[layer_number - 1]
-
 
 PLAIN = LayerOptions()
 """The form of Llama and Qwen."""

@@ -93,7 +93,8 @@ class CoreAttention(MegatronModule, ABC):
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
-        self.form, self.rotary_kind = form, form.get_rotary_kind(layer_number)
+        kinds = form.rotary_kinds
+        self.form, self.rotary_kind = form, kinds[0] if len(kinds) == 1 else kinds[layer_number - 1]  # counted from 1
         self.cp_group = pg_collection.cp
 
     def forward(

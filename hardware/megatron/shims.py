@@ -65,19 +65,10 @@ def _replace(owner, attribute: str, value) -> Undo:
 
 
 def _together(*undos: Undo) -> Undo:
-    def undo_all() -> None:
-        for undo in undos:
-            undo()
-
-    return undo_all
-
-
-def _current_device(runtime: Runtime) -> Undo:
-    return _replace(torch.cuda, "current_device", runtime.current_device)
-
-
-def _synchronize(runtime: Runtime) -> Undo:
-    return _replace(torch.cuda, "synchronize", runtime.synchronize)
+    stack = contextlib.ExitStack()
+    for undo in undos:
+        stack.callback(undo)
+    return stack.close
 
 
 def _factories(runtime: Runtime) -> Undo:
@@ -93,10 +84,6 @@ def _factories(runtime: Runtime) -> Undo:
         return build
 
     return _together(*(_replace(torch, name, elsewhere(getattr(torch, name))) for name in ("tensor", "zeros")))
-
-
-def _tensor_cuda(runtime: Runtime) -> Undo:
-    return _replace(torch.Tensor, "cuda", lambda self, *_, **__: self.to(runtime.device_type))
 
 
 def _tensor_types(runtime: Runtime) -> Undo:
@@ -200,12 +187,12 @@ SHIMS = (
     Shim(
         "current_device",
         "megatron places buffers, parameters and p2p shapes on torch.cuda.current_device(), which raises without CUDA",
-        _current_device,
+        lambda runtime: _replace(torch.cuda, "current_device", runtime.current_device),
     ),
     Shim(
         "synchronize",
         "pipeline stages synchronise the device after they tell each other the shapes of what they send",
-        _synchronize,
+        lambda runtime: _replace(torch.cuda, "synchronize", runtime.synchronize),
     ),
     Shim(
         "factories",
@@ -216,7 +203,7 @@ SHIMS = (
     Shim(
         "tensor_cuda",
         "tied embeddings under pipeline parallelism move the shared weight with .cuda()",
-        _tensor_cuda,
+        lambda runtime: _replace(torch.Tensor, "cuda", lambda self, *_, **__: self.to(runtime.device_type)),
     ),
     Shim(
         "tensor_types",

@@ -9,7 +9,7 @@ from typing import ClassVar
 from hardware.attention.capabilities import find_backend
 from hardware.megatron.form import PLAIN
 from hardware.npu.limits import MAX_PACK_SEQUENCES
-from hardware.platform import KernelMemory, Node, RolloutWorkerClass
+from hardware.platform import KernelMemory, Node, Platform
 
 
 class NpuLayers:
@@ -43,13 +43,12 @@ class NpuLayers:
         return list_faults()
 
 
-class NpuPlatform(NpuLayers):
+class NpuPlatform(NpuLayers, Platform):
     """Runs Megatron-core over hccl with the NPU's operators for attention, norms, SwiGLU and rotation, in bf16 or
     fp32."""
 
     name = "npu"
     evidence = "executed"
-    not_covered: tuple[str, ...] = ()
     proven = "untested"
     stand_in = "npu-emulated"
     node = Node(devices=16, device_gb=64)
@@ -100,27 +99,17 @@ class NpuPlatform(NpuLayers):
         )
         return torch.device("npu", 0)
 
-    def get_device_key(self) -> str | None:
-        return None  # torch_npu names no device beyond its number in the process
-
     def wrap_forward(self, inputs):
         from hardware.npu.mindspeed import pass_lengths
 
         return pass_lengths(inputs)
 
-    def explain_slow(self, dtype: str) -> str:
-        return ""
-
-    def get_driver_env(self) -> dict[str, str]:
-        return {}
-
     def get_train_env(self) -> dict[str, str]:
         # expandable_segments: micro-batches differ in length, and blocks of fixed sizes would be left in pieces.
         # Ranks read weights for minutes before their first collective, for which hccl waits two by default.
-        return {
+        return super().get_train_env() | {
             "HCCL_CONNECT_TIMEOUT": os.environ.get("HCCL_CONNECT_TIMEOUT", "1200"),
             "PYTORCH_NPU_ALLOC_CONF": os.environ.get("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True"),
-            "TOKENIZERS_PARALLELISM": "false",
         }
 
     def get_deterministic_env(self) -> dict[str, str]:
@@ -133,13 +122,4 @@ class NpuPlatform(NpuLayers):
 
     def get_rollout_env(self) -> dict[str, str]:
         # NZ: weights would be kept in another order than the one in which a sync writes them.
-        return {
-            "VLLM_ASCEND_ENABLE_NZ": "0",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-
-    def find_rollout_worker(self, backend):
-        return RolloutWorkerClass()
+        return super().get_rollout_env() | {"VLLM_ASCEND_ENABLE_NZ": "0"}

@@ -129,7 +129,10 @@ def compute_reference(
         tell(f"HuggingFace, {dtype}".replace("torch.", ""))
         return _compute_in(dtype, spec, batch, loss, denominator, temperature)
 
-    need, have = _estimate_bytes(spec, batch), psutil.virtual_memory().available
+    # At the peak: weights, their gradients, the logits of a sequence, and their scoring.
+    weights, logits = spec.count_weights(), max(batch.lengths) * spec.vocab
+    need = 8 * (2 * weights + 4 * logits + 6 * min(logits, _SCORES_AT_ONCE)) + 2**30
+    have = psutil.virtual_memory().available
     if need > have:
         tell(f"float64 needs {need / 2**30:.1f} GiB and {have / 2**30:.1f} are free: limits are estimated")
         return compute(torch.float32)
@@ -164,13 +167,6 @@ def _compute_in(
             gradients[spec.find_folder_name(name)], parameter.grad = parameter.grad.float(), None
     hidden = {number: torch.cat(parts).float() for number, parts in states.items()}
     return Reference(joined.logprobs, joined.entropy, hidden, gradients)
-
-
-def _estimate_bytes(spec: ModelSpec, batch: TrainBatch) -> int:
-    """Estimate the peak bytes in float64: weights, their gradients, the logits of a sequence, and their scoring."""
-    weights = spec.count_weights()
-    logits = max(batch.lengths) * spec.vocab
-    return 8 * (2 * weights + 4 * logits + 6 * min(logits, _SCORES_AT_ONCE)) + 2**30
 
 
 class _Doubling(TorchFunctionMode):

@@ -15,7 +15,7 @@ from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_prompts
 from rlworker.data.messages import check_messages, flatten_content, has_images, list_parts, render_messages
-from rlworker.data.sources import find_base_folder, iterate_rows, refuse_other_fields
+from rlworker.data.sources import find_base_folder, iterate_rows
 from rlworker.data.turns import find_turn_end
 
 if TYPE_CHECKING:  # rows of text load nothing of images
@@ -182,15 +182,18 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
         if paths := [image.path for image in row_images if not isinstance(image, Video)]:
             named: dict[str, Any] = {data.image_field: paths}
             source = source | named
-        messages = _make_messages(source[data.prompt_field], data)
-        text = _apply_template(messages, tokenizer, where, data) if messages else source[data.prompt_field]
+        prompt = source[data.prompt_field]
+        if isinstance(prompt, str) and data.instruction:
+            prompt = [{"role": "user", "content": f"{prompt}\n\n{data.instruction}"}]
+        messages = () if isinstance(prompt, str) else tuple(prompt)
+        text = prompt if isinstance(prompt, str) else _apply_template(messages, tokenizer, where, data)
         places.append(where)
         chats.append(messages)
         sources.append(source)
         texts.append(image_reader.replace_markers(text, tokenizer) if image_reader else text)
         images.append(row_images)
     if image_reader and not any(images):
-        refuse_other_fields(sources[0], places[0], data)
+        image_reader.refuse_other_fields(sources[0], places[0], data)
     encoded = encode_prompts(tokenizer, texts, [not messages for messages in chats])
     rows, limit = [], data.max_prompt_tokens
     for where, source, text, ids, own, chat in zip(places, sources, texts, encoded, images, chats, strict=True):
@@ -299,13 +302,6 @@ def _check_encodable(place: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can hold and no tokenizer takes
         raise ValueError(f"{place} is no valid Unicode text: {error}; remove that character") from None
-
-
-def _make_messages(prompt: str | list[dict], data: DataConfig) -> tuple[dict, ...]:
-    """Return the messages that a prompt is or becomes; none where it stays text."""
-    if isinstance(prompt, str):
-        return ({"role": "user", "content": f"{prompt}\n\n{data.instruction}"},) if data.instruction else ()
-    return tuple(prompt)
 
 
 def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataConfig) -> str:

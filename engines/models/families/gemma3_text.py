@@ -29,16 +29,12 @@ _PATTERN, _LOCAL_THETA, _THETA = 6, 10000.0, 1000000.0
 """Every sixth layer sees the whole past; the rotary bases of both kinds."""
 
 
-def post_attention_norm(model: DecoderSizes) -> tuple[Weight, ...]:
-    """State the norm of attention's output."""
-    return (Weight("self_attn_bda.norm.weight", {"post_attention_layernorm.weight": (model.hidden,)}),)
-
-
 def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
-    """State an MLP with a gate, and the norms before and after it."""
+    """State the norm of attention's output, an MLP with a gate, and the norms before and after it."""
     hidden, ffn = model.hidden, model.ffn
     gated = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
     return (
+        Weight("self_attn_bda.norm.weight", {"post_attention_layernorm.weight": (hidden,)}),
         Weight("pre_mlp_layernorm.weight", {"pre_feedforward_layernorm.weight": (hidden,)}),
         Weight("mlp.linear_fc1.weight", gated, "gated", cut=0),
         Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut=1),
@@ -92,7 +88,7 @@ FAMILY = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     before=(embedding,),
-    layer=(attention, qk_norm, post_attention_norm, mlp),
+    layer=(attention, qk_norm, mlp),
     after=(final_norm,),
     needed=NEEDED,
     defaults=_DEFAULTS,

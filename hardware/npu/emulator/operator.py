@@ -71,7 +71,9 @@ def _fusion_attention(arguments: dict) -> tuple:
         order = torch.tensor([number for members in groups.values() for number in members])
         out = torch.cat(outputs)[order.argsort()]  # [B, N, S, D]
         statistics = torch.full((*out.shape[:3], 8), torch.nan)
-        out = _to_layout(out, call.input_layout)
+        places = {"BSH": (0, 2, 1, 3), "SBH": (2, 0, 1, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
+        out = out.permute(places[call.input_layout])
+        out = out.flatten(2) if "H" in call.input_layout else out
     return out.contiguous(), statistics, statistics.clone(), call.query.new_empty(0), 0, 0, 0
 
 
@@ -106,9 +108,3 @@ def _take(call: Call, tensor: Tensor, lengths: list[int], members: list[int]) ->
         tensor = tensor.unflatten(-1, (call.head_num if tensor is call.query else call.kv_heads, -1))
     places = {"BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
     return tensor.permute(places[call.input_layout])[members]
-
-
-def _to_layout(out: Tensor, layout: str) -> Tensor:
-    places = {"BSH": (0, 2, 1, 3), "SBH": (2, 0, 1, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
-    out = out.permute(places[layout])
-    return out.flatten(2) if "H" in layout else out

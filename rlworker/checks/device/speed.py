@@ -45,18 +45,13 @@ def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
 
     On a CPU the sizes are tiny: the lines show that the program runs, and their numbers mean nothing.
     """
-    findings, product = [], measure_product(device)
+    side = 256 if device.is_host else 8192
+    a, b = (torch.randn(side, side, device=device.device, dtype=torch.bfloat16) for _ in range(2))
+    findings, product = [], 2 * side**3 / measure_seconds(device, lambda: a @ b) / 1e12
     text = f"{product:.3g} TFLOP/s"
     findings.append(device.make_finding("speed", "matrix product", product > 0, text, {"TFLOP/s": product}))
     findings += measure_attention(device, product)
     return [*findings, measure_step(device, folder, product)]
-
-
-def measure_product(device: Device) -> float:
-    """Measure the TFLOP/s of a square matrix product in bf16."""
-    side = 256 if device.is_host else 8192
-    a, b = (torch.randn(side, side, device=device.device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * side**3 / measure_seconds(device, lambda: a @ b) / 1e12
 
 
 def measure_attention(device: Device, product: float) -> list[DeviceFinding]:

@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 from support.ranks.engines_cases import start_process
 
-from engines.config import (
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+from engines.models.spec import ModelSpec
+from engines.pass_through import (
     MEGATRON_OWN,
     MEGATRON_REFUSED,
     MEGATRON_SOURCES,
     VLLM_OWN,
     VLLM_REFUSED,
-    MegatronConfig,
-    OptimizerConfig,
-    VllmConfig,
+    read_installed_fields,
 )
-from engines.models.spec import ModelSpec
-from engines.validation import read_installed_fields
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, list_override_warnings
 from hardware.platform import make_ray_options
