@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from decimal import Decimal
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -136,6 +137,25 @@ def test_a_batch_scorer_fails_for_its_group_alone(tmp_path, keeping_signals):
     fails = [DEFAULT] * 3
     assert [group.rewards for group in groups] == [fine, [0.0, DEFAULT, 2.0], fails, fine, fails, fails, fine]
     assert scores.failures == {"not_a_number": 1, "wrong_count": 3, "raised": 3, "blocked": 3}
+
+
+def test_an_import_is_not_cut_short(tmp_path, monkeypatch, keeping_signals):
+    """Its package is whole for the calls after it, as here of one that cannot be imported twice."""
+    package = tmp_path / "imported_slowly"
+    package.mkdir()
+    (package / "registry.py").write_text("names = set()\n")
+    first = "import time\nfrom imported_slowly.registry import names\nassert 'chess' not in names\nnames.add('chess')\n"
+    (package / "__init__.py").write_text(f"{first}time.sleep({2 * LIMITS.time_limit_s})\nvalue = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def import_first(text: str, row: Row) -> float:
+        package = import_module("imported_slowly")
+        for _ in range(10**8 if text == "~0" else 1):
+            pass
+        return package.value
+
+    _, scores = score(import_first, [None] * 3, tmp_path)
+    assert scores.values == [DEFAULT, 1.0, 1.0] and scores.failures == {"blocked": 1}
 
 
 def test_all_reward_functions_of_a_long_batch_reply_in_parts():
