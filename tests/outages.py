@@ -214,8 +214,10 @@ def compare_ahead(folder: Path, whole: str, name: str) -> None:
     assert prompts[0] == prompts[1] and len(prompts[0].splitlines()) == STEPS
 
 
-def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None, staleness: int = 0) -> dict[str, float]:
-    """Play an outage and compare with the run that lost nobody. Returns the seconds until it was named and repaired.
+def cause_outage(
+    folder: Path, name: str, kill_node: Callable[[], None] | None = None, staleness: int = 0
+) -> dict[str, float]:
+    """Cause an outage and compare with the run that lost nobody. Returns the seconds until it was named and repaired.
 
     Raises:
         AssertionError: the run's metrics or weights differ, or the outage was named late, or another one was.
@@ -289,14 +291,14 @@ def stay_calm(folder: Path, minutes: float) -> None:
             process.kill()
 
 
-def play_all(
+def cause_all(
     folder: Path, names: list[str], kill_node: Callable[[], None] | None = None, staleness: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Play outages one after another: yields a row of a table for each."""
+    """Cause outages one after another: yields a row of a table for each."""
     for name in names:
         start = time.monotonic()
         control = name == "control"
-        result = check_control(folder, staleness) if control else play(folder, name, kill_node, staleness)
+        result = check_control(folder, staleness) if control else cause_outage(folder, name, kill_node, staleness)
         print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
         if isinstance(result, dict):
             outage = EVERY[name]
@@ -337,17 +339,17 @@ def main(options: argparse.Namespace) -> None:
             return
         if alone := [name for name in options.names if name not in NODES | MEMORY]:
             with running_ray(8, "cpu"), keeping_workers():
-                rows += play_all(folder, alone, staleness=staleness)
+                rows += cause_all(folder, alone, staleness=staleness)
         if apart := [name for name in options.names if name in NODES]:
             with open_nodes() as kill_node:
-                rows += play_all(folder, apart, kill_node, staleness)
+                rows += cause_all(folder, apart, kill_node, staleness)
         if hungry := [name for name in options.names if name in MEMORY]:
             memory = psutil.virtual_memory()
             limit = 1 - memory.available / memory.total + MEMORY_GIB * 2**30 / memory.total
-            assert limit < 0.95, "this machine has too little memory left to play these"
+            assert limit < 0.95, "this machine has too little memory left to cause these"
             os.environ |= {"RAY_memory_usage_threshold": f"{limit:.4f}", "RAY_memory_monitor_refresh_ms": "50"}
             with running_ray(8, "cpu"), keeping_workers():
-                rows += play_all(folder, hungry, staleness=staleness)
+                rows += cause_all(folder, hungry, staleness=staleness)
     if options.json:
         options.json.write_text(json.dumps({"head": head, "rows": rows}, indent=1) + "\n")
 

@@ -12,7 +12,7 @@ from support.environments.runners import (
     make_codec,
     make_rows,
     make_sample,
-    play_all,
+    run_episodes,
     tell,
 )
 
@@ -100,8 +100,8 @@ def test_stops_are_single_tokens(codec):
 
 
 def test_one_turn_is_the_environment_of_a_reward():
-    play = one_turn(lambda text, row: float(text == "~" + row.answer))
-    right, wrong = play_all(LocalPool(play), make_rows("4+1=", "5+1="))  # the sample is the prompt's length
+    environment = one_turn(lambda text, row: float(text == "~" + row.answer))
+    right, wrong = run_episodes(LocalPool(environment), make_rows("4+1=", "5+1="))  # the sample is the prompt's length
     assert tell(right) == [[(-1, "4+1="), (0, "~4<eos>")]] and right.rewards == ((0, 1.0),)
     assert wrong.reward == 0.0 and wrong.failure is None and wrong.turns == 1
 
@@ -126,14 +126,14 @@ def test_one_turn_is_the_environment_of_a_reward():
     ],
 )
 def test_limits_that_are_none_are_refused_where_they_are_given(ask, message):
-    async def play(policy, row):
+    async def environment(policy, row):
         episode = Episode(row)
         with pytest.raises(ValueError, match=message):
             await ask(policy, episode)
         await policy.sample(episode)
         return episode
 
-    (record,) = play_all(LocalPool(play), make_rows("1+1="))
+    (record,) = run_episodes(LocalPool(environment), make_rows("1+1="))
     assert record.failure is None
 
 
@@ -154,7 +154,7 @@ async def write_twice(policy, row):
 
 def test_a_record_is_laid_out_in_columns():
     """By hand: the prompt's five ids, then two samples of three with five observed ids between; then a fork."""
-    (record,) = play_all(LocalPool(write_twice), make_rows("12+1="))
+    (record,) = run_episodes(LocalPool(write_twice), make_rows("12+1="))
     assert tell(record) == [
         [(-1, "12+1="), (0, "~5<eos>"), (-1, "True;"), (1, "~3<eos>")],
         [(-1, "%%"), (2, "~2<eos>")],
@@ -180,7 +180,7 @@ def test_the_batch_of_records_is_that_of_their_columns():
         episode.reward(0.25)
         return episode
 
-    records = [play_all(LocalPool(play), make_rows("12+1="))[0] for play in (write_twice, skip)]
+    records = [run_episodes(LocalPool(environment), make_rows("12+1="))[0] for environment in (write_twice, skip)]
     groups = [TrajectoryGroup.collect(records[0].row, records)]
     batch = batch_groups(groups)
     assert batch.lengths == (15, 4, 0) and batch.episode.tolist() == [0, 0, 1], "what was not sampled has no tokens"
@@ -196,19 +196,19 @@ def test_the_batch_of_records_is_that_of_their_columns():
     assert summarise_groups(groups).items() >= means.items()
 
 
-def test_the_requests_of_a_play_say_what_it_asked_for():
+def test_the_requests_of_an_episode_say_what_it_asked_for():
     pool, seen = LocalPool(write_twice), []
 
     def say(ids, number):
         seen.append(len(ids))
         return "5"
 
-    play_all(pool, make_rows("12+1="), say=say)
+    run_episodes(pool, make_rows("12+1="), say=say)
     assert seen == [5, 13, 2]
     assert LIMITS.sample_tokens == 8
 
 
-def test_a_play_may_catch_its_limit():
+def test_an_environment_may_catch_its_limit():
     async def talk(policy, row):
         episode = Episode(row)
         try:
@@ -218,18 +218,18 @@ def test_a_play_may_catch_its_limit():
             episode.reward(float(f"{limit}".startswith("turn 5 of at most 4")))
         return episode
 
-    (record,) = play_all(LocalPool(talk), make_rows("1="))
+    (record,) = run_episodes(LocalPool(talk), make_rows("1="))
     assert record.failure is None and record.turns == 4 and record.reward == 1.0
 
 
-def test_plays_may_run_tasks_of_their_own():
+def test_environments_may_run_tasks_of_their_own():
     async def gather(policy, row):
         episode = Episode(row)
         sample, number = await asyncio.gather(policy.sample(episode), asyncio.sleep(0.01, 3))
         episode.reward(number if sample.text == "~2" else 0)
         return episode
 
-    (record,) = play_all(LocalPool(gather), make_rows("1="))
+    (record,) = run_episodes(LocalPool(gather), make_rows("1="))
     assert record.failure is None and record.reward == 3.0
 
 
@@ -237,7 +237,7 @@ def test_the_batch_of_one_turn_is_that_of_completions_and_of_columns():
     from rlworker.rollouts.trajectory import TrajectoryGroup, batch_groups, batch_sequences
 
     rows = make_rows("4+1=", "15+1=")
-    records = play_all(LocalPool(one_turn(lambda text, row: float(len(row.prompt)))), rows, 2)
+    records = run_episodes(LocalPool(one_turn(lambda text, row: float(len(row.prompt)))), rows, 2)
     groups = [TrajectoryGroup.collect(row, records[2 * i : 2 * i + 2]) for i, row in enumerate(rows)]
     assert all(record.is_one_turn for record in records)
     one, other = (

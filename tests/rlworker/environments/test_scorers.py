@@ -10,7 +10,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from support.environments.runners import LIMITS, LocalPool, make_codec, make_rows, play_all
+from support.environments.runners import LIMITS, LocalPool, make_codec, make_rows, run_episodes
 
 from rlworker.config.sections import EnvironmentConfig
 from rlworker.data.rows import Row
@@ -82,7 +82,7 @@ def score(scorer, how, tmp_path=None, count=1, limits=LIMITS):
     rows = [replace(row, source={"how": each}) for row, each in zip(made, how)]
     numbers = {row.prompt_ids: str(number) for number, row in enumerate(rows)}
     pool = LocalPool(one_turn(scorer), limits=limits, block_file=str(tmp_path / "block") if tmp_path else "")
-    found = play_all(pool, rows, count, lambda ids, _: numbers[tuple(ids)], default=DEFAULT)
+    found = run_episodes(pool, rows, count, lambda ids, _: numbers[tuple(ids)], default=DEFAULT)
     groups = [TrajectoryGroup.collect(row, found[i * count : (i + 1) * count]) for i, row in enumerate(rows)]
     return groups, score_groups(groups, make_codec())
 
@@ -167,7 +167,7 @@ def test_all_reward_functions_of_a_long_batch_reply_in_parts():
         return 1.0
 
     pool = LocalPool(one_turn(slow), limits=limits)
-    found = play_all(pool, make_rows("1="), 8)
+    found = run_episodes(pool, make_rows("1="), 8)
     assert [one.reward for one in found] == [1.0] * 8 and 3 <= len(pool.messages) <= 8
 
 

@@ -296,7 +296,7 @@ def test_a_sample_that_nobody_waits_for_any_more_is_given_up(running):
         assert [piece.turn for piece in pieces] == [-1, 0], "what stands before it is left out"
 
 
-def test_a_loop_of_plays_that_forgets_begins_in_new_processes(running):
+def test_a_loop_of_several_turns_that_forgets_begins_in_new_processes(running):
     rollouts, pool = Rollouts(), LocalPool(count_down)
     loop, (engine,) = running(rollouts, pool), rollouts.workers
     loop.begin(make_rows("3"), SAMPLING)

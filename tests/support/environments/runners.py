@@ -137,7 +137,7 @@ def make_loop(pool: LocalPool, engines: Any, default: float = 0.0) -> RolloutLoo
     return RolloutLoop(pool.environment, cast(Any, pool), engines, TurnQueue(engines), make_codec(), default)
 
 
-def play_all(
+def run_episodes(
     pool: LocalPool,
     rows: Sequence[Row],
     count: int = 1,
