@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engines.batch.samples import Completion, Completions, Image, TokenSequence
+from engines.batch.samples import Completion, Image
 from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
 
@@ -88,45 +88,10 @@ class Trajectory:
         return len(self.completions)
 
     @property
-    def is_one_turn(self) -> bool:
-        """Tell whether it is one sample of its row's prompt, and nothing else."""
-        first = self.sequences[0]
-        return len(self.sequences) == 1 and len(first) == 2 and first[0].token_ids is self.row.prompt_ids
-
-    @property
     def observed_tokens(self) -> int:
         """Tokens that the environment wrote after the prompt, in all sequences."""
         segments = [segment for segments in self.sequences for segment in segments[1:] if segment.turn == CONTEXT]
         return sum(len(segment.token_ids) for segment in segments)
-
-    def list_sequences(self) -> list[TokenSequence]:
-        """List its sequences in columns, of which batches are made."""
-        places = {CONTEXT: (0, -1)}  # turn -> sequence, and place of the last token that it sampled
-        for number, segments in enumerate(self.sequences):
-            ends = np.cumsum([len(segment.token_ids) for segment in segments]).tolist()
-            places |= {segment.turn: (number, end - 1) for segment, end in zip(segments, ends) if segment.completion}
-        rewards: list[list[tuple[int, float]]] = [[] for _ in self.sequences]
-        for turn, value in self.rewards:
-            number, place = places[turn]
-            rewards[number].append((place, value))
-        return [_lay_out(segments, tuple(own)) for segments, own in zip(self.sequences, rewards, strict=True)]
-
-
-def _lay_out(segments: Sequence[Segment], rewards: tuple[tuple[int, float], ...]) -> TokenSequence:
-    lengths = [len(segment.token_ids) for segment in segments]
-    turns = np.repeat(np.asarray([segment.turn for segment in segments], np.int32), lengths)
-    sampled = turns != CONTEXT
-    logprobs, versions = np.zeros(len(turns), np.float32), np.full(len(turns), -1, np.int32)
-    top_ids, top_logprobs = None, None
-    if completions := [segment.completion for segment in segments if segment.completion]:
-        joined = Completions.join(completions)
-        top_ids, top_logprobs = joined.top_ids, joined.top_logprobs
-        if len(joined.logprobs):  # none where they were drawn greedily
-            logprobs[sampled] = joined.logprobs
-        versions[sampled] = np.repeat(joined.span_versions, joined.span_lengths)
-    token_ids = np.concatenate([np.asarray(segment.token_ids, np.int32) for segment in segments])
-    images = tuple(image for segment in segments for image in segment.images)
-    return TokenSequence(token_ids, sampled, logprobs, versions, turns, rewards, images, top_ids, top_logprobs)
 
 
 class Answer(NamedTuple):
