@@ -23,8 +23,8 @@ from rlworker.data.encoding import encode_after
 from rlworker.data.rows import Row
 from rlworker.environments import Environment, Episode, Policy, Sample
 from rlworker.environments.codec import Codec, Stops, using_codec
-from rlworker.environments.policy import EpisodeLimits, ToolCall
-from rlworker.environments.record import CONTEXT
+from rlworker.environments.policy import EpisodeLimits
+from rlworker.environments.record import CONTEXT, ToolCall
 
 Say = Callable[[Row, int], str]
 """``say(row, turn)``: what a model that knows the answer says in a turn, from 0."""
@@ -78,13 +78,13 @@ def work_episodes(environment: Environment, say: Say, rows: Sequence[Row], codec
 
 def batch_worked_episodes(episodes: Sequence[Episode], vision: VisionSpec | None) -> TrainBatch:
     """Batch worked episodes; what the teacher said are the tokens that count."""
-    sequences = [pieces for episode in episodes for pieces in episode.sequences]
-    ids = [np.concatenate([np.asarray(piece.token_ids) for piece in pieces]) for pieces in sequences]
+    sequences = [segments for episode in episodes for segments in episode.sequences]
+    ids = [np.concatenate([np.asarray(segment.token_ids) for segment in segments]) for segments in sequences]
     said = [
-        np.concatenate([np.full(len(piece.token_ids), piece.turn != CONTEXT) for piece in pieces])
-        for pieces in sequences
+        np.concatenate([np.full(len(segment.token_ids), segment.turn != CONTEXT) for segment in segments])
+        for segments in sequences
     ]
-    images = [tuple(image for piece in pieces for image in piece.images) for pieces in sequences]
+    images = [tuple(image for segment in segments for image in segment.images) for segments in sequences]
     columns = make_image_columns([each.tolist() for each in ids], images, vision) if vision else {}
     return TrainBatch.from_ids(ids, sampled=said, **columns)
 

@@ -1,14 +1,15 @@
 """The trajectory of an episode, and the messages between the driver and the processes that run environments.
 
-A message may be of thousands of episodes, each an entry of its columns.
+A message and its reply may be of thousands of episodes; a reply has an entry of its columns for each.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -94,33 +95,57 @@ class Trajectory:
         return sum(len(segment.token_ids) for segment in segments)
 
 
-class Answer(NamedTuple):
-    """A sample, as an environment is given it.
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call that the model wrote, as vLLM's parser of the model read it.
 
     Attributes:
-        token_ids: ``[T]`` int32. finished: as a ``Completion``'s. calls: what a parser found in it, where one was
-            asked.
+        arguments: by name.
     """
 
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One turn of the model.
+
+    Attributes:
+        text: decoded, without special tokens; empty until the sample has reached its environment's process.
+        token_ids: ``[T]`` int32, the stop token included.
+        finished: ended by a stop token; False where it was cut at its length limit.
+        calls: the tool calls in it, where the episode names a parser.
+        call_error: why a call cannot be read, and then none counts; empty where all can, and where there is none.
+    """
+
+    text: str
     token_ids: np.ndarray
     finished: bool
-    calls: ToolCalls | None = None
+    calls: tuple[ToolCall, ...] = ()
+    call_error: str = ""
+
+    @classmethod
+    def read(cls, completion: Completion, found: ToolCalls | None) -> Sample:
+        """Make a sample of a completion and what a parser found in it."""
+        calls = tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls) if found else ()
+        return cls("", completion.token_ids, completion.finished, calls, found.error if found else "")
 
 
 class Job(NamedTuple):
     """An episode to be run.
 
     Attributes:
-        number: among all that run. row: key of its row. seed: of its random numbers.
-        answers: its samples until now, each after the digest of the context that it followed.
+        number: among all that run. row: the question. seed: of its random numbers.
+        samples: those until now, each after the digest of the context that it followed.
         tools: the outcomes of its tool calls until now, by the number of the call.
         group: number of its prompt's first episode. group_size: episodes of the prompt.
     """
 
     number: int
-    row: int
+    row: Row
     seed: tuple[int, ...]
-    answers: Sequence[tuple[int, Answer]]
+    samples: Sequence[tuple[int, Sample]]
     tools: dict[int, bytes]
     group: int
     group_size: int
@@ -128,31 +153,16 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """A message to a process: jobs to begin with their rows, and samples for the episodes that wait.
+    """A message to a process: jobs to begin, and by number the samples of episodes that wait.
 
     Attributes:
         longest_s: seconds after which the process replies although some episodes neither wait nor have ended; None
             sets no limit.
-        numbers: ``[n]``, the episodes that are answered. token_ids: ``[T]`` int32, of all answers end to end.
-        lengths: ``[n]``. finished: ``[n]``. calls: by number, where a parser was asked.
     """
 
-    rows: dict[int, Row] = field(default_factory=dict)
     jobs: Sequence[Job] = ()
-    numbers: Sequence[int] = ()
-    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    lengths: Sequence[int] = ()
-    finished: Sequence[bool] = ()
-    calls: dict[int, ToolCalls] = field(default_factory=dict)
+    samples: dict[int, Sample] = field(default_factory=dict)
     longest_s: float | None = None
-
-    def list_answers(self) -> list[tuple[int, Answer]]:
-        """List the answers by number."""
-        parts = np.split(self.token_ids, np.cumsum(self.lengths)[:-1]) if self.numbers else []
-        return [
-            (number, Answer(ids, finished, self.calls.get(number)))
-            for number, ids, finished in zip(self.numbers, parts, self.finished, strict=True)
-        ]
 
 
 class EpisodeResult(NamedTuple):

@@ -88,7 +88,12 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
     counts = [len(trajectory.sequences) for trajectory in trajectories]
     episode = np.repeat(np.arange(len(trajectories)), counts)  # [B], of each sequence
     group = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])[episode]
-    sequences = [_keep_sampled(segments) for trajectory in trajectories for segments in trajectory.sequences]
+    sequences = [
+        # Of one without samples the first id alone, which has no target.
+        sequence if any(segment.turn != CONTEXT for segment in sequence) else [Segment(sequence[0].token_ids[:1])]
+        for trajectory in trajectories
+        for sequence in trajectory.sequences
+    ]
     segments = [segment for sequence in sequences for segment in sequence]
     lengths = np.asarray([len(segment.token_ids) for segment in segments], np.int64)
     sizes = np.asarray([sum(len(segment.token_ids) for segment in sequence) for sequence in sequences], np.int64)
@@ -134,13 +139,6 @@ def to_batch(
         trajectories.append(Trajectory(row, (segments,), ((0, reward),)))
     parts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
     return batch_groups([TrajectoryGroup.collect(row, part) for row, part in zip(rows, parts, strict=True)], vision)
-
-
-def _keep_sampled(segments: Sequence[Segment]) -> Sequence[Segment]:
-    """Keep a sequence as it is; of one without samples keep the first id alone, which has no target."""
-    if any(segment.turn != CONTEXT for segment in segments):
-        return segments
-    return [Segment(segments[0].token_ids[:1])]
 
 
 def _place_samples(completions: Completions, sampled: np.ndarray) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import support.environments.tool_functions as tools
 from support.environments.runners import LIMITS, LocalPool, encode, make_rows, run_episodes, tell
 
 from rlworker.environments import Episode, EpisodeLimit, answer_calls
-from rlworker.environments.policy import ToolCall
+from rlworker.environments.record import ToolCall
 
 TOOLS = {
     "lay_out": tools.lay_out,

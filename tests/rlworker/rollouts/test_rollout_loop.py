@@ -266,7 +266,7 @@ def test_an_episode_whose_process_is_lost_goes_on_from_its_samples(running):
     pool.held.clear()
     groups = loop.wait(batch)
     begun = [message for message in pool.messages if message.jobs]
-    assert [len(job.answers) for job in begun[1].jobs] == [1, 1], "begun anew, with what was sampled"
+    assert [len(job.samples) for job in begun[1].jobs] == [1, 1], "begun anew, with what was sampled"
     assert len(engine.asked) == 6 and [episode.turns for episode in groups[0].trajectories] == [3, 3]
     assert groups[0].rewards == [1.0, 1.0]
 

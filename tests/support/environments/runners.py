@@ -158,5 +158,8 @@ def run_episodes(
 
 
 def tell(record: Trajectory) -> list[list[tuple[int, str]]]:
-    """Tell who wrote what: turn and text of each piece, sequence by sequence."""
-    return [[(piece.turn, load_tokenizer().decode(piece.token_ids)) for piece in pieces] for pieces in record.sequences]
+    """Tell who wrote what: turn and text of each segment, sequence by sequence."""
+    return [
+        [(segment.turn, load_tokenizer().decode(segment.token_ids)) for segment in segments]
+        for segments in record.sequences
+    ]
