@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,44 +38,44 @@ _DIED = "its process died (it exited, crashed or had no memory left)"
 _HELD = "it held its process, which had to be ended"
 _UNSEEN = "in code that does not let Python look"
 
-_NO_IDS = np.zeros(0, np.int32)
-
 NoteFn = Callable[[Mapping[str, str]], None]
 """Hears which processes were lost, and what became of each."""
 
 
+@dataclass(eq=False, slots=True)
 class EpisodeState:
     """The state of a running episode.
 
-    Args:
+    Attributes:
         number: among all that run. group: number of its prompt's first episode. seed: of its random numbers.
         prompt: of its row, one object for all episodes of that.
         slot: the process that runs it; -1 until one is chosen.
-
-    Attributes:
         sequences: segments so far. samples: its own, each after the context that came before it. told: samples of
             these that its process knows. tools: outcomes of its tool calls.
-        losses: processes that were lost at it. parser: of tool calls in the next sample, by name, and the tools'
-            schemas; None where there is none to parse. is_asked: a sample is being drawn for it. waits: its process
-            waits for an answer. result: how it ended, once it has.
+        context: ids before the sample that is asked for. parser: of tool calls in it, by name, and the tools' schemas;
+            None where there is none to parse. is_asked: it is being drawn. waits: the process waits for it.
+        losses: processes that were lost at it. result: how it ended, once it has.
     """
 
-    __slots__ = (
-        *("_prompt", "context", "group", "is_asked", "losses", "number", "parser", "result", "row", "samples", "seed"),
-        *("sequences", "slot", "told", "tools", "waits"),
-    )
+    number: int
+    group: int
+    row: Row
+    prompt: Prompt
+    seed: tuple[int, ...]
+    slot: int = -1
+    sequences: list[list[Segment]] = field(init=False)
+    samples: list[tuple[np.ndarray, Sample]] = field(default_factory=list)
+    told: int = 0
+    tools: dict[int, bytes] = field(default_factory=dict)
+    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    parser: tuple[str, tuple] | None = None
+    is_asked: bool = False
+    waits: bool = False
+    losses: int = 0
+    result: EpisodeResult | None = None
 
-    def __init__(self, number: int, group: int, row: Row, prompt: Prompt, seed: tuple[int, ...], slot: int = -1):
-        self.number, self.group, self.row, self._prompt = number, group, row, prompt
-        self.seed, self.slot = seed, slot
-        self.sequences = [[Segment(row.prompt_ids, CONTEXT, row.images)]]
-        self.samples: list[tuple[np.ndarray, Sample]] = []
-        self.tools: dict[int, bytes] = {}
-        self.told = self.losses = 0
-        self.context = _NO_IDS
-        self.is_asked = self.waits = False
-        self.parser: tuple[str, tuple] | None = None
-        self.result: EpisodeResult | None = None
+    def __post_init__(self):
+        self.sequences = [[Segment(self.row.prompt_ids, CONTEXT, self.row.images)]]
 
     def add_context(self, ids: np.ndarray, images: tuple[Image, ...], is_fork: bool) -> None:
         """Record what stands before the sample that is asked for now."""
@@ -104,7 +105,7 @@ class EpisodeState:
         """Make the prompt of all that the last sequence has."""
         segments = self.sequences[-1]
         if len(segments) == 1 and segments[0].token_ids is self.row.prompt_ids:
-            return self._prompt  # one object for all episodes of a row, as it is sent
+            return self.prompt  # one object for all episodes of a row, as it is sent
         images = tuple(image for segment in segments for image in segment.images)
         ids = np.concatenate([np.asarray(segment.token_ids, np.int32) for segment in segments])
         return Prompt(tuple(ids.tolist()), images)
