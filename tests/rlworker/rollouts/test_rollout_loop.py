@@ -260,7 +260,7 @@ def test_an_episode_whose_process_is_lost_goes_on_from_its_samples(running):
     wait_until(lambda: len(engine.asked) == 2)
     pool.held.add(0)
     engine.gate.set()  # the samples come, and are told to a process that does not reply
-    wait_until(lambda: 0 in pool.replies and any(len(one.numbers) for one in pool.messages))
+    wait_until(lambda: 0 in pool.replies and any(one.samples for one in pool.messages))
     pool.lose_first()
     pool.replies[0] = LostWorker("environment worker 0", "died", -1, 0, "")
     pool.held.clear()
