@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from engines.validation import collect_bounds, option, spell, spell_bounds  # noqa: E402
-from recipes.common.plays import PlayConfig  # noqa: E402
 from recipes.common.smoke import VlmRecipeConfig  # noqa: E402
+from recipes.common.worked_episodes import EpisodeToyConfig  # noqa: E402
 from recipes.demos.cpu import DemoConfig  # noqa: E402
 from rlworker.checks.config import CheckConfig  # noqa: E402
 from rlworker.config.run import RunConfig, TrainingConfig  # noqa: E402
@@ -48,7 +48,7 @@ GROUPS: tuple[tuple[str, type, type | None], ...] = (
     ("Supervised runs", SftConfig, TrainingConfig),
     ("Recipes for real models", VlmRecipeConfig, RunConfig),
     ("Demos", DemoConfig, RunConfig),
-    ("Demos with several turns", PlayConfig, DemoConfig),
+    ("Demos with several turns", EpisodeToyConfig, DemoConfig),
     ("rlworker check", CheckConfig, None),
 )
 """Title of a group of tables, its class, and a class whose fields stand in an earlier group."""

@@ -37,9 +37,9 @@ from rlworker.config.sections import CheckpointConfig, DataConfig, RecoveryConfi
 VICTIMS = ("driver", "actor rank 0", "actor rank 1", "rollout engine 0")
 PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
 """Phase -> its length in milliseconds, roughly."""
-PLAY_VICTIMS = ("driver", "environment worker 0", "environment worker 1", "rollout engine 0")
-PLAY_PHASES = {"rollout": 600, "update": 60, "sync": 30}
-AHEAD_VICTIMS = (*PLAY_VICTIMS, "actor rank 0", "actor rank 1")
+EPISODE_VICTIMS = ("driver", "environment worker 0", "environment worker 1", "rollout engine 0")
+EPISODE_PHASES = {"rollout": 600, "update": 60, "sync": 30}
+AHEAD_VICTIMS = (*EPISODE_VICTIMS, "actor rank 0", "actor rank 1")
 AHEAD_PROMPTS = 32
 HELDOUT_LIMIT = 0.05
 """Between the run that nobody killed and the killed one, where rollouts run ahead."""
@@ -74,7 +74,7 @@ def reward(text, row) -> float:
     return sum(c.isdigit() for c in text) / 4
 
 
-def make_play_config(folder: Path, run: str, steps: int, toy: str, staleness: int = 0) -> RunConfig:
+def make_episode_config(folder: Path, run: str, steps: int, toy: str, staleness: int = 0) -> RunConfig:
     """Make the settings of a run of the calculator that goes on without whoever is killed, but for the driver. Where
     rollouts run ahead it is evaluated."""
     from recipes.demos import calculator
@@ -104,15 +104,14 @@ def compute_slowly(expression: str) -> str:
     return str(int(found[1]) * int(found[3]) if found[2] == "*" else int(found[1]) + int(found[3]))
 
 
-def make_play(own_tools: bool) -> Callable:
-    """Make the calculator's play: the demo's own, or one with a tool in a process of its own."""
-    from recipes.demos.calculator import TOOL, TURNS
-    from recipes.demos.calculator import play as demo_play
+def make_environment(own_tools: bool) -> Callable:
+    """Make the calculator's environment: the demo's own, or one with a tool in a process of its own."""
+    from recipes.demos.calculator import TOOL, TURNS, ask_calculator
 
     if own_tools:
-        return demo_play
+        return ask_calculator
 
-    async def play(policy, row):
+    async def environment(policy, row):
         from rlworker import Episode, answer_calls
 
         episode = Episode(row, tools=[TOOL], tool_parser="hermes")
@@ -124,7 +123,7 @@ def make_play(own_tools: bool) -> Callable:
             episode.observe(answers)
         return episode
 
-    return play
+    return environment
 
 
 def run_link(config: RunConfig, kills: list[Kill], pids: Path, learn_from: Callable = reward) -> None:
@@ -266,18 +265,18 @@ def compare_prompts(folder: Path, steps: int) -> None:
     assert abs(ends[0] - ends[1]) <= HELDOUT_LIMIT
 
 
-def run_play_chain(folder: Path, kills: list[Kill], steps: int, toy: str, staleness: int = 0) -> None:
-    """Play to the end twice unkilled and once through every kill.
+def run_episode_chain(folder: Path, kills: list[Kill], steps: int, toy: str, staleness: int = 0) -> None:
+    """Run to the end twice unkilled and once through every kill.
 
     Raises:
         AssertionError: somebody was not killed, or the ends differ.
     """
     for run in ("whole",) if staleness else ("again", "whole"):
-        code, output = start_link(make_play_config(folder, run, steps, toy, staleness), [], folder / "pids", True)
+        code, output = start_link(make_episode_config(folder, run, steps, toy, staleness), [], folder / "pids", True)
         assert code == 0, output
     if not staleness:
         assert read_metrics_without_times(folder / "again") == read_metrics_without_times(folder / "whole")
-    config, left = make_play_config(folder, "killed", steps, toy, staleness), list(kills)
+    config, left = make_episode_config(folder, "killed", steps, toy, staleness), list(kills)
     while True:
         resume = (folder / "killed" / "config.json").exists()
         code, output = start_link(replace(config, resume=resume), left, folder / "pids", True)
@@ -309,7 +308,7 @@ def draw_kills(
 if __name__ == "__main__":
     if sys.argv[1] == "--link":
         config, kills, pids, toy = pickle.loads(base64.b64decode(sys.argv[2]))
-        run_link(config, kills, pids, make_play(own_tools=config.rollout.staleness > 0) if toy else reward)
+        run_link(config, kills, pids, make_environment(own_tools=config.rollout.staleness > 0) if toy else reward)
     else:
         import tempfile
 
@@ -321,9 +320,9 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as folder:
             if toy := options.get("--calculator"):
                 staleness = int(options.get("--staleness", 0))
-                victims = AHEAD_VICTIMS if staleness else PLAY_VICTIMS
-                kills = draw_kills(count, seed, steps, victims, PLAY_PHASES)
-                run_play_chain(Path(folder), kills, steps, str(Path(toy).resolve()), staleness)
+                victims = AHEAD_VICTIMS if staleness else EPISODE_VICTIMS
+                kills = draw_kills(count, seed, steps, victims, EPISODE_PHASES)
+                run_episode_chain(Path(folder), kills, steps, str(Path(toy).resolve()), staleness)
                 sys.exit()
             make_data(Path(folder) / "data")
             make_model(Path(folder) / "model", seed=0)

@@ -192,8 +192,10 @@ def compare_ahead(folder: Path, whole: str, name: str) -> None:
     assert prompts[0] == prompts[1] and len(prompts[0].splitlines()) == STEPS
 
 
-def play(folder: Path, name: str, kill_node: Callable[[], None] | None = None, staleness: int = 0) -> dict[str, float]:
-    """Play an outage and compare with the run that lost nobody. Returns the seconds until it was named and repaired.
+def cause_outage(
+    folder: Path, name: str, kill_node: Callable[[], None] | None = None, staleness: int = 0
+) -> dict[str, float]:
+    """Cause an outage and compare with the run that lost nobody. Returns the seconds until it was named and repaired.
 
     Raises:
         AssertionError: the run's metrics or weights differ, or the outage was named late, or another one was.
@@ -255,10 +257,10 @@ def check_control(folder: Path, staleness: int = 0) -> str:
     raise AssertionError("nobody noticed the engine without weights")
 
 
-def play_all(folder: Path, names: list[str], kill_node: Callable[[], None] | None = None, staleness: int = 0) -> None:
+def cause_all(folder: Path, names: list[str], kill_node: Callable[[], None] | None = None, staleness: int = 0) -> None:
     for name in names:
         start, control = time.monotonic(), name == "control"
-        result = check_control(folder, staleness) if control else play(folder, name, kill_node, staleness)
+        result = check_control(folder, staleness) if control else cause_outage(folder, name, kill_node, staleness)
         print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
 
 
@@ -285,17 +287,17 @@ def main(options: argparse.Namespace) -> None:
         make_model(folder / "model", seed=0)
         if alone := [name for name in options.names if name not in NODES | MEMORY]:
             with running_ray(8, "cpu"), keeping_workers():
-                play_all(folder, alone, staleness=staleness)
+                cause_all(folder, alone, staleness=staleness)
         if apart := [name for name in options.names if name in NODES]:
             with open_nodes() as kill_node:
-                play_all(folder, apart, kill_node, staleness)
+                cause_all(folder, apart, kill_node, staleness)
         if hungry := [name for name in options.names if name in MEMORY]:
             memory = psutil.virtual_memory()
             limit = 1 - memory.available / memory.total + MEMORY_GIB * 2**30 / memory.total
-            assert limit < 0.95, "this machine has too little memory left to play these"
+            assert limit < 0.95, "this machine has too little memory left to cause these"
             os.environ |= {"RAY_memory_usage_threshold": f"{limit:.4f}", "RAY_memory_monitor_refresh_ms": "50"}
             with running_ray(8, "cpu"), keeping_workers():
-                play_all(folder, hungry, staleness=staleness)
+                cause_all(folder, hungry, staleness=staleness)
 
 
 if __name__ == "__main__":

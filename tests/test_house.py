@@ -179,8 +179,8 @@ def test_every_config_key_has_a_reader():
     import dataclasses
 
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
-    from recipes.common.plays import PlayConfig
     from recipes.common.smoke import RecipeConfig, SftRecipeConfig
+    from recipes.common.worked_episodes import EpisodeToyConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.config import sections
 
@@ -197,7 +197,7 @@ def test_every_config_key_has_a_reader():
         RecipeConfig: {"config", "self"},
         SftRecipeConfig: {"config", "self"},
         DemoConfig: {"config", "self"},
-        PlayConfig: {"config", "self"},
+        EpisodeToyConfig: {"config", "self"},
         sections.EnvironmentConfig: {"environment"},
     }
     read = set().union(*(reads(parse(path), "config" in str(path.relative_to(ROOT))) for path in SOURCES))
@@ -210,14 +210,14 @@ def test_every_config_key_has_a_reader():
 
 def test_there_are_few_enough_keys_to_know():
     """At most 20 in a section, in none too, and 130 in all: of every config that a command line sets."""
-    from recipes.common.plays import PlayConfig
     from recipes.common.smoke import VlmRecipeConfig
+    from recipes.common.worked_episodes import EpisodeToyConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.checks.config import CheckConfig
     from rlworker.config.changes import flatten_config
     from rlworker.config.sft import SftConfig
 
-    for config in (VlmRecipeConfig, DemoConfig, PlayConfig, SftConfig, CheckConfig):
+    for config in (VlmRecipeConfig, DemoConfig, EpisodeToyConfig, SftConfig, CheckConfig):
         sections = Counter(key.rpartition(".")[0] for key in flatten_config(config()))
         assert sections["actor.optimizer"] and max(sections.values()) <= 20, sections
         assert sections.total() <= 130, sections

@@ -269,34 +269,6 @@ class Request:
     scores_prompt: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSequence:
-    """One sequence of an episode: sampled tokens and the tokens that the environment wrote around them.
-
-    An episode has one or more of these, in the order in which they began. Token columns have an entry for each of the
-    L ids, the prompt included.
-
-    Attributes:
-        token_ids: ``[L]`` int32, at least one. sampled: ``[L]`` bool, the policy sampled it; never the first.
-        logprobs: ``[L]`` float32, at the sampling temperature. versions: ``[L]`` int32, of the weights. turns: ``[L]``
-            int32, the turn within the episode, from 0 on over all of its sequences. All three count where ``sampled``.
-        top_ids, top_logprobs: ``[T, k]`` of the T sampled ids alone, as a ``Completion`` has them, or None.
-        rewards: ``(place, reward)`` of each reward, in any order; the place is the index of the sampled id after which
-            it was given, -1 before the first. Rewards of one place add up.
-        images: the images of its image tokens, in order.
-    """
-
-    token_ids: np.ndarray
-    sampled: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    turns: np.ndarray
-    rewards: tuple[tuple[int, float], ...] = ()
-    images: tuple[Image, ...] = ()
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
-
-
 @dataclass(frozen=True)
 class Sampling:
     """Settings for sampling completions.

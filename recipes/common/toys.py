@@ -46,7 +46,7 @@ class Toy:
     Attributes:
         make_data: writes train.jsonl and heldout.jsonl into a folder. make_model: saves a model of a seed in a folder.
         warm_up: ``warm_up(config, output)`` trains the model on right answers and saves it in the folder ``output``.
-        learn_from: the reward function, or the play.
+        learn_from: the reward function, or the environment.
         measure: ``measure(trainer)`` finds further numbers of the trained model for the summary.
     """
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from recipes.common import addition
-from recipes.common.plays import PlayConfig, warm_up_on_plays
 from recipes.common.toys import Toy, run_toy
+from recipes.common.worked_episodes import EpisodeToyConfig, warm_up_on_worked_episodes
 from rlworker import (
     AlgorithmConfig,
     DataConfig,
@@ -58,7 +58,7 @@ def compute(expression: str) -> str:
     return str(a * b if found[2] == "*" else a + b)
 
 
-async def play(policy: Policy, row: Row) -> Episode:
+async def ask_calculator(policy: Policy, row: Row) -> Episode:
     """Answer the model's calls until it says something that is none."""
     episode = Episode(row, tools=[TOOL], tool_parser="hermes")
     tool = mislead if row.source.get("misled") else calculate
@@ -127,8 +127,14 @@ def make_data(folder: Path) -> Path:
 
 
 _WARM_UP = dict(lr=1e-3, lr_warmup_steps=20, lr_scheduler="constant", adam_beta2=0.99)
-CALCULATOR = Toy(make_data, make_model, warm_up_on_plays(play, say_next, _WARM_UP), play, measure_misled)
-DEFAULT = PlayConfig(
+CALCULATOR = Toy(
+    make_data,
+    make_model,
+    warm_up_on_worked_episodes(ask_calculator, say_next, _WARM_UP),
+    ask_calculator,
+    measure_misled,
+)
+DEFAULT = EpisodeToyConfig(
     run_dir="runs/calculator",
     data=DataConfig(max_prompt_tokens=16),
     actor=MegatronConfig(

@@ -74,7 +74,10 @@ class Chat:
         remainder = _find_remainder(self.text, before)
         if remainder is None:
             return Addition(tuple(self._reuse_sampled()), is_fork=True)
-        return Addition((_cut_end(remainder, end),))
+        stripped = remainder.lstrip()
+        if end and stripped.startswith(end):  # which was sampled already
+            remainder = stripped[len(end) :]
+        return Addition((remainder,))
 
     def _render(self) -> str:
         return render_messages(self.messages, self.tokenizer, self.tools)
@@ -145,9 +148,3 @@ def _find_remainder(text: str, before: str) -> str | None:
             return None
         place += 1
     return text[place:].lstrip() if before[-1:].isspace() else text[place:]
-
-
-def _cut_end(remainder: str, end: str) -> str:
-    """Leave out the end of a turn where it was sampled already."""
-    stripped = remainder.lstrip()
-    return stripped[len(end) :] if end and stripped.startswith(end) else remainder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,43 +14,14 @@ import numpy as np
 
 from rlworker.environments.codec import Stops
 from rlworker.environments.episode import Episode
+from rlworker.environments.record import Sample
 
 if TYPE_CHECKING:
-    from engines.vllm.tools import ToolCalls
+    pass
 
 ToolFailureKind = Literal["timeout", "raised", "memory", "died", "unpicklable"]
 """Why a tool returned nothing: no end in time, an exception, no memory left, a process that ended, or a result that
 cannot be sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A tool call that the model wrote, as vLLM's parser of the model read it.
-
-    Attributes:
-        arguments: by name.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One turn of the model.
-
-    Attributes:
-        text: decoded, without special tokens. token_ids: ``[T]`` int32, the stop token included.
-        finished: ended by a stop token; False where it was cut at its length limit.
-        calls: the tool calls in it, where the episode names a parser.
-        call_error: why a call cannot be read, and then none counts; empty where all can, and where there is none.
-    """
-
-    text: str
-    token_ids: np.ndarray
-    finished: bool
-    calls: tuple[ToolCall, ...] = ()
-    call_error: str = ""
 
 
 class ToolFailure(Exception):
@@ -190,10 +160,3 @@ class Policy:
 
 _LONGEST_S = 1e6
 """Most seconds that a tool may be given: a timer takes no infinite number."""
-
-
-def read_calls(found: ToolCalls | None) -> tuple[tuple[ToolCall, ...], str]:
-    """Read what a parser found as the calls of a sample, and why one cannot be read."""
-    if found is None:
-        return (), ""
-    return tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls), found.error

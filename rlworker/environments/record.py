@@ -1,18 +1,19 @@
 """The trajectory of an episode, and the messages between the driver and the processes that run environments.
 
-A message may be of thousands of episodes, each an entry of its columns.
+A message and its reply may be of thousands of episodes; a reply has an entry of its columns for each.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from engines.batch.samples import Completion, Completions, Image, TokenSequence
+from engines.batch.samples import Completion, Image
 from rlworker.data.rows import Row
 
 if TYPE_CHECKING:  # most environments have no tools
@@ -90,74 +91,63 @@ class Trajectory:
         return len(self.completions)
 
     @property
-    def is_one_turn(self) -> bool:
-        """Tell whether it is one sample of its row's prompt, and nothing else."""
-        first = self.sequences[0]
-        return len(self.sequences) == 1 and len(first) == 2 and first[0].token_ids is self.row.prompt_ids
-
-    @property
     def observed_tokens(self) -> int:
         """Tokens that the environment wrote after the prompt, in all sequences."""
         segments = [segment for segments in self.sequences for segment in segments[1:] if segment.turn == CONTEXT]
         return sum(len(segment.token_ids) for segment in segments)
 
-    def list_sequences(self) -> list[TokenSequence]:
-        """List its sequences in columns, of which batches are made."""
-        places = {CONTEXT: (0, -1)}  # turn -> sequence, and place of the last token that it sampled
-        for number, segments in enumerate(self.sequences):
-            ends = np.cumsum([len(segment.token_ids) for segment in segments]).tolist()
-            places |= {segment.turn: (number, end - 1) for segment, end in zip(segments, ends) if segment.completion}
-        rewards: list[list[tuple[int, float]]] = [[] for _ in self.sequences]
-        for turn, value in self.rewards:
-            number, place = places[turn]
-            rewards[number].append((place, value))
-        return [_lay_out(segments, tuple(own)) for segments, own in zip(self.sequences, rewards, strict=True)]
 
-
-def _lay_out(segments: Sequence[Segment], rewards: tuple[tuple[int, float], ...]) -> TokenSequence:
-    lengths = [len(segment.token_ids) for segment in segments]
-    turns = np.repeat(np.asarray([segment.turn for segment in segments], np.int32), lengths)
-    sampled = turns != CONTEXT
-    logprobs, versions = np.zeros(len(turns), np.float32), np.full(len(turns), -1, np.int32)
-    top_ids, top_logprobs = None, None
-    if completions := [segment.completion for segment in segments if segment.completion]:
-        joined = Completions.join(completions)
-        top_ids, top_logprobs = joined.top_ids, joined.top_logprobs
-        if len(joined.logprobs):  # none where they were drawn greedily
-            logprobs[sampled] = joined.logprobs
-        versions[sampled] = np.repeat(joined.span_versions, joined.span_lengths)
-    token_ids = np.concatenate([np.asarray(segment.token_ids, np.int32) for segment in segments])
-    images = tuple(image for segment in segments for image in segment.images)
-    return TokenSequence(token_ids, sampled, logprobs, versions, turns, rewards, images, top_ids, top_logprobs)
-
-
-class Answer(NamedTuple):
-    """A sample, as an environment is given it.
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call that the model wrote, as vLLM's parser of the model read it.
 
     Attributes:
-        token_ids: ``[T]`` int32. finished: as a ``Completion``'s. calls: what a parser found in it, where one was
-            asked.
+        arguments: by name.
     """
 
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One turn of the model.
+
+    Attributes:
+        text: decoded, without special tokens; empty until the sample has reached its environment's process.
+        token_ids: ``[T]`` int32, the stop token included.
+        finished: ended by a stop token; False where it was cut at its length limit.
+        calls: the tool calls in it, where the episode names a parser.
+        call_error: why a call cannot be read, and then none counts; empty where all can, and where there is none.
+    """
+
+    text: str
     token_ids: np.ndarray
     finished: bool
-    calls: ToolCalls | None = None
+    calls: tuple[ToolCall, ...] = ()
+    call_error: str = ""
+
+    @classmethod
+    def read(cls, completion: Completion, found: ToolCalls | None) -> Sample:
+        """Make a sample of a completion and what a parser found in it."""
+        calls = tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls) if found else ()
+        return cls("", completion.token_ids, completion.finished, calls, found.error if found else "")
 
 
 class Job(NamedTuple):
     """An episode to be run.
 
     Attributes:
-        number: among all that run. row: key of its row. seed: of its random numbers.
-        answers: its samples until now, each after the digest of the context that it followed.
+        number: among all that run. row: the question. seed: of its random numbers.
+        samples: those until now, each after the digest of the context that it followed.
         tools: the outcomes of its tool calls until now, by the number of the call.
         group: number of its prompt's first episode. group_size: episodes of the prompt.
     """
 
     number: int
-    row: int
+    row: Row
     seed: tuple[int, ...]
-    answers: Sequence[tuple[int, Answer]]
+    samples: Sequence[tuple[int, Sample]]
     tools: dict[int, bytes]
     group: int
     group_size: int
@@ -165,31 +155,16 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """A message to a process: jobs to begin with their rows, and samples for the episodes that wait.
+    """A message to a process: jobs to begin, and by number the samples of episodes that wait.
 
     Attributes:
         longest_s: seconds after which the process replies although some episodes neither wait nor have ended; None
             sets no limit.
-        numbers: ``[n]``, the episodes that are answered. token_ids: ``[T]`` int32, of all answers end to end.
-        lengths: ``[n]``. finished: ``[n]``. calls: by number, where a parser was asked.
     """
 
-    rows: dict[int, Row] = field(default_factory=dict)
     jobs: Sequence[Job] = ()
-    numbers: Sequence[int] = ()
-    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    lengths: Sequence[int] = ()
-    finished: Sequence[bool] = ()
-    calls: dict[int, ToolCalls] = field(default_factory=dict)
+    samples: dict[int, Sample] = field(default_factory=dict)
     longest_s: float | None = None
-
-    def list_answers(self) -> list[tuple[int, Answer]]:
-        """List the answers by number."""
-        parts = np.split(self.token_ids, np.cumsum(self.lengths)[:-1]) if self.numbers else []
-        return [
-            (number, Answer(ids, finished, self.calls.get(number)))
-            for number, ids, finished in zip(self.numbers, parts, self.finished, strict=True)
-        ]
 
 
 class EpisodeResult(NamedTuple):

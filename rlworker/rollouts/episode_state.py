@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,12 +17,12 @@ from rlworker.data.rows import Row
 from rlworker.environments.record import (
     CONTEXT,
     HELD,
-    Answer,
     EpisodeResult,
     Job,
     LostWorker,
     Message,
     Reply,
+    Sample,
     Segment,
     Trajectory,
     digest_ids,
@@ -40,84 +41,74 @@ _DIED = "its process died (it exited, crashed or had no memory left)"
 _HELD = "it held its process, which had to be ended"
 _UNSEEN = "in code that does not let Python look"
 
-_NO_IDS = np.zeros(0, np.int32)
-
 NoteFn = Callable[[Mapping[str, str]], None]
 """Hears which processes were lost, and what became of each."""
 
 
+@dataclass(eq=False, slots=True)
 class EpisodeState:
     """The state of a running episode.
 
-    Args:
+    Attributes:
         number: among all that run. group: number of its prompt's first episode. seed: of its random numbers.
         prompt: of its row, one object for all episodes of that.
         slot: the process that runs it; -1 until one is chosen.
-
-    Attributes:
-        sequences: segments so far. answers: its samples, each after the context that came before it. told: samples of
+        sequences: segments so far. samples: its own, each after the context that came before it. told: samples of
             these that its process knows. tools: outcomes of its tool calls.
-        losses: processes that were lost at it. parser: of tool calls in the next sample, by name, and the tools'
-            schemas; None where there is none to parse. is_asked: a sample is being drawn for it. waits: its process
-            waits for an answer. result: how it ended, once it has.
+        context: ids before the sample that is asked for. parser: of tool calls in it, by name, and the tools' schemas;
+            None where there is none to parse. is_asked: it is being drawn. waits: the process waits for it.
+        losses: processes that were lost at it. result: how it ended, once it has.
     """
 
-    __slots__ = (
-        *("_prompt", "answers", "context", "group", "is_asked", "losses", "number", "parser", "result", "row", "seed"),
-        *("sequences", "slot", "told", "tools", "waits"),
-    )
+    number: int
+    group: int
+    row: Row
+    prompt: Prompt
+    seed: tuple[int, ...]
+    slot: int = -1
+    sequences: list[list[Segment]] = field(init=False)
+    samples: list[tuple[np.ndarray, Sample]] = field(default_factory=list)
+    told: int = 0
+    tools: dict[int, bytes] = field(default_factory=dict)
+    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    parser: tuple[str, tuple] | None = None
+    is_asked: bool = False
+    waits: bool = False
+    losses: int = 0
+    result: EpisodeResult | None = None
 
-    def __init__(self, number: int, group: int, row: Row, prompt: Prompt, seed: tuple[int, ...], slot: int = -1):
-        self.number, self.group, self.row, self._prompt = number, group, row, prompt
-        self.seed, self.slot = seed, slot
-        self.sequences = [[Segment(row.prompt_ids, CONTEXT, row.images)]]
-        self.answers: list[tuple[np.ndarray, Answer]] = []
-        self.tools: dict[int, bytes] = {}
-        self.told = self.losses = 0
-        self.context = _NO_IDS
-        self.is_asked = self.waits = False
-        self.parser: tuple[str, tuple] | None = None
-        self.result: EpisodeResult | None = None
+    def __post_init__(self):
+        self.sequences = [[Segment(self.row.prompt_ids, CONTEXT, self.row.images)]]
 
     def add_context(self, ids: np.ndarray, images: tuple[Image, ...], is_fork: bool) -> None:
         """Record what stands before the sample that is asked for now."""
         self.context = ids
-        if is_fork and not self.answers:
+        if is_fork and not self.samples:
             self.sequences.clear()  # a prompt of its own takes the place of the row's
         if is_fork:
             self.sequences.append([])
         if len(ids):
             self.sequences[-1].append(Segment(ids, CONTEXT, images))
 
-    def add_answer(self, completion: Completion, calls: ToolCalls | None) -> None:
+    def add_sample(self, completion: Completion, calls: ToolCalls | None) -> None:
         """Record a sample."""
-        self.sequences[-1].append(Segment(completion.token_ids, len(self.answers), (), completion))
-        self.answers.append((self.context, Answer(completion.token_ids, completion.finished, calls)))
+        self.sequences[-1].append(Segment(completion.token_ids, len(self.samples), (), completion))
+        self.samples.append((self.context, Sample.read(completion, calls)))
         self.is_asked = False
 
     def end(self, result: EpisodeResult) -> None:
         """Record the end. What stands before a sample that was never drawn belongs to no turn."""
         self.result = result
-        if self.is_asked and self.answers and self.sequences[-1][-1].turn == CONTEXT:
+        if self.is_asked and self.samples and self.sequences[-1][-1].turn == CONTEXT:
             self.sequences[-1].pop()
             if not self.sequences[-1]:
                 self.sequences.pop()
-
-    def make_job(self, row: int, group_size: int) -> Job:
-        """Make the job of running it from its beginning, with all samples that it has.
-
-        Args:
-            row: key of its row in the message.
-        """
-        self.told, self.waits = len(self.answers), False
-        answers = [(digest_ids(context), answer) for context, answer in self.answers]
-        return Job(self.number, row, self.seed, answers, dict(self.tools), self.group, group_size)
 
     def make_prompt(self) -> Prompt:
         """Make the prompt of all that the last sequence has."""
         segments = self.sequences[-1]
         if len(segments) == 1 and segments[0].token_ids is self.row.prompt_ids:
-            return self._prompt  # one object for all episodes of a row, as it is sent
+            return self.prompt  # one object for all episodes of a row, as it is sent
         images = tuple(image for segment in segments for image in segment.images)
         ids = np.concatenate([np.asarray(segment.token_ids, np.int32) for segment in segments])
         return Prompt(tuple(ids.tolist()), images)
@@ -154,11 +145,18 @@ class EpisodeStates:
         return [one for one in self._states.values() if one.slot == slot and one.result is None]
 
     def begin(self, states: Sequence[EpisodeState], longest_s: float) -> Message:
-        """Have a process begin episodes, or begin them anew; ``longest_s`` is ``Message``'s."""
-        rows = {id(state.row): state.row for state in states}
-        keys, sizes = {key: place for place, key in enumerate(rows)}, Counter(state.group for state in states)
-        jobs = [state.make_job(keys[id(state.row)], sizes[state.group]) for state in states]
-        return Message(dict(enumerate(rows.values())), jobs, longest_s=longest_s)
+        """Have a process begin episodes, or begin them anew with all samples that they have.
+
+        Args:
+            longest_s: as ``Message`` has it.
+        """
+        sizes, jobs = Counter(state.group for state in states), []
+        for state in states:
+            state.told, state.waits = len(state.samples), False
+            samples = [(digest_ids(context), sample) for context, sample in state.samples]
+            group = state.group, sizes[state.group]
+            jobs.append(Job(state.number, state.row, state.seed, samples, dict(state.tools), *group))
+        return Message(jobs, longest_s=longest_s)
 
     def take(self, reply: Reply) -> Iterator[tuple[EpisodeState, int, tuple[int, ...]]]:
         """Record a process's reply; yields the episodes of which a sample is to be drawn, with its most tokens and its
@@ -175,7 +173,7 @@ class EpisodeStates:
             if state.result:
                 continue  # it has ended without waiting for a sample that a task of it had asked for
             state.waits = True
-            if state.is_asked or state.told < len(state.answers):
+            if state.is_asked or state.told < len(state.samples):
                 continue  # it was begun anew: that sample is being drawn, or was meanwhile
             state.add_context(ids, reply.images.get(number, ()), is_fork)
             state.is_asked, state.parser = True, reply.parsers.get(number)
@@ -184,21 +182,12 @@ class EpisodeStates:
     def address(self, numbers: Iterable[int], longest_s: float) -> Message | None:
         """Address the samples of episodes of one process that wait for one; None where there is none to tell."""
         found = [self._states[number] for number in numbers]
-        states = [one for one in found if one.waits and one.told < len(one.answers) and one.result is None]
+        states = [one for one in found if one.waits and one.told < len(one.samples) and one.result is None]
         if not states:
             return None
-        answers = [state.answers[-1][1] for state in states]
         for state in states:
-            state.told, state.waits = len(state.answers), False
-        numbers = [state.number for state in states]
-        return Message(
-            numbers=numbers,
-            token_ids=np.concatenate([answer.token_ids for answer in answers]),
-            lengths=[len(answer.token_ids) for answer in answers],
-            finished=[answer.finished for answer in answers],
-            calls={number: answer.calls for number, answer in zip(numbers, answers, strict=True) if answer.calls},
-            longest_s=longest_s,
-        )
+            state.told, state.waits = len(state.samples), False
+        return Message(samples={state.number: state.samples[-1][1] for state in states}, longest_s=longest_s)
 
     def handle_lost_worker(self, lost: LostWorker) -> list[int]:
         """Decide whether an episode is to blame for the end of its process: the numbers of those that end by it.
@@ -246,7 +235,7 @@ class EpisodeStates:
         assert result, "an episode that has not ended asks for a sample"
         rewards = result.rewards
         if result.failure and result.failure[0] != "no_generation":
-            rewards = ((len(state.answers) - 1, self._default),)
+            rewards = ((len(state.samples) - 1, self._default),)
         sequences = tuple(map(tuple, state.sequences))
         counts = result.forks, result.tool_calls, result.tool_failures
         return Trajectory(state.row, sequences, rewards, result.failure, *counts)

@@ -314,7 +314,7 @@ class RolloutLoop:
             return self._sampled.append((state, completions[0]))
         states = [self._states[number + place] for place in range(len(completions))]
         for state, completion in zip(states, completions, strict=True):
-            state.add_answer(completion, None)
+            state.add_sample(completion, None)
         self._sampled_rows.append(states)
 
     def _parse_samples(self) -> None:
@@ -339,5 +339,5 @@ class RolloutLoop:
     def _answer(self, found: Sequence[tuple[EpisodeState, Completion]], calls: Sequence[ToolCalls | None]) -> None:
         for (state, completion), found_calls in zip(found, calls, strict=True):
             if state.number in self._batch_of and state.result is None:
-                state.add_answer(completion, found_calls)
+                state.add_sample(completion, found_calls)
                 self._answered[state.slot].append(state.number)

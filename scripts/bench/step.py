@@ -133,7 +133,7 @@ def average(steps_seconds: list[dict[str, float]], take: Callable) -> dict[str, 
     return {name: take([step[name] for step in steps_seconds]) for name in names}
 
 
-async def play(policy, row):
+async def answer_at_length(policy, row):
     """Sample once, as many tokens as a long-tailed distribution says."""
     from rlworker.environments import Episode
 
@@ -156,7 +156,7 @@ def bench_stub(folder: Path, steps: int, staleness: int, update_s: float) -> tup
             return {}
 
     run = f"stub{staleness}_{update_s:.3f}"
-    with StubTrainer(make_config(folder, run, LONGEST, steps + 1 + staleness, staleness), play) as trainer:
+    with StubTrainer(make_config(folder, run, LONGEST, steps + 1 + staleness, staleness), answer_at_length) as trainer:
         for _ in range(1 + staleness):  # until as much is ahead as will be
             trainer.step()
         start = time.perf_counter()

@@ -45,14 +45,23 @@ _END_S = 10.0
 """Seconds to wait for the end of a process that was ended."""
 
 
-@dataclass
-class _Call:
-    """A message that a process is at. ``progress`` is what it had told when last seen, and ``changed`` since when."""
+@dataclass(eq=False)
+class _Process:
+    """The process of a slot.
 
-    slot: int
+    Attributes:
+        node: where it runs. name: of its files there. reply: Ray's reference of the reply to come; None where it is
+            idle.
+        progress, changed, looked: what it had told when it was ``looked`` at, and since when; from its message on.
+    """
+
+    node: WorkerNode
+    name: str = ""
+    worker: Any = None
+    reply: Any = None
     progress: list[int] = field(default_factory=list)
-    changed: float = field(default_factory=time.monotonic)
-    looked: float = field(default_factory=time.monotonic)
+    changed: float = 0.0
+    looked: float = 0.0
 
 
 def pickle_environment(environment: Callable) -> bytes:
@@ -82,7 +91,7 @@ class ProcessPool:
         ValueError: the environment cannot be sent to another process.
 
     Attributes:
-        nodes: that Ray has and that have not been lost. places, workers: node and process of each slot.
+        nodes: that Ray has and that have not been lost.
     """
 
     def __init__(
@@ -97,14 +106,13 @@ class ProcessPool:
         self._arguments = ray.put(dumps((environment, codec))), limits
         self._limits, self._output, self._numbers = limits, output, count()
         self._failed_starts, self._idle_s = 0, START_S
-        self._calls: dict[Any, _Call] = {}
         if output:
             output.parent.mkdir(parents=True, exist_ok=True)
         self._remote_class: Any = ray.remote(EnvWorker)
         self.nodes = find_nodes(workers)
-        self.places = [self.nodes[slot % len(self.nodes)] for slot in range(workers)]
-        self._names = [""] * workers
-        self.workers = [self._start_worker(slot) for slot in range(workers)]
+        self._processes = [_Process(self.nodes[slot % len(self.nodes)]) for slot in range(workers)]
+        for slot in range(workers):
+            self._start(slot)
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +121,12 @@ class ProcessPool:
         self.stop()
 
     def __len__(self) -> int:
-        return len(self.workers)
+        return len(self._processes)
+
+    @property
+    def workers(self) -> list[ActorHandle]:
+        """Ray's handle of each process, by slot."""
+        return [process.worker for process in self._processes]
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """List every process by its name in messages."""
@@ -125,10 +138,9 @@ class ProcessPool:
 
     def restart(self) -> None:
         """Start every process anew; its episodes are forgotten."""
-        self._calls.clear()
         for slot, worker in enumerate(self.workers):
             ray.kill(worker)
-            self.workers[slot] = self._start_worker(slot)
+            self._start(slot)
 
     def stop(self) -> None:
         """End the processes, and with them what they started."""
@@ -139,12 +151,14 @@ class ProcessPool:
 
     def begin(self, slot: int, message: Message) -> None:
         """Send a message to a process that has replied to the one before."""
-        self._calls[self.workers[slot].advance.remote(pickle.dumps(message, protocol=5))] = _Call(slot)
+        process = self._processes[slot]
+        process.reply = process.worker.advance.remote(pickle.dumps(message, protocol=5))
+        process.progress, process.changed, process.looked = [], time.monotonic(), time.monotonic()
 
     @property
     def references(self) -> list[Any]:
         """Ray's references of the replies to come."""
-        return list(self._calls)
+        return [process.reply for process in self._processes if process.reply is not None]
 
     def poll(self) -> dict[int, Reply | LostWorker]:
         """Collect the replies that are there, by slot; a process that was lost is replaced and named.
@@ -152,56 +166,58 @@ class ProcessPool:
         Raises:
             RunError: processes do not start.
         """
-        calls, replies = self._calls, {}
-        ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
+        slots = {process.reply: slot for slot, process in enumerate(self._processes) if process.reply is not None}
+        ready, late = ray.wait(list(slots), num_returns=len(slots), timeout=0) if slots else ([], [])
+        replies: dict[int, Reply | LostWorker] = {}
         for reference in ready:
-            slot = calls.pop(reference).slot
-            fate = explain_death(reference)
-            replies[slot] = self._replace(slot, fate) if fate else self._read(reference)
+            slot = slots[reference]
+            if fate := explain_death(reference):
+                replies[slot] = self._replace(slot, fate)
+            else:
+                replies[slot] = pickle.loads(ray.get(reference))
+                self._processes[slot].reply, self._failed_starts = None, 0
         for reference in late:
-            if self._is_stalled(calls[reference]):
-                slot = calls.pop(reference).slot
-                ray.kill(self.workers[slot])
+            process = self._processes[slots[reference]]
+            if self._is_stalled(process):
+                ray.kill(process.worker)
                 ray.wait([reference], timeout=_END_S)
-                replies[slot] = self._replace(slot, HELD)
+                replies[slots[reference]] = self._replace(slots[reference], HELD)
         return replies
 
-    def _start_worker(self, slot: int) -> ActorHandle:
-        node, output, self._names[slot] = self.places[slot], self._output, f"{slot}_{next(self._numbers)}"
+    def _start(self, slot: int) -> None:
+        """Start a process in a slot, which has had no message."""
+        process, output = self._processes[slot], self._output
+        node, process.name = process.node, f"{slot}_{next(self._numbers)}"
         if output and not node.is_here:
             output = output.with_name(f"{output.stem}.{node.address}{output.suffix}")
         options = self._remote_class.options(num_cpus=0, scheduling_strategy=node.strategy)
-        return options.remote(*self._arguments, output, node.folder, self._names[slot])
+        process.worker, process.reply = options.remote(*self._arguments, output, node.folder, process.name), None
 
-    def _read(self, reference: ray.ObjectRef) -> Reply:
-        self._failed_starts = 0
-        return pickle.loads(ray.get(reference))
-
-    def _is_stalled(self, call: _Call) -> bool:
-        if time.monotonic() - call.looked < POLL_S:
+    def _is_stalled(self, process: _Process) -> bool:
+        if time.monotonic() - process.looked < POLL_S:
             return False
-        call.looked = time.monotonic()
+        process.looked = time.monotonic()
         try:
-            progress, block = self.places[call.slot].ask("read_progress", self._names[call.slot])
+            progress, block = process.node.ask("read_progress", process.name)
         except NodeLost:
             return True
-        if progress != call.progress:
-            call.progress, call.changed = progress, time.monotonic()
+        if progress != process.progress:
+            process.progress, process.changed = progress, time.monotonic()
         grace = GRACE_S if block[:1] == progress[1:2] else _UNSEEN_GRACE_S
         limit = self._limits.time_limit_s + grace if progress else self._idle_s
-        return time.monotonic() - call.changed > limit
+        return time.monotonic() - process.changed > limit
 
     def _replace(self, slot: int, fate: str) -> LostWorker:
         """Start another process in the place of one that has ended, and tell which episode it was at."""
-        node, progress, block = self.places[slot], [], []
+        process, progress, block = self._processes[slot], [], []
         try:
-            progress, block = node.ask("read_progress", self._names[slot])
+            progress, block = process.node.ask("read_progress", process.name)
         except NodeLost as error:
-            self._leave_node(node, error)
+            self._leave_node(process.node, error)
         self._failed_starts = 0 if progress else self._failed_starts + 1
         if self._failed_starts == STARTS:
             raise RunError(f"environment: its process does not start, {STARTS} times in a row: the last {fate}")
-        self.workers[slot] = self._start_worker(slot)
+        self._start(slot)
         _, number, turn = progress or (0, IDLE, 0)
         if fate == HELD and block[:1] == [number]:
             return LostWorker(_name_worker(slot), fate, *block)
@@ -214,9 +230,9 @@ class ProcessPool:
         self.nodes.remove(lost)
         lost.abandon()
         LOGGER.warning(f"environment workers of a lost node begin anew on others, with their episodes: {error}")
-        for slot, node in enumerate(self.places):
-            if node is lost:
-                self.places[slot] = self.nodes[slot % len(self.nodes)]
+        for slot, process in enumerate(self._processes):
+            if process.node is lost:
+                process.node = self.nodes[slot % len(self.nodes)]
 
 
 def _name_worker(slot: int) -> str:

@@ -7,14 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlworker.environments.codec import Codec, Stops, using_codec
 from rlworker.environments.episode import Episode, RewardError
-from rlworker.environments.policy import EpisodeLimit, EpisodeLimits, Policy, Sample, ToolFailure, read_calls
+from rlworker.environments.policy import EpisodeLimit, EpisodeLimits, Policy, ToolFailure
 from rlworker.environments.processes.timing import (
     ReportFn,
     RunningEpisode,
@@ -23,7 +23,7 @@ from rlworker.environments.processes.timing import (
     is_ours,
     locate_environment,
 )
-from rlworker.environments.record import Answer, EpisodeResult, FailureKind, Message, Reply, Segment, digest_ids
+from rlworker.environments.record import EpisodeResult, FailureKind, Message, Reply, Sample, Segment, digest_ids
 from rlworker.environments.reward import Environment, spread_numbers
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
 
@@ -73,21 +73,21 @@ class EnvRunner:
         self._reply, self._contexts = Reply(), []
 
     def advance(self, message: Message) -> Reply:
-        """Take jobs and answers, and run all episodes until each waits for a sample or has ended, or time is over.
+        """Take jobs and samples, and run all episodes until each waits for a sample or has ended, or time is over.
 
-        An answer to an episode that has ended meanwhile is dropped.
+        A sample of an episode that has ended meanwhile is dropped.
         """
         end = None if message.longest_s is None else time.monotonic() + message.longest_s
-        answers = message.list_answers()
-        given = [answer.token_ids for job in message.jobs for _, answer in job.answers]
-        texts = deque(self.codec.decode_all([*given, *(answer.token_ids for _, answer in answers)]))
+        samples = [sample for job in message.jobs for _, sample in job.samples] + [*message.samples.values()]
+        texts = self.codec.decode_all([sample.token_ids for sample in samples])
+        decoded = deque(replace(sample, text=text) for sample, text in zip(samples, texts, strict=True))
         for job in message.jobs:
-            begun = RunningEpisode(job, [texts.popleft() for _ in job.answers], message.rows[job.row], self)
-            self._backlog.append(begun)
+            known = [(digest, decoded.popleft()) for digest, _ in job.samples]
+            self._backlog.append(RunningEpisode(self, job, known))
         with using_codec(self.codec):
-            for (number, answer), text in zip(answers, texts, strict=True):
+            for number, sample in zip(message.samples, decoded, strict=True):
                 if number in self._live:
-                    self._answer(self._live[number], answer, text)
+                    self._hand_on(self._live[number], sample)
             if self._is_immediate:
                 self._run_immediately(end)
             else:
@@ -162,18 +162,13 @@ class EnvRunner:
 
     async def _perform(self, running: RunningEpisode) -> None:
         try:
-            result, failure = await self.environment(running.policy, running.row), None
+            result, failure = await self.environment(running, running.row), None
         except GeneratorExit:
             raise
         except BaseException as error:  # whatever the user's code raises is this episode's outcome
             result, failure = None, self._explain(running, error)
         if not running.has_ended:
             self._end(running, failure or self._check_result(running, result), result)
-
-    def _note_end(self, running: RunningEpisode, task: asyncio.Task) -> None:
-        """Take note of a task that was interrupted between two lines of ours."""
-        error = None if task.cancelled() else task.exception()
-        self._end(running, self._explain(running, error or asyncio.CancelledError("cancelled")))
 
     def _explain(self, running: RunningEpisode, error: BaseException) -> tuple[FailureKind, str]:
         if isinstance(error, Interrupt):
@@ -183,18 +178,14 @@ class EnvRunner:
 
     def _check_result(self, running: RunningEpisode, result: Any) -> tuple[FailureKind, str] | None:
         if not isinstance(result, Episode):
-            return (
-                "no_episode",
-                f"returned {result!r:.80}, expected its Episode, {locate_environment(self.environment)}",
-            )
-        sampled = running.policy.episode
-        if sampled and sampled is not result:
-            return "no_episode", f"returned another Episode than it sampled for, {locate_environment(self.environment)}"
-        return (
-            None
-            if result.turns
-            else ("no_generation", f"returned before it sampled, {locate_environment(self.environment)}")
-        )
+            kind, returned = "no_episode", f"{result!r:.80}, expected its Episode"
+        elif running.episode and running.episode is not result:
+            kind, returned = "no_episode", "another Episode than it sampled for"
+        elif not result.turns:
+            kind, returned = "no_generation", "before it sampled"
+        else:
+            return None
+        return kind, f"returned {returned}, {locate_environment(self.environment)}"
 
     def _end(self, running: RunningEpisode, failure: tuple[FailureKind, str] | None, result: Any = None) -> None:
         """Note the result of an episode, which ends."""
@@ -202,7 +193,7 @@ class EnvRunner:
         del self._live[running.number]
         if not running.future:
             self._note_settled()
-        episode = running.policy.episode or (result if isinstance(result, Episode) else None)
+        episode = running.episode or (result if isinstance(result, Episode) else None)
         if failure:
             failure = failure[0], f"turn {running.turn}: {failure[1]}"
         rewards, forks = (tuple(episode.rewards), episode.forks) if episode else ((), 0)
@@ -214,7 +205,7 @@ class EnvRunner:
     async def sample(self, policy: Policy, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
         """Answer ``Policy.sample``."""
         running = self._live.get(policy.number)
-        if running is None or running.policy is not policy:
+        if running is None or running is not policy:
             raise RuntimeError("sample: this episode has ended")
         if running.gave_up:
             raise RuntimeError(
@@ -224,9 +215,8 @@ class EnvRunner:
             raise RuntimeError("sample: the environment waits for a sample already; await one after the other")
         stops = self.codec.encode_stops(stop)
         is_new, segments = running.find_context(episode)
-        if running.answers:
-            digest, answer = running.answers.popleft()
-            text = running.texts.popleft()
+        if running.known_samples:
+            digest, sample = running.known_samples.popleft()
             if digest != digest_ids([token for segment in segments for token in segment.token_ids]):
                 raise RuntimeError(
                     "sample: the episode was begun anew and wrote something else than before; draw random numbers from "
@@ -234,11 +224,10 @@ class EnvRunner:
                 )
         else:
             self._ask(running, episode, max_tokens, stops, is_new, segments)
-            answer, text = await self._wait(running)
-        episode.add_sample(answer.token_ids)
-        running.known = len(episode.sequences), len(episode.sequences[-1])
-        calls, call_error = read_calls(answer.calls)
-        return Sample(text, answer.token_ids, answer.finished, calls, call_error)
+            sample = await self._wait(running)
+        episode.add_sample(sample.token_ids)
+        running.known_segments = len(episode.sequences), len(episode.sequences[-1])
+        return sample
 
     def _ask(self, running, episode: Episode, max_tokens: int, stops, is_new: bool, segments: list[Segment]) -> None:
         reply, number = self._reply, running.number
@@ -254,7 +243,7 @@ class EnvRunner:
         if episode.tool_parser:
             reply.parsers[number] = episode.tool_parser, episode.tools
 
-    async def _wait(self, running: RunningEpisode) -> tuple[Answer, str]:
+    async def _wait(self, running: RunningEpisode) -> Sample:
         future = running.future = self._loop.create_future()
         running.waits += 1
         self._note_settled()
@@ -266,12 +255,12 @@ class EnvRunner:
         finally:
             running.waits -= 1
 
-    def _answer(self, running: RunningEpisode, answer: Answer, text: str) -> None:
+    def _hand_on(self, running: RunningEpisode, sample: Sample) -> None:
         assert running.future
         future, running.future = running.future, None
         self._active += 1
         if not future.done():  # an environment may give up a task of its own that waits for it
-            future.set_result((answer, text))
+            future.set_result(sample)
 
     async def call_tool(
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
@@ -281,7 +270,7 @@ class EnvRunner:
 
         running = self._live[policy.number]
         number, running.tool_calls = running.tool_calls, running.tool_calls + 1
-        outcome = running.tools.get(number)
+        outcome = running.known_tools.get(number)
         if outcome is None:
             running.waits += 1
             self._tools = self._tools or ToolRunner()
@@ -335,8 +324,9 @@ class EnvRunner:
         """End episodes that await for too long something that is neither a sample nor a tool."""
         self.timer.turn_idle()
         for running in list(self._live.values()):
-            if running.task and running.task.done():
-                self._note_end(running, running.task)
+            if running.task and running.task.done():  # it was interrupted between two lines of ours
+                error = None if running.task.cancelled() else running.task.exception()
+                self._end(running, self._explain(running, error or asyncio.CancelledError("cancelled")))
         limit = self.limits.time_limit_s
         for running in [each for each in self._live.values() if self.timer.is_overdue(each, limit)]:
             where = locate(running.locate())

@@ -11,15 +11,14 @@ import inspect
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlworker.data.rows import Row
 from rlworker.environments.episode import Episode
 from rlworker.environments.policy import Host, Policy
-from rlworker.environments.record import IDLE, Answer, Job, Segment
+from rlworker.environments.record import IDLE, Job, Sample, Segment
 
 _OURS = str(Path(__file__).parent.parent)
 
@@ -27,24 +26,26 @@ ReportFn = Callable[[int, int], None]
 """Is called with number and turn of the episode that takes a step, and ``IDLE`` where none does."""
 
 
-class RunningEpisode:
-    """A running episode.
+class RunningEpisode(Policy):
+    """A running episode, which its environment has as its policy.
+
+    Args:
+        samples: those of the job, decoded.
 
     Attributes:
-        answers, texts: samples that are there already, before the first that is asked for, and their texts. tools:
-            outcomes of tool calls, likewise.
-        known: sequences, and segments of the last of them, that the driver knows. future: of the sample that it
-            waits for.
+        known_samples, known_tools: samples and outcomes of tool calls that are there already, before the first that is
+            asked for. known_segments: sequences, and segments of the last of them, that the driver knows.
+        future: of the sample that it waits for.
         waits: samples and tools that it waits for. used_s: seconds that count. left_at: when its last step ended, on
             the clock of ``StepTimer``. gave_up: it asked for a sample and did not wait for it.
     """
 
-    def __init__(self, job: Job, texts: Sequence[str], row: Row, host: Host):
-        self.number, self.row, self.policy = job.number, row, Policy(host, job.number, job.seed)
-        self.group, self.group_size = job.group, job.group_size
-        self.answers, self.texts, self.tools = deque(job.answers), deque(texts), job.tools
-        self.known: tuple[int, int] = 1, 1
-        self.future: asyncio.Future[tuple[Answer, str]] | None = None
+    def __init__(self, host: Host, job: Job, samples: Iterable[tuple[int, Sample]]):
+        super().__init__(host, job.number, job.seed)
+        self.row, self.group, self.group_size = job.row, job.group, job.group_size
+        self.known_samples, self.known_tools = deque(samples), job.tools
+        self.known_segments: tuple[int, int] = 1, 1
+        self.future: asyncio.Future[Sample] | None = None
         self.waits = self.tool_calls = self.tool_failures = 0
         self.used_s = self.left_at = 0.0
         self.has_ended = self.gave_up = False
@@ -54,11 +55,11 @@ class RunningEpisode:
     @property
     def turn(self) -> int:
         """Turns that it has sampled."""
-        return self.policy.episode.turns if self.policy.episode else 0
+        return self.episode.turns if self.episode else 0
 
     def find_context(self, episode: Episode) -> tuple[bool, list[Segment]]:
         """Find what the episode's sequence has that the driver does not know, and whether that is a whole new one."""
-        sequences, segments = self.known
+        sequences, segments = self.known_segments
         last = episode.sequences[-1]
         has_own_prompt = episode.turns == 0 and last[0].token_ids is not episode.row.prompt_ids
         if len(episode.sequences) > sequences or has_own_prompt:

@@ -74,7 +74,8 @@ def watch_runner(runner: EnvRunner, block_file: str) -> None:
     """Interrupt environments of the main thread that hold it past their limit, from a thread of its own.
 
     The line of an environment at its limit is written to ``block_file`` first, for the driver, which ends a process
-    that does not heed the interrupt.
+    that does not heed the interrupt. An import is not interrupted: half a package would stay behind for every call
+    after it. It ends soon, and then the interrupt comes, or the driver ends the process.
     """
     main, limit = threading.main_thread().ident or 0, runner.limits.time_limit_s
 
@@ -82,9 +83,12 @@ def watch_runner(runner: EnvRunner, block_file: str) -> None:
         return step is not None and step[0].used_s + time.monotonic() - step[1] >= limit
 
     def interrupt(_signal: int, frame: FrameType | None) -> None:
-        if is_overdue(runner.timer.step):  # the step that the signal was meant for may have ended in between
+        if not is_overdue(runner.timer.step):
+            return  # the step that the signal was meant for has ended in between
+        frames = list_user_frames(frame)
+        if not any(place.f_code.co_filename.startswith("<frozen importlib") for place, _ in frames):
             runner.timer.step = None
-            raise Interrupt(locate(list_user_frames(frame)))
+            raise Interrupt(locate(frames))
 
     def tell(running: RunningEpisode) -> None:
         where = locate(list_user_frames(sys._current_frames().get(main)))

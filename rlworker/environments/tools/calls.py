@@ -4,7 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from inspect import signature
 from typing import Any
 
-from rlworker.environments.policy import EpisodeLimit, Policy, Sample, ToolCall, ToolFailure
+from rlworker.environments.policy import EpisodeLimit, Policy, ToolFailure
+from rlworker.environments.record import Sample, ToolCall
 from rlworker.environments.user_code import describe_error, is_async, name_function
 
 Tool = Callable[..., Any] | Callable[..., Awaitable[Any]]

@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 
 import support.environments.tool_functions as tools
-from support.environments.runners import LIMITS, LocalPool, encode, make_rows, play_all, tell
+from support.environments.runners import LIMITS, LocalPool, encode, make_rows, run_episodes, tell
 
 from rlworker.environments import Episode, EpisodeLimit
-from rlworker.environments.policy import ToolCall
+from rlworker.environments.record import ToolCall
 from rlworker.environments.tools.calls import answer_calls
 
 TOOLS = {
@@ -37,16 +37,16 @@ TOOLS = {
 
 
 def answer(*calls: ToolCall, error: str = "") -> list[str]:
-    """Answer calls within a play, in which tools run in processes of their own."""
+    """Answer calls within an environment, in which tools run in processes of their own."""
     messages = []
 
-    async def play(policy, row):
+    async def environment(policy, row):
         episode = Episode(row)
         sample = await policy.sample(episode)
         messages.extend(await answer_calls(policy, replace(sample, calls=calls, call_error=error), TOOLS))
         return episode
 
-    (record,) = play_all(LocalPool(play, limits=replace(LIMITS, tool_limit_s=30.0)), make_rows("1+1="))
+    (record,) = run_episodes(LocalPool(environment, limits=replace(LIMITS, tool_limit_s=30.0)), make_rows("1+1="))
     assert record.failure is None, "whatever a tool does, the episode goes on"
     assert all(message["role"] == "tool" for message in messages)
     return [message["content"] for message in messages]
@@ -108,21 +108,21 @@ def test_a_limit_that_an_async_tool_comes_to_is_the_episodes():
     async def think_on(policy):
         raise EpisodeLimit("turn 5 of at most 4")
 
-    async def play(policy, row):
+    async def environment(policy, row):
         episode = Episode(row)
         sample = await policy.sample(episode)
         call = ToolCall("think_on", {})
         await answer_calls(policy, replace(sample, calls=(call,)), {"think_on": partial(think_on, policy)})
         return episode
 
-    (record,) = play_all(LocalPool(play), make_rows("1+1="))
+    (record,) = run_episodes(LocalPool(environment), make_rows("1+1="))
     assert record.failure and record.failure[0] == "limit"
 
 
 def test_half_a_surrogate_in_a_tools_text_is_replaced():
     """Alone it becomes U+FFFD, which this tokenizer does not know; two halves are the character that they make."""
 
-    async def play(policy, row):
+    async def environment(policy, row):
         episode = Episode(row)
         sample = await policy.sample(episode)
         call = ToolCall("lambda", {"x": "7\ud83d"})
@@ -131,7 +131,7 @@ def test_half_a_surrogate_in_a_tools_text_is_replaced():
         await policy.sample(episode)
         return episode
 
-    (record,) = play_all(LocalPool(play), make_rows("1+1="))
+    (record,) = run_episodes(LocalPool(environment), make_rows("1+1="))
     assert record.failure is None
     observed = record.sequences[0][2].token_ids
     assert list(observed) == encode("7\ufffd8") and tell(record)[0][2][1].startswith("7")

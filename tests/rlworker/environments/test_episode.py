@@ -2,7 +2,6 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 from support.environments.runners import (
     EOS,
@@ -12,7 +11,7 @@ from support.environments.runners import (
     make_codec,
     make_rows,
     make_sample,
-    play_all,
+    run_episodes,
     tell,
 )
 
@@ -100,8 +99,8 @@ def test_stops_are_single_tokens(codec):
 
 
 def test_one_turn_is_the_environment_of_a_reward():
-    play = one_turn(lambda text, row: float(text == "~" + row.answer))
-    right, wrong = play_all(LocalPool(play), make_rows("4+1=", "5+1="))  # the sample is the prompt's length
+    environment = one_turn(lambda text, row: float(text == "~" + row.answer))
+    right, wrong = run_episodes(LocalPool(environment), make_rows("4+1=", "5+1="))  # the sample is the prompt's length
     assert tell(right) == [[(-1, "4+1="), (0, "~4<eos>")]] and right.rewards == ((0, 1.0),)
     assert wrong.reward == 0.0 and wrong.failure is None and wrong.turns == 1
 
@@ -126,14 +125,14 @@ def test_one_turn_is_the_environment_of_a_reward():
     ],
 )
 def test_limits_that_are_none_are_refused_where_they_are_given(ask, message):
-    async def play(policy, row):
+    async def environment(policy, row):
         episode = Episode(row)
         with pytest.raises(ValueError, match=message):
             await ask(policy, episode)
         await policy.sample(episode)
         return episode
 
-    (record,) = play_all(LocalPool(play), make_rows("1+1="))
+    (record,) = run_episodes(LocalPool(environment), make_rows("1+1="))
     assert record.failure is None
 
 
@@ -152,24 +151,17 @@ async def write_twice(policy, row):
     return episode
 
 
-def test_a_record_is_laid_out_in_columns():
+def test_a_trajectory_has_the_tokens_of_each_author():
     """By hand: the prompt's five ids, then two samples of three with five observed ids between; then a fork."""
-    (record,) = play_all(LocalPool(write_twice), make_rows("12+1="))
+    (record,) = run_episodes(LocalPool(write_twice), make_rows("12+1="))
     assert tell(record) == [
         [(-1, "12+1="), (0, "~5<eos>"), (-1, "True;"), (1, "~3<eos>")],
         [(-1, "%%"), (2, "~2<eos>")],
     ]
     assert (record.turns, record.forks, record.observed_tokens, record.reward) == (3, 1, 5, 6.0)
-    first, second = record.list_sequences()
-    assert first.token_ids.tolist() == [*encode("12+1=~5"), EOS, *encode("True;~3"), EOS]
-    assert first.sampled.tolist() == [False] * 5 + [True] * 3 + [False] * 5 + [True] * 3
-    assert first.logprobs[first.sampled].tolist() == [-3, -2, -1] * 2 and not first.logprobs[~first.sampled].any()
-    assert first.turns[first.sampled].tolist() == [0] * 3 + [1] * 3 and second.turns.tolist() == [-1, -1, 2, 2, 2]
-    assert first.versions.tolist() == np.where(first.sampled, 0, -1).tolist()
-    assert first.rewards == ((7, 1.0),) and second.rewards == ((4, 2.0), (4, 3.0))
 
 
-def test_the_batch_of_records_is_that_of_their_columns():
+def test_trajectories_are_batched_with_their_rewards():
     from support.environments.runners import make_codec
 
     from rlworker.rollouts.metrics import score_groups, summarise_groups
@@ -180,12 +172,17 @@ def test_the_batch_of_records_is_that_of_their_columns():
         episode.reward(0.25)
         return episode
 
-    records = [play_all(LocalPool(play), make_rows("12+1="))[0] for play in (write_twice, skip)]
+    records = [run_episodes(LocalPool(environment), make_rows("12+1="))[0] for environment in (write_twice, skip)]
     groups = [TrajectoryGroup.collect(records[0].row, records)]
     batch = batch_groups(groups)
     assert batch.lengths == (15, 4, 0) and batch.episode.tolist() == [0, 0, 1], "what was not sampled has no tokens"
+    first = [*encode("12+1=~5"), EOS, *encode("True;~3"), EOS]
+    assert (
+        batch.targets.tolist()[:15] == first[1:] and batch.turn.tolist()[:15] == [-1] * 4 + [0] * 3 + [-1] * 5 + [1] * 3
+    )
+    assert batch.rollout_logprobs[batch.mask].tolist() == [-3, -2, -1] * 3
     assert batch.mask.sum() == 9 and batch.turn[batch.mask].tolist() == [0] * 3 + [1] * 3 + [2] * 3
-    assert batch.rewards.tolist() == [0.0, 5.0, 0.25] and batch.turn_rewards.sum() == 1.0
+    assert batch.rewards.tolist() == [0.0, 5.0, 0.25] and batch.turn_rewards.nonzero().tolist() == [[6]]
     scores = score_groups(groups, make_codec())
     assert scores.values == [6.0, 0.25] and scores.failures == {"no_generation": 1}
     assert (
@@ -196,19 +193,19 @@ def test_the_batch_of_records_is_that_of_their_columns():
     assert summarise_groups(groups).items() >= means.items()
 
 
-def test_the_requests_of_a_play_say_what_it_asked_for():
+def test_the_requests_of_an_episode_say_what_it_asked_for():
     pool, seen = LocalPool(write_twice), []
 
     def say(ids, number):
         seen.append(len(ids))
         return "5"
 
-    play_all(pool, make_rows("12+1="), say=say)
+    run_episodes(pool, make_rows("12+1="), say=say)
     assert seen == [5, 13, 2]
     assert LIMITS.sample_tokens == 8
 
 
-def test_a_play_may_catch_its_limit():
+def test_an_environment_may_catch_its_limit():
     async def talk(policy, row):
         episode = Episode(row)
         try:
@@ -218,32 +215,16 @@ def test_a_play_may_catch_its_limit():
             episode.reward(float(f"{limit}".startswith("turn 5 of at most 4")))
         return episode
 
-    (record,) = play_all(LocalPool(talk), make_rows("1="))
+    (record,) = run_episodes(LocalPool(talk), make_rows("1="))
     assert record.failure is None and record.turns == 4 and record.reward == 1.0
 
 
-def test_plays_may_run_tasks_of_their_own():
+def test_environments_may_run_tasks_of_their_own():
     async def gather(policy, row):
         episode = Episode(row)
         sample, number = await asyncio.gather(policy.sample(episode), asyncio.sleep(0.01, 3))
         episode.reward(number if sample.text == "~2" else 0)
         return episode
 
-    (record,) = play_all(LocalPool(gather), make_rows("1="))
+    (record,) = run_episodes(LocalPool(gather), make_rows("1="))
     assert record.failure is None and record.reward == 3.0
-
-
-def test_the_batch_of_one_turn_is_that_of_completions_and_of_columns():
-    from rlworker.rollouts.trajectory import TrajectoryGroup, batch_groups, batch_sequences
-
-    rows = make_rows("4+1=", "15+1=")
-    records = play_all(LocalPool(one_turn(lambda text, row: float(len(row.prompt)))), rows, 2)
-    groups = [TrajectoryGroup.collect(row, records[2 * i : 2 * i + 2]) for i, row in enumerate(rows)]
-    assert all(record.is_one_turn for record in records)
-    one, other = (
-        batch_groups(groups),
-        batch_sequences([[r.list_sequences() for r in group.trajectories] for group in groups]),
-    )
-    assert one.lengths == other.lengths and one.columns().keys() == other.columns().keys()
-    assert all(np.array_equal(column, other.columns()[name]) for name, column in one.columns().items())
-    assert one.rewards.tolist() == [4, 4, 5, 5] and one.group.tolist() == [0, 0, 1, 1]

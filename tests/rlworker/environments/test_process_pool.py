@@ -95,20 +95,20 @@ def roll_out(cluster, by_value):
 
 
 @pytest.fixture(scope="module")
-def play(roll_out):
-    """``play(how, mark, options)``: two episodes of each of six rows, of which the third misbehaves."""
+def run_chat(roll_out):
+    """``run_chat(how, mark, options)``: two episodes of each of six rows, of which the third misbehaves."""
     made = make_rows(*(f"{i}+{'1' * (i % 3)}=" for i in range(6)))
 
-    def play_all(how="", mark=Path("/dev/null"), **options):
+    def run(how="", mark=Path("/dev/null"), **options):
         rows = [replace(row, source={"how": (how if row.answer == "2" else "", mark)}) for row in made]
         return roll_out(chat, rows, 2, **options)
 
-    return play_all
+    return run
 
 
 @pytest.fixture(scope="module")
-def whole(play):
-    return play()[0]
+def whole(run_chat):
+    return run_chat()[0]
 
 
 def tell_all(records):
@@ -116,9 +116,9 @@ def tell_all(records):
 
 
 @pytest.mark.large
-def test_processes_change_nothing(play, whole):
+def test_processes_change_nothing(run_chat, whole):
     assert all(record.failure is None and record.turns == 3 for record in whole)
-    assert tell_all(play(workers=1)[0]) == tell_all(play(workers=3)[0]) == tell_all(whole)
+    assert tell_all(run_chat(workers=1)[0]) == tell_all(run_chat(workers=3)[0]) == tell_all(whole)
 
 
 @pytest.mark.large
@@ -130,10 +130,10 @@ def test_processes_change_nothing(play, whole):
         ("exits", "died", "turn 2: its process died"),
     ],
 )
-def test_a_play_that_holds_or_ends_its_process_is_named_and_its_neighbours_play_on(
-    play, whole, how, kind, message, tmp_path
+def test_an_environment_that_holds_or_ends_its_process_is_named_and_its_neighbours_go_on(
+    run_chat, whole, how, kind, message, tmp_path
 ):
-    records, lost_at = play(how, tmp_path / "mark")
+    records, lost_at = run_chat(how, tmp_path / "mark")
     for record, other in zip(records, whole, strict=True):
         if record.row.answer != "2":
             assert tell_all([record]) == tell_all([other])
@@ -149,7 +149,7 @@ def test_a_play_that_holds_or_ends_its_process_is_named_and_its_neighbours_play_
 
 
 @pytest.mark.large
-def test_a_process_that_is_killed_between_two_rounds_changes_nothing(play, whole):
+def test_a_process_that_is_killed_between_two_rounds_changes_nothing(run_chat, whole):
     def kill(pool, number):
         import ray
 
@@ -158,12 +158,12 @@ def test_a_process_that_is_killed_between_two_rounds_changes_nothing(play, whole
             os.kill(process, signal.SIGKILL)
 
     heard = []
-    assert tell_all(play(before=kill, note_lost=heard.append)[0]) == tell_all(whole)
+    assert tell_all(run_chat(before=kill, note_lost=heard.append)[0]) == tell_all(whole)
     assert sorted(name for lost in heard for name in lost) == ["environment worker 0", "environment worker 1"]
 
 
 @pytest.mark.large
-def test_a_process_that_is_stopped_changes_nothing(play, whole):
+def test_a_process_that_is_stopped_changes_nothing(run_chat, whole):
     def stop(pool, number):
         import ray
 
@@ -172,14 +172,14 @@ def test_a_process_that_is_stopped_changes_nothing(play, whole):
             os.kill(process, signal.SIGSTOP)
 
     heard = []
-    assert tell_all(play(before=stop, note_lost=heard.append)[0]) == tell_all(whole)
+    assert tell_all(run_chat(before=stop, note_lost=heard.append)[0]) == tell_all(whole)
     assert heard == [{"environment worker 0": "got no further and was ended"}]
 
 
 @pytest.mark.large
-def test_a_play_whose_process_is_killed_is_not_to_blame_where_it_ends_well_the_next_time(play, whole, tmp_path):
+def test_an_episode_whose_process_is_killed_is_not_to_blame_where_it_ends_well_the_next_time(run_chat, whole, tmp_path):
     heard = []
-    records, _ = play("is killed once", tmp_path / "mark", note_lost=heard.append)
+    records, _ = run_chat("is killed once", tmp_path / "mark", note_lost=heard.append)
     assert len(heard) == 1 and len((tmp_path / "mark").read_text().splitlines()) == 3
     assert tell_all(records) == tell_all(whole)
 
@@ -350,7 +350,7 @@ def test_rewards_and_failures_are_the_same_on_any_nodes(roll_out, on_nodes, tmp_
 
 
 @pytest.mark.large
-def test_the_episodes_of_a_lost_node_go_on_on_the_others(play, whole, on_nodes, capsys):
+def test_the_episodes_of_a_lost_node_go_on_on_the_others(run_chat, whole, on_nodes, capsys):
     """Its process and what reads its files end at once."""
 
     def lose(pool, number):
@@ -361,5 +361,5 @@ def test_the_episodes_of_a_lost_node_go_on_on_the_others(play, whole, on_nodes, 
             ray.kill(lost.files)
 
     _, lost = on_nodes(False, True)
-    assert tell_all(play(before=lose)[0]) == tell_all(whole)
+    assert tell_all(run_chat(before=lose)[0]) == tell_all(whole)
     assert "WARNING environment workers of a lost node begin anew on others" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from functools import partial, wraps
 import numpy as np
 import pytest
 import torch
-from support.environments.runners import LIMITS, Engines, LocalPool, make_loop, make_rows, play_all, tell
+from support.environments.runners import LIMITS, Engines, LocalPool, make_loop, make_rows, run_episodes, tell
 
 from engines.batch.samples import Sampling
 from rlworker.config.run import RunConfig
@@ -83,7 +83,7 @@ class AsyncJudge:
 def test_an_async_scorer_is_told_from_an_environment_and_awaited(scorer):
     environment = make_environment(scorer)
     assert isinstance(environment, OneTurn) and environment.samples_first
-    (trajectory,) = play_all(LocalPool(environment), make_rows("1="))
+    (trajectory,) = run_episodes(LocalPool(environment), make_rows("1="))
     assert trajectory.failure is None and trajectory.reward == 1.0
 
 
@@ -96,7 +96,7 @@ def test_async_scorers_wait_side_by_side():
             await asyncio.sleep(0.001)
         return float(row.prompt)
 
-    found = play_all(LocalPool(make_environment(judge), limits=PATIENT), make_rows("1", "2"), 2)
+    found = run_episodes(LocalPool(make_environment(judge), limits=PATIENT), make_rows("1", "2"), 2)
     assert [one.reward for one in found] == [1.0, 1.0, 2.0, 2.0]
 
 
@@ -117,11 +117,11 @@ def test_a_reward_that_cannot_be_called_is_refused_before_anything_starts(functi
 
 
 def test_an_environment_of_other_arguments_is_refused_before_anything_starts():
-    async def play(policy):
+    async def walk(policy):
         return None
 
-    said = r"error: environment: .*play \(.*\) is called as environment\(policy, row\), which it does"
-    assert re.search(said, refuse(play))
+    said = r"error: environment: .*walk \(.*\) is called as environment\(policy, row\), which it does"
+    assert re.search(said, refuse(walk))
 
 
 @wraps(score_like_verl)
@@ -187,7 +187,7 @@ def test_a_scorer_is_the_environment_that_one_would_write():
         return episode
 
     rows, pools = make_rows("1=", "12=", "123="), [LocalPool(make_environment(each)) for each in (length, written)]
-    one, other = (play_all(pool, rows, 2) for pool in pools)
+    one, other = (run_episodes(pool, rows, 2) for pool in pools)
     assert [(tell(a), a.rewards, a.failure) for a in one] == [(tell(b), b.rewards, b.failure) for b in other]
     assert [len(pool.messages) for pool in pools] == [1, 2]
 
@@ -196,7 +196,7 @@ def test_a_scorer_may_run_an_event_loop_of_its_own():
     def score(text, row):
         return asyncio.run(reward(text, row))
 
-    (trajectory,) = play_all(LocalPool(make_environment(score)), make_rows("1="))
+    (trajectory,) = run_episodes(LocalPool(make_environment(score)), make_rows("1="))
     assert trajectory.failure is None and trajectory.reward == 1.0
 
 

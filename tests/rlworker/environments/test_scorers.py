@@ -6,10 +6,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 from decimal import Decimal
+from importlib import import_module
 
 import numpy as np
 import pytest
-from support.environments.runners import LIMITS, LocalPool, make_codec, make_rows, play_all
+from support.environments.runners import LIMITS, LocalPool, make_codec, make_rows, run_episodes
 
 from rlworker.config.sections import EnvironmentConfig
 from rlworker.data.rows import Row
@@ -81,7 +82,7 @@ def score(scorer, how, tmp_path=None, count=1, limits=LIMITS):
     rows = [replace(row, source={"how": each}) for row, each in zip(made, how)]
     numbers = {row.prompt_ids: str(number) for number, row in enumerate(rows)}
     pool = LocalPool(one_turn(scorer), limits=limits, block_file=str(tmp_path / "block") if tmp_path else "")
-    found = play_all(pool, rows, count, lambda ids, _: numbers[tuple(ids)], default=DEFAULT)
+    found = run_episodes(pool, rows, count, lambda ids, _: numbers[tuple(ids)], default=DEFAULT)
     groups = [TrajectoryGroup.collect(row, found[i * count : (i + 1) * count]) for i, row in enumerate(rows)]
     return groups, score_groups(groups, make_codec())
 
@@ -138,6 +139,25 @@ def test_a_batch_scorer_fails_for_its_group_alone(tmp_path, keeping_signals):
     assert scores.failures == {"not_a_number": 1, "wrong_count": 3, "raised": 3, "blocked": 3}
 
 
+def test_an_import_is_not_cut_short(tmp_path, monkeypatch, keeping_signals):
+    """Its package is whole for the calls after it, as here of one that cannot be imported twice."""
+    package = tmp_path / "imported_slowly"
+    package.mkdir()
+    (package / "registry.py").write_text("names = set()\n")
+    first = "import time\nfrom imported_slowly.registry import names\nassert 'chess' not in names\nnames.add('chess')\n"
+    (package / "__init__.py").write_text(f"{first}time.sleep({2 * LIMITS.time_limit_s})\nvalue = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def import_first(text: str, row: Row) -> float:
+        package = import_module("imported_slowly")
+        for _ in range(10**8 if text == "~0" else 1):
+            pass
+        return package.value
+
+    _, scores = score(import_first, [None] * 3, tmp_path)
+    assert scores.values == [DEFAULT, 1.0, 1.0] and scores.failures == {"blocked": 1}
+
+
 def test_all_reward_functions_of_a_long_batch_reply_in_parts():
     """A process that is lost has lost no more than what it did since it replied last."""
     limits = replace(LIMITS, time_limit_s=5.0)
@@ -147,7 +167,7 @@ def test_all_reward_functions_of_a_long_batch_reply_in_parts():
         return 1.0
 
     pool = LocalPool(one_turn(slow), limits=limits)
-    found = play_all(pool, make_rows("1="), 8)
+    found = run_episodes(pool, make_rows("1="), 8)
     assert [one.reward for one in found] == [1.0] * 8 and 3 <= len(pool.messages) <= 8
 
 

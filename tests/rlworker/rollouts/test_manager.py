@@ -204,7 +204,7 @@ def test_a_checkpoint_holds_what_decides_how_prompts_are_dealt():
     assert resumed.make_sampling(3) == drawn.make_sampling(3)
 
 
-async def play_even(policy, row):
+async def answer_even(policy, row):
     """Prompts of an even number are answered right in one of three, of an odd one never; 7 fails."""
     episode = Episode(row)
     sample = await policy.sample(episode)
@@ -217,7 +217,7 @@ async def play_even(policy, row):
 
 
 def test_groups_of_several_turns_are_drawn_and_dropped_as_groups_of_one():
-    drawn = make_manager(ROWS, 2, environment=play_even)
+    drawn = make_manager(ROWS, 2, environment=answer_even)
     groups, metrics = drawn.sample(StepClock(), 0)
     assert len(groups) == 4 and not any(group.has_zero_variance for group in groups)
     assert metrics["turns"] == 2 and metrics["observed_tokens"] == 1 and metrics["samples"] == 3 * metrics["groups"]
@@ -268,26 +268,26 @@ def test_environments_that_all_fail_do_not_end_the_run_where_the_model_led_them_
     assert len(groups) == 4 and metrics["episode_limit"] == metrics["episode_failures"] == 12
 
 
-async def play_badly(policy, row):
+async def raise_at_once(policy, row):
     raise KeyError(row.prompt)
 
 
-async def play_nothing(policy, row):
+async def sample_nothing(policy, row):
     return Episode(row)
 
 
-def test_a_step_in_which_every_play_fails_before_it_samples_is_empty():
+def test_a_step_in_which_every_environment_fails_before_it_samples_is_empty():
     """Without dynamic sampling, which would drop groups of equal rewards. Beside one that samples, others count."""
     from rlworker.trainers.rl import MAX_EMPTY_STEPS, Trainer
 
-    async def play_one(policy, row):
-        return await (play_even if row.prompt == "2" else play_badly)(policy, row)
+    async def answer_one(policy, row):
+        return await (answer_even if row.prompt == "2" else raise_at_once)(policy, row)
 
-    groups, metrics = make_manager(ROWS, 0, environment=play_one).sample(StepClock(), 0)
+    groups, metrics = make_manager(ROWS, 0, environment=answer_one).sample(StepClock(), 0)
     assert len(groups) == 4 and metrics["episode_failures"] == 9
     trainer, recorded = Trainer.__new__(Trainer), []
     trainer.log = SimpleNamespace(prompts=lambda *line: recorded.append(line))
-    trainer.manager, trainer.version, trainer.empty_steps = make_manager(ROWS, 0, environment=play_nothing), 0, 0
+    trainer.manager, trainer.version, trainer.empty_steps = make_manager(ROWS, 0, environment=sample_nothing), 0, 0
     for trainer.steps_done in range(MAX_EMPTY_STEPS - 1):
         metrics, samples = trainer.step()
         assert metrics["empty_steps"] == trainer.steps_done == trainer.empty_steps and samples == []

@@ -27,7 +27,7 @@ def test_columns_stand_at_their_tokens():
     assert batch.targets.tolist() == [2, 5, 6, 2, 7, 8, 9, 9]
     assert batch.mask.tolist() == [False, True, True, False, True, True, True, True]
     assert batch.rollout_logprobs.tolist() == pytest.approx([0, -0.5, -0.6, 0, -0.7, -0.8, -0.9, -1.0])
-    assert batch.rollout_top_ids is None and batch.rollout_top_logprobs is None
+    assert {name for name in batch.columns() if name.startswith(("rollout_top", "turn", "episode"))} == set()
     assert batch.group.tolist() == [0, 0, 1, 1] and batch.versions.tolist() == [-1, 4, 4, -1, 4, 3, 3, 3]
     trainer = batch.rollout_logprobs + torch.tensor([9.0, 0.1, 0, 9.0, 0, 0, -0.3, 0])
     difference = compare_logprobs(batch, trainer)

@@ -260,13 +260,13 @@ def test_an_episode_whose_process_is_lost_goes_on_from_its_samples(running):
     wait_until(lambda: len(engine.asked) == 2)
     pool.held.add(0)
     engine.gate.set()  # the samples come, and are told to a process that does not reply
-    wait_until(lambda: 0 in pool.replies and any(len(one.numbers) for one in pool.messages))
+    wait_until(lambda: 0 in pool.replies and any(one.samples for one in pool.messages))
     pool.lose_first()
     pool.replies[0] = LostWorker("environment worker 0", "died", -1, 0, "")
     pool.held.clear()
     groups = loop.wait(batch)
     begun = [message for message in pool.messages if message.jobs]
-    assert [len(job.answers) for job in begun[1].jobs] == [1, 1], "begun anew, with what was sampled"
+    assert [len(job.samples) for job in begun[1].jobs] == [1, 1], "begun anew, with what was sampled"
     assert len(engine.asked) == 6 and [episode.turns for episode in groups[0].trajectories] == [3, 3]
     assert groups[0].rewards == [1.0, 1.0]
 
@@ -296,7 +296,7 @@ def test_a_sample_that_nobody_waits_for_any_more_is_given_up(running):
         assert [piece.turn for piece in pieces] == [-1, 0], "what stands before it is left out"
 
 
-def test_a_loop_of_plays_that_forgets_begins_in_new_processes(running):
+def test_a_loop_of_several_turns_that_forgets_begins_in_new_processes(running):
     rollouts, pool = Rollouts(), LocalPool(count_down)
     loop, (engine,) = running(rollouts, pool), rollouts.workers
     loop.begin(make_rows("3"), SAMPLING)

@@ -1,4 +1,4 @@
-"""Lock-step rounds: what they give depends on nothing but plays and samples, whatever is lost, late or wrong."""
+"""Lock-step rounds: what they give depends on nothing but environments and samples, whatever is lost, late or wrong."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.environments.runners import LIMITS, LocalPool, make_rows, play_all, tell
+from support.environments.runners import LIMITS, LocalPool, make_rows, run_episodes, tell
 from support.environments.tool_functions import draw_slowly, fail
 
 from rlworker.environments import Episode
@@ -40,7 +40,7 @@ def tell_all(records):
 
 def test_episodes_do_not_depend_on_processes_or_durations(rows):
     limits = LIMITS.__class__(8, 80, 8, 5.0, 5.0)
-    one, three = (play_all(LocalPool(chat, workers, limits), rows, 2) for workers in (1, 3))
+    one, three = (run_episodes(LocalPool(chat, workers, limits), rows, 2) for workers in (1, 3))
     assert tell_all(one) == tell_all(three)
     assert [record.turns for record in one[::2]] == [1, 2, 3, 1, 2, 3] and all(r.failure is None for r in one)
     twins = [tell(record)[0][2] for record in one[4:6]]
@@ -50,8 +50,8 @@ def test_episodes_do_not_depend_on_processes_or_durations(rows):
 @pytest.mark.parametrize("lose", [{0: -1}, {1: -1}, {2: -1}, {0: -1, 2: -1, 4: -1}])
 def test_episodes_begun_anew_are_the_same(rows, lose):
     limits, heard = LIMITS.__class__(8, 80, 8, 5.0, 5.0), []
-    whole = play_all(LocalPool(chat, 2, limits), rows)
-    lost = play_all(LocalPool(chat, 2, limits, lose), rows, note_lost=heard.append)
+    whole = run_episodes(LocalPool(chat, 2, limits), rows)
+    lost = run_episodes(LocalPool(chat, 2, limits, lose), rows, note_lost=heard.append)
     assert tell_all(whole) == tell_all(lost)
     assert heard == [{"environment worker 0": "died"}] * len(lose)
 
@@ -67,15 +67,15 @@ async def ask_oracle(policy, row):
     return episode
 
 
-def test_tools_are_not_called_again_by_plays_that_begin_anew(rows):
+def test_tools_are_not_called_again_by_episodes_that_begin_anew(rows):
     pool = LocalPool(ask_oracle, lose={2: -1})
-    (record,) = play_all(pool, rows[:1])
+    (record,) = run_episodes(pool, rows[:1])
     assert record.failure is None and record.turns == 3 and record.tool_calls == 2
     (job,) = next(message.jobs for message in pool.messages[1:] if message.jobs)
     assert sorted(job.tools) == [0], "the second tool was called in the round that was lost"
 
 
-def test_a_play_that_writes_something_else_when_it_begins_anew_says_so(rows):
+def test_an_episode_that_writes_something_else_when_it_begins_anew_says_so(rows):
     texts = iter("abcdef")
 
     async def differ(policy, row):
@@ -84,7 +84,7 @@ def test_a_play_that_writes_something_else_when_it_begins_anew_says_so(rows):
         await policy.sample(episode)
         return episode
 
-    (record,) = play_all(LocalPool(differ, lose={1: -1}), rows[:1])
+    (record,) = run_episodes(LocalPool(differ, lose={1: -1}), rows[:1])
     assert record.failure and record.failure[0] == "raised"
     assert (
         "begun anew and wrote something else than before; draw random numbers from policy.random" in record.failure[1]
@@ -93,12 +93,12 @@ def test_a_play_that_writes_something_else_when_it_begins_anew_says_so(rows):
 
 def test_an_episode_is_to_blame_where_its_process_is_lost_twice(rows):
     heard = []
-    first, second = play_all(LocalPool(chat, lose={0: 0, 1: 0}), rows[:2], default=-1.0, note_lost=heard.append)
+    first, second = run_episodes(LocalPool(chat, lose={0: 0, 1: 0}), rows[:2], default=-1.0, note_lost=heard.append)
     assert first.failure == ("died", "turn 1: its process died (it exited, crashed or had no memory left)")
     assert first.reward == -1.0 and second.failure is None and heard == []
-    first, second = play_all(LocalPool(chat, lose={0: 0}), rows[:2], note_lost=heard.append)
+    first, second = run_episodes(LocalPool(chat, lose={0: 0}), rows[:2], note_lost=heard.append)
     assert first.failure is None and heard == [{"environment worker 0": "died"}], "once: the process was lost"
-    first, second = play_all(LocalPool(chat, lose={0: 0}), rows[:2])
+    first, second = run_episodes(LocalPool(chat, lose={0: 0}), rows[:2])
     assert first.failure and second.failure is None, "where none may be lost, the episode is to blame at once"
 
 
@@ -107,14 +107,14 @@ def test_an_episode_is_not_to_blame_for_what_rays_memory_monitor_ends(rows):
     fate = "was ended by Ray's memory monitor, holding 3 GiB"
     pool, again = LocalPool(chat, lose={0: 0}), LocalPool(chat, lose={0: 0, 1: 0})
     pool.fate = again.fate = fate
-    assert tell_all(play_all(pool, rows[:2])) == tell_all(play_all(LocalPool(chat), rows[:2]))
-    first, second = play_all(again, rows[:2])
+    assert tell_all(run_episodes(pool, rows[:2])) == tell_all(run_episodes(LocalPool(chat), rows[:2]))
+    first, second = run_episodes(again, rows[:2])
     assert first.failure == ("died", f"turn 1: its process {fate}") and second.failure is None
 
 
 def test_processes_that_are_lost_time_and_again_end_the_run(rows):
     with pytest.raises(RunError, match="environment worker 0 died, 3 times in a row, while no episode ran"):
-        play_all(LocalPool(chat, lose=dict.fromkeys(range(9), -1)), rows)
+        run_episodes(LocalPool(chat, lose=dict.fromkeys(range(9), -1)), rows)
 
 
 async def misbehave(policy, row):
@@ -184,12 +184,12 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def failed():
-    """The records of plays that misbehave, among others that do not, played together; and how long that took."""
+    """The trajectories of environments that misbehave, among some that do not; and how long that took."""
     rows = make_rows(*(str(i % 10) for i in range(2 * len(FAULTS))))
     for row, how in zip(rows, (how for fault in FAULTS for how in (fault, "well"))):
         row.source["how"] = how
     start = time.monotonic()
-    return play_all(LocalPool(misbehave), rows, default=-1.0), time.monotonic() - start
+    return run_episodes(LocalPool(misbehave), rows, default=-1.0), time.monotonic() - start
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -203,15 +203,15 @@ def test_a_fault_is_its_own_episodes_and_is_named_with_turn_and_line(failed, fau
     assert record.reward == (0.0 if fault == "never samples" else -1.0)
 
 
-def test_the_neighbours_of_faults_play_on(failed):
+def test_the_neighbours_of_faults_go_on(failed):
     records, seconds = failed
     others = [record for record in records if record.row.source["how"] == "well"]
     assert all(record.failure is None and record.reward == 5.0 for record in others)
     assert seconds < LIMITS.time_limit_s + 5
 
 
-def test_the_time_of_a_play_leaves_out_samples_tools_and_neighbours(rows):
-    """A limit of half a second: every play works for 0.3, waits for a tool that takes 0.7 and for a slow rollout."""
+def test_the_time_of_an_episode_leaves_out_samples_tools_and_neighbours(rows):
+    """A limit of half a second: each works for 0.3, waits for a tool that takes 0.7 and for a slow rollout."""
 
     async def work(policy, row):
         episode = Episode(row)
@@ -227,7 +227,7 @@ def test_the_time_of_a_play_leaves_out_samples_tools_and_neighbours(rows):
         time.sleep(0.2)
         return "1"
 
-    records = play_all(LocalPool(work), rows[:4], say=say)
+    records = run_episodes(LocalPool(work), rows[:4], say=say)
     assert [record.failure for record in records] == [None] * 4
 
 
@@ -249,10 +249,10 @@ async def block_in_a_task():
     sum(zero for zero in iter(int, 1))  # without end
 
 
-def test_a_play_that_holds_its_process_is_interrupted_and_its_line_named(rows, tmp_path):
+def test_an_environment_that_holds_its_process_is_interrupted_and_its_line_named(rows, tmp_path):
     """A neighbour that waits for its turn meanwhile is none the worse."""
     start, block_file = time.monotonic(), str(tmp_path / "block")
-    records = play_all(LocalPool(block, block_file=block_file), rows[:4])
+    records = run_episodes(LocalPool(block, block_file=block_file), rows[:4])
     assert time.monotonic() - start < 2 * LIMITS.time_limit_s + 5
     assert [record.failure and record.failure[0] for record in records] == [None, "blocked", "blocked", None]
     lines = open(HERE).read().splitlines()

@@ -56,7 +56,7 @@ def test_an_episode_is_shown_turn_by_turn(folder):
     episode = {"prompt": "Look: ", "completion": "", "answer": "red", "reward": -0.75, "version": 3, "turns": turns}
     one_turn = {"prompt": "1+1=", "completion": "2", "answer": "2", "reward": 1.0, "version": 3}
     (folder / "rollouts").mkdir()
-    lines = [one_turn, episode | {"outcome": "ok"}, episode | {"outcome": "blocked: turn 1: play.py:7"}]
+    lines = [one_turn, episode | {"outcome": "ok"}, episode | {"outcome": "blocked: turn 1: chat.py:7"}]
     (folder / "rollouts" / "step_000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(folder).read_text().partition("Sample rollouts")[2]
     completions, *episodes = page.partition("<h2>Configuration")[0].split('<div class="episode">')
@@ -68,7 +68,7 @@ def test_an_episode_is_shown_turn_by_turn(folder):
     assert ["+0.25" in row for row in rows] == [False, True, False, False, False, False] and "-1<" in rows[5]
     assert "&lt;b&gt;left&lt;/b&gt;" in rows[1] and 'class="fork"' in rows[3]
     assert rows[2].count("data:image/png;base64,") == 1 and "[gone.png]" in rows[2]
-    assert "blocked" not in episodes[0] and '<b class="bad">blocked: turn 1: play.py:7</b>' in episodes[1]
+    assert "blocked" not in episodes[0] and '<b class="bad">blocked: turn 1: chat.py:7</b>' in episodes[1]
 
 
 def test_samples_are_of_the_first_and_last_steps_that_the_run_has_come_to(folder):

@@ -1,4 +1,4 @@
-"""Episodes of several turns on real engines: Ray, Megatron ranks, vLLM, and plays in processes of their own."""
+"""Episodes of several turns on real engines: Ray, Megatron ranks, vLLM, and environments in processes of their own."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.large, pytest.mark.timeout(600), pytest.mark.usefixtur
 MEAN_LIMIT, MAX_LIMIT = 2e-6, 1e-3
 
 
-async def play(policy, row):
+async def environment(policy, row):
     """Write, read what a slow tool makes of it, and write again in one of three cases; rewards per turn."""
     episode = Episode(row)
     sample = await policy.sample(episode)
@@ -61,11 +61,11 @@ def config(make_hf_model, tmp_path_factory, by_value):
     )
 
 
-def run(config: RunConfig, folder, play=play, before=lambda trainer: None) -> list[dict]:
+def run(config: RunConfig, folder, environment=environment, before=lambda trainer: None) -> list[dict]:
     """Run to the end and return the metrics of every step, without those that are seconds or count restarts."""
     from rlworker.trainers.rl import Trainer
 
-    with Trainer(replace(config, run_dir=str(folder)), play) as trainer:
+    with Trainer(replace(config, run_dir=str(folder)), environment) as trainer:
         before(trainer)
         trainer.fit()
     return read_metrics_without_times(folder)
@@ -122,7 +122,7 @@ def test_the_run_folder_has_episodes_turn_by_turn(finished):
 
 
 def test_a_run_of_episodes_repeats_line_for_line_also_where_processes_are_killed(finished, config, tmp_path):
-    """Tools of random duration; processes that play, and an engine, are killed in the middle of rounds."""
+    """Tools of random duration; processes of environments, and an engine, are killed in the middle of rounds."""
     assert run(config, tmp_path / "again") == finished[0]
 
     def kill_some(trainer):
@@ -144,7 +144,7 @@ def test_a_run_of_episodes_repeats_line_for_line_also_where_processes_are_killed
     assert len((tmp_path / "killed" / "outages.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_play_that_fails_is_counted_and_the_run_goes_on(config, tmp_path, capsys):
+def test_an_environment_that_fails_is_counted_and_the_run_goes_on(config, tmp_path, capsys):
     async def fail_at_times(policy, row):
         episode = Episode(row)
         await policy.sample(episode)

@@ -1,9 +1,9 @@
-"""Outages are counted, told, bounded and repaired; ``tests/outages.py`` plays more of them."""
+"""Outages are counted, told, bounded and repaired; ``tests/outages.py`` causes more of them."""
 
 import json
 
-import outages as played
 import pytest
+from outages import cause_outage
 
 from recipes.common.addition import make_data, make_model
 from rlworker.errors import RunError
@@ -89,6 +89,6 @@ def test_a_run_that_loses_processes_ends_as_if_it_had_not(cluster, tmp_path, mea
     make_data(tmp_path / "data")
     make_model(tmp_path / "model", seed=0)
     for name in ("engine-sync", "rank-save"):
-        seconds = played.play(tmp_path, name)
+        seconds = cause_outage(tmp_path, name)
         times = {f"{name}: seconds until {what}": seconds[what] for what in ("named", "replaced")}
         measured(times)

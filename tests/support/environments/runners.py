@@ -137,7 +137,7 @@ def make_loop(pool: LocalPool, engines: Any, default: float = 0.0) -> RolloutLoo
     return RolloutLoop(pool.environment, cast(Any, pool), engines, TurnQueue(engines), make_codec(), default)
 
 
-def play_all(
+def run_episodes(
     pool: LocalPool,
     rows: Sequence[Row],
     count: int = 1,
@@ -158,5 +158,8 @@ def play_all(
 
 
 def tell(record: Trajectory) -> list[list[tuple[int, str]]]:
-    """Tell who wrote what: turn and text of each piece, sequence by sequence."""
-    return [[(piece.turn, load_tokenizer().decode(piece.token_ids)) for piece in pieces] for pieces in record.sequences]
+    """Tell who wrote what: turn and text of each segment, sequence by sequence."""
+    return [
+        [(segment.turn, load_tokenizer().decode(segment.token_ids)) for segment in segments]
+        for segments in record.sequences
+    ]

@@ -1,4 +1,5 @@
-"""Toys that play episodes: a teacher plays some well, and the model is warmed up on them until it wins now and then."""
+"""Toys of several turns: a teacher answers some episodes well, and the model is warmed up on them until it wins now
+and then."""
 
 import asyncio
 import json
@@ -22,25 +23,25 @@ from rlworker.data.encoding import encode_after
 from rlworker.data.rows import Row
 from rlworker.environments import Environment, Episode, Policy, Sample
 from rlworker.environments.codec import Codec, Stops, using_codec
-from rlworker.environments.policy import EpisodeLimits, ToolCall
-from rlworker.environments.record import CONTEXT
+from rlworker.environments.policy import EpisodeLimits
+from rlworker.environments.record import CONTEXT, ToolCall
 
 Say = Callable[[Row, int], str]
-"""``say(row, turn)``: what a player who knows the answer says in a turn, from 0."""
+"""``say(row, turn)``: what a model that knows the answer says in a turn, from 0."""
 _CHECKED_ROWS = 192
-"""Rows that are played greedily after each step of a warm-up."""
+"""Rows whose episodes are sampled greedily after each step of a warm-up."""
 
 
 @dataclass(frozen=True)
-class PlayConfig(ToyConfig):
-    """Settings of a toy that plays: it is warmed up on episodes that were played well."""
+class EpisodeToyConfig(ToyConfig):
+    """Settings of a toy of several turns: it is warmed up on worked episodes."""
 
     warm_up_success: Annotated[float, Gt(0), Lt(1)] = 0.3
     """The warm-up ends when the model wins this share of greedy episodes: enough that rewards within a group differ."""
 
 
 class Teacher:
-    """Plays the model's part by saying what it was told to; calls of tools are written as Hermes has them."""
+    """A policy that says what it was told to; tool calls are written as Hermes has them."""
 
     limits = EpisodeLimits(turns=100, tokens=10**6, sample_tokens=10**6, time_limit_s=60.0, tool_limit_s=60.0)
 
@@ -64,33 +65,33 @@ class Teacher:
         raise NotImplementedError
 
 
-def play_worked_episodes(play: Environment, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:
-    """Let the teacher play an episode of each row."""
+def work_episodes(environment: Environment, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:
+    """Run an episode of each row with the teacher as its policy."""
 
-    async def play_all() -> list[Episode]:
+    async def run_all() -> list[Episode]:
         teacher = Teacher(say, codec)
-        return [await play(Policy(teacher, number, (number,)), row) for number, row in enumerate(rows)]
+        return [await environment(Policy(teacher, number, (number,)), row) for number, row in enumerate(rows)]
 
     with using_codec(codec):
-        return asyncio.run(play_all())
+        return asyncio.run(run_all())
 
 
 def batch_worked_episodes(episodes: Sequence[Episode], vision: VisionSpec | None) -> TrainBatch:
     """Batch worked episodes; what the teacher said are the tokens that count."""
-    sequences = [pieces for episode in episodes for pieces in episode.sequences]
-    ids = [np.concatenate([np.asarray(piece.token_ids) for piece in pieces]) for pieces in sequences]
+    sequences = [segments for episode in episodes for segments in episode.sequences]
+    ids = [np.concatenate([np.asarray(segment.token_ids) for segment in segments]) for segments in sequences]
     said = [
-        np.concatenate([np.full(len(piece.token_ids), piece.turn != CONTEXT) for piece in pieces])
-        for pieces in sequences
+        np.concatenate([np.full(len(segment.token_ids), segment.turn != CONTEXT) for segment in segments])
+        for segments in sequences
     ]
-    images = [tuple(image for piece in pieces for image in piece.images) for pieces in sequences]
+    images = [tuple(image for segment in segments for image in segment.images) for segments in sequences]
     columns = make_image_columns([each.tolist() for each in ids], images, vision) if vision else {}
     return TrainBatch.from_ids(ids, sampled=said, **columns)
 
 
-def warm_up_on_plays(
-    play: Environment, say: Say, optimizer: dict, rows: int = 128
-) -> Callable[[PlayConfig, str], None]:
+def warm_up_on_worked_episodes(
+    environment: Environment, say: Say, optimizer: dict, rows: int = 128
+) -> Callable[[EpisodeToyConfig, str], None]:
     """Make a toy's warm-up on worked episodes, which ends once the model itself wins often enough.
 
     A loss would not tell when: between never and nearly always lie as few as five steps, at another loss for each seed.
@@ -100,13 +101,16 @@ def warm_up_on_plays(
         optimizer: settings of it that differ from the run's. rows: episodes of each step.
     """
 
-    def warm_up(config: PlayConfig, output: str) -> None:
+    def warm_up(config: EpisodeToyConfig, output: str) -> None:
         generator, losses, won = np.random.default_rng([config.seed, 1]), [], 0.0
         actor = replace(config.actor, optimizer=replace(config.actor.optimizer, **optimizer))
-        with TemporaryDirectory() as scratch, Trainer(replace(config, run_dir=scratch, actor=actor), play) as trainer:
+        with (
+            TemporaryDirectory() as scratch,
+            Trainer(replace(config, run_dir=scratch, actor=actor), environment) as trainer,
+        ):
             while len(losses) < config.warm_up_steps and won < config.warm_up_success:
                 drawn = [trainer.rows[i] for i in generator.integers(0, len(trainer.rows), rows)]
-                worked = play_worked_episodes(play, say, drawn, trainer.codec)
+                worked = work_episodes(environment, say, drawn, trainer.codec)
                 batch = batch_worked_episodes(worked, trainer.models["actor"].vision)
                 metrics, _ = trainer.actor.train_step(batch, sft_loss, float(batch.mask.sum()))
                 losses.append(metrics["loss"])

@@ -1,4 +1,4 @@
-"""The calculator: a perfect player wins it, and it runs as a program from end to end."""
+"""The calculator: a perfect policy wins it, and it runs as a program from end to end."""
 
 import asyncio
 import json
@@ -26,14 +26,14 @@ def made(tmp_path_factory):
     return rows, Codec(tokenizer, list_stop_tokens(model.folder, tokenizer, model.vocab), None, DEFAULT.data)
 
 
-def test_a_perfect_player_wins_every_row_within_the_limits(made):
-    from recipes.common.plays import batch_worked_episodes, play_worked_episodes
+def test_a_perfect_policy_wins_every_row_within_the_limits(made):
+    from recipes.common.worked_episodes import batch_worked_episodes, work_episodes
     from recipes.demos.calculator import DEFAULT as config
-    from recipes.demos.calculator import play, say_next
+    from recipes.demos.calculator import ask_calculator, say_next
 
     (train, heldout), codec = made
     assert not {row.prompt for row in train} & {row.prompt for row in heldout}
-    episodes = play_worked_episodes(play, say_next, [*train[:64], *heldout[:64]], codec)
+    episodes = work_episodes(ask_calculator, say_next, [*train[:64], *heldout[:64]], codec)
     assert [sum(value for _, value in episode.rewards) for episode in episodes] == [1.0] * len(episodes)
     assert max(episode.turns for episode in episodes) == config.environment.turns
     assert max(map(len, episodes)) <= config.environment.tokens <= config.rollout.max_model_len
@@ -44,14 +44,14 @@ def test_a_perfect_player_wins_every_row_within_the_limits(made):
     assert batch.targets[batch.mask].tolist() == np.concatenate(said).tolist(), "what was said is what counts"
 
 
-def test_a_player_who_does_not_look_wins_little(made):
-    """One who says what is right for another row."""
-    from recipes.common.plays import play_worked_episodes
-    from recipes.demos.calculator import play, say_next
+def test_a_policy_that_does_not_look_wins_little(made):
+    """One that says what is right for another row."""
+    from recipes.common.worked_episodes import work_episodes
+    from recipes.demos.calculator import ask_calculator, say_next
 
     (train, _), codec = made
     other = train[len(train) // 2]
-    episodes = play_worked_episodes(play, lambda _, turn: say_next(other, turn), train[:30], codec)
+    episodes = work_episodes(ask_calculator, lambda _, turn: say_next(other, turn), train[:30], codec)
     assert sum(value for episode in episodes for _, value in episode.rewards) <= 6
 
 
