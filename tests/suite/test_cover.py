@@ -12,7 +12,6 @@ from support.cover import Matrix
 
 TESTS = Path(__file__).parents[1]
 CONVERTED = {
-    "engines/batch/test_shared_prompts.py::test_every_size_and_platform",
     "engines/megatron/test_bf16_engine.py::test_it_is_as_exact_as_huggingface_in_bfloat16",
     "engines/megatron/test_bf16_engine.py::test_it_is_as_exact_over_two_ranks",
     "engines/megatron/test_critic.py::test_parity",
