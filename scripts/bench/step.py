@@ -41,7 +41,7 @@ def find_trl(python: str) -> str:
         subprocess.run(command, capture_output=True, check=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", "") or str(error)).splitlines()[-1]
-        advice = "python -m venv ENV, ENV/bin/pip install trl datasets, and give ENV/bin/python"
+        advice = "python -m venv ENV, ENV/bin/pip install trl datasets requests, and give ENV/bin/python"
         raise argparse.ArgumentTypeError(f"{python!r} has no TRL that can be imported ({reason}); {advice}") from None
     return python
 
@@ -287,7 +287,7 @@ def bench_model(folder: Path, steps: int) -> list[dict[str, str | float]]:
             print(f"{title} over TRL: {', '.join(ratios)}")
     else:
         print("TRL is not measured: --trl names the Python of an environment that has it, as of python -m venv ENV and")
-        print("ENV/bin/pip install trl datasets")
+        print("ENV/bin/pip install trl datasets requests")
     return [make_row(title, numbers) for title, numbers in found.items()]
 
 
