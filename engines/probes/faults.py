@@ -12,9 +12,9 @@ from typing import Literal
 from unittest.mock import patch
 
 from engines.models.spec import ModelSpec
-from engines.probes import form_faults
+from engines.probes import form_faults, sharing_faults
 from hardware.attention.cell import Patch
-from hardware.attention.faults import ATTENTION_FAULTS
+from hardware.attention.faults import ATTENTION_FAULTS, SHARING_FAULTS
 from hardware.platform import Platform
 
 
@@ -281,7 +281,11 @@ def _swapped_names() -> list[Patch]:
 
 
 FAULTS: dict[str, Fault] = {
-    **{name: Fault(None, "attention") for name in ATTENTION_FAULTS},
+    # Sequences that begin alike are in the batch whose outputs are compared, not among those of a mask's probe.
+    **{name: Fault(None, "layouts" if name in SHARING_FAULTS else "attention") for name in ATTENTION_FAULTS},
+    "own positions from 0": Fault(sharing_faults.count_own_positions_from_0, "layouts"),
+    "one target for all samples": Fault(sharing_faults.score_one_target_for_all, "layouts"),
+    "the gradient of one reader": Fault(sharing_faults.take_the_gradient_of_one_reader, "gradients"),
     "a pad marked valid": Fault(_pad_marked_valid, "layouts"),
     "the label of a neighbour": Fault(_label_of_a_neighbour, "layouts"),
     "a layer that computes otherwise": Fault(_layer_computes_otherwise, "layouts"),

@@ -311,7 +311,8 @@ def _padded(engine: MegatronEngine) -> dict:
 
 
 def _settings(engine: MegatronEngine, **changes):
-    """Give the engine other settings for a while."""
+    """Give the engine other settings for a while; rows of bshd share nothing, whatever is asked for in thd."""
+    changes |= {"share": "none"} if changes.get("layout") == "bshd" else {}
     return patch.object(engine, "config", replace(engine.config, **changes))
 
 

@@ -5,11 +5,12 @@ A platform names the places where its code lowers a rule; the change at each pla
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
 from hardware.attention.cell import Patch
-from hardware.attention.mask_spec import expand_counts
+from hardware.attention.mask_spec import Sharing, expand_counts
 
 Place = tuple[object, str]
 """``(owner, attribute)`` of a function: a module and its name there, or a class and its method's."""
@@ -23,6 +24,7 @@ def build_attention_faults(
     calls: Iterable[Place] = (),
     rule_calls: Iterable[Place] = (),
     inverted: Iterable[Patch] = (),
+    from_first_key: Iterable[Patch] = (),
 ) -> dict[str, list[Patch]]:
     """Build the patches that plant each fault into a platform.
 
@@ -35,6 +37,8 @@ def build_attention_faults(
         calls: functions ``(spec, rule, ...)`` that pass a rule of a batch to a kernel without a dense mask.
         rule_calls: functions ``(rule, ...)`` that pass a rule alone to a kernel without a dense mask.
         inverted: patches that invert the visible keys of a kernel without dense masks.
+        from_first_key: patches that align the causal mask of a sequence's own tokens at the first key, where it shares
+            the tokens before them, rather than at the last.
     """
     lowerings = [*dense_masks, *calls]
 
@@ -56,6 +60,8 @@ def build_attention_faults(
         ),
         "causal where the image rule was asked": change_rule(lambda rule: replace(rule, images=False)),
         "padding seen": patch_all(lowerings, _open_to_padding),
+        **{name: patch_all(packs, _changing_spec(change)) for name, change in _SHARED_WRONGLY.items()},
+        "own tokens from the first key on": list(from_first_key),
     }
 
 
@@ -127,5 +133,49 @@ def _open_to_padding(lower: Callable) -> Callable:
     return open_to_padding
 
 
+def _share_otherwise(whose: Callable, more: int = 0) -> Callable:
+    """Let one sequence have the first of its tokens from another owner, and ``more`` of them; its own stay. For rules
+    that ask for neither images nor prefixes.
+
+    Args:
+        whose: ``whose(sharing, number, other)`` tells whether sequence ``number`` is to have them from ``other``.
+    """
+
+    def change(spec):
+        if not (sharing := spec.sharing):
+            return spec
+        owners, counts, lengths = (list(x) for x in (sharing.owners, sharing.counts, spec.lengths))
+        for number, other in product(range(len(lengths)), repeat=2):
+            count = counts[number] + more
+            reads = number not in owners and counts[number] < lengths[number]  # and nobody reads it
+            if reads and whose(sharing, number, other) and counts[other] < count <= lengths[other]:
+                owners[number], counts[number], lengths[number] = other, count, lengths[number] + more
+                changed = replace(spec, image_block=None, prefixes=None)
+                return replace(changed, lengths=tuple(lengths), sharing=Sharing(tuple(owners), tuple(counts)))
+        return spec
+
+    return change
+
+
+def _is_owner(sharing: Sharing, number: int, other: int) -> bool:
+    return other == sharing.owners[number]
+
+
+def _is_sibling(sharing: Sharing, number: int, other: int) -> bool:
+    return other != number and bool(sharing.counts[other]) and sharing.owners[other] == sharing.owners[number]
+
+
+def _is_stranger(sharing: Sharing, number: int, other: int) -> bool:
+    return not sharing.counts[other] and other != sharing.owners[number]
+
+
+_SHARED_WRONGLY = {
+    "the prompt of another group": _share_otherwise(_is_stranger),
+    "the last key of a prompt missing": _share_otherwise(_is_owner, -1),
+    "a token of the owner's answer seen": _share_otherwise(_is_owner, 1),
+    "siblings see each other": _share_otherwise(_is_sibling, 1),
+}
+SHARING_FAULTS = (*_SHARED_WRONGLY, "own tokens from the first key on")
+"""Names of those that show where sequences share slots."""
 ATTENTION_FAULTS = tuple(build_attention_faults(packs=(), without_mask=()))
 """Names of the faults that every platform must be able to have."""

@@ -10,8 +10,10 @@ from hardware.attention.faults import build_attention_faults
 def list_faults() -> dict[str, list[Patch]]:
     """List the patches of ``CpuPlatform.list_faults``."""
     never_causal = lambda sdpa: lambda *args, is_causal=False, **kwargs: sdpa(*args, **kwargs)  # noqa: E731
+    from_0 = lambda mask: lambda spec, rule, rows, query, keys: mask(spec, rule, rows, query - query[0], keys)  # noqa: E731
     return build_attention_faults(
         packs=[(grouped_sdpa, "_plan_thd")],
         dense_masks=[(grouped_sdpa, "build_dense_mask")],
         without_mask=[(F, "scaled_dot_product_attention", never_causal)],
+        from_first_key=[(grouped_sdpa, "build_dense_mask", from_0)],
     )

@@ -23,10 +23,14 @@ _IMAGE_COUNTS = (0, 1, 2, 0, 1)
 """Counts of images that rows have, by turns."""
 _VIDEO_FRAMES = 3
 _PREFIXES = (3, 1, 5, 0, 2, 0, 4)
+_GROUP_IMAGES = 2
+"""The sequence whose images the group's prompt has too, at its end."""
 _ALL_COLUMNS, _FEW_COLUMNS = 200, 12
 """Largest number of tokens of a stream whose influence is probed; a longer stream is probed at as many of them."""
 _LONG, _TOKENS = (97, 83, 101, 89), 512
 """Lengths of further sequences that numbers are compared on, until there are so many tokens."""
+_PROMPT, _GROUP = 40, (69, 40, 48, 55)
+"""Ids of a prompt, and lengths of its samples, which begin with it: one has a single id of its own."""
 _SMALL_MODEL = 10**7
 """Weights up to which all columns are looked for through a whole model."""
 
@@ -38,7 +42,8 @@ class Case:
     Attributes:
         probe: sequences for the probe of each layer's mask. window_probe: sequences longer than the model's windows.
         token_probe: sequences for the probe of the whole model, with fewer columns for a large model.
-        batch: the batch whose logprobs and gradients are compared. denominator: of its loss.
+        batch: the batch whose logprobs and gradients are compared; some sequences are samples of one prompt, which is
+            computed once where prompts are shared. denominator: of its loss.
         prompts: prompts for the rollout engine. others: for each image another image of its size.
     """
 
@@ -72,20 +77,25 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     padding = {part.get("pad_token_id") for part in (config, config.get("text_config") or {})}
     special = {*model.banned_tokens, *list_margin_tokens(model), *padding}
     text = torch.tensor(sorted(set(range(model.vocab)) - special))
-    every = [*lengths * replicas]
+    most, rows = model.max_positions - 1, len(lengths) * replicas
+    every, group = [*lengths * replicas, *(min(n, most) for n in _GROUP)], range(rows, rows + len(_GROUP))
     for n in cycle(_LONG):
         if sum(every) >= _TOKENS:
             break
-        every.append(min(n, model.max_positions - 1))
+        every.append(min(n, most))
     ids = [text[torch.randint(len(text), (n + 1,), generator=generator)].tolist() for n in every]
     prompts = [1 + min(i % 3, len(s) - 1) for i, s in enumerate(ids)]
+    for row in group:
+        prompts[row] = min(_PROMPT, most // 2)
+        ids[row][: prompts[row]] = ids[group[0]][: prompts[row]]
     sampled_prompts = [Prompt(tuple(s[:4])) for s in ids[: len(lengths)] if len(s) > 4]
     images, others, columns = [()] * len(ids), {}, {}
     if model.vision:
         processor = ImageProcessor(model.folder, model.vision)
         pairs = [_make_images(processor, Path(folder), row) for row in range(len(lengths))] * replicas
         others = dict(chain(*pairs))
-        images = [tuple(image for image, _ in own) for own in pairs] + [()] * (len(ids) - len(pairs))
+        images = [tuple(image for image, _ in own) for own in pairs]
+        images += [images[_GROUP_IMAGES]] * len(group) + [()] * (len(ids) - group.stop)
         ids = [s[:n] + make_placeholders(own, model) + s[n:] for s, n, own in zip(ids, prompts, images, strict=True)]
         prompts = [len(s) - was + n for s, n, was in zip(ids, prompts, (n + 1 for n in every))]
         sampled_prompts = [Prompt(tuple(s[: n + 1]), own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]

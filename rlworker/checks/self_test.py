@@ -22,9 +22,9 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     """Run the checks without a fault, then plant each fault of ``engines.probes.faults`` and run the check for it.
 
     Args:
-        config: settings of the check; with a model, only faults that show on it are planted. Its sizes are not used:
-            faults show on one rank, or on two under context parallelism, and on engines of one device, in their own
-            process.
+        config: settings of the check; with a model, only faults that show on it are planted. Its sizes, layout and
+            sharing are not used: faults show on one rank, or on two under context parallelism, in packs that share
+            prompts where the platform honours packs, and on engines of one device, in their own process.
         folder: folder for tiny models, where no model is given.
         tell: called with a line of text after every fault.
 
@@ -45,11 +45,8 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
             return [*findings, *list_platform_limits(platform)]
         for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
             model = make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind))
-            kinds, actor = list_kinds(config.platform, config.actor, ModelSpec.from_folder(model)), config.actor
-            if actor.layout not in kinds:
-                actor = replace(actor, layout=kinds[0])
             faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
-            findings += _test_model(replace(config, model=model, actor=actor), kind, faults, tell)
+            findings += _test_model(replace(config, model=model), kind, faults, tell)
     return [*findings, *list_platform_limits(platform)]
 
 
@@ -57,6 +54,9 @@ def _test_model(config: CheckConfig, kind: str, faults: dict[str, Fault], tell: 
     """Test the faults that show on one model, through rollout engines of its own; before them, the checks that must
     find them must find nothing."""
     findings: list[Finding] = []
+    in_packs = "thd" in list_kinds(config.platform, config.actor, ModelSpec.from_folder(config.model))
+    layout, share = ("thd", "prompts") if in_packs else ("bshd", "auto")
+    config = replace(config, actor=replace(config.actor, layout=layout, share=share))
     with ExitStack() as running:
         rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
         rollouts.start(config.check_model(), config.rollout)

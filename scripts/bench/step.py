@@ -3,6 +3,7 @@
     python scripts/bench/step.py [--ranks 1] [--rollouts 1] [--staleness 0] [--steps 12] [--tiny] [--json FILE]
     python scripts/bench/step.py --written [--prompts 256] [--steps 12] [--tiny] [--json FILE]
     python scripts/bench/step.py --stub-trainer [--steps 12] [--tiny] [--json FILE]
+    python scripts/bench/step.py --model FOLDER --prompts 8 [--share auto none] [--trl PYTHON] [--json FILE]
 
 Work: a Qwen2 of 1.4 million parameters, 32 prompts x 8 samples, 16 new tokens, one update. Measured from the second
 step on, medians: wall seconds by phase, and CPU seconds of the driver, the trainers and the rollout engine (Ray's own
@@ -13,12 +14,17 @@ steps of an environment that samples once and gives the same reward are measured
 
 With a stub trainer an update is a sleep as long as a rollout takes, and samples have log-normal lengths of 16 to 512
 tokens. Weights are synced as ever. Steps a second at staleness 0, 1 and 2, in one run.
+
+With ``--model`` a HuggingFace model answers sums that its chat template wraps, once for each way to share prompts. TRL
+does the same work beside it, in an environment of its own, in one process of one thread.
 """
 
+import argparse
 import json
 import math
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,21 +33,45 @@ from pathlib import Path
 import psutil
 from timing import make_parser, write_figures
 
+
+def find_trl(python: str) -> str:
+    """Check that a Python's environment has TRL; argparse.ArgumentTypeError where it has not."""
+    try:
+        command = [python, "-c", "import datasets, trl; trl.GRPOTrainer"]
+        subprocess.run(command, capture_output=True, check=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", "") or str(error)).splitlines()[-1]
+        advice = "python -m venv ENV, ENV/bin/pip install trl datasets requests, and give ENV/bin/python"
+        raise argparse.ArgumentTypeError(f"{python!r} has no TRL that can be imported ({reason}); {advice}") from None
+    return python
+
+
 PARSER = make_parser(__doc__)
 for _name, _default in (("ranks", 1), ("rollouts", 1), ("steps", 12), ("staleness", 0), ("prompts", 32)):
     PARSER.add_argument(f"--{_name}", type=int, default=_default)
 PARSER.add_argument("--written", action="store_true", help="measure an environment of one turn beside its reward")
 PARSER.add_argument("--stub-trainer", action="store_true", help="measure rollouts that run ahead of a sleep")
+PARSER.add_argument("--model", type=Path, metavar="FOLDER", help="measure steps of this model instead")
+PARSER.add_argument("--share", nargs="+", default=["auto"], choices=["auto", "none", "prompts", "tree"])
+PARSER.add_argument("--trl", type=find_trl, metavar="PYTHON", help="that of an environment with TRL, beside --model")
 OPTIONS = PARSER.parse_args()
+if OPTIONS.trl and not OPTIONS.model:
+    PARSER.error("--trl is measured on the model of --model FOLDER; give that too")
 SIZES = dict(hidden_size=160, intermediate_size=480, num_hidden_layers=4, num_attention_heads=5)
 PROMPTS, SAMPLES = (2, 2) if OPTIONS.tiny else (OPTIONS.prompts, 8)
-NEW_TOKENS, PROMPT_TOKENS = 16, 6
+NEW_TOKENS, PROMPT_TOKENS, BUDGET, RATE = (16, 128, 4096, 1e-5) if OPTIONS.model else (16, 6, 16384, 1e-4)
 SHORTEST, LONGEST, MEDIAN, SIGMA = (2, 8, 4, 0.8) if OPTIONS.tiny else (16, 512, 80, 0.9)
 """Tokens of a sample beside a stub trainer."""
 
 
 def make_inputs(folder: Path) -> None:
-    """Make a random model that knows characters, and two-digit additions as prompts."""
+    """Make a random model that knows characters, and two-digit additions as prompts; the latter for a given model."""
+    if OPTIONS.model:
+        pairs = [(10 + i % 89, 10 + i * 37 % 83) for i in range(1024)]
+        texts = [f"What is {a} + {b}? Answer with the number alone." for a, b in pairs]
+        rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -74,8 +104,8 @@ def sum_cpu_seconds(pids: list[int]) -> float:
     return sum(t.user + t.system for t in times)
 
 
-def make_config(folder: Path, run: str, new_tokens: int, steps: int, staleness: int):
-    """Make the settings of a run on the model and data in ``folder``."""
+def make_config(folder: Path, run: str, new_tokens: int, steps: int, staleness: int, share: str = "auto"):
+    """Make the settings of a run on the data in ``folder`` and the model there, or the given one."""
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
     from rlworker.config.run import RunConfig
     from rlworker.config.sections import DataConfig, EnvironmentConfig
@@ -83,10 +113,12 @@ def make_config(folder: Path, run: str, new_tokens: int, steps: int, staleness: 
     length, engines = max(64, PROMPT_TOKENS + new_tokens), OPTIONS.rollouts
     sizes = dict(max_new_tokens=new_tokens, max_model_len=length, max_num_seqs=256, kv_cache_mb=512)
     return RunConfig(
-        model=str(folder / "model"),
+        model=str(OPTIONS.model or folder / "model"),
         run_dir=str(folder / run),
         data=DataConfig(str(folder / "train.jsonl"), max_prompt_tokens=PROMPT_TOKENS),
-        actor=MegatronConfig(ranks=OPTIONS.ranks, optimizer=OptimizerConfig(lr=1e-4)),
+        actor=MegatronConfig(
+            ranks=OPTIONS.ranks, share=share, micro_batch_tokens=BUDGET, optimizer=OptimizerConfig(lr=RATE)
+        ),
         rollout=VllmConfig(engines=engines, staleness=staleness, **sizes),
         environment=EnvironmentConfig(turns=1, tokens=length),
         steps=steps,
@@ -95,14 +127,17 @@ def make_config(folder: Path, run: str, new_tokens: int, steps: int, staleness: 
     )
 
 
-def bench_worker(folder: Path, steps: int, staleness: int = 0, written: bool = False) -> list[dict[str, float]]:
+def bench_worker(
+    folder: Path, steps: int, staleness: int = 0, written: bool = False, share: str = "auto"
+) -> list[dict[str, float]]:
     """Return what each step of the real engines took but the first, in seconds, by phase and by process."""
     import ray
 
     from rlworker.trainers.rl import Trainer
 
     steps_seconds = []
-    config = make_config(folder, f"run{staleness}{'_written' if written else ''}", NEW_TOKENS, steps, staleness)
+    run = f"run{staleness}_{share}{'_written' if written else ''}"
+    config = make_config(folder, run, NEW_TOKENS, steps, staleness, share)
     with Trainer(config, write if written else reward) as trainer:
         workers = trainer.name_workers()
         pids = {name: ray.get(worker.__ray_call__.remote(lambda _: os.getpid())) for name, worker in workers.items()}
@@ -228,6 +263,34 @@ def bench_single_process(folder: Path, steps: int, threads: int) -> dict[str, fl
     return {name: statistics.median(m[name] for m in steps_seconds[1:]) for name in steps_seconds[0]}
 
 
+def bench_model(folder: Path, steps: int) -> list[dict[str, str | float]]:
+    """Measure steps of the given model in each way to share, and of TRL where its environment is named."""
+    found = {}
+    for share in OPTIONS.share:
+        found[f"share {share}"] = average(bench_worker(folder, steps, share=share), statistics.median)
+        print_row(f"share {share}", found[f"share {share}"])
+    if OPTIONS.trl:
+        program = str(Path(__file__).with_name("trl_step.py"))
+        sizes = map(str, (steps, PROMPTS, SAMPLES, NEW_TOKENS))
+        command = [OPTIONS.trl, program, str(OPTIONS.model.resolve()), str(folder / "train.jsonl"), *sizes]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment["OMP_NUM_THREADS"] = "1"
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment)
+        if done.returncode:
+            raise SystemExit(f"error: TRL ended with status {done.returncode}; its own words are above")
+        found["TRL"] = json.loads(done.stdout.splitlines()[-1])
+        print_row("TRL", found["TRL"])
+        for title, numbers in found.items():
+            ratios = (
+                f"{kind} {numbers[f'{kind} step'] / found['TRL'][f'{kind} step']:.2f}" for kind in ("wall", "cpu")
+            )
+            print(f"{title} over TRL: {', '.join(ratios)}")
+    else:
+        print("TRL is not measured: --trl names the Python of an environment that has it, as of python -m venv ENV and")
+        print("ENV/bin/pip install trl datasets requests")
+    return [make_row(title, numbers) for title, numbers in found.items()]
+
+
 def print_row(title: str, numbers: dict[str, float]) -> None:
     print(f"{title:28s}" + "  ".join(f"{name} {value * 1000:.0f}" for name, value in numbers.items()))
 
@@ -255,6 +318,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder)
+        if OPTIONS.model:
+            write_figures(OPTIONS.json, bench_model(folder, steps))
+            return
         if OPTIONS.stub_trainer:
             write_figures(OPTIONS.json, bench_stubs(folder, steps))
             return

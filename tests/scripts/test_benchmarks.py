@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "bench"
-BENCHMARKS = sorted(path for path in FOLDER.glob("*.py") if path.name != "timing.py")
+BENCHMARKS = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("timing.py", "trl_step.py"))
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.]*(?:e[-+]\d+)?|nan|inf)(?!\w)")
 
 
@@ -54,6 +54,9 @@ def test_all_of_them_are_named_where_a_contributor_looks():
     ("name", "options"),
     [
         ("step", ["--steps", "1"]),
+        ("step", ["--model", "no/such/folder", "--trl", sys.executable]),
+        ("update", ["--ratios", "50"]),
+        ("update", ["--ratios", "50:16", "--common", "51"]),
         ("head", ["--dtype", "int8"]),
         ("layout", ["--no"]),
         ("layout", ["--json", "no/such/folder/f.json"]),

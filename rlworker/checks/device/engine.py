@@ -82,7 +82,9 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
         for kind in kinds:
             model, case, references = process.submit(make_references, folder, kind).result()
             for dtype, reference in zip(DTYPES, references, strict=True):
-                findings += _check_model(device, model, case, reference, MegatronConfig(dtype=dtype), kind)
+                findings += _check_model(
+                    device, model, case, reference, MegatronConfig(dtype=dtype, share="prompts"), kind
+                )
     if kinds != MODELS:
         text = "not run: transformers' image processor needs torchvision; pip install torchvision"
         findings.append(device.refuse("engine images", ", ".join(MODELS[1:]), text))

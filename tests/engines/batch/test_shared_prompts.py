@@ -1,33 +1,38 @@
 """Prompts that are computed once against the same engine and batch with each sample by itself."""
 
-import pkgutil
 import shutil
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import partial
-from unittest.mock import patch
+from itertools import product
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.cover import matrix
 from support.factors import FAMILIES, IMAGE_FAMILIES, PLATFORMS, parse_size
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan, start_process
 from support.ranks.pool import draw_address
-from support.ranks.shared_cases import compute_both_ways, make_grouped
+from support.ranks.shared_cases import (
+    compute_both_ways,
+    make_forked,
+    make_grouped,
+    make_grouped_images,
+    make_stale,
+    make_uneven,
+)
 from support.ranks.vlm_cases import make_images
 
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
-from hardware.attention.mask_spec import expand_counts
+from engines.probes.faults import mend, plant
 from rlworker.checks.huggingface import probe_loss
 
-LIMITS = {"logprobs": 5e-6, "entropy": 5e-6, "values": 5e-6, "gradients": 1e-6}
+LIMITS = {"logprobs": 5e-6, "top_logprobs": 5e-6, "entropy": 5e-6, "values": 5e-6, "gradients": 1e-6}
 """Largest absolute differences."""
 OF_THE_LARGEST = 2e-6
 """Gradients of Gemma's embedding are multiplied by sqrt(hidden): the limit grows with the largest gradient."""
-SIZES = ("one", "TP2", "PP2", "CP2")
+SIZES = ("one", "TP2", "PP2", "CP2", "TP2-CP2")
 SETTINGS = {
     "whole": {},
     "cut, core again": {"micro_batch_tokens": 40, "recompute": "core"},
@@ -41,6 +46,7 @@ SETTINGS = {
 
 
 def check(ranks: list[list[dict]], measured, label: str) -> None:
+    """Compare the two ways of all ranks, and check that the second computes less."""
     outputs = []
     for way in range(2):
         leaders = sorted((r[way] for r in ranks if r[way]["outputs"]), key=lambda r: r["dp_rank"])
@@ -60,85 +66,137 @@ def check(ranks: list[list[dict]], measured, label: str) -> None:
     assert ranks[0][1]["slots"] <= ranks[0][0]["slots"]
 
 
-@matrix({"size": SIZES, "platform": PLATFORMS, "settings": tuple(SETTINGS)})
+def compare(pool, measured, label: str, *case) -> list[list[dict]]:
+    """Run both ways of a case of ``compute_both_ways`` on every rank, and compare them."""
+    ranks = pool.run(compute_both_ways, draw_address(), *case)
+    check(ranks, measured, label)
+    return ranks
+
+
+def in_large(cases: Iterable, default: Sequence) -> list:
+    """Mark all cases but those of the default run."""
+    marks = {True: (), False: pytest.mark.large}
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in default]) for case in cases
+    ]
+
+
+ALWAYS = (
+    ("one", "cuda-emulated", "of a fixed size, all again"),
+    ("one", "npu-emulated", "cut, core again"),
+    ("TP2", "cpu", "cut, core again"),
+    ("PP2", "cuda-emulated", "whole"),
+    ("CP2", "npu-emulated", "of a fixed size, all again"),
+    ("CP2", "cpu", "whole"),
+)
+"""Cases of the default run, which have each size of two ranks, platform and setting."""
+
+
+@pytest.mark.parametrize(("size", "platform", "settings"), in_large(product(SIZES, PLATFORMS, SETTINGS), ALWAYS))
 def test_every_size_and_platform(pool_of, make_hf_model, measured, size, platform, settings):
     case = make_hf_model("qwen2", False), parse_size(size) | SETTINGS[settings], platform
-    check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"{size} {platform}")
+    compare(pool_of(size), measured, f"{size} {platform}", *case)
 
 
-DEARER = [(size, *case) for case in zip(PLATFORMS, SETTINGS) for size in ("DP2", "TP2-CP2", "CP4")]
-"""Sizes that take more ranks, or differ from one rank by little: two of them by default."""
+@pytest.mark.large
+@pytest.mark.parametrize("size", ["DP2", "CP4"])
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_replicas_and_many_parts_of_a_sequence(pool_of, make_hf_model, measured, size, platform):
+    case = make_hf_model("qwen2", True), parse_size(size) | {"micro_batch_tokens": 40}, platform
+    compare(pool_of(size), measured, f"{size} {platform}", *case)
+
+
+def test_a_replica_with_a_dummy(two_ranks, make_hf_model, measured):
+    case = make_hf_model("qwen2", True), {"micro_batch_tokens": 40}, "cpu", make_uneven
+    ranks = compare(two_ranks, measured, "dummy", *case)
+    assert [rank[1]["dummies"] for rank in ranks] in ([0, 1], [1, 0])
+
+
+@pytest.mark.parametrize("size", in_large(["one", "TP2", "CP2"], ["one"]))
+def test_a_loss_of_older_samples(pool_of, make_hf_model, measured, size):
+    """At staleness 1: old, rollout and reference logprobs, centered scores, weights outside the mask. The forward pass
+    is a reference's."""
+    case = make_hf_model("qwen2", True), parse_size(size) | {"micro_batch_tokens": 90}, "cpu", make_stale
+    ranks = compare(pool_of(size), measured, f"stale {size}", *case)
+    assert "top_logprobs" in next(rank[1]["outputs"] for rank in ranks if rank[1]["outputs"])
 
 
 @pytest.mark.parametrize(
-    ("size", "platform", "settings"), [*DEARER[:2], *(pytest.param(*c, marks=pytest.mark.large) for c in DEARER[2:])]
+    "family", in_large([*FAMILIES, "qwen2-window", "llama-rope3"], ["qwen3", "gemma3_text", "qwen2-window"])
 )
-def test_replicas_and_many_parts_of_a_sequence(pool_of, make_hf_model, measured, size, platform, settings):
-    case = make_hf_model("qwen2", True), parse_size(size) | SETTINGS[settings], platform
-    check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"{size} {platform}")
-
-
-WINDOWED = ("gemma3_text", "qwen2-window")
-"""Families that share trees, since those differ from prompts alone where a window ends within what is shared."""
-
-
-@pytest.mark.parametrize("family", [*(name for name in FAMILIES if name != "qwen2"), "qwen2-window", "llama-rope3"])
 def test_every_text_family(one_rank, make_hf_model, measured, family):
-    """The matrix has qwen2."""
-    tokens, share = (90, "tree") if family in WINDOWED else (40, "prompts")
-    case = make_hf_model(family, True), {"micro_batch_tokens": tokens}, "cpu", None, share
-    check(one_rank.run(compute_both_ways, draw_address(), *case), measured, family)
+    compare(one_rank, measured, family, make_hf_model(family, True), {"micro_batch_tokens": 90})
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
+def make_images_batch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
     paths = make_images(folder)
     shutil.copy(paths[0], folder / "other.png")
     with Image.open(folder / "other.png") as image:
         image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(folder / "other.png")
-    return [*paths, str(folder / "other.png")]
+    return partial(make_grouped_images, [*paths, str(folder / "other.png")])
 
 
-@pytest.mark.parametrize("family", IMAGE_FAMILIES)
-def test_every_family_with_images(one_rank, tmp_path, images, measured, family):
-    """A group about another image of the same size, after the same ids, is another group. Of each way to see images
-    both ways or not, one family shares trees."""
-    share = "tree" if family in ("gemma3", "qwen3_vl") else "prompts"
-    case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", images, share
-    ranks = one_rank.run(compute_both_ways, draw_address(), *case)
-    check(ranks, measured, family)
-    if share == "prompts":
-        assert (ranks[0][1]["schedule"].beginnings.common == 0).sum() == 6
+@pytest.mark.parametrize("family", in_large(IMAGE_FAMILIES, ["qwen2_5_vl", "qwen3_vl", "gemma3"]))
+def test_every_family_with_images(one_rank, tmp_path, make_images_batch, measured, family):
+    """A group about another image of the same size, after the same ids, is another group."""
+    case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", make_images_batch
+    ranks = compare(one_rank, measured, family, *case)
+    assert (ranks[0][1]["schedule"].beginnings.common == 0).sum() == 6
 
 
 @pytest.mark.large
-@pytest.mark.parametrize(("size", "platform"), [("CP2", "cpu"), ("TP2-PP2", "npu-emulated")])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_images_over_ranks(pool_of, tmp_path, images, measured, size, family, platform):
-    case = make_vlm(tmp_path, family, False), parse_size(size) | {"micro_batch_tokens": 300}, platform, images
-    check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"{size} {family} {platform}")
+@pytest.mark.parametrize(
+    ("size", "family", "platform"),
+    [
+        ("CP2", "qwen2_5_vl", "cpu"),
+        ("CP2", "gemma3", "cpu"),
+        ("PP2", "gemma3", "cuda-emulated"),
+        ("CP2", "qwen3_vl", "cuda-emulated"),
+        ("TP2-PP2", "qwen3_vl", "npu-emulated"),
+        ("TP2-PP2", "qwen2_5_vl", "npu-emulated"),
+    ],
+)
+def test_images_over_ranks(pool_of, tmp_path, make_images_batch, measured, size, family, platform):
+    settings = parse_size(size) | {"micro_batch_tokens": 300}
+    case = make_vlm(tmp_path, family, False), settings, platform, make_images_batch
+    compare(pool_of(size), measured, f"{size} {family} {platform}", *case)
 
 
 def test_a_critic(one_rank, make_critic, measured):
     model = ModelSpec.from_folder(make_critic("qwen2"), head="value")
-    check(one_rank.run(compute_both_ways, draw_address(), model, {"micro_batch_tokens": 60}), measured, "critic")
+    compare(one_rank, measured, "critic", model, {"micro_batch_tokens": 60})
 
 
-@pytest.mark.parametrize("size", ["one", pytest.param("TP2-CP2", marks=pytest.mark.large)])
+@pytest.mark.parametrize("size", in_large(["one", "TP2-CP2"], ["one"]))
 @pytest.mark.parametrize(("platform", "settings"), zip(PLATFORMS, SETTINGS))
 def test_trees(pool_of, make_hf_model, measured, size, platform, settings):
-    case = make_hf_model("qwen2", False), parse_size(size) | SETTINGS[settings], platform, None, "tree"
-    check(pool_of(size).run(compute_both_ways, draw_address(), *case), measured, f"tree {size} {platform}")
+    case = make_hf_model("qwen2", False), parse_size(size) | SETTINGS[settings], platform, make_forked, "tree"
+    compare(pool_of(size), measured, f"tree {size} {platform}", *case)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2-window"])
+def test_trees_of_families_with_windows(one_rank, make_hf_model, measured, family):
+    case = make_hf_model(family, False), {"micro_batch_tokens": 90}, "cpu", make_forked, "tree"
+    compare(one_rank, measured, f"tree {family}", *case)
+
+
+@pytest.mark.parametrize("family", in_large(["gemma3", "qwen3_vl"], ["gemma3"]))
+def test_trees_with_images(one_rank, tmp_path, make_images_batch, measured, family):
+    case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", make_images_batch, "tree"
+    compare(one_rank, measured, f"tree {family}", *case)
 
 
 def step_both_ways(rank: int, world: int, address: str, folder: str) -> tuple[float, float]:
+    """The largest difference of a weight after three steps, and how far it went."""
     optimizer, weights = OptimizerConfig(lr=1e-3, adam_eps=1e-5), []
     for share in ("none", "prompts"):
         engine = build_engine(rank, world, address, folder, {"optimizer": optimizer, "share": share})
         before = {name: tensor.clone() for name, tensor in engine.export_weights()}
         for seed in (1, 2, 3):
-            batch = make_grouped(seed)
+            batch = make_grouped(seed=seed)
             engine.train_step(plan(engine, batch)[1], probe_loss, float(batch.mask.sum()))
         weights.append({name: tensor.clone() for name, tensor in engine.export_weights()})
     apart, moved = (
@@ -154,56 +212,24 @@ def test_weights_after_three_steps(one_rank, make_hf_model, measured):
     assert apart <= 1e-6 and moved > 2e-3
 
 
-# -- faults that no probe of masks shows: who sees whom is right under each
+# -- faults that the comparison above finds
 
 
-def count_own_positions_from_0(forward):
-    def run(self, module, micro, layout):
-        if layout.sharing:
-            owner, within = expand_counts(np.asarray(micro.lengths))
-            begins = np.asarray(layout.sharing.counts)[owner]
-            positions = np.where(within >= begins, within - begins, within)
-            micro = replace(micro, positions=torch.from_numpy(positions))
-        return forward(self, module, micro, layout)
-
-    return run
+def compute_with_fault(fault: str, rank: int, world: int, address: str, *case) -> list[dict]:
+    plant(SimpleNamespace(platform=start_process(rank, case[2])), fault)
+    try:
+        return compute_both_ways(rank, world, address, *case)
+    finally:
+        mend(None)
 
 
-def take_the_gradient_of_the_last_reader(gather):
-    def read(self, local):
-        rows, slots = gather(self, local), self.slots.tolist()
-        last = {slot: place for place, slot in enumerate(slots)}
-        is_last = torch.tensor([last[slot] == place for place, slot in enumerate(slots)])
-        return torch.where(is_last[:, None], rows, rows.detach())
-
-    return read
+FOUND_BY_PARITY = ("own positions from 0", "one target for all samples", "the gradient of one reader")
+"""Who sees whom is right under each: no probe of masks shows them."""
 
 
-def score_one_target_for_all(outputs):
-    def score(self, hidden, micro, layout):
-        return outputs(self, hidden, replace(micro, targets=layout.unpack(layout.pack(micro.targets))), layout)
-
-    return score
-
-
-FAULTS = {
-    "own positions from 0": ("engine.MegatronEngine", "forward_micro_batch", count_own_positions_from_0),
-    "the gradient of one reader": ("layout.Layout", "gather_slots", take_the_gradient_of_the_last_reader),
-    "one target for all": ("engine.MegatronEngine", "outputs", score_one_target_for_all),
-}
-
-
-def compute_with_fault(fault: str, rank: int, world: int, address: str, folder: str) -> list[dict]:
-    start_process(rank)
-    place, name, wrap = FAULTS[fault]
-    owner = pkgutil.resolve_name(f"engines.megatron.{place.replace('.', ':')}")
-    with patch.object(owner, name, wrap(getattr(owner, name))):
-        return compute_both_ways(rank, world, address, folder, {})
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FOUND_BY_PARITY)
 def test_a_fault_of_sharing_is_found_by_parity(one_rank, make_hf_model, fault):
-    ranks = one_rank.run(partial(compute_with_fault, fault), draw_address(), make_hf_model("qwen2", False))
+    ranks = one_rank.run(partial(compute_with_fault, fault), draw_address(), make_hf_model("qwen2", False), {}, "cpu")
     with pytest.raises(AssertionError, match="gradients"):
         check(ranks, lambda found: None, fault)
     plain, shared = (ranks[0][way]["gradients"] for way in range(2))

@@ -16,7 +16,8 @@ from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
 from engines.probes.faults import collect_faults
-from hardware.attention.faults import ATTENTION_FAULTS
+from hardware.attention.faults import ATTENTION_FAULTS, SHARING_FAULTS
+from hardware.attention.mask_spec import Sharing
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
 from rlworker.checks.case import make_probe_case
@@ -84,6 +85,7 @@ FAULTY = {
     "an image cut at the window": ("bshd", Rule(window=1, images=True)),
     "causal where the image rule was asked": ("bshd", Rule(images=True)),
     "padding seen": ("bshd", Rule(causal=False)),
+    **dict.fromkeys(SHARING_FAULTS, ("thd", CAUSAL)),
 }
 """A layout and a rule under which each planted fault shows."""
 
@@ -105,6 +107,8 @@ def attend_with_fault(fault, rank, world, name, *args):
 def test_a_planted_fault_is_a_fault_on_every_platform(one_rank, platform, fault):
     kind, rule = FAULTY[fault]
     case = platform, (5, 4, 6), kind, 1, (rule,), 1, 0
+    if fault in SHARING_FAULTS:
+        case = platform, (12, 15, 14, 9), kind, 1, (rule,), 1, 0, None, Sharing((0, 0, 0, 3), (0, 9, 9, 0))
     wrong, right = (one_rank.run(run, *case)[0] for run in (partial(attend_with_fault, fault), attend_all_ranks))
     assert min(wrong) > 1e-2 and max(right) <= 5e-6, (wrong, right)
 

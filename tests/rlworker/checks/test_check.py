@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from support.factors import PLATFORMS
 from support.program import run_program
 
+from engines.batch.beginnings import find_beginnings
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.probes.case import Influence
 from engines.probes.faults import FAULTS, list_real_faults
+from hardware.platforms import get_platform
 from rlworker import __main__ as cli
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
@@ -124,6 +126,8 @@ def test_the_case_is_longer_than_the_window_and_within_the_positions(make_hf_mod
     assert all(part.num_tokens for part in case.batch.split(3)), "every replica has its share"
     assert max(case.batch.lengths) >= 4 + 6 and {0, 1} < set(case.batch.lengths)
     assert case.batch.num_tokens >= 512, "so many, that one of them does not decide"
+    counts = find_beginnings(case.batch, MegatronConfig(), get_platform("cpu")).common
+    assert sorted(counts)[-3:] == [40, 40, 40], "four samples of a prompt that is computed once"
     assert case.probe.columns == tuple(range(sum(case.probe.lengths))) and case.probe == case.token_probe
     config = json.loads(Path(make_tiny_model(tmp_path, "qwen2"), "config.json").read_text())
     config |= {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}

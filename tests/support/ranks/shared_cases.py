@@ -1,6 +1,7 @@
 """Batches of groups, whose samples begin alike, and what ranks compute of them with each prompt once and G times."""
 
 import dataclasses
+from functools import partial
 
 from support.ranks.engines_cases import build_engine, plan
 
@@ -10,7 +11,7 @@ SAMPLED = (1, 2, 6, 11, 3, 8, 17)
 """Ids of each sample by turns; one of a single id has no input of its own."""
 
 
-def make_grouped(seed: int = 1):
+def make_grouped(model=None, seed: int = 1):
     """Make groups of samples, shuffled, some of two turns, among sequences that nobody begins like."""
     import torch
 
@@ -27,7 +28,44 @@ def make_grouped(seed: int = 1):
     return _shuffle(sequences, generator, sampled=sampled)
 
 
-def make_forked(seed: int = 1):
+def make_stale(model=None, seed: int = 1):
+    """Make the groups of ``make_grouped`` with all that a policy loss of older samples reads, and weights of some
+    targets that were not sampled."""
+    import torch
+
+    batch, generator = make_grouped(model, seed), torch.Generator().manual_seed(seed)
+    count, mask = batch.num_tokens, batch.mask
+    noise = lambda *shape: 0.3 * torch.randn(*shape, generator=generator)  # noqa: E731
+    old, likely = noise(count) - 4.6, torch.tensor([0.2, 0.1, 0.05, 0.65]).log() + noise(count, 4)
+    ids = torch.rand(count, 97, generator=generator).argsort(1)[:, :3].int() + 1
+    return dataclasses.replace(
+        batch,
+        old_logprobs=old,
+        rollout_logprobs=old + noise(count),
+        ref_logprobs=old + noise(count),
+        rollout_top_ids=ids.masked_fill(~mask[:, None], -1),
+        rollout_top_logprobs=(likely + noise(count, 4))[:, :3].clamp_max(-1.2).masked_fill(~mask[:, None], -torch.inf),
+        old_top_logprobs=likely.log_softmax(1),
+        weights=torch.where(mask | (torch.arange(count) % 5 == 0), 0.5 + noise(count).abs(), 0.0),
+    )
+
+
+def make_uneven(model=None, seed: int = 1):
+    """Make a long sequence for one of two replicas, a short one and a group for the other, which do not fit together
+    into a micro-batch of 40: the first has a dummy."""
+    import torch
+
+    from engines.batch.batch import TrainBatch
+
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda count: torch.randint(3, 99, (count,), generator=generator).tolist()  # noqa: E731
+    prompt = draw(12)
+    sequences = [draw(39), draw(22), prompt + draw(4), prompt + draw(6)]
+    batch = TrainBatch.from_ids(sequences, [3, 9, 12, 12])
+    return dataclasses.replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
+
+
+def make_forked(model=None, seed: int = 1):
     """Make groups whose prompts begin alike too, and samples that go on from a part of another's completion."""
     import torch
 
@@ -44,7 +82,7 @@ def make_forked(seed: int = 1):
     return _shuffle(sequences, generator, sampled=sampled)
 
 
-def make_grouped_images(model, paths, seed: int = 1):
+def make_grouped_images(paths, model, seed: int = 1):
     """Make groups of samples that go on from prompts with images and without; equal texts about other images too."""
     import torch
     from support.ranks.vlm_cases import make_prompts
@@ -82,23 +120,43 @@ def value_loss(outputs, batch):
     return loss, {"loss": loss.detach()}
 
 
+def _choose_loss(model, batch):
+    from rlworker.algorithms.losses import policy_loss, truncated_importance
+    from rlworker.checks.huggingface import probe_loss
+
+    if model.head == "value":
+        return value_loss
+    if batch.old_logprobs is None:
+        return probe_loss
+    return partial(policy_loss, kl_coef=0.1, entropy_coef=0.01, correction=truncated_importance, center=True)
+
+
 def compute_both_ways(
-    rank: int, world: int, address: str, model, settings: dict, platform: str = "cpu", paths=None, share="prompts"
+    rank: int,
+    world: int,
+    address: str,
+    model,
+    settings: dict,
+    platform: str = "cpu",
+    make=make_grouped,
+    share="prompts",
 ) -> list[dict]:
-    """Outputs, gradients and slots without sharing and with it, of one engine and one batch."""
+    """Outputs, gradients and slots without sharing and with it, of one engine and one batch.
+
+    Args:
+        make: ``make(model)``, the batch.
+    """
     engine = build_engine(rank, world, address, model, settings, platform)
     from engines.batch.shard import list_columns
     from engines.probes.megatron import gather_gradients
-    from rlworker.checks.huggingface import probe_loss
 
-    make = make_grouped if share == "prompts" else make_forked
-    batch = make() if paths is None else make_grouped_images(engine.model, paths)
-    loss, found, build = value_loss if engine.model.head == "value" else probe_loss, [], engine.layout
+    batch, found, build = make(engine.model), [], engine.layout
+    loss = _choose_loss(engine.model, batch)
     for way in ("none", share):
         engine.config, slots = dataclasses.replace(engine.config, share=way), []
         engine.layout = lambda *args: (slots.append(build(*args)), slots[-1])[1]  # noqa: B023 (called before the next)
         schedule, shard = plan(engine, batch)
-        outputs = engine.forward(shard)
+        outputs = engine.forward(shard, raw=make is make_stale)
         computed = sum(layout.valid.numel() for layout in slots[: len(shard.counts)])
         engine.backward(shard, loss, float(batch.mask.sum()))
         found.append(
@@ -108,6 +166,7 @@ def compute_both_ways(
                 "outputs": list_columns(outputs) if engine.is_leader else None,
                 "gradients": gather_gradients(engine),
                 "slots": computed,
+                "dummies": shard.num_dummies,
             }
         )
     del engine.layout
