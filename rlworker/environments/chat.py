@@ -1,4 +1,4 @@
-"""Chat in an episode: the model's template writes the prompt, then only what it adds to what stands there already."""
+"""Chat in an episode: the model's template writes the prompt, then only the text that it adds to a sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Addition:
 
     Attributes:
         parts: to append in order; where ``is_fork``, the whole context of a further sequence.
-        is_fork: the template has rewritten or dropped what stood there before.
+        is_fork: the template has rewritten or dropped earlier text.
     """
 
     parts: tuple[ChatPart, ...]
@@ -27,9 +27,9 @@ class Addition:
 
 
 class Chat:
-    """The messages of one episode, and what the template has made of them.
+    """The messages of one episode, and the text that the template has written of them.
 
-    What was sampled is decoded, to see what the template makes of it, and never encoded again. White space that a
+    Sampled ids are decoded, to compare them with the template's text, and never encoded again. White space that a
     template trims or puts around it is no rewriting: ids that were sampled stand as they are.
 
     Args:
@@ -54,13 +54,13 @@ class Chat:
         self._sampled: list[tuple[int, ...]] = []
 
     def note(self, part: ChatPart) -> None:
-        """Take note of what was appended to the sequence: sampled ids, or text that is no message."""
+        """Take note of a part that was appended to the sequence: sampled ids, or text that is no message."""
         self._turn.append(part)
         if not isinstance(part, str):
             self._sampled.append(part)
 
     def add(self, messages: Sequence[Mapping]) -> Addition:
-        """Add messages after what was sampled, and the place where the model goes on.
+        """Add messages after the last sample, and the place where the model goes on.
 
         Raises:
             ValueError: as when they are the first. jinja2.TemplateError: the template refuses them.
@@ -97,7 +97,7 @@ class Chat:
         return "".join(texts), end
 
     def _reuse_sampled(self) -> list[ChatPart]:
-        """Cut the whole text into parts, with the ids of whatever sampled text the template has left in it."""
+        """Cut the whole text into parts, with the ids of sampled text that the template has left in it."""
         parts, place = [], 0
         for ids in self._sampled:
             while ids and (ids[-1] in self.end_token_ids or self._decode(ids[-1:], within=True).isspace()):

@@ -1,7 +1,7 @@
-"""An episode: tokens in the order in which they were written, and who wrote which.
+"""An episode: tokens in the order in which they were written, and the author of each.
 
-Tokens go in and tokens come out. What was sampled is kept by its ids and never encoded again; only what the
-environment writes goes through the tokenizer.
+Tokens go in and tokens come out. Samples are kept by their ids and never encoded again; only the environment's text
+goes through the tokenizer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +34,8 @@ class RewardError(ValueError):
 class Episode:
     """The tokens that an environment and the policy have written so far; an environment makes one, and returns it.
 
-    It begins with the row's prompt and images. ``Policy.sample`` appends what the model writes, which is trained;
-    ``observe`` what the environment writes, which is context::
+    It begins with the row's prompt and images. ``Policy.sample`` appends the model's tokens, which are trained;
+    ``observe`` the environment's, which are context::
 
         episode = Episode(row)
         sample = await policy.sample(episode)
@@ -92,12 +92,12 @@ class Episode:
         return [int(token) for segment in self.sequences[-1] for token in segment.token_ids]
 
     def observe(self, content: Content, images: Sequence[Any] = ()) -> None:
-        """Append what the environment wrote: context for what is sampled next, never trained.
+        """Append an observation of the environment: context for the next sample, never trained.
 
         Args:
-            content: ids; text, encoded as it stands behind what is there and without special tokens of the tokenizer's
+            content: ids; text, encoded as it stands behind the last id and without special tokens of the tokenizer's
                 own; or chat messages, of which the template's own remainder is appended. Where the template rewrites
-                what came before, they ``fork``.
+                earlier text, they ``fork``.
             images: paths, bytes or Pillow's images, one for each ``<image>`` of the text or image token of the ids.
 
         Raises:
@@ -119,7 +119,7 @@ class Episode:
     def fork(self, content: Content, images: Sequence[Any] = ()) -> None:
         """Begin another sequence of this episode, where context was rewritten: summarised, cut, without its thinking.
 
-        What was sampled before stays trained in the sequence where it was sampled.
+        Earlier samples stay trained in the sequence where they were sampled.
 
         Args:
             content, images: the whole new context, as for ``observe``.
@@ -147,7 +147,7 @@ class Episode:
         self.rewards.append((self.turns - 1, number))
 
     def add_sample(self, token_ids: np.ndarray) -> None:
-        """Append what the model sampled in this turn: ``[T]`` ids; ``Policy.sample`` does so."""
+        """Append the sample of this turn, ``[T]`` ids; ``Policy.sample`` does so."""
         self._append(Segment(token_ids, self.turns))
         self.turns += 1
         if self._chat:

@@ -1,7 +1,7 @@
 """The program that forks a process for each call of a tool; ``runner.py`` starts it and asks it.
 
-It is run by its path and imports nothing of this project: what a fork takes is what is in memory. It loads a function
-once, with whatever that imports, so that the calls after it find all of it there.
+It is run by its path and imports nothing of this project, since a fork takes all that is in memory. It loads a function
+once, with all that it imports, so that later calls find it loaded.
 
 Each call has a guard, which is the parent of everything that the tool starts, however often that forks and leaves its
 parent: it passes the result on, and ends them all when the call is over, late or given up.
@@ -71,7 +71,7 @@ def _load(code: bytes) -> Loaded:
 
 
 def _guard(call: socket.socket, loaded: Loaded, size: int, limit_s: float, memory_mb: int) -> None:
-    """Run the tool in a child, pass on what came of it, and end whatever it has started."""
+    """Run the tool in a child, pass its outcome on, and end all processes that it has started."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
@@ -93,7 +93,7 @@ def _guard(call: socket.socket, loaded: Loaded, size: int, limit_s: float, memor
 
 
 def _await_outcome(call: socket.socket, pipe: int, tool: int, limit_s: float) -> bytes:
-    """Wait for the result, the end of the tool's process, its limit, or the end of whoever asked."""
+    """Wait for the result, the end of the tool's process, its limit, or the end of the asking process."""
     deadline, data, process = time.monotonic() + limit_s, bytearray(), os.pidfd_open(tool)
     poll = select.poll()
     for descriptor in (pipe, process, call.fileno()):
