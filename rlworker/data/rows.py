@@ -182,11 +182,8 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
         if paths := [image.path for image in row_images if not isinstance(image, Video)]:
             named: dict[str, Any] = {data.image_field: paths}
             source = source | named
-        prompt = source[data.prompt_field]
-        if isinstance(prompt, str) and data.instruction:
-            prompt = [{"role": "user", "content": f"{prompt}\n\n{data.instruction}"}]
-        messages = () if isinstance(prompt, str) else tuple(prompt)
-        text = prompt if isinstance(prompt, str) else _apply_template(messages, tokenizer, where, data)
+        messages = _make_messages(source[data.prompt_field], data)
+        text = _apply_template(messages, tokenizer, where, data) if messages else source[data.prompt_field]
         places.append(where)
         chats.append(messages)
         sources.append(source)
@@ -302,6 +299,13 @@ def _check_encodable(place: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can hold and no tokenizer takes
         raise ValueError(f"{place} is no valid Unicode text: {error}; remove that character") from None
+
+
+def _make_messages(prompt: str | list[dict], data: DataConfig) -> tuple[dict, ...]:
+    """Return the messages that a prompt is or becomes; none where it stays text."""
+    if isinstance(prompt, str):
+        return ({"role": "user", "content": f"{prompt}\n\n{data.instruction}"},) if data.instruction else ()
+    return tuple(prompt)
 
 
 def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataConfig) -> str:
