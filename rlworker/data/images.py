@@ -18,6 +18,8 @@ from engines.validation import fits, spell
 from rlworker.config.sections import DataConfig
 from rlworker.data.messages import MARKER, VIDEO_MARKER
 
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Endings of images' files."""
 _VIDEO_KEYS = {"path": str, "fps": float, "rate": float, "frames": list[int]}
 
 
@@ -138,6 +140,19 @@ class ImageReader:
         margin, (start, image, end, *video) = vision.tower.margin, tokens
         text = text.replace(MARKER, f"{margin}{start}{image}{end}{margin}")
         return text.replace(VIDEO_MARKER, *video) if video else text
+
+    def refuse_other_fields(self, source: dict, where: str, data: DataConfig) -> None:
+        """Raise ValueError where a row seems to have images, in another field than the one that is asked for."""
+        for name, value in source.items():
+            if name in (data.image_field, data.video_field, data.prompt_field, data.answer_field):
+                continue
+            first = value[0] if isinstance(value, list) and value else value
+            is_image = isinstance(first, dict) and isinstance(first.get("bytes"), bytes)
+            if is_image or (isinstance(first, str) and first.lower().endswith(_ENDINGS)):
+                raise ValueError(
+                    f'{where}: field "{name}" seems to have images, and no row has any in "{data.image_field}"; name '
+                    f"the field with --data.image-field {name}, or leave it out of rows that are text alone"
+                )
 
     def check_places(self, ids: Sequence[int], images: Sequence[Image], where: str, data: DataConfig) -> None:
         """Raise ValueError where ids have places for another number of images, or of videos."""

@@ -15,7 +15,7 @@ from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_prompts
 from rlworker.data.messages import check_messages, flatten_content, has_images, list_parts, render_messages
-from rlworker.data.sources import find_base_folder, iterate_rows, refuse_other_fields
+from rlworker.data.sources import find_base_folder, iterate_rows
 from rlworker.data.turns import find_turn_end
 
 if TYPE_CHECKING:  # rows of text load nothing of images
@@ -190,7 +190,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
         texts.append(image_reader.replace_markers(text, tokenizer) if image_reader else text)
         images.append(row_images)
     if image_reader and not any(images):
-        refuse_other_fields(sources[0], places[0], data)
+        image_reader.refuse_other_fields(sources[0], places[0], data)
     encoded = encode_prompts(tokenizer, texts, [not messages for messages in chats])
     rows, limit = [], data.max_prompt_tokens
     for where, source, text, ids, own, chat in zip(places, sources, texts, encoded, images, chats, strict=True):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from engines.batch.samples import Image
 from engines.images.video import Video
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import ORDINARY, encode_after, encode_prompts
-from rlworker.data.images import ImageReader
 from rlworker.environments.record import Segment
+
+if TYPE_CHECKING:  # a model of text alone loads nothing of images
+    from rlworker.data.images import ImageReader
 
 Content = str | Sequence[int] | np.ndarray | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What the environment writes: text, ids, a chat message or several."""

@@ -6,16 +6,17 @@ environment writes goes through the tokenizer.
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engines.vllm.tools import check_tool_parser, check_tools
 from rlworker.config.sections import LARGEST_REWARD
 from rlworker.data.rows import Row
-from rlworker.environments.chat import Chat
 from rlworker.environments.codec import Content, get_codec, list_messages
 from rlworker.environments.record import CONTEXT, FailureKind, Segment
+
+if TYPE_CHECKING:  # an episode that goes on from its row without messages loads nothing of chats
+    from rlworker.environments.chat import Chat
 
 
 class RewardError(ValueError):
@@ -67,12 +68,15 @@ class Episode:
     ):
         self.row, self.tools, self.tool_parser = row, tuple(map(_describe_tool, tools)), tool_parser
         if tool_parser:
+            from engines.vllm.tools import check_tool_parser, check_tools
+
             check_tool_parser(tool_parser)
             check_tools(self.tools)
         self.turns = self.forks = 0
         self.rewards: list[tuple[int, float]] = []
         self.sequences: list[list[Segment]] = []
-        self._length, self._chat = 0, None
+        self._length = 0
+        self._chat: Chat | None = None
         if prompt is None and not tools:
             self._begin(Segment(row.prompt_ids, images=row.images))
         else:
@@ -154,23 +158,28 @@ class Episode:
         codec, messages = get_codec(), list_messages(content)
         if self.tools and not messages:
             raise ValueError("Episode: tools are shown by a chat template, and the prompt is no chat; give messages")
-        self._chat = Chat(codec.tokenizer, messages, self.tools, codec.stop_token_ids) if messages else None
+        self._chat = self._make_chat(messages) if messages else None
         segment = codec.encode((self._chat.text if self._chat else content,), images, is_plain=not messages)
         if not len(segment.token_ids):
             raise ValueError("Episode: a sequence begins with no token, so that nothing predicts the first sample's")
         return segment
 
-    def _open_chat(self) -> Chat:
+    def _open_chat(self) -> "Chat":
         """Return the chat so far; that of the row's own messages is opened where the first others follow."""
         if not self._chat:
             if not self.row.messages or self.forks:
                 raise ValueError("observe: messages follow a prompt that is no chat; observe text, or begin with some")
-            codec = get_codec()
-            self._chat = Chat(codec.tokenizer, self.row.messages, self.tools, codec.stop_token_ids)
+            self._chat = self._make_chat(self.row.messages)
             for segment in self.sequences[-1][1:]:
                 ids = tuple(map(int, segment.token_ids))
-                self._chat.note(codec.decode(ids) if segment.turn == CONTEXT else ids)
+                self._chat.note(get_codec().decode(ids) if segment.turn == CONTEXT else ids)
         return self._chat
+
+    def _make_chat(self, messages: Sequence[Mapping]) -> "Chat":
+        from rlworker.environments.chat import Chat
+
+        codec = get_codec()
+        return Chat(codec.tokenizer, messages, self.tools, codec.stop_token_ids)
 
     @property
     def _last(self) -> int | None:

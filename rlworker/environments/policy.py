@@ -9,13 +9,15 @@ from functools import cached_property
 from numbers import Integral
 from random import Random
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from engines.vllm.tools import ToolCalls
 from rlworker.environments.codec import Stops
 from rlworker.environments.episode import Episode
+
+if TYPE_CHECKING:
+    from engines.vllm.tools import ToolCalls
 
 ToolFailureKind = Literal["timeout", "raised", "memory", "died", "unpicklable"]
 """Why a tool returned nothing: no end in time, an exception, no memory left, a process that ended, or a result that

@@ -8,13 +8,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from engines.batch.samples import Completion, Completions, Image, TokenSequence
-from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
+
+if TYPE_CHECKING:  # most environments have no tools
+    from engines.vllm.tools import ToolCalls
 
 CONTEXT = -1
 """Turn of a segment that no turn sampled: prompt and observations."""

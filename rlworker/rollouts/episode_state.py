@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engines.batch.samples import Completion, Image, Prompt
-from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
 from rlworker.environments.record import (
     CONTEXT,
@@ -28,6 +28,9 @@ from rlworker.environments.record import (
 )
 from rlworker.errors import MONITOR, RunError
 from rlworker.tracking.terminal import LOGGER
+
+if TYPE_CHECKING:
+    from engines.vllm.tools import ToolCalls
 
 _BLAMES = 2
 """Processes that are lost at one episode when it is to blame, where lost ones are replaced."""

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from queue import SimpleQueue
+from typing import TYPE_CHECKING, cast
 
 import ray
 
 from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
-from engines.vllm.tools import ToolCalls
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.watch import wait_until
 from rlworker.data.rows import Row
@@ -27,8 +27,12 @@ from rlworker.environments.processes.pool import POLL_S, ProcessPool
 from rlworker.environments.record import LostWorker, Message, Reply
 from rlworker.environments.reward import Environment
 from rlworker.rollouts.episode_state import EpisodeState, EpisodeStates, NoteFn, make_states
-from rlworker.rollouts.requests import RequestQueue, TurnQueue
 from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
+
+if TYPE_CHECKING:
+    from engines.vllm.tools import ToolCalls
+    from rlworker.rollouts.requests import RequestQueue
+    from rlworker.rollouts.turn_queue import TurnQueue
 
 _TICK_S = 0.02
 """Seconds between two looks at calls from the trainer's thread."""
@@ -199,8 +203,8 @@ class RolloutLoop:
         settings = *settings, sampling.top_logprobs, count, batch.goes_first, sampling.scores_prompt
         requests = (Request(Prompt(row.prompt_ids, row.images), *settings) for row in batch.rows)
         if not batch.has_episodes:
-            assert isinstance(self._queue, RequestQueue)
-            return self._queue.submit_to_each([((batch.number, i), request) for i, request in enumerate(requests)])
+            queue = cast("RequestQueue", self._queue)
+            return queue.submit_to_each([((batch.number, i), request) for i, request in enumerate(requests)])
         self._queue.open(sampling, self._samples_first)
         slots, first = None if self._samples_first else len(self._pool), self._next_number
         batch.first = first

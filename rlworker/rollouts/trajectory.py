@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.places import drop_firsts, find_tokens, mark_completions
 from engines.batch.samples import Completions, Image, Sampling, TokenSequence
-from engines.images.columns import make_image_columns
-from engines.models.vision_spec import VisionSpec
 from rlworker.data.rows import Row
 from rlworker.environments.record import Trajectory
+
+if TYPE_CHECKING:
+    from engines.models.vision_spec import VisionSpec
 
 _OTHERS = ("rewards", "images", "top_ids", "top_logprobs")
 _ID_COLUMNS = tuple(column.name for column in fields(TokenSequence) if column.name not in _OTHERS)
@@ -253,5 +254,7 @@ def _cut_batch(
     """
     more: dict[str, Any] = {name: torch.from_numpy(drop_firsts(column, sizes)) for name, column in targets.items()}
     if vision:
+        from engines.images.columns import make_image_columns  # a model of text alone loads nothing of images
+
         more |= make_image_columns(np.split(token_ids, np.cumsum(sizes)[:-1]), images, vision)
     return TrainBatch.from_stream(token_ids, sizes, sampled, **more | columns)

@@ -13,7 +13,6 @@ from rlworker.environments.processes.pool import ProcessPool
 from rlworker.environments.reward import Environment
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.manager import STREAM
-from rlworker.rollouts.requests import RequestQueue, TurnQueue
 
 
 def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[tuple[str, str, tuple[Role, ...], int]]:
@@ -41,8 +40,14 @@ def running_loop(
     config: RunConfig, environment: Environment, pool: ProcessPool, rollouts: Rollouts, codec: Codec
 ) -> Iterator[RolloutLoop]:
     """Run the loop of rollouts in this context: ahead of the trainer where samples may be stale, else in turns."""
-    ahead = config.rollout.staleness > 0
-    queue = RequestQueue(rollouts, (config.seed, 0, STREAM)) if ahead else TurnQueue(rollouts)
+    if config.rollout.staleness:
+        from rlworker.rollouts.requests import RequestQueue
+
+        queue = RequestQueue(rollouts, (config.seed, 0, STREAM))
+    else:
+        from rlworker.rollouts.turn_queue import TurnQueue
+
+        queue = TurnQueue(rollouts)
     with RolloutLoop(environment, pool, rollouts, queue, codec, config.environment.default_reward) as loop:
         yield loop
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,8 +25,10 @@ from rlworker.environments.processes.timing import (
 )
 from rlworker.environments.record import Answer, EpisodeResult, FailureKind, Message, Reply, Segment, digest_ids
 from rlworker.environments.reward import Environment, spread_numbers
-from rlworker.environments.tools.runner import ToolRunner, read_outcome
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
+
+if TYPE_CHECKING:
+    from rlworker.environments.tools.runner import ToolRunner
 
 _TICK_S = 0.1
 
@@ -61,7 +63,7 @@ class EnvRunner:
         self.is_closed = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
-        self._tools = ToolRunner()
+        self._tools: ToolRunner | None = None
         self._live: dict[int, RunningEpisode] = {}
         self._backlog: deque[RunningEpisode] = deque()  # which have not begun
         self._groups: dict[int, list[tuple[RunningEpisode, _GroupCall]]] = {}
@@ -104,7 +106,8 @@ class EnvRunner:
             if running.task:
                 running.task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
-        self._tools.close()
+        if self._tools:
+            self._tools.close()
         self._loop.close()
 
     # -- an episode
@@ -274,11 +277,14 @@ class EnvRunner:
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
     ) -> Any:
         """Answer ``Policy.tool``."""
+        from rlworker.environments.tools.runner import ToolRunner, read_outcome  # most environments have no tools
+
         running = self._live[policy.number]
         number, running.tool_calls = running.tool_calls, running.tool_calls + 1
         outcome = running.tools.get(number)
         if outcome is None:
             running.waits += 1
+            self._tools = self._tools or ToolRunner()
             try:
                 outcome = await self._tools.call(call, args, keywords, limit_s, memory_mb)
             finally:

@@ -132,7 +132,7 @@ class Engines:
 
 def make_loop(pool: LocalPool, engines: Any, default: float = 0.0) -> RolloutLoop:
     from rlworker.rollouts.loop import RolloutLoop
-    from rlworker.rollouts.requests import TurnQueue
+    from rlworker.rollouts.turn_queue import TurnQueue
 
     return RolloutLoop(pool.environment, cast(Any, pool), engines, TurnQueue(engines), make_codec(), default)
 

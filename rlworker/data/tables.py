@@ -1,0 +1,147 @@
+"""Tables of rows: parquet files, saved data sets, and data sets of the HuggingFace hub."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlworker.config.sections import DataConfig
+
+_BATCH = 100
+"""Rows of a table that become Python values at once; they may hold images."""
+
+_CHAT_KEYS = {"role", "function"}
+"""A message has the one, a tool's schema the other."""
+
+Table = tuple[list[str], Iterator[dict]]
+"""Names of a table's columns, and its rows."""
+
+
+def iterate_tables(path: str, shards: Sequence[str], data: DataConfig | None) -> Iterator[tuple[str, dict]]:
+    """Iterate over the rows of a table as ``iterate_rows`` does.
+
+    Args:
+        shards: its parquet files; a data set of the hub, or a saved one, has none.
+
+    Raises:
+        ValueError: a table cannot be read, or lacks a column that ``data`` names.
+    """
+    if path.startswith("hf:"):
+        tables = [(path, _read_hub)]
+    else:
+        tables = [(shard, _read_parquet) for shard in shards] or [(path, _read_saved)]
+    for name, read in tables:
+        yield from _number_rows(name, read(name), data)
+
+
+def _number_rows(path: str, table: Table, data: DataConfig | None) -> Iterator[tuple[str, dict]]:
+    """Iterate over the rows of a table, each after its place; the columns that ``data`` names must be there.
+
+    Messages and tools come as JSON has them: a table gives each the keys of all, null where there are none.
+    """
+    columns, rows = table
+    names = (("prompt-field", data.prompt_field), ("answer-field", data.answer_field)) if data else ()
+    for option, name in names:
+        if name not in columns:
+            raise ValueError(
+                f'data: {path}: no column "{name}", there are {", ".join(columns)}; name one with --data.{option}'
+            )
+    for number, row in enumerate(rows):
+        plain = {name: _drop_nulls(value) if _is_chat(value) else value for name, value in row.items()}
+        yield f"data: {path}, row {number} (from 0)", plain
+
+
+def _is_chat(value: Any) -> bool:
+    """Return True for a field with messages or tool schemas."""
+    return isinstance(value, list) and any(isinstance(each, dict) and _CHAT_KEYS & each.keys() for each in value)
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Drop keys without a value at any depth; the content of a message stays, which is null beside calls of tools."""
+    if isinstance(value, list):
+        return [_drop_nulls(each) for each in value]
+    if isinstance(value, dict):
+        kept = {key: each for key, each in value.items() if each is not None or (key == "content" and "role" in value)}
+        return {key: _drop_nulls(each) for key, each in kept.items()}
+    return value
+
+
+def _read_parquet(path: str) -> Table:
+    """Iterate over the rows of a parquet file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    @contextmanager
+    def readable() -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"data: {path}: cannot be read as a parquet file: {error}") from None
+
+    def rows() -> Iterator[dict]:
+        with readable():
+            for batch in file.iter_batches(_BATCH):
+                batch.validate(full=True)  # text that is no UTF-8
+                yield from batch.to_pylist()
+
+    with readable():
+        file = parquet.ParquetFile(path)
+    return file.schema_arrow.names, rows()
+
+
+def _read_saved(path: str) -> Table:
+    """Iterate over ``FOLDER`` or ``FOLDER:SPLIT``, as ``save_to_disk`` of a Dataset or a DatasetDict wrote it."""
+    folder, split = (path, "") if Path(path).is_dir() else path.rpartition(":")[::2]
+    if not Path(folder).is_dir() or not folder:
+        raise ValueError(
+            f"data: {path!r} does not exist; set --data.train and --data.heldout to a JSONL or parquet file, a folder "
+            "or pattern of parquet files, a folder of datasets.save_to_disk (FOLDER or FOLDER:SPLIT) or "
+            "hf:OWNER/NAME:SPLIT"
+        )
+    splits = Path(folder) / "dataset_dict.json"
+    if splits.is_file():
+        names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+        if split not in names:
+            got = f"no split {split!r}" if split else "no split was given"
+            raise ValueError(
+                f"data: {path}: {got}, there are {', '.join(names)}; choose one, such as {folder}:{names[0]}"
+            )
+    elif split:
+        raise ValueError(f"data: {path}: {folder} has no splits; give the folder alone")
+    from datasets import load_from_disk
+
+    return _read_dataset(path, partial(load_from_disk, str(Path(folder, split))), "a folder of datasets.save_to_disk")
+
+
+def _read_hub(path: str) -> Table:
+    """Iterate over ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME/CONFIG:SPLIT``."""
+    form = "hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT"
+    name, _, split = path.removeprefix("hf:").partition(":")
+    owner, *rest = name.split("/")
+    if not split or len(rest) not in (1, 2) or not all((owner, *rest)):
+        raise ValueError(f"data: {path}: expected {form}, such as hf:openai/gsm8k/main:train")
+    from datasets import load_dataset
+
+    return _read_dataset(path, partial(load_dataset, f"{owner}/{rest[0]}", *rest[1:], split=split), form)
+
+
+def _read_dataset(path: str, load: Callable, expected: str) -> Table:
+    """Iterate over the Dataset that ``load`` loads: plain Python values, images and sounds as their bytes."""
+    from datasets import Features
+
+    try:
+        dataset = load()
+    except Exception as error:  # each kind of file and each way to the hub fails with errors of its own
+        raise ValueError(f"data: {path}: cannot be loaded as {expected}: {type(error).__name__}: {error}") from error
+    features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=_skip_decoding))
+    batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # overrides the format that its owner set
+    return dataset.column_names, (features.decode_example(row) for batch in batches for row in batch.to_pylist())
+
+
+def _skip_decoding(feature: dict) -> dict:
+    """Return a feature's description with its decoder off; that of Json stays on, for it gives plain values."""
+    if isinstance(kind := feature.get("_type"), str) and "feature" not in feature:  # neither a struct nor a list
+        return feature | {"decode": kind == "Json"}  # a kind without a decoder drops the key
+    return feature

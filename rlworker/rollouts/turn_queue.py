@@ -1,0 +1,73 @@
+"""Sample requests in lock-step turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from ray.exceptions import RayError
+
+from engines.batch.samples import Completions, Request, Sampling
+from rlworker.cluster.rollout_group import Rollouts
+
+if TYPE_CHECKING:
+    from rlworker.rollouts.requests import Key
+
+
+class TurnQueue:
+    """Holds requests until no episode runs, then samples all of them at once: a barrier after each turn.
+
+    So samples depend on nothing but the environments, the weights and the random numbers: not on how long a tool took,
+    nor in which process an environment ran. One batch is open at a time.
+    """
+
+    runs_ahead = False
+    longest_s = 0.25
+    references: Sequence[Any] = ()
+
+    def __init__(self, rollouts: Rollouts):
+        self._rollouts, self.sampling_seconds = rollouts, 0.0
+        self._held: list[tuple[Key, Request]] = []
+        self._stream: tuple[int, ...] = ()
+        self._starts_rows, self._turn = False, 0
+
+    def reset(self, stream: tuple[int, ...]) -> None:
+        self._held = []
+
+    def open(self, sampling: Sampling, starts_rows: bool) -> None:
+        """Draw from the random numbers of a batch from now on, with a stream of its own for each turn.
+
+        Args:
+            starts_rows: the requests of the first turn are ``sampling.count`` samples of each row's prompt.
+        """
+        self._stream, self._starts_rows, self._turn = sampling.stream, starts_rows, 0
+
+    def submit(self, requests: Iterable[tuple[Key, Request]]) -> None:
+        self._held += requests
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        gone = set(keys)
+        self._held = [one for one in self._held if one[0] not in gone]
+
+    def collect(self, is_idle: bool) -> list[tuple[Key, Completions]]:
+        """Sample all requests once no episode runs, in the order of their keys."""
+        if not (is_idle and self._held):
+            return []
+        held, self._held = sorted(self._held, key=lambda one: one[0]), []
+        requests = [request for _, request in held]
+        stream = self._stream if self._starts_rows and not self._turn else (*self._stream, self._turn)
+        start = time.perf_counter()
+        completions, self._turn = self._rollouts.sample(requests, stream), self._turn + 1
+        self.sampling_seconds += time.perf_counter() - start
+        bounds = np.concatenate([[0], np.cumsum([request.count for request in requests])]).tolist()
+        return [(key, completions[a:b]) for (key, _), a, b in zip(held, bounds, bounds[1:], strict=False)]
+
+    def parse_tools(
+        self, texts: Sequence[str], parser: str, tools: list, then: Callable[[Any], None], otherwise: Callable[[], None]
+    ) -> None:
+        then(self._rollouts.parse_tools(texts, parser, tools))
+
+    def list_lost(self) -> dict[int, RayError]:
+        return {}  # engines that are lost meanwhile are replaced, and asked again
