@@ -1,14 +1,11 @@
-"""Checks that all settings share: types, numbers, names that are passed on to a library, and files of settings."""
+"""Checks that all settings share: types, numbers, and files of settings."""
 
-import ast
-import difflib
 import json
 import operator
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 PassThrough = dict[str, int | float | bool | str]
+"""Settings that are passed on to a library (``engines/pass_through.py``)."""
 
 LARGEST = sys.float_info.max
 """Largest finite number."""
@@ -121,71 +119,6 @@ def check_numbers(section: str, config: Any, rule: str, holds: Callable[[float],
     for name in names:
         if (value := getattr(config, name)) is not None and not holds(value):
             raise ValueError(f"{section}: {name} must be {rule}, got {value}; change {option(section, name)}")
-
-
-@cache
-def read_installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, Any] | None:
-    """Read the fields of dataclasses, name -> type, from an installed package's source, which is not imported.
-
-    Args:
-        sources: file within the package and name of the class in it.
-
-    Returns:
-        None where the package or a class is not installed. Types other than int, float, bool, str, unions and literals
-        become Any.
-    """
-    spec = find_spec(package)
-    types: dict[str, Any] = {}
-    for file, name in sources:
-        paths = [Path(folder) / file for folder in (spec and spec.submodule_search_locations) or ()]
-        texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
-        classes = [n for text in texts for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
-        if not classes:
-            return None
-        for line in classes[0].body:
-            match line:
-                case ast.AnnAssign(target=ast.Name(id=field), annotation=annotation) if not field.startswith("_"):
-                    types[field] = _read_type(annotation)
-    return types
-
-
-def _read_type(annotation: ast.expr) -> Any:
-    """Read the type that an annotation in a source names."""
-    match annotation:
-        case ast.Name(id=name):
-            return {"int": int, "float": float, "bool": bool, "str": str}.get(name, Any)
-        case ast.Constant(value=None):
-            return NoneType
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _read_type(left) | _read_type(right)
-        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return _read_type(inner) | None
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            return Literal[ast.literal_eval(inner)]
-    return Any
-
-
-def check_pass_through(
-    where: str, given: PassThrough, own: frozenset[str], refused: frozenset[str], known: dict[str, Any] | None
-) -> None:
-    """Raise ValueError for an argument that the engine cannot pass on to the library, or a value of another type.
-
-    Args:
-        known: the fields that ``read_installed_fields`` found.
-    """
-    if clashes := sorted(given.keys() & own):
-        raise ValueError(f"{where} may not set {clashes}: the engine depends on its own values; drop them")
-    if clashes := sorted(given.keys() & refused):
-        raise ValueError(f"{where} may not set {clashes}: the engine or its counterpart would not follow; drop them")
-    if known is None:
-        return
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else "drop it"
-            raise ValueError(f"{where} has {name!r}, which is not there to be set; {hint}")
-        if not fits(known[name], given[name]):
-            raise ValueError(f"{where} has {name} {given[name]!r}, expected {spell(known[name])}")
 
 
 def read_object(path: Path) -> dict:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import engines
 import hardware
 
+# ruff: noqa: F401  the names under TYPE_CHECKING are for editors and for checkers of types
 if TYPE_CHECKING:
     from engines.batch.batch import TrainBatch
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
@@ -51,13 +52,13 @@ if TYPE_CHECKING:
         Policy,
         Scorer,
         ToolFailure,
-        answer_calls,
         batch_reward,
         exact_match,
         one_turn,
     )
+    from rlworker.environments.tools.calls import answer_calls
     from rlworker.errors import RunError
-    from rlworker.tracking.trackers import Tracker
+    from rlworker.tracking.tracker import Tracker
     from rlworker.trainers.launch import launch, launch_supervised
     from rlworker.trainers.rl import Trainer
     from rlworker.trainers.sft import SftTrainer
@@ -86,13 +87,13 @@ _HOMES = {
         "Policy",
         "Scorer",
         "ToolFailure",
-        "answer_calls",
         "batch_reward",
         "exact_match",
         "one_turn",
     ),
+    "rlworker.environments.tools.calls": ("answer_calls",),
     "rlworker.errors": ("RunError",),
-    "rlworker.tracking.trackers": ("Tracker",),
+    "rlworker.tracking.tracker": ("Tracker",),
     "rlworker.trainers.launch": ("launch", "launch_supervised"),
     "rlworker.trainers.rl": ("Trainer",),
     "rlworker.trainers.sft": ("SftTrainer",),
@@ -102,42 +103,7 @@ _MODULES = {
     "losses": "rlworker.algorithms.losses",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = [
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "CriticConfig",
-    "DataConfig",
-    "Environment",
-    "EnvironmentConfig",
-    "Episode",
-    "LimitsConfig",
-    "MegatronConfig",
-    "OptimizerConfig",
-    "PlacementConfig",
-    "Policy",
-    "RecoveryConfig",
-    "Row",
-    "RunConfig",
-    "RunError",
-    "Scorer",
-    "SftConfig",
-    "SftTrainer",
-    "ToolFailure",
-    "Tracker",
-    "TrainBatch",
-    "Trainer",
-    "VllmConfig",
-    "advantages",
-    "answer_calls",
-    "batch_reward",
-    "exact_match",
-    "keeping_workers",
-    "launch",
-    "launch_supervised",
-    "losses",
-    "one_turn",
-    "parse_config",
-]
+__all__ = [*_HOME_OF, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  of the table above
 
 for _package in (engines, hardware):
     if Path(_package.__file__ or "").resolve().parent.parent != Path(__file__).resolve().parent.parent:

@@ -237,7 +237,7 @@ def test_there_are_few_enough_keys_to_know():
     from recipes.common.smoke import VlmRecipeConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.checks.config import CheckConfig
-    from rlworker.config.keys import flatten_config
+    from rlworker.config.changes import flatten_config
     from rlworker.config.sft import SftConfig
 
     for config in (VlmRecipeConfig, DemoConfig, PlayConfig, SftConfig, CheckConfig):

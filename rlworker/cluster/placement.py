@@ -1,10 +1,8 @@
 """Placement of a run's workers: devices that belong together into one node, nodes in the order of their addresses."""
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -41,6 +39,18 @@ class ResourceRequest:
     workers: int
     devices: int = 1
     together: int = 1
+
+
+@dataclass(frozen=True)
+class DeviceSlot:
+    """A place on one node that is given beside Ray, which counts nothing there.
+
+    Attributes:
+        node: Ray's id of it. devices: by the names that its processes see them by; empty on a CPU.
+    """
+
+    node: str
+    devices: tuple[str, ...] = ()
 
 
 def list_nodes() -> list[RayNode]:
@@ -154,66 +164,3 @@ def _sort_key(address: str) -> tuple:
     """Order 10.0.0.9 before 10.0.0.10; other addresses than IPv4 come last, as text."""
     parts = address.split(".")
     return (0, *map(int, parts)) if len(parts) == 4 and all(part.isdecimal() for part in parts) else (1, address)
-
-
-# -- rollout engines on the devices of trainer ranks
-
-
-@dataclass(frozen=True)
-class DeviceSlot:
-    """A place on one node that is given beside Ray, which counts nothing there.
-
-    Attributes:
-        node: Ray's id of it. devices: by the names that its processes see them by; empty on a CPU.
-    """
-
-    node: str
-    devices: tuple[str, ...] = ()
-
-
-def list_engine_slots(ranks: Sequence[DeviceSlot], engines: int, devices: int) -> list[DeviceSlot]:
-    """List the device slots for rollout engines on the devices of trainer ranks.
-
-    A node's devices are taken in their own order. Which rank has which may change at a restart, and a new engine must
-    find the devices of the lost one.
-
-    Args:
-        ranks: the device slot of each. devices: of an engine.
-
-    Returns:
-        at least ``engines`` of them, each within a node.
-
-    Raises:
-        RunError: the ranks' nodes do not hold so many.
-    """
-    device_slots = []
-    for node in dict.fromkeys(rank.node for rank in ranks):
-        here = [rank.devices for rank in ranks if rank.node == node]
-        here.sort(key=lambda names: [(len(name), name) for name in names])  # device 9 before device 10
-        cuts = range(0, len(here) - devices + 1, devices)
-        device_slots += [DeviceSlot(node, tuple(chain.from_iterable(here[cut : cut + devices]))) for cut in cuts]
-    if len(device_slots) < engines:
-        counts = Counter(rank.node for rank in ranks).values()
-        raise RunError(
-            f"placement: {engines} rollout engines of {devices} devices are to share those of the actor, and its nodes "
-            f"hold {len(device_slots)} of them (devices on each: {', '.join(map(str, counts))}); lower "
-            "--rollout.engines or --rollout.tp, or leave --placement.colocate out"
-        )
-    return device_slots
-
-
-def choose_device_slot(index: int, device_slots: Sequence[DeviceSlot], held: Iterable[DeviceSlot]) -> DeviceSlot:
-    """Choose a device slot for engine ``index`` that overlaps with no held one; its own comes first.
-
-    Raises:
-        RunError: there is none.
-    """
-    held = list(held)
-    for device_slot in (device_slots[index], *device_slots):
-        here = [name for other in held if other.node == device_slot.node for name in other.devices]
-        if set(device_slot.devices).isdisjoint(here):
-            return device_slot
-    raise RunError(
-        f"placement: other rollout engines are on the devices of the actor's ranks, which leaves none to rollout "
-        f"engine {index}; start the run again with --resume"
-    )

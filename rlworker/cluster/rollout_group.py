@@ -16,7 +16,7 @@ from engines.batch.balance import balance_costs
 from engines.batch.samples import Completions, Prompt, make_seed
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.cluster.placement import DeviceSlot, choose_device_slot, list_engine_slots
+from rlworker.cluster.placement import DeviceSlot
 from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
@@ -79,6 +79,8 @@ class Rollouts:
 
     def _take_device_slots(self, indices: Sequence[int], ranks: Sequence[DeviceSlot]) -> list[DeviceSlot]:
         """Take device slots of the ranks for engines of some indices; those that the engines had before are free."""
+        from rlworker.cluster.device_slots import choose_device_slot, list_engine_slots
+
         device_slots = list_engine_slots(ranks, self._engines, self._devices)
         for index in indices:
             self._device_slots.pop(index, None)

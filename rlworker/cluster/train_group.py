@@ -156,13 +156,6 @@ def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDi
     return digests
 
 
-def digest_on_ranks(group: WorkerGroup, folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
-    """Digest files of a checkpoint, dealt out among the ranks of a group; returned by their names."""
-    shares = [list(names[rank :: len(group.workers)]) for rank in range(len(group.workers))]
-    calls = [worker.digest_files.remote(str(folder), share) for worker, share in zip(group.workers, shares)]
-    return {name: digest for part in wait_for(calls) for name, digest in part.items()}
-
-
 class StartingGroup:
     """Training engines on their way up, all in the same processes; ``wait()`` waits for them.
 

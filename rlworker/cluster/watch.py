@@ -225,15 +225,12 @@ def naming_failures(
     try:
         yield
     except RayError as error:
-        lost = find_lost(name_workers()) or _find_unnamed(error)
+        # Where every worker answers, the error itself may tell of what was lost.
+        kinds = {"an object in Ray's store": (ObjectLostError,), "a process of Ray's": LOSSES}
+        unnamed = {name: explain(error) or "" for name, kind in kinds.items() if isinstance(error, kind)}
+        lost = find_lost(name_workers()) or unnamed
         text = f"{where}: {describe_lost(lost) or explain(error) or error}{advice}"
         raise WorkerFailure(text, where, {} if DRIVER_LOST in lost.values() else lost) from error
-
-
-def _find_unnamed(error: RayError) -> dict[str, str]:
-    """Find the loss that an error names where every worker answers; empty for other errors."""
-    kinds = {"an object in Ray's store": (ObjectLostError,), "a process of Ray's": LOSSES}
-    return next(({name: explain(error) or ""} for name, kind in kinds.items() if isinstance(error, kind)), {})
 
 
 def describe_lost(lost: Mapping[str, str]) -> str:

@@ -126,7 +126,9 @@ def end_workers(workers: Sequence[ActorHandle], keep: bool) -> None:
         keep: whether their run ended well; after a failure a worker may hang in a collective, or hold half an update.
     """
     pool = _pool or _Pool()
-    closed = _close([worker for worker in workers if keep and worker in pool.started])
+    closing: dict[Any, ActorHandle] = {w.close.remote(): w for w in workers if keep and w in pool.started}
+    done, _ = ray.wait(list(closing), num_returns=len(closing), timeout=_CLOSE_S) if closing else ([], [])
+    closed = {closing[reference] for reference in done if _is_fine(reference)}  # they gave up their engines in time
     for worker in workers:
         _placed.pop(worker, None)
         key = pool.started.pop(worker, None)
@@ -134,13 +136,6 @@ def end_workers(workers: Sequence[ActorHandle], keep: bool) -> None:
             pool.idle.setdefault(key, []).append(worker)
         else:
             ray.kill(worker)
-
-
-def _close(workers: Sequence[ActorHandle]) -> set[ActorHandle]:
-    """Close the engines of workers and return those that gave up their engines in time."""
-    closing: dict[Any, ActorHandle] = {worker.close.remote(): worker for worker in workers}
-    done, _ = ray.wait(list(closing), num_returns=len(closing), timeout=_CLOSE_S) if closing else ([], [])
-    return {closing[reference] for reference in done if _is_fine(reference)}
 
 
 def _is_fine(reference: Any) -> bool:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from engines.batch.shard import Outputs, Shard
     from engines.interfaces import LossFn, OffloadPart, RolloutEngine, StepResult, Tag, TrainEngine
-    from engines.trace import Tracer
     from engines.weight_digest import DigestPlan
     from hardware.platform import Platform
+    from rlworker.cluster.traces import Tracer
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Worker:
     _tracer: Tracer | None = None
 
     def begin_trace(self, phase: str) -> None:
-        from engines.trace import Tracer
+        from rlworker.cluster.traces import Tracer
 
         self._tracer = Tracer(self.platform.build_profiler)
         self._tracer.begin(phase)

@@ -12,7 +12,7 @@ from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.attention.rules import compute_slot_unit
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
-from rlworker.config.model_checks import check_beside_actor, check_engines
+from rlworker.config.model_checks import check_engines
 from rlworker.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -29,7 +29,7 @@ _FP32_LIMITS = 2e-5, 5e-3
 _FLOORS, _MOST = 5.0, 0.5
 """In bfloat16 the limit on the mean is so many floors, and at most the second: models round by 0.02 to 0.1."""
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
-"""Trackers that a run can open by name; rlworker/tracking/trackers.py opens them."""
+"""Trackers that a run can open by name; rlworker/tracking/named_trackers.py opens them."""
 
 
 def check_slots(actor: MegatronConfig, longest: int) -> None:
@@ -343,6 +343,8 @@ class RunConfig(TrainingConfig):
             )
         for role, folder in self.models.items():
             if role != "actor":
+                from rlworker.config.beside_actor import check_beside_actor
+
                 spec = check_beside_actor(role, folder, find, specs["actor"], self.actor, self.platform, self.longest)
                 specs[role] = spec
         return specs

@@ -3,7 +3,6 @@
 from rlworker.environments.episode import Episode, RewardError
 from rlworker.environments.policy import EpisodeLimit, Policy, Sample, ToolFailure
 from rlworker.environments.reward import Environment, Scorer, batch_reward, exact_match, one_turn
-from rlworker.environments.tools.calls import answer_calls
 
 __all__ = [
     "Environment",
@@ -14,7 +13,6 @@ __all__ = [
     "Sample",
     "Scorer",
     "ToolFailure",
-    "answer_calls",
     "batch_reward",
     "exact_match",
     "one_turn",

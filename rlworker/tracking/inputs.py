@@ -24,12 +24,16 @@ _HUB = "hub"
 
 
 class Inputs:
-    """The inputs of a run: models, rows, images. Their digests are in ``inputs.json`` of the run folder."""
+    """The inputs of a run: models, rows, images. Their digests are in ``inputs.json`` of the run folder.
+
+    Attributes:
+        model_folders, image_folders: of the models and of the rows' images, as far as they are held.
+    """
 
     def __init__(self, folder: Path):
         self._folder, self._held = folder, Digests()
-        self._model_folders: set[str] = set()
-        self._image_folders: set[str] = set()
+        self.model_folders: set[str] = set()
+        self.image_folders: set[str] = set()
 
     def find_model(self, name: str) -> str:
         """Find a model as ``engines.models.hub.find_model``, one of the hub at the commit that the run began with."""
@@ -49,8 +53,8 @@ class Inputs:
         Raises:
             ValueError: the run in the folder began with other inputs; the message names them.
         """
-        self._model_folders |= {model.folder for model in (models or {}).values()}
-        self._image_folders |= {os.path.dirname(image.path) for row in rows for image in row.images}
+        self.model_folders |= {model.folder for model in (models or {}).values()}
+        self.image_folders |= {os.path.dirname(image.path) for row in rows for image in row.images}
         paths = {"data.train": data.train, "data.heldout": data.heldout}
         found = {name: _digest_rows(path) for name, path in paths.items() if path and name not in self._held}
         found |= _digest_models(models or {}) | _digest_images(rows)
@@ -61,10 +65,6 @@ class Inputs:
                 f"this one's weights with --model {self._folder}/checkpoints/step_N/hf"
             )
         self._held |= found
-
-    def list_folders(self) -> tuple[list[str], list[str]]:
-        """List the folders of the models, and the folders of the images."""
-        return sorted(self._model_folders), sorted(self._image_folders)
 
     def write(self) -> str:
         """Write the digests of the inputs into the folder; returns a text about earlier digests."""

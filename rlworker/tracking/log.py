@@ -137,13 +137,6 @@ def name_samples(folder: Path, step: int) -> Path:
     return folder / "rollouts" / f"step_{step:06d}.jsonl"
 
 
-def log_skipped(skipped: dict[str, int]) -> None:
-    """Log the number of rows that were skipped as too long, if any (``{"skipped_train": 3}``)."""
-    if any(skipped.values()):
-        counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in skipped.items())
-        LOGGER.info(f"data: skipped rows that are too long: {counts}")
-
-
 def read_metrics(folder: Path) -> list[dict]:
     """Read the lines of a run's metrics.jsonl; the last one of a killed run may be cut short and is left out."""
     lines = (folder / METRICS).read_text(encoding="utf-8").split("\n")

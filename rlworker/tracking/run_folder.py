@@ -1,20 +1,21 @@
 """The run folder: claimed by one program, and written so that every file in it is whole."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
-from rlworker.tracking.changes import Changes, check_changes, list_changes
 from rlworker.tracking.digests import (
     DIGESTS,
     DigestFiles,
@@ -28,9 +29,11 @@ from rlworker.tracking.digests import (
     read_digests,
 )
 from rlworker.tracking.inputs import Inputs
-from rlworker.tracking.lock import lock
 from rlworker.tracking.provenance import collect_provenance
-from rlworker.tracking.step_lines import METRICS, PROMPTS, count_later, keep_steps, write_whole
+from rlworker.tracking.step_lines import METRICS, PROMPTS, keep_steps, write_whole
+
+if TYPE_CHECKING:
+    from rlworker.config.changes import Changes
 
 _COMPLETE = "trainer.json"
 """Written last into a checkpoint; the folder is renamed into place after it."""
@@ -38,6 +41,8 @@ OUTAGES = "outages.jsonl"
 """A line for every outage: the place in the run, the lost workers, and the fate of each."""
 FLOOR = "logprob_diff_floor"
 """Key of a state and of a start: the mean |rollout - trainer logprob| that rounding alone makes at a run's start."""
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of file systems without locks, such as a network's: a run on them goes on without one."""
 _PROBE_BYTES = 2**20
 """Bytes written to check for free space; less than any run writes."""
 
@@ -88,20 +93,11 @@ class RunFolder:
         if (newest := self.find_newest()) and (damage := find_damage(newest, None)):
             raise ValueError(self._explain_damage(newest, damage))
 
-    def _list_changes(self, config: TrainingConfig) -> Changes:
+    def _list_changes(self, config: TrainingConfig) -> "Changes":
         """List the settings that differ from the run's; raises ValueError where they would make it another run."""
-        try:
-            stored = json.loads((self.path / "config.json").read_text())
-            if not isinstance(stored, dict):
-                raise ValueError(f"expected an object, got a {type(stored).__name__}")
-        except ValueError as error:
-            raise ValueError(
-                f"run_dir: the config.json in {str(self.path)!r} cannot be read: {error}; choose another --run-dir, or "
-                "put back the one that the run wrote"
-            ) from None
-        changes = list_changes(stored, config)
-        check_changes(changes, config, str(self.path))
-        return changes
+        from rlworker.config.changes import read_changes  # a new run has none
+
+        return read_changes(self.path, config)
 
     def claim(self, config: TrainingConfig) -> None:
         """Make the folder this run's own until ``release``, or until this process ends: before anything starts, since
@@ -115,7 +111,7 @@ class RunFolder:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.path / ".lock", f"run_dir: {str(self.path)!r}")
+            self._lock = _lock(self.path / ".lock", f"run_dir: {str(self.path)!r}")
             _probe(self.path / ".probe.partial")
         except OSError as error:
             self.release()
@@ -163,19 +159,16 @@ class RunFolder:
             raise RunError(self._explain_damage(newest, damage))
         self._clear_leftovers()
         state: dict[str, Any] | None = _read_state(newest) | {"folder": str(newest)} if newest else None
-        last, files = state["step"] if state else -1, [self.path / name for name in (METRICS, PROMPTS)]
-        cut = count_later(files[0], last)
+        files = [self.path / name for name in (METRICS, PROMPTS)]
         if state:
-            text = f"run: goes on from step {last} ({Path(state['folder']).relative_to(self.path)})"
+            text = f"run: goes on from step {state['step']} ({Path(state['folder']).relative_to(self.path)})"
+            cut, _ = (keep_steps(path, state["step"]) for path in files)
             text += f"; {cut} lines of {METRICS} are of later steps, which come again" if cut else ""
         else:
             text = f"run: begins again at step 0, since {self.path} has no checkpoint"
-            if cut:  # hours of them, perhaps
-                for path in (path for path in files if path.exists()):
-                    os.replace(path, aside := _find_free(path.with_suffix(".before.jsonl")))
-                    text += f"; what {path.name} had so far is kept as {aside.name}"
-        for path in files:
-            keep_steps(path, last)
+            for path in (path for path in files if path.exists() and path.stat().st_size):  # hours of them, perhaps
+                os.replace(path, aside := _find_free(path.with_suffix(".before.jsonl")))
+                text += f"; what {path.name} had so far is kept as {aside.name}"
         text += self.inputs.write()
         if changes:
             self._changes = changes
@@ -312,6 +305,28 @@ def _find_free(path: Path) -> Path:
     """Find the path, or where it is taken the first of ``NAME.1.END``, ``NAME.2.END``, ... that is free."""
     others = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
     return next(name for name in chain([path], others) if not name.exists())
+
+
+def _lock(path: Path, where: str) -> FileLock:
+    """Take the lock that is the file at ``path``; its ``release`` or the end of this process gives it back.
+
+    Raises:
+        ValueError: another process has it; the message names ``where``, host and process.
+        OSError: the file cannot be written to.
+    """
+    taken = FileLock(path, blocking=False, thread_local=False)
+    try:
+        taken.acquire()
+    except Timeout:
+        holder = path.read_text(encoding="utf-8").strip() or "another process"
+        raise ValueError(
+            f"{where} is being written to by {holder}; wait for its end, or end it, or choose another --run-dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    path.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
+    return taken
 
 
 def _probe(path: Path) -> None:

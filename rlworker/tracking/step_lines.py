@@ -14,15 +14,10 @@ def keep_steps(path: Path, last: int) -> int:
     """Keep the lines of a file up to step ``last``, if it exists; returns the number of removed lines."""
     if not path.exists():
         return 0
-    lines = _read_lines(path)
+    lines = path.read_text().splitlines()
     kept_lines = [line for line in lines if _read_step(line) <= last]
     write_whole(path, "".join(line + "\n" for line in kept_lines))
     return len(lines) - len(kept_lines)
-
-
-def count_later(path: Path, last: int) -> int:
-    """Count the lines of a file that ``keep_steps`` would not keep."""
-    return sum(_read_step(line) > last for line in _read_lines(path))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -33,10 +28,6 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-
-
-def _read_lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _read_step(line: str) -> float:

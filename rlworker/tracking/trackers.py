@@ -1,60 +1,15 @@
 """Experiment trackers, which get metrics beside metrics.jsonl, imported only where a run asks for them.
 
-Those that have a name here are accelerate's (https://huggingface.co/docs/accelerate, ``accelerate.tracking``). A recipe
-may pass others of its classes, or any object that is a ``Tracker``.
+Trackers with a name are in ``named_trackers.py``. A recipe may pass any object that is a ``Tracker``.
 """
 
 import importlib.util
-import os
 import sys
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, get_args
 
-from rlworker.config.run import TrackerName
 from rlworker.tracking.terminal import LOGGER
-
-_PROJECT = "rlworker"
-_FINISH_S = 120.0
-"""Seconds that the end of a run waits for wandb's unsent data; ``wandb sync`` can send it later."""
-
-
-class Tracker(Protocol):
-    """The interface of a tracker; every ``accelerate.tracking.GeneralTracker`` is one."""
-
-    def start(self) -> None:
-        """Open the tracker. Called once, before the other methods."""
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Record the metrics of step ``step``."""
-
-    def finish(self) -> None:
-        """Close the tracker. Called once, after the other methods."""
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """The description of a run for a tracker.
-
-    Attributes:
-        folder: the run's. first_step: steps done so far. config: the run's settings, as ``dataclasses.asdict`` gives
-            them.
-    """
-
-    folder: Path
-    first_step: int
-    config: dict
-
-    def keep_id(self, tracker: str) -> str:
-        """Return the tracker's id of this run; it is stored, so that a resumed run continues it."""
-        file = self.folder / tracker / "run_id"
-        file.parent.mkdir(exist_ok=True)
-        if not file.exists():
-            file.write_text(uuid.uuid4().hex[:8])
-        return file.read_text()
+from rlworker.tracking.tracker import TrackedRun, Tracker
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -73,82 +28,6 @@ def check_trackers(names: Iterable[str]) -> None:
                 )
 
 
-def _open_tensorboard(run: TrackedRun) -> Tracker:
-    """Open a writer of scalars over the step in ``run_dir/tensorboard``."""
-    from accelerate.tracking import TensorBoardTracker
-
-    # What stands there of later steps is no longer shown: they are done again. Only a run that starts records step 0.
-    return TensorBoardTracker("tensorboard", run.folder, purge_step=run.first_step + 1 if run.first_step else 0)
-
-
-def _open_wandb(run: TrackedRun) -> Tracker:
-    """Open a run in ``run_dir/wandb``; WANDB_MODE (offline unless set), WANDB_PROJECT and WANDB_NAME are heeded."""
-    import wandb
-    from accelerate.tracking import WandBTracker
-
-    return WandBTracker(
-        os.environ.get("WANDB_PROJECT", _PROJECT),
-        name=os.environ.get("WANDB_NAME", run.folder.name),
-        mode=os.environ.get("WANDB_MODE", "offline"),
-        dir=run.folder,
-        id=run.keep_id("wandb"),
-        resume="allow",
-        config=run.config,
-        settings=wandb.Settings(quiet=True, finish_timeout=_FINISH_S, finish_timeout_raises=True),
-    )
-
-
-def _open_mlflow(run: TrackedRun) -> Tracker:
-    """Open a run in ``run_dir/mlflow``, or at MLFLOW_TRACKING_URI; other MLFLOW_ variables work too."""
-    import mlflow  # pyright: ignore[reportMissingImports]  an extra of its own, in no list of pins
-    from accelerate.tracking import MLflowTracker
-
-    id_file = run.folder / "mlflow" / "run_id"
-    if "MLFLOW_TRACKING_URI" not in os.environ:
-        mlflow.set_tracking_uri(f"sqlite:///{run.folder.absolute()}/mlflow/mlflow.db")
-
-    class Resumed(MLflowTracker):
-        def start(self) -> None:  # MLflow gives a run its id
-            super().start()
-            id_file.write_text(self.tracker.info.run_id)
-
-    id_file.parent.mkdir(exist_ok=True)
-    known = id_file.read_text() if id_file.exists() else None
-    return Resumed(experiment_name=_PROJECT, run_id=known, run_name=run.folder.name)
-
-
-def _open_swanlab(run: TrackedRun) -> Tracker:
-    """Open a run in ``run_dir/swanlab``, and one more where it is resumed; SWANLAB_MODE (offline unless set) is
-    heeded."""
-    from accelerate.tracking import SwanLabTracker
-
-    return SwanLabTracker(
-        _PROJECT,
-        experiment_name=run.folder.name,
-        logdir=str(run.folder / "swanlab"),
-        mode=os.environ.get("SWANLAB_MODE", "offline"),
-        config=run.config,
-    )
-
-
-def _open_trackio(run: TrackedRun) -> Tracker:
-    """Open a run in ``run_dir/trackio``, or in TRACKIO_DIR, resumed by the name of the run folder."""
-    os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))  # read as trackio is imported
-    from accelerate.tracking import TrackioTracker
-
-    return TrackioTracker(_PROJECT, name=run.folder.name, config=run.config, resume="allow")
-
-
-_OPENED: dict[str, Callable[[TrackedRun], Tracker]] = {
-    "tensorboard": _open_tensorboard,
-    "wandb": _open_wandb,
-    "mlflow": _open_mlflow,
-    "swanlab": _open_swanlab,
-    "trackio": _open_trackio,
-}
-assert set(_OPENED) == set(get_args(TrackerName))
-
-
 class Trackers:
     """The open trackers of a run.
 
@@ -162,7 +41,9 @@ class Trackers:
         self._open: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
             with self._dropping(name):
-                self._start(name, _OPENED[name](run))
+                from rlworker.tracking.named_trackers import OPENERS
+
+                self._start(name, OPENERS[name](run))
         for number, tracker in enumerate(others, 1):
             name = f"{type(tracker).__name__} ({number})"
             with self._dropping(name):

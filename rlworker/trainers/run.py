@@ -18,20 +18,20 @@ from hardware.platforms import get_platform
 from rlworker.cluster.placement import ResourceRequest, check_room, list_nodes
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
-from rlworker.cluster.traces import tracing
-from rlworker.cluster.train_group import StartingGroup, WorkerGroup, digest_on_ranks, save_groups
-from rlworker.cluster.watch import limiting_stalls, naming_failures
+from rlworker.cluster.train_group import StartingGroup, WorkerGroup, save_groups
+from rlworker.cluster.watch import limiting_stalls, naming_failures, wait_for
 from rlworker.cluster.workers import TrainWorker
 from rlworker.config.run import TrainingConfig
 from rlworker.config.sizes import count_batch_bytes
 from rlworker.environments.processes.pool import ProcessPool
 from rlworker.errors import NothingScored, RunError
 from rlworker.tracking.digests import FileDigest
-from rlworker.tracking.log import RunLog, StepClock, is_due, log_skipped
+from rlworker.tracking.log import RunLog, StepClock, is_due
 from rlworker.tracking.report import format_report
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, log_start
-from rlworker.tracking.trackers import TrackedRun, Tracker, Trackers, check_trackers
+from rlworker.tracking.tracker import TrackedRun, Tracker
+from rlworker.tracking.trackers import Trackers, check_trackers
 from rlworker.trainers.outages import ADVICE, Outages
 from rlworker.trainers.stop import Stop
 
@@ -126,8 +126,11 @@ class Run(Generic[Config]):
             group.call(TrainWorker.load, f"{state['folder']}/{group.name}")
 
     def digest_files(self, folder: Path, names: list[str]) -> Mapping[str, FileDigest]:
-        """Return the digests of a checkpoint's files by their names: read by the ranks that will load them."""
-        return digest_on_ranks(self.list_learners()[0], folder, names)
+        """Return the digests of a checkpoint's files by their names: dealt out among the ranks that will load them."""
+        workers = self.list_learners()[0].workers
+        shares = [names[rank :: len(workers)] for rank in range(len(workers))]
+        calls = [worker.digest_files.remote(str(folder), share) for worker, share in zip(workers, shares)]
+        return {name: digest for part in wait_for(calls) for name, digest in part.items()}
 
     # -- what they share
 
@@ -165,7 +168,8 @@ class Run(Generic[Config]):
         if len(list_nodes()) > 1:
             from rlworker.cluster.node_checks import check_nodes
 
-            check_nodes(*self.folder.inputs.list_folders(), self.folder.path)
+            inputs = self.folder.inputs
+            check_nodes(sorted(inputs.model_folders), sorted(inputs.image_folders), self.folder.path)
         self.start_engines(clock)
         self.begin()
         self.start_seconds = clock.seconds
@@ -208,7 +212,9 @@ class Run(Generic[Config]):
             LOGGER.info(f"NOTE actor.deterministic: {platform.name} repeats its numbers without it")
         for warning in list_override_warnings(config.actor.attention_override):
             LOGGER.warning(warning)
-        log_skipped(self.skipped)
+        if any(self.skipped.values()):
+            counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in self.skipped.items())
+            LOGGER.info(f"data: skipped rows that are too long: {counts}")
         if state:
             with self._phase(StepClock(), "restore"):
                 self.restore(state)
@@ -294,14 +300,11 @@ class Run(Generic[Config]):
         return metrics
 
     def _is_save_due(self, metrics: dict[str, float]) -> bool:
-        checkpoint, waited = self.config.checkpoint, time.monotonic() - self._saved_at
+        checkpoint = self.config.checkpoint
         score = metrics.get(self.score.name)
         is_best = score is not None and (self._best is None or self.score.sign * (score - self._best) > 0)
-        return (
-            (checkpoint.keep_best and is_best)
-            or is_due(self.steps_done, checkpoint.save_every)
-            or 0 < 60 * checkpoint.save_minutes <= waited
-        )
+        is_late = 0 < 60 * checkpoint.save_minutes <= time.monotonic() - self._saved_at
+        return (checkpoint.keep_best and is_best) or is_due(self.steps_done, checkpoint.save_every) or is_late
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Write a checkpoint of the step that is done, unless it has one, and remove those that it replaces.
@@ -340,6 +343,8 @@ class Run(Generic[Config]):
     def _tracing(self, step: int, phase: str) -> AbstractContextManager[None]:
         if not self.has_begun or step not in self.config.profiled_steps:
             return nullcontext()
+        from rlworker.cluster.traces import tracing
+
         engines = [each for each in self.processes if isinstance(each, StartingGroup | Rollouts)]
         workers = {name: worker for each in engines for name, worker in each.name_workers().items()}
         return tracing(self.folder.path, step, phase, workers)

@@ -21,7 +21,7 @@ from rlworker.data.rows import load_tokenizer, pick_rows
 from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import log_start
-from rlworker.tracking.trackers import Tracker
+from rlworker.tracking.tracker import Tracker
 from rlworker.trainers.run import Run
 from rlworker.trainers.stop import Stop
 

@@ -14,7 +14,7 @@ def make_ranks(*places: str) -> list:
 
 
 def list_names(*places: str, engines: int = 1, devices: int = 1) -> list[str]:
-    from rlworker.cluster.placement import list_engine_slots
+    from rlworker.cluster.device_slots import list_engine_slots
 
     return [f"{s.node}:{','.join(s.devices)}" for s in list_engine_slots(make_ranks(*places), engines, devices)]
 
@@ -38,7 +38,7 @@ def test_engines_that_no_node_holds_are_refused_by_name():
 
 
 def test_a_new_engine_takes_what_the_others_leave():
-    from rlworker.cluster.placement import choose_device_slot
+    from rlworker.cluster.device_slots import choose_device_slot
 
     first, second, elsewhere = make_ranks("a:0", "a:1", "b:1")
     assert choose_device_slot(1, [first, second], [first]) == second

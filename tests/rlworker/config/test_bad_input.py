@@ -18,15 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from engines.config import (
-    MEGATRON_OWN,
-    MEGATRON_REFUSED,
-    VLLM_OWN,
-    VLLM_REFUSED,
-    MegatronConfig,
-    OptimizerConfig,
-    VllmConfig,
-)
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+from engines.pass_through import MEGATRON_OWN, MEGATRON_REFUSED, VLLM_OWN, VLLM_REFUSED
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (
     AlgorithmConfig,

@@ -10,8 +10,8 @@ from support.program import run_program, run_recipe
 
 from engines.config import MegatronConfig, OptimizerConfig
 from rlworker.__main__ import main
+from rlworker.config.changes import flatten_config
 from rlworker.config.command_line import parse_config
-from rlworker.config.keys import flatten_config
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 

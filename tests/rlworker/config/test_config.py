@@ -8,23 +8,21 @@ from pathlib import Path
 import pytest
 from support.ranks.engines_cases import start_process
 
-from engines.config import (
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+from engines.models.spec import ModelSpec
+from engines.pass_through import (
     MEGATRON_OWN,
     MEGATRON_REFUSED,
     MEGATRON_SOURCES,
     VLLM_OWN,
     VLLM_REFUSED,
-    MegatronConfig,
-    OptimizerConfig,
-    VllmConfig,
+    read_installed_fields,
 )
-from engines.models.spec import ModelSpec
-from engines.validation import read_installed_fields
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, list_override_warnings
 from hardware.platform import list_ray_resources, make_ray_options
 from hardware.platforms import PLATFORMS, get_platform
-from rlworker.config.keys import flatten_config
+from rlworker.config.changes import flatten_config
 from rlworker.config.model_checks import check_engines
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (

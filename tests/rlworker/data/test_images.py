@@ -23,7 +23,8 @@ from engines.images.decoding import decode
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
-from rlworker.config.model_checks import check_same_image_processing, check_trainable
+from rlworker.config.beside_actor import check_same_image_processing
+from rlworker.config.model_checks import check_trainable
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.images import build_image_reader

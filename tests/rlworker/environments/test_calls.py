@@ -8,8 +8,9 @@ from functools import partial
 import support.environments.tool_functions as tools
 from support.environments.runners import LIMITS, LocalPool, encode, make_rows, play_all, tell
 
-from rlworker.environments import Episode, EpisodeLimit, answer_calls
+from rlworker.environments import Episode, EpisodeLimit
 from rlworker.environments.policy import ToolCall
+from rlworker.environments.tools.calls import answer_calls
 
 TOOLS = {
     "lay_out": tools.lay_out,

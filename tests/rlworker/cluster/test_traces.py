@@ -11,7 +11,7 @@ from rlworker.checks.huggingface import probe_loss
 
 def traced_step(rank: int, world: int, address: str, folder: str, busy: str, idle: str) -> int:
     """Trace a phase with a step and one without anything; returns how many micro-batches the step had."""
-    from engines.trace import Tracer
+    from rlworker.cluster.traces import Tracer
 
     engine = build_engine(rank, world, address, folder, {"micro_batch_tokens": 32})
     _, shard = plan(engine, make_batch())

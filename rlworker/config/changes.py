@@ -1,9 +1,10 @@
-"""Changes of settings on resuming a run, and their check."""
+"""Settings by dotted key; and those that change as a run is resumed, with their check."""
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from rlworker.config.keys import flatten, flatten_config
 from rlworker.config.run import TrainingConfig
 
 Changes = dict[str, tuple[Any, Any]]
@@ -12,7 +13,7 @@ Changes = dict[str, tuple[Any, Any]]
 _OF_EACH_START = {"resume", "run_dir"}
 _MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps"}
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
-_MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "reward.", "episodes.")
+_MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "environment.")
 _MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.")
 """Settings, and sections of them, that a run may change on its way."""
 _BELONG_TO_RUN = {"actor.dtype", "actor.freeze", "actor.attention_override", "actor.megatron"}
@@ -21,18 +22,46 @@ _BELONG_TO_RUN |= {"critic.train", "critic.model", "critic.warmup_steps"}
 """Settings of these sections that decide the models of a run, their computation, and whether they learn."""
 
 
-def list_changes(stored: dict, config: TrainingConfig) -> Changes:
-    """List the settings that differ between a run's stored settings and a config to resume it with.
+def flatten_config(config: Any) -> dict[str, Any]:
+    """Spell a config as dotted key -> value: ``{"steps": 100, "actor.tp": 1, "actor.optimizer.lr": 1e-6, ...}``."""
+    return flatten(asdict(config))
+
+
+def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
+    """Spell nested settings as dotted key -> value; a pass-through dict counts as one value."""
+    flat = {}
+    for key, value in settings.items():
+        nested = isinstance(value, dict) and key not in ("megatron", "vllm")
+        flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
+
+
+def read_changes(folder: Path, config: TrainingConfig) -> Changes:
+    """Read the settings that a run's folder has stored, and list those that differ from a config to resume it with.
 
     A setting that did not exist when the run was started counts as having its present default.
+
+    Raises:
+        ValueError: the stored settings cannot be read, or the run would be another one with the changes.
     """
+    try:
+        stored = json.loads((folder / "config.json").read_text())
+        if not isinstance(stored, dict):
+            raise ValueError(f"expected an object, got a {type(stored).__name__}")
+    except ValueError as error:
+        raise ValueError(
+            f"run_dir: the config.json in {str(folder)!r} cannot be read: {error}; choose another --run-dir, or put "
+            "back the one that the run wrote"
+        ) from None
     default, now = flatten_config(type(config)()), flatten_config(config)
     before, now = (json.loads(json.dumps(settings)) for settings in (default | flatten(stored), now))
     keys = sorted((before.keys() | now.keys()) - _OF_EACH_START)
-    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+    changes = {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+    _check_changes(changes, config, str(folder))
+    return changes
 
 
-def check_changes(changes: Changes, config: TrainingConfig, folder: str) -> None:
+def _check_changes(changes: Changes, config: TrainingConfig, folder: str) -> None:
     """Raise ValueError where a run would be another one with the changes, naming their keys.
 
     Args:

@@ -1,0 +1,140 @@
+"""Settings that are passed on to Megatron and to vLLM: their names are checked by the source of the library."""
+
+import ast
+import difflib
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal
+
+from engines.validation import PassThrough, fits, spell
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+VLLM_OWN = _names(
+    "model dtype max_model_len max_num_seqs logprobs_mode worker_extension_cls disable_log_stats "
+    "max_logprobs skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
+    "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls "
+    "enable_sleep_mode scheduling_policy config_format load_format"
+)
+"""Arguments of vLLM's LLM that the engine sets itself."""
+
+VLLM_REFUSED = _names(
+    # the distribution of tokens and their logprobs
+    "generation_config override_generation_config logits_processors watermark_config diffusion_config "
+    "speculative_config spec_method spec_model spec_tokens runner convert pooler_config "
+    # another model than the folder's, or other weights
+    "hf_overrides hf_config_path model_class_overrides model_weights ignore_patterns "
+    "quantization quantization_config enable_lora disable_sliding_window "
+    # other pixels than the trainer sees
+    "mm_processor_kwargs media_io_kwargs "
+    # vLLM's LLM refuses it: this project splits prompts over engines
+    "data_parallel_size "
+    # devices that were not set aside, and machines beside the engine's own
+    "prefill_context_parallel_size nnodes node_rank"
+)
+"""Arguments of vLLM's LLM that would make it sample otherwise than by softmax(logits / temperature) of the trained
+model, or report another logprob than its logarithm."""
+
+MEGATRON_OWN = _names(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+    "layernorm_epsilon softmax_scale activation_func gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm "
+    "attention_dropout hidden_dropout tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "sequence_parallel params_dtype pipeline_dtype bf16 init_method output_layer_init_method variable_seq_lengths "
+    "moe_token_dispatcher_type batch_p2p_comm calculate_per_token_loss finalize_model_grads_func "
+    "bias_activation_fusion bias_dropout_fusion masked_softmax_fusion gradient_accumulation_fusion apply_rope_fusion "
+    "persist_layer_norm recompute_granularity recompute_modules recompute_method recompute_num_layers "
+    "deterministic_mode"
+)
+"""Fields of Megatron's TransformerConfig that the engine sets itself."""
+
+MEGATRON_REFUSED = _names(
+    # another model than the folder's
+    "num_moe_experts mtp_num_layers multi_latent_attention experimental_attention_variant linear_attention_freq "
+    "window_size softmax_type qk_l2_norm qk_clip attention_output_gate layernorm_zero_centered_gamma "
+    "apply_residual_connection_post_layernorm apply_query_key_layer_scaling activation_func_clamp_value "
+    "glu_linear_offset heterogeneous_block_specs is_hybrid_model fp16 fp8 fp4 "
+    # layers where weights are not looked for, and parameters without the marks that initialising leaves
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split virtual_pipeline_model_parallel_size "
+    "expert_model_parallel_size perform_initialization init_model_with_meta_device"
+)
+"""Fields of Megatron's TransformerConfig that would build another model, or one that the engine cannot load."""
+
+MEGATRON_SOURCES = (
+    ("core/transformer/transformer_config.py", "TransformerConfig"),
+    ("core/model_parallel_config.py", "ModelParallelConfig"),
+)
+"""Megatron's files and classes that hold the fields of TransformerConfig."""
+
+
+_LIBRARIES = {
+    "megatron": ("actor: --actor.megatron", MEGATRON_OWN, MEGATRON_REFUSED, MEGATRON_SOURCES),
+    "vllm": ("rollout: --rollout.vllm", VLLM_OWN, VLLM_REFUSED, (("engine/arg_utils.py", "EngineArgs"),)),
+}
+"""Library -> the setting that is passed on, arguments that the engine sets or refuses, and sources of their types."""
+
+
+@cache
+def read_installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, Any] | None:
+    """Read the fields of dataclasses, name -> type, from an installed package's source, which is not imported.
+
+    Args:
+        sources: file within the package and name of the class in it.
+
+    Returns:
+        None where the package or a class is not installed. Types other than int, float, bool, str, unions and literals
+        become Any.
+    """
+    spec = find_spec(package)
+    types: dict[str, Any] = {}
+    for file, name in sources:
+        paths = [Path(folder) / file for folder in (spec and spec.submodule_search_locations) or ()]
+        texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
+        classes = [n for text in texts for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
+        if not classes:
+            return None
+        for line in classes[0].body:
+            match line:
+                case ast.AnnAssign(target=ast.Name(id=field), annotation=annotation) if not field.startswith("_"):
+                    types[field] = _read_type(annotation)
+    return types
+
+
+def _read_type(annotation: ast.expr) -> Any:
+    """Read the type that an annotation in a source names."""
+    match annotation:
+        case ast.Name(id=name):
+            return {"int": int, "float": float, "bool": bool, "str": str}.get(name, Any)
+        case ast.Constant(value=None):
+            return NoneType
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _read_type(left) | _read_type(right)
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return _read_type(inner) | None
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            return Literal[ast.literal_eval(inner)]
+    return Any
+
+
+def check_pass_through(library: Literal["megatron", "vllm"], given: PassThrough) -> None:
+    """Raise ValueError for an argument that the engine cannot pass on to the library, or a value of another type."""
+    where, own, refused, sources = _LIBRARIES[library]
+    known = read_installed_fields(library, *sources)
+    if clashes := sorted(given.keys() & own):
+        raise ValueError(f"{where} may not set {clashes}: the engine depends on its own values; drop them")
+    if clashes := sorted(given.keys() & refused):
+        raise ValueError(f"{where} may not set {clashes}: the engine or its counterpart would not follow; drop them")
+    if known is None:
+        return
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else "drop it"
+            raise ValueError(f"{where} has {name!r}, which is not there to be set; {hint}")
+        if not fits(known[name], given[name]):
+            raise ValueError(f"{where} has {name} {given[name]!r}, expected {spell(known[name])}")

@@ -1,0 +1,81 @@
+"""Checks of the critic and the reference, which run beside the actor and read its sequences."""
+
+from typing import TYPE_CHECKING
+
+from engines.config import MegatronConfig
+from engines.models.hub import FindModel
+from engines.models.spec import ModelSpec
+from rlworker.config.model_checks import check_trainable
+
+if TYPE_CHECKING:
+    from engines.images.processor import ImageProcessor
+
+
+def check_beside_actor(
+    role: str,
+    name: str,
+    find: FindModel,
+    actor: ModelSpec,
+    config: MegatronConfig,
+    platform_name: str,
+    longest: int,
+) -> ModelSpec:
+    """Read the critic or the reference, checked against the actor beside which it runs.
+
+    Args:
+        name: of the model. find: finds its folder. longest: tokens of the longest sequence.
+
+    Raises:
+        ValueError: it cannot be held, sees other images, or knows fewer tokens or positions than the actor uses.
+    """
+    option = {"critic": "--critic.model", "reference": "--algorithm.reference"}[role]
+    try:
+        model = ModelSpec.from_folder(find(name), head="value" if role == "critic" else "language")
+        check_trainable(model, config, platform_name)
+        check_same_image_processing(model, actor)
+    except ValueError as error:
+        raise ValueError(f"{role} ({option}): {error}") from None
+    requirements = (("tokens in its vocabulary", model.vocab, actor.vocab), ("positions", model.max_positions, longest))
+    for what, have, need in requirements:
+        if have < need:
+            raise ValueError(
+                f"{role} ({option}): the model in {name!r} has {have} {what}, expected at least {need}; take one of "
+                "the actor's tokenizer and length"
+            )
+    return model
+
+
+def check_same_image_processing(model: ModelSpec, actor: ModelSpec) -> None:
+    """Raise ValueError where a model is given other tokens or pixels for an image than the actor, or none."""
+    seeing = [(spec.folder, spec.vision) for spec in (model, actor) if spec.vision]
+    if not seeing:
+        return
+    if len(seeing) == 1:
+        who = "this model" if model.vision is None else "the actor"
+        raise ValueError(f"model: {who} cannot see images and the other can; take two of a kind")
+    tokens = [(vision.banned_tokens, vision.image_token) for _, vision in seeing]
+    cut = [(vision.patch, vision.merge, vision.temporal_patch) for _, vision in seeing]
+    if tokens[0] != tokens[1] or cut[0] != cut[1]:
+        raise ValueError(
+            f"model: {model.folder!r} has image tokens {tokens[0]} and patches {cut[0]}, the actor {tokens[1]} and "
+            f"{cut[1]}; take two that agree"
+        )
+    from engines.images.processor import ImageProcessor
+
+    settings, actor_settings = (_read_pixel_settings(ImageProcessor(*one)) for one in seeing)
+    if differing := sorted(key for key in settings | actor_settings if settings.get(key) != actor_settings.get(key)):
+        raise ValueError(
+            f"model: the image processors in {model.folder!r} and {actor.folder!r} differ in {', '.join(differing)}, "
+            "so that both would see other pixels; make them alike"
+        )
+
+
+def _read_pixel_settings(processor: "ImageProcessor") -> dict:
+    """Read all settings that decide about pixels of images, and of videos where the folder has a processor of them."""
+    if not processor.vision.tower.video_processor:
+        return processor.settings
+    try:
+        videos = processor.videos.settings
+    except ValueError:  # which says so by itself once a row has a video
+        return processor.settings
+    return processor.settings | {f"{key} of videos": value for key, value in videos.items()}
