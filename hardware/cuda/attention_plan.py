@@ -98,8 +98,11 @@ def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> Att
     """
     # Rows end to end are a pack too, of sequences that are all padded to one length.
     pack = spec if spec.kind == "thd" else replace(spec, kind="thd")
-    plan = VarlenPlan({rule: _plan_calls(pack, rule, rotary[0].device) for rule in set(spec.rules)})
-    return AttentionInputs.build(spec, rotary, plan)
+    return AttentionInputs.build(spec, rotary, _plan_pack(pack, rotary[0].device))
+
+
+def _plan_pack(spec: MaskSpec, device: torch.device) -> VarlenPlan:
+    return VarlenPlan({rule: _plan_calls(spec, rule, device) for rule in set(spec.rules)})
 
 
 def _plan_calls(spec: MaskSpec, rule: Rule, device: torch.device) -> RuleCalls:
