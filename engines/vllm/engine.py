@@ -244,6 +244,10 @@ class VllmEngine:
             return [read_scores(output)]
         return [read_completion(sample) for sample in output.outputs]
 
+    def read_answer(self, prompt: Prompt, output: RequestOutput) -> Completions:
+        """Read the completions of a prompt as columns; raises as ``read_output`` does."""
+        return Completions.join(self.read_output(prompt, output))
+
     def _make_params(self, asked: Request | Sampling, count: int) -> SamplingParams:
         greedy = asked.temperature == 0
         return SamplingParams(

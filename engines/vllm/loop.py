@@ -201,7 +201,7 @@ class EngineLoop:
             one = self._running.pop(output.request_id)
             self._image_bytes -= one.image_bytes
             try:
-                result = Completions.join(self.engine.read_output(one.request.prompt, output))
+                result = self.engine.read_answer(one.request.prompt, output)
             except RuntimeError as error:
                 result = error
             finished.append((one.key, result))

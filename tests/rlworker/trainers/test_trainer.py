@@ -115,13 +115,19 @@ def finished(make_hf_model, data, tmp_path_factory):
 def steps_of_few_groups(trainer) -> dict:
     """Metrics of a step of one group of four samples for eight mini-batches over two replicas, those of a step without
     a group, and what is said of the tenth in a row."""
+    from rlworker.rollouts.trajectory import TrajectoryGroup
+
     sample, algorithm = trainer.manager.sample, AlgorithmConfig(mini_batches=8, dynamic_sampling=1)
     trainer.config, seen = replace(trainer.config, algorithm=algorithm), []
+
+    def reward_otherwise(group: TrajectoryGroup) -> TrajectoryGroup:
+        rewards = zip(group.trajectories, [0.0, 1.0, 0.5, 1.0])
+        return TrajectoryGroup.collect(group.row, [replace(one, rewards=((0, reward),)) for one, reward in rewards])
 
     def first_groups(count: int):
         def sampled(clock, version):
             groups, metrics = sample(clock, version)
-            return [replace(group, rewards=[0.0, 1.0, 0.5, 1.0]) for group in groups[:count]], metrics
+            return [reward_otherwise(group) for group in groups[:count]], metrics
 
         return sampled
 
