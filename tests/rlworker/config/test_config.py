@@ -24,16 +24,11 @@ from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, list_override_warnings
 from hardware.platform import list_ray_resources, make_ray_options
 from hardware.platforms import PLATFORMS, get_platform
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.keys import flatten_config
 from rlworker.config.model_checks import check_engines
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import (
-    AlgorithmConfig,
-    CriticConfig,
-    DataConfig,
-    LimitsConfig,
-    PlacementConfig,
-)
+from rlworker.config.sections import CriticConfig, DataConfig, LimitsConfig, PlacementConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
 
@@ -74,11 +69,11 @@ def test_what_cannot_run_ahead_is_refused(settings, message):
 def test_importance_is_truncated_where_an_engine_is_bf16_or_rollouts_run_ahead():
     bf16 = {"actor": MegatronConfig(dtype="bfloat16")}, {"rollout": VllmConfig(dtype="bfloat16")}
     ahead = {"rollout": VllmConfig(staleness=1)}
-    for settings, want in (({}, False), (bf16[0], True), (bf16[1], True), (ahead, True)):
-        assert RunConfig(**settings).truncates_importance == want
-    for importance, want in (("truncated", True), ("none", False)):
+    for settings, want in (({}, "none"), (bf16[0], "truncated"), (bf16[1], "truncated"), (ahead, "truncated")):
+        assert RunConfig(**settings).importance == want
+    for importance in ("truncated", "masked", "none"):
         algorithm = AlgorithmConfig(importance=importance)
-        assert {RunConfig(algorithm=algorithm, **s).truncates_importance for s in ({}, ahead, *bf16)} == {want}
+        assert {RunConfig(algorithm=algorithm, **s).importance for s in ({}, ahead, *bf16)} == {importance}
 
 
 def test_logprob_limits_follow_the_type():
@@ -239,7 +234,7 @@ INF, NAN = float("inf"), float("nan")
             "algorithm: mini_batches must be at least 1, got 0; change --algorithm.mini",
         ),
         (AlgorithmConfig, "kl_coef", -0.1, "algorithm: kl_coef must be finite and not negative, got -0.1"),
-        (AlgorithmConfig, "clip_low", NAN, "algorithm: clip_low must be a number, got nan"),
+        (AlgorithmConfig, "clip_low", NAN, "algorithm: clip_low must be a number or null, got nan"),
         (RunConfig, "eval_every", -1, "config: eval_every must be 0 or more, got -1; change --eval-every"),
         (RunConfig, "seed", -1, "config: seed must be from 0 to 4294967295, got -1"),
         (RunConfig, "seed", 2**32, "config: seed must be from 0 to 4294967295, got 4294967296"),

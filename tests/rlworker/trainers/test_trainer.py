@@ -16,9 +16,9 @@ from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.addition import make_data, make_tokenizer
 from rlworker.algorithms.advantages import distill, grpo, remax
 from rlworker.algorithms.losses import policy_loss, sequence_mean
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (
-    AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
     DataConfig,
@@ -96,13 +96,15 @@ def finished(make_hf_model, data, tmp_path_factory):
             trainer.step()
         faults["unsent"] = str(error.value)
         del trainer.sync_weights, trainer.check_canary
-        trainer.advantage = lambda batch: torch.where(
-            batch.repeat_per_token(batch.group) == 3, float("nan"), grpo(batch)
+        objective = trainer.objective
+        trainer.objective = replace(
+            objective,
+            advantage=lambda batch: torch.where(batch.repeat_per_token(batch.group) == 3, float("nan"), grpo(batch)),
         )
         with pytest.raises(RuntimeError) as error:
             trainer.step()
         faults["nan"] = str(error.value)
-        trainer.advantage = grpo
+        trainer.objective = objective
         faults["none"] = sync_with(trainer, "none")
         faults["floor"] = trainer.canary.measure_floor()
         faults |= steps_of_few_groups(trainer)
