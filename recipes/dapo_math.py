@@ -15,9 +15,7 @@ from rlworker import (
     MegatronConfig,
     OptimizerConfig,
     Row,
-    TrainBatch,
     VllmConfig,
-    advantages,
     launch,
 )
 
@@ -42,7 +40,7 @@ DEFAULT = RecipeConfig(
         ),
     ),
     rollout=VllmConfig(engines=4, max_new_tokens=8192, max_model_len=9216, dtype="bfloat16", kv_cache_mb=32768),
-    algorithm=AlgorithmConfig(clip_high=0.28, mini_batches=16, dynamic_sampling=2),
+    algorithm=AlgorithmConfig(name="dapo", mini_batches=16),
     environment=EnvironmentConfig(workers=8, default_reward=-1.0),
     steps=200,
     prompts_per_step=512,
@@ -56,16 +54,5 @@ def right_or_wrong(text: str, row: Row) -> float:
     return 2 * math_reward(text, row) - 1
 
 
-def penalize_overlong(config: RecipeConfig) -> advantages.AdvantageFn:
-    """Make GRPO's advantage, after a penalty on the last fifth of the longest answer (the paper: 4,096 of 20,480)."""
-    longest = config.rollout.max_new_tokens
-
-    def advantage(batch: TrainBatch):
-        return advantages.grpo(advantages.add_overlong_penalty(batch, longest, buffer=max(1, longest // 5)))
-
-    return advantage
-
-
 if __name__ == "__main__":
-    config = parse_recipe_config(DEFAULT, __doc__)
-    launch(config, right_or_wrong, advantage=penalize_overlong(config))
+    launch(parse_recipe_config(DEFAULT, __doc__), right_or_wrong)

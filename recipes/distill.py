@@ -10,15 +10,17 @@ from dataclasses import replace
 from recipes import grpo_gsm8k
 from recipes.common.mathematics import math_reward
 from recipes.common.smoke import parse_recipe_config
-from rlworker import AlgorithmConfig, advantages, launch
+from rlworker import AlgorithmConfig, launch
 
 DEFAULT = replace(
     grpo_gsm8k.DEFAULT,
     run_dir="runs/distill",
-    algorithm=AlgorithmConfig(reference="TEACHER"),  # no such folder: the run and the plan ask for it by its option
+    algorithm=AlgorithmConfig(
+        name="distill", reference="TEACHER"
+    ),  # no such folder: the run and the plan ask for it by its option
     samples_per_prompt=4,
     steps=100,
 )
 
 if __name__ == "__main__":
-    launch(parse_recipe_config(DEFAULT, __doc__), math_reward, advantage=advantages.distill)
+    launch(parse_recipe_config(DEFAULT, __doc__), math_reward)

@@ -26,7 +26,6 @@ from rlworker import (
     Row,
     RunConfig,
     VllmConfig,
-    advantages,
     launch,
     parse_config,
 )
@@ -177,8 +176,9 @@ def main() -> None:
     parts = {}
     if config.shuffle_rewards:
         from recipes.common.toys import shuffle_advantage
+        from rlworker.algorithms.objective import configure_advantage
 
-        parts["advantage"] = shuffle_advantage(advantages.configure_advantage(config.critic))
+        parts["advantage"] = shuffle_advantage(configure_advantage(config))
     launch(config, reward, **parts)
 
 

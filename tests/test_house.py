@@ -166,7 +166,7 @@ def reads(tree: ast.AST, is_config: bool) -> set[tuple[str, str]]:
     found = set()
     for node in ast.iter_child_nodes(tree):
         is_function = is_config and isinstance(node, ast.FunctionDef)
-        if is_function and (node.name == "__post_init__" or node.name.startswith("check")):
+        if is_function and (node.name == "__post_init__" or node.name.lstrip("_").startswith("check")):
             continue
         found |= reads(node, is_config)
         if isinstance(node, ast.Attribute):
@@ -183,12 +183,13 @@ def test_every_config_key_has_a_reader():
     from recipes.common.worked_episodes import EpisodeToyConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.config import sections
+    from rlworker.config.algorithm import AlgorithmConfig
 
     owners = {  # what a value of this class is called where it is read
         MegatronConfig: {"actor", "config", "engine"},
         OptimizerConfig: {"optimizer"},
         VllmConfig: {"rollout", "config"},
-        sections.AlgorithmConfig: {"algorithm"},
+        AlgorithmConfig: {"algorithm", "parts", "self"},
         sections.CriticConfig: {"critic"},
         sections.DataConfig: {"data"},
         sections.CheckpointConfig: {"checkpoint"},

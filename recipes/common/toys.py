@@ -15,6 +15,7 @@ from annotated_types import Ge
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker import RunConfig, TrainBatch, Trainer, advantages, exact_match, parse_config
+from rlworker.algorithms.objective import configure_advantage
 from rlworker.cluster.ray import running_ray
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.report import format_report
@@ -127,16 +128,14 @@ def train_toy(config: ToyConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
     start = time.perf_counter()
     folder = Path(config.run_dir)
     warm_model = find_warm_model(config)
-    advantage = advantages.configure_advantage(config.critic)
-    if config.shuffle_rewards:
-        advantage = shuffle_advantage(advantage)
+    control = {"advantage": shuffle_advantage(configure_advantage(config))} if config.shuffle_rewards else {}
     with running_ray(config.num_workers, config.platform):  # once for both parts
         log_start("Ray is up")
         if not warm_model.exists():
             toy.warm_up(config, str(warm_model))
             log_start("the model is warmed up")
         warm_up_seconds = time.perf_counter() - start
-        parts: dict[str, Any] = dict(advantage=advantage, folder=run, stop=stop)
+        parts: dict[str, Any] = dict(folder=run, stop=stop) | control
         with Trainer(replace(config, model=str(warm_model)), toy.learn_from, **parts) as trainer:
             trainer.fit()
             further = {} if stop.signal else toy.measure(trainer)

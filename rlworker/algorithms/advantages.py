@@ -10,7 +10,6 @@ Sums over time run through an episode's counting tokens, over all of its sequenc
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,8 +18,6 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from rlworker.algorithms.discounting import Selection, find_last_places, find_next, sum_discounted
 from rlworker.algorithms.losses import KlEstimate, kl_k1
-from rlworker.algorithms.passing import PassedFunction
-from rlworker.config.sections import CriticConfig
 from rlworker.errors import RunError
 
 AdvantageFn = Callable[[TrainBatch], Tensor | tuple[Tensor, Tensor]]
@@ -34,18 +31,6 @@ def group_relative(advantage: Advantage) -> Advantage:
     """Mark an advantage that compares a prompt's completions with each other, and so is zero for a single one."""
     advantage.group_relative = True
     return advantage
-
-
-def check_group_size(advantage: AdvantageFn, samples_per_prompt: int) -> None:
-    """Raise ValueError where a group-relative advantage would have nothing to compare."""
-    while isinstance(advantage, partial):
-        advantage = advantage.func
-    if samples_per_prompt == 1 and getattr(advantage, "group_relative", False):
-        raise ValueError(
-            f"config: samples_per_prompt=1 leaves {advantage.__name__} nothing to compare a completion with, so that "
-            "every advantage is 0; raise --samples-per-prompt, or take an advantage that needs no group (a critic's, "
-            "remax, reinforce_plus_plus)"
-        )
 
 
 @group_relative
@@ -141,21 +126,6 @@ def distill(batch: TrainBatch) -> Tensor:
         batch: with ``ref_logprobs``, the logprobs of the teacher, which ``--algorithm.reference`` names.
     """
     return _require_column(batch, "ref_logprobs", "--algorithm.reference") - _get_policy_logprobs(batch)
-
-
-def configure_advantage(critic: CriticConfig, advantage: AdvantageFn | None = None) -> AdvantageFn:
-    """Give an advantage the critic's settings that its keyword parameters name, where a critic is trained.
-
-    Args:
-        advantage: None takes ``grpo``, or with a critic ``gae``.
-
-    Raises:
-        ValueError: the user set one that the advantage does not take, or that the code sets to another value.
-    """
-    passed = PassedFunction(advantage or (gae if critic.train else grpo), "advantage")
-    if critic.train:
-        passed.give_settings("critic", CriticConfig(), gamma=critic.gamma, lam=critic.lam)
-    return passed.build()
 
 
 # -- of each token, with a critic

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs
-from engines.interfaces import LossFn
-from rlworker.algorithms.passing import PassedFunction
-from rlworker.config.sections import AlgorithmConfig
+from rlworker.config.algorithm import Level
 
 Surrogate = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Tensor]]
 """``surrogate(logprobs, old_logprobs, batch) -> (loss of each token, whether its ratio was clipped)``."""
@@ -146,7 +144,21 @@ def truncated_importance(old: Tensor, rollout: Tensor, *, max_ratio: float = 2.0
 def masked_importance(old: Tensor, rollout: Tensor, *, min_ratio: float = 0.5, max_ratio: float = 5.0) -> Tensor:
     """Compute ``exp(old - rollout)`` where it lies in ``[min_ratio, max_ratio]``, else 0 (IcePop, arXiv:2510.18855)."""
     ratio = (old - rollout).exp()
-    return ratio * ((ratio >= min_ratio) & (ratio <= max_ratio))
+    return ratio * _is_within(ratio, min_ratio, max_ratio)
+
+
+def rejected_importance(old: Tensor, rollout: Tensor, *, min_ratio: float = 0.5, max_ratio: float = 2.0) -> Tensor:
+    """Compute 1 where ``exp(old - rollout)`` lies in ``[min_ratio, max_ratio]``, else 0: nothing is learned from the
+    rest, and nothing is weighed (Liu et al., "When Speed Kills Stability", 2025)."""
+    return _is_within((old - rollout).exp(), min_ratio, max_ratio).to(old.dtype)
+
+
+def pool_log_ratios(log_ratio: Tensor, batch: TrainBatch, level: Level) -> Tensor:
+    """Give the tokens of a sequence its log ratio, ``[N] -> [N]``: the sum over its counting tokens (``sequence``), or
+    their mean (``geometric``). For instance, ratios 2 and 1/8 become 1/4 and 1/4, or 1/2 and 1/2."""
+    is_sum = level == "sequence"
+    pooled = batch.sum_per_sequence(log_ratio * batch.mask) if is_sum else _average_sequences(log_ratio, batch)
+    return batch.repeat_per_token(pooled.clamp(-_LARGEST_LOG, _LARGEST_LOG))
 
 
 # -- score centering: an expectation that is known is taken out of the gradient
@@ -180,26 +192,8 @@ def center_scores(outputs: TokenOutputs, batch: TrainBatch, correction: Correcti
     return batch.require_column("advantages") * (q * factors * ratio * top).sum(-1)
 
 
-def check_centering(loss: LossFn, algorithm: AlgorithmConfig) -> None:
-    """Raise ValueError where ``policy_loss`` centers scores and nothing is recorded for it, or the other way round, or
-    its surrogate cannot be centered. Other losses are not checked.
-    """
-    settings = {}
-    while isinstance(loss, partial):
-        loss, settings = loss.func, loss.keywords | settings
-    if loss is not policy_loss:
-        return
-    center, top = settings.get("center", False), algorithm.score_centering
-    if center != (top > 0):
-        raise ValueError(
-            f"loss: policy_loss has center={center} and algorithm.score_centering={top}, expected both or none; set "
-            "center=True in the loss and --algorithm.score-centering to the number of likeliest tokens"
-        )
-    if center:
-        _refuse_sequence_ratio(settings.get("surrogate", ppo))
-
-
-def _refuse_sequence_ratio(surrogate: Surrogate) -> None:
+def refuse_sequence_ratio(surrogate: Surrogate) -> None:
+    """Raise ValueError for a surrogate whose ratio is that of a whole sequence."""
     while isinstance(surrogate, partial):
         surrogate = surrogate.func
     if surrogate in (gspo, gmpo):
@@ -246,11 +240,13 @@ def policy_loss(
     kl: KlEstimate = kl_k3,
     entropy_coef: float = 0.0,
     correction: Correction | None = None,
+    importance_level: Level = "token",
     center: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum a surrogate's loss, plus ``kl_coef`` times the KL to a reference, less ``entropy_coef`` times the entropy.
 
-    With ``center`` it has the term of ``center_scores``, which reads the sampler's likeliest ids.
+    With ``center`` it has the term of ``center_scores``, which reads the sampler's likeliest ids. The correction's
+    factors are those of ``importance_level``, as ``pool_log_ratios`` has it.
 
     A batch without ``old_logprobs`` is the only optimizer step of its rollout; the current logprobs are then the old
     ones. The metric ``loss`` weighs every counting token equally, without ``batch.weights``.
@@ -265,11 +261,14 @@ def policy_loss(
         "ratio_max": torch.where(mask, ratio, 0).amax() if len(ratio) else torch.zeros(()),
     }
     if correction:
-        factors = correction(old, batch.require_column("rollout_logprobs"))
+        rollout = batch.require_column("rollout_logprobs")
+        if importance_level != "token":
+            old, rollout = pool_log_ratios(old - rollout, batch, importance_level), torch.zeros_like(old)
+        factors = correction(old, rollout)
         loss = loss * factors
-        metrics["correction"] = (factors * mask).sum()
+        metrics |= {"correction": (factors * mask).sum(), "rejected": ((factors == 0) & mask).sum()}
     if center:
-        _refuse_sequence_ratio(surrogate)
+        refuse_sequence_ratio(surrogate)
         loss = loss + center_scores(outputs, batch, correction)
         metrics["top_mass"] = (batch.require_column("rollout_top_logprobs").exp().sum(-1) * mask).sum()
     if kl_coef:
@@ -280,35 +279,6 @@ def policy_loss(
         loss = loss - entropy_coef * outputs.entropy
     total = _sum_weighted(loss, batch)
     return total, metrics | {"loss": (loss * mask).sum().detach()}
-
-
-def configure_loss(
-    algorithm: AlgorithmConfig, truncates_importance: bool = False, loss: LossFn = policy_loss
-) -> LossFn:
-    """Give a loss the settings that its keyword parameters name, and a surrogate of ``policy_loss`` its clips.
-
-    A loss that takes a ``correction`` gets the configured one, where the code sets none.
-
-    Raises:
-        ValueError: the user set one that the loss does not take, or that the code sets to another value.
-    """
-    passed, default = PassedFunction(loss, "loss"), AlgorithmConfig()
-    clips = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip)
-    if passed.inner is policy_loss:
-        surrogate = PassedFunction(passed.bound.get("surrogate", ppo), "loss: surrogate")
-        surrogate.give_settings("algorithm", default, **clips)
-        if surrogate.given:
-            passed.given["surrogate"] = surrogate.build()
-        if "center" not in passed.bound:
-            passed.given["center"] = algorithm.score_centering > 0
-        clips = {}
-    kl_coef = algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0
-    passed.give_settings("algorithm", default, **clips, kl_coef=kl_coef, entropy_coef=algorithm.entropy_coef)
-    if passed.takes("correction") or algorithm.importance == "truncated":
-        is_set = algorithm.importance != "auto" or (truncates_importance and "correction" not in passed.bound)
-        correction = truncated_importance if truncates_importance else None
-        passed.give("correction", correction, "algorithm.importance", is_set)
-    return passed.build()
 
 
 def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -336,6 +306,10 @@ def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str
 
 def _sum_weighted(loss: Tensor, batch: TrainBatch) -> Tensor:
     return (loss * (batch.mask if batch.weights is None else batch.weights)).sum()
+
+
+def _is_within(ratio: Tensor, least: float, largest: float) -> Tensor:
+    return (ratio >= least) & (ratio <= largest)
 
 
 def _average_sequences(x: Tensor, batch: TrainBatch) -> Tensor:

@@ -148,12 +148,13 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
 
 def _describe_rl_batch(config: RunConfig) -> dict[str, str]:
     minis, steps, longest = config.algorithm.mini_batches, config.steps, config.longest
+    optimizer_steps = config.algorithm.optimizer_steps
     prompts, count, samples = config.prompts_per_step, config.samples_per_prompt, config.samples_per_step
     return {
         "a step": f"{prompts} prompts x {count} samples = {samples} samples",
         "a sample": f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest} tokens at most",
-        "a mini-batch": f"{samples // minis} samples, one optimizer step; {minis} in a step",
-        "the run": f"{steps} steps, {steps * minis} optimizer steps, {steps * prompts:,} prompts, "
+        "a mini-batch": f"{samples // minis} samples, one optimizer step; {optimizer_steps} in a step",
+        "the run": f"{steps} steps, {steps * optimizer_steps} optimizer steps, {steps * prompts:,} prompts, "
         f"{steps * samples:,} samples, {steps * samples * longest:,} tokens at most",
     }
 

@@ -17,7 +17,7 @@ _MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "environment.")
 _MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.")
 """Settings, and sections of them, that a run may change on its way."""
 _BELONG_TO_RUN = {"actor.dtype", "actor.freeze", "actor.attention_override", "actor.megatron"}
-_BELONG_TO_RUN |= {"rollout.attention_override", "algorithm.reference"}
+_BELONG_TO_RUN |= {"rollout.attention_override", "algorithm.reference", "algorithm.name", "algorithm.advantage"}
 _BELONG_TO_RUN |= {"critic.train", "critic.model", "critic.warmup_steps"}
 """Settings of these sections that decide the models of a run, their computation, and whether they learn."""
 
@@ -76,9 +76,10 @@ def _check_changes(changes: Changes, config: TrainingConfig, folder: str) -> Non
             f"another run in another --run-dir, from this one's weights with --model {folder}/checkpoints/step_N/hf"
         )
     optimizer = config.actor.optimizer
-    if "algorithm.mini_batches" in changes and optimizer.lr_scheduler != "constant" and not optimizer.lr_decay_steps:
+    cut = next((key for key in ("algorithm.mini_batches", "algorithm.epochs") if key in changes), None)
+    if cut and optimizer.lr_scheduler != "constant" and not optimizer.lr_decay_steps:
         raise ValueError(
-            f"{where} algorithm.mini_batches={changes['algorithm.mini_batches'][1]}: the {optimizer.lr_scheduler} "
+            f"{where} {cut}={changes[cut][1]}: the {optimizer.lr_scheduler} "
             "decay over the whole run counts optimizer steps, of which the steps so far had another number; set "
             "--actor.optimizer.lr-decay-steps to the optimizer step that ends it"
         )

@@ -11,7 +11,7 @@ import tyro
 
 from engines.validation import option
 from hardware.platforms import PLATFORMS
-from rlworker.config.run import TrainingConfig
+from rlworker.config.run import RunConfig, TrainingConfig
 
 Config = TypeVar("Config")
 
@@ -68,15 +68,19 @@ def _map_switches(config: Any, section: str = "") -> dict[str, str]:
 
 
 def _fit_default(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig:
-    """Fit a recipe's settings to the model and the platform that the command line names, before the rest of it is read.
+    """Fit a recipe's settings to the model, platform and algorithm that the command line names, before the rest of it
+    is read.
 
-    A recipe may take sizes from both (``TrainingConfig.fit_to_model``, ``move_to_platform``). They are defaults like
-    the others, so that a key that the user gives wins over them, and ``--help`` shows them.
+    A recipe may take sizes from the first two (``TrainingConfig.fit_to_model``, ``move_to_platform``). They are
+    defaults like the others, so that a key that the user gives wins over them, and ``--help`` shows them. Parts that a
+    recipe sets are of its own algorithm.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option_name in ("--platform", "--model"):
-        parser.add_argument(option_name, nargs="?")
+    for name in ("platform", "model", "algorithm.name"):
+        parser.add_argument(option("config", name), dest=name.replace(".", "_"), nargs="?")
     named = parser.parse_known_args(args)[0]
+    if isinstance(default, RunConfig) and named.algorithm_name:
+        default = replace(default, algorithm=default.algorithm.leave_parts_to_name())
     default = replace(default, model=named.model or default.model).fit_to_model()
     name = named.platform
     is_another = name in PLATFORMS and name != default.platform  # a wrong name is reported when all options are read

@@ -12,9 +12,9 @@ from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.attention.rules import compute_slot_unit
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
+from rlworker.config.algorithm import AlgorithmConfig, Importance
 from rlworker.config.model_checks import check_engines
 from rlworker.config.sections import (
-    AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
     DataConfig,
@@ -187,21 +187,26 @@ class RunConfig(TrainingConfig):
                 f"{self.rollout.devices} devices onto those of actor.ranks={self.actor.ranks}; lower "
                 "--rollout.engines or --rollout.tp, or leave --placement.colocate out"
             )
-        self._check_staleness()
-        if self.critic.train and self.critic.warmup_steps >= self.steps:
+        if (stale := self.rollout.staleness) and self.placement.colocate:
+            raise ValueError(
+                f"config: rollout.staleness={stale} samples while trainers compute, and placement.colocate has them "
+                "take turns on the same devices; leave one of --rollout.staleness and --placement.colocate out"
+            )
+        self.algorithm.check_beside(self.critic, self.rollout.staleness, self.samples_per_prompt)
+        if self.trains_critic and self.critic.warmup_steps >= self.steps:
             raise ValueError(
                 f"config: critic.warmup_steps={self.critic.warmup_steps} leaves the actor none of steps={self.steps}; "
                 "lower --critic.warmup-steps"
-            )
-        if self.algorithm.dynamic_sampling and self.samples_per_prompt == 1:
-            raise ValueError(
-                "config: dynamic_sampling needs samples that can differ, got samples_per_prompt=1; raise it or leave "
-                "--algorithm.dynamic-sampling out"
             )
         if self.samples_per_step < self.actor.dp * self.algorithm.mini_batches:
             raise ValueError(
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
                 f"mini_batches={self.algorithm.mini_batches} on {self.actor.dp} data-parallel ranks; raise one of them"
+            )
+        if self.limits.epoch_kl and self.algorithm.epochs == 1:
+            raise ValueError(
+                f"config: limits.epoch_kl={self.limits.epoch_kl} leaves out further epochs, and algorithm.epochs is 1; "
+                "raise --algorithm.epochs or leave --limits.epoch-kl out"
             )
         check_slots(self.actor, self.longest)
         if self.prompts_per_step < self.rollout.engines:
@@ -220,23 +225,13 @@ class RunConfig(TrainingConfig):
                 "or lower one of them"
             )
 
-    def _check_staleness(self) -> None:
-        """Raise ValueError where rollouts cannot run ahead."""
-        stale = self.rollout.staleness
-        if stale and self.placement.colocate:
-            raise ValueError(
-                f"config: rollout.staleness={stale} samples while trainers compute, and placement.colocate has them "
-                "take turns on the same devices; leave one of --rollout.staleness and --placement.colocate out"
-            )
-        if stale and self.algorithm.greedy_baseline:
-            raise ValueError(
-                f"config: rollout.staleness={stale} learns from samples of older weights, and greedy_baseline compares "
-                "them with answers of the newest (ReMax); leave one of --rollout.staleness and "
-                "--algorithm.greedy-baseline out"
-            )
-
     def keeps_samples(self, step: int) -> bool:
         return super().keeps_samples(step) or (self.samples_every > 0 and step % self.samples_every == 0)
+
+    @property
+    def trains_critic(self) -> bool:
+        """A critic learns beside the actor."""
+        return self.critic.train or self.algorithm.parts.advantage == "gae"
 
     @property
     def image_memory_mb(self) -> int:
@@ -260,8 +255,8 @@ class RunConfig(TrainingConfig):
     @property
     def actor_of_run(self) -> MegatronConfig:
         """The actor's settings with a decay over the whole run, unless they state a length."""
-        steps = self.steps - (self.critic.warmup_steps if self.critic.train else 0)
-        return set_decay(self.actor, steps * self.algorithm.mini_batches)
+        steps = self.steps - (self.critic.warmup_steps if self.trains_critic else 0)
+        return set_decay(self.actor, steps * self.algorithm.optimizer_steps)
 
     @property
     def critic_of_run(self) -> MegatronConfig:
@@ -269,15 +264,15 @@ class RunConfig(TrainingConfig):
         lr, optimizer = self.critic.lr, self.actor.optimizer
         share = optimizer.min_lr / optimizer.lr if optimizer.lr else 0.0
         critic = replace(self.actor, optimizer=replace(optimizer, lr=lr, min_lr=lr * share))
-        return set_decay(critic, self.steps * self.algorithm.mini_batches)
+        return set_decay(critic, self.steps * self.algorithm.optimizer_steps)
 
     @property
     def models(self) -> dict[str, str]:
         """The folder of each training engine's model, by role."""
         folders = {"actor": self.model}
-        if self.algorithm.kl_coef or self.algorithm.reference:
+        if self.algorithm.parts.kl_coef or self.algorithm.reference:
             folders["reference"] = self.algorithm.reference or self.model
-        if self.critic.train:
+        if self.trains_critic:
             folders["critic"] = self.critic.model or self.model
         return folders
 
@@ -310,11 +305,12 @@ class RunConfig(TrainingConfig):
         return mean if own[0] is None else own[0], largest if own[1] is None else own[1]
 
     @property
-    def truncates_importance(self) -> bool:
-        """Each token's loss is multiplied by its truncated importance, where the loss is the configured one."""
-        importance = self.algorithm.importance
+    def importance(self) -> Importance:
+        """Kind of importance weight of each token's loss, where the loss is the configured one."""
         is_off_policy = self.rollout.staleness > 0 or not self._is_fp32
-        return importance == "truncated" or (importance == "auto" and is_off_policy)
+        if (kind := self.algorithm.importance) != "auto":
+            return kind
+        return "truncated" if is_off_policy else "none"
 
     @property
     def dtypes(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from engines.validation import FINITE, LARGEST, check_numbers, check_types
+from engines.validation import FINITE, check_types
 
 LARGEST_REWARD = 1e6
 """Size beyond which a reward counts as failed: GRPO squares rewards in float32."""
@@ -47,52 +47,12 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """The policy loss: clips, KL penalty, entropy, off-policy correction, mini-batches."""
-
-    clip_low: Annotated[float, Ge(0)] = 0.2
-    """The policy ratio is clipped at 1 - clip_low."""
-    clip_high: Annotated[float, Ge(0)] = 0.2
-    """The policy ratio is clipped at 1 + clip_high."""
-    dual_clip: float = 0.0
-    """Dual-clip PPO (arXiv:1912.09729): a token with advantage A < 0 has a loss of at most dual_clip x |A|, which
-    bounds the update where the ratio is large. 0 turns it off; other values must be above 1, such as 3."""
-    kl_coef: Annotated[float, Ge(0), FINITE] = 0.0
-    """Weight of the KL penalty to the reference model; above 0 the run has a reference model."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Place of the KL penalty: in the loss, or in each token's reward."""
-    reference: str = ""
-    """HuggingFace folder or hf:ORG/NAME of the reference model, or of a teacher. It then runs with kl_coef 0 too.
-    Empty takes the starting model."""
-    importance: Literal["auto", "truncated", "none"] = "auto"
-    """Importance weight of each token's loss: none, or the trainer's over the rollout's probability, truncated at 2.
-    The default, auto, truncates in bfloat16 and where rollouts run ahead. A loss of a recipe gets it as correction."""
-    score_centering: Annotated[int, Ge(0)] = 0
-    """Number of likeliest tokens by which score centering (arXiv:2609.20807) removes the rollout's mean drift from the
-    gradient; 0 turns it off. A loss of a recipe calls center_scores."""
-    entropy_coef: Annotated[float, Ge(0), FINITE] = 0.0
-    """Weight of the entropy bonus."""
-    mini_batches: Annotated[int, Ge(1)] = 1
-    """Number of mini-batches, and so of optimizer steps, per rollout."""
-    greedy_baseline: bool = False
-    """Sample and reward a greedy completion of every prompt, the baseline of ReMax."""
-    dynamic_sampling: Annotated[int, Ge(0)] = 0
-    """Largest number of further rollouts in a step, which replace zero-variance groups (DAPO); 0 turns it off."""
-
-    def __post_init__(self):
-        check_types("algorithm", self)
-        rule = "0, or above 1 and finite"
-        check_numbers("algorithm", self, rule, lambda x: x == 0 or 1 < x <= LARGEST, "dual_clip")
-        if self.kl_in == "reward" and not self.kl_coef:
-            raise ValueError("algorithm: kl_in='reward' needs a weight of the KL penalty; set --algorithm.kl-coef")
-
-
-@dataclass(frozen=True)
 class CriticConfig:
     """The critic of PPO: its values make the advantages. It has the actor's parallel sizes."""
 
     train: bool = False
-    """Train a critic; advantages then come from generalised advantage estimation (GAE)."""
+    """Train a critic; advantages then come from generalised advantage estimation (GAE). Without it algorithm ppo does
+    so too."""
     model: str = ""
     """HuggingFace folder or hf:ORG/NAME of a language model or a critic to start from; empty takes the actor's. A new
     value head starts at 0."""
@@ -170,7 +130,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """Limits on the difference between rollout and trainer logprobs; a run that exceeds one ends."""
+    """Limits on the difference between rollout and trainer logprobs, and between a rollout's policy and the trained."""
 
     logprob_diff_mean: Annotated[float, Ge(0)] | None = None
     """Limit on a step's mean |rollout - trainer logprob|. None takes 2e-5 in float32. In bfloat16 it takes five times
@@ -179,6 +139,9 @@ class LimitsConfig:
     """Limit on the difference of a single token; None takes 5e-3 in float32 and no limit in bfloat16."""
     ignore_logprob_diff: bool = False
     """Warn at each step that exceeds a limit, and go on."""
+    epoch_kl: Annotated[float, Gt(0), FINITE] | None = None
+    """Mean KL of the rollout's policy to the trained one in an epoch, beyond which the step takes no further epoch over
+    its rollout. None takes them all."""
 
     def __post_init__(self):
         check_types("limits", self)

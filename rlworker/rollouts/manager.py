@@ -69,7 +69,7 @@ class RolloutManager:
         Raises:
             NothingScored: every episode failed.
         """
-        config, further = self.config, self.config.algorithm.dynamic_sampling
+        config, further = self.config, self.config.algorithm.parts.dynamic_sampling
         kept_groups, zero_variance, first = [], [], self.rollouts_done
         environment_s = self.loop.environment_seconds
         for _ in range(1 + further):

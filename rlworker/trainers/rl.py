@@ -14,8 +14,9 @@ from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, get_logprobs, get_values, require_tokens
 from engines.interfaces import LossFn
 from hardware.attention.rollouts import list_rollout_warnings
-from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, check_group_size, configure_advantage
-from rlworker.algorithms.losses import Aggregation, check_centering, configure_loss, policy_loss, token_mean, value_loss
+from rlworker.algorithms.advantages import AdvantageFn
+from rlworker.algorithms.losses import Aggregation, token_mean
+from rlworker.algorithms.objective import make_objective
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
@@ -50,11 +51,10 @@ class Trainer(Run[RunConfig]):
     Args:
         environment: ``async def environment(policy, row) -> Episode``, or a scorer, ``reward(text, row) -> float``, as
             ``one_turn`` takes it.
-        advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``; None takes ``grpo``, or with a
-            critic ``gae``.
-        loss: minimised by an update; None takes PPO's clipped loss. Advantage, loss and its surrogate are given the
-            settings that their keyword parameters name.
-        aggregation: how much each token of an optimizer step counts.
+        advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``.
+        loss: minimised by an update. Advantage, loss and its surrogate are given the settings that their keyword
+            parameters name.
+        aggregation: how much each token of an optimizer step counts. Of all three None takes the algorithm's.
         folder, stop, trackers: as ``Run``.
 
     Raises:
@@ -72,13 +72,13 @@ class Trainer(Run[RunConfig]):
         *,
         advantage: AdvantageFn | None = None,
         loss: LossFn | None = None,
-        aggregation: Aggregation = token_mean,
+        aggregation: Aggregation | None = None,
         folder: RunFolder | None = None,
         stop: Stop | None = None,
         trackers: Sequence[Tracker] = (),
     ):
         super().__init__(config, folder, stop, trackers)
-        self.environment, self.aggregation = make_environment(environment), aggregation
+        self.environment = make_environment(environment)
         pickle_environment(self.environment)  # refused here where it cannot be sent
         self.models = config.check_models(self.folder.inputs.find_model)
         actor = self.models["actor"]
@@ -95,13 +95,7 @@ class Trainer(Run[RunConfig]):
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         log_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
-        critic, algorithm = config.critic, config.algorithm
-        self.advantage = configure_advantage(critic, advantage)
-        check_group_size(self.advantage, config.samples_per_prompt)
-        self.loss = configure_loss(algorithm, config.truncates_importance, loss or policy_loss)
-        check_centering(self.loss, algorithm)
-        self.value_loss = partial(value_loss, clip=critic.clip)
-        self.kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
+        self.objective = make_objective(config, advantage, loss, aggregation)
         self.version = self.empty_steps = 0
         self.synced = SyncedWeights(config.rollout.dtype)
         self.starting_rollouts: Rollouts | None = None
@@ -156,7 +150,7 @@ class Trainer(Run[RunConfig]):
         LOGGER.info(describe_limits(self.config, self.floor))
         for warning in list_rollout_warnings(self.config.rollout.attention_override):
             LOGGER.warning(warning)
-        if self.config.rollout.staleness and not self.config.truncates_importance:
+        if self.config.rollout.staleness and self.config.importance == "none":
             LOGGER.warning(
                 "algorithm.importance=none with rollouts that run ahead: nothing corrects for tokens of older weights, "
                 "which can undo what was learned; leave it out, or set --rollout.staleness 0"
@@ -171,7 +165,7 @@ class Trainer(Run[RunConfig]):
             return self._count_empty_step(metrics, clock), []
         self.empty_steps = 0
         batch = batch_groups(groups, self.models["actor"].vision)
-        if self.config.algorithm.greedy_baseline:
+        if self.config.algorithm.samples_greedily:
             with self._phase(clock, "greedy"):
                 rewards = self.manager.score_greedy([group.row for group in groups]).values
             batch = replace(batch, greedy_rewards=torch.tensor(rewards, dtype=torch.float32)[batch.group])
@@ -180,7 +174,7 @@ class Trainer(Run[RunConfig]):
         if self.critic:
             with self._phase(clock, "values"):
                 batch = replace(batch, values=get_values(self.critic.forward(batch)))
-        batch = self._add_advantages(batch)
+        batch = self.objective.add_advantages(batch)
         if metrics["zero_variance_groups"] == metrics["groups"] and not self.critic:
             self._warn("no group has two different rewards: group-relative advantages are 0 in the next step")
         elif not batch.require_column("advantages")[batch.mask].any():
@@ -236,49 +230,57 @@ class Trainer(Run[RunConfig]):
 
     def _add_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the logprobs of the rollout's weights and of the reference that the update does not compute."""
-        if self.config.algorithm.mini_batches > 1 or self._critic_warms_up:
+        if self.config.algorithm.optimizer_steps > 1 or self._critic_warms_up:
             old = require_tokens(self.actor.forward(batch))
             batch = replace(batch, old_logprobs=old.logprobs, old_top_logprobs=old.top_logprobs)
         if self.reference:
             batch = replace(batch, ref_logprobs=get_logprobs(self.reference.forward(batch)))
-        return add_kl_penalty(batch, self.kl_in_reward) if self.kl_in_reward else batch
-
-    def _add_advantages(self, batch: TrainBatch) -> TrainBatch:
-        result = self.advantage(batch)
-        if isinstance(result, tuple) != bool(self.critic):
-            raise RunError(
-                "advantage: with --critic.train it must return ([N] advantages, [N] returns), else [N], got "
-                f"a {type(result).__name__}"
-            )
-        advantages, returns = result if self.critic else (result, None)
-        return replace(batch, advantages=advantages, returns=returns)
+        return batch
 
     @property
     def _critic_warms_up(self) -> bool:
         return bool(self.critic) and self.steps_done < self.config.critic.warmup_steps
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
-        """Take the optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's."""
+        """Take the optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's.
+
+        Epochs end early where the policy has moved too far (``limits.epoch_kl``). Each optimizer step measures how far
+        before it changes the weights.
+        """
         parts, logprobs, where = [], batch.old_logprobs, f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
             check_agreement(self.config, self.floor, where, compare_logprobs(batch, logprobs, self.version))
-        for mini in batch.split(min(self.config.algorithm.mini_batches, batch.num_episodes)):
-            if not mini.mask.any():  # of none of its episodes anything was sampled
-                continue
-            parts.append({})
-            if self.critic:
-                metrics, _ = self._update_group(self.critic, mini, self.value_loss, token_mean)
-                parts[-1] |= {f"critic_{k}" if k in ("grad_norm", "lr") else k: value for k, value in metrics.items()}
-            if self._critic_warms_up:
-                continue
-            metrics, outputs = self._update_group(self.actor, mini, self.loss, self.aggregation)
-            parts[-1] |= metrics
-            if logprobs is None:
-                logprobs = get_logprobs(outputs)
+        algorithm, limit, epochs = self.config.algorithm, self.config.limits.epoch_kl, 0
+        # Episodes of which nothing was sampled may fill a mini-batch.
+        minis = [mini for mini in batch.split(min(algorithm.mini_batches, batch.num_episodes)) if mini.mask.any()]
+        while epochs < algorithm.epochs:
+            epoch = [self._update_on(mini) for mini in minis]
+            parts += [metrics for metrics, _ in epoch]
+            epochs += 1
+            if logprobs is None and (now := epoch[0][1]) is not None:
+                logprobs = get_logprobs(now)
                 check_agreement(self.config, self.floor, where, compare_logprobs(batch, logprobs, self.version))
-        means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
-        means |= {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
+            if limit and step_metrics.average(metrics for metrics, _ in epoch).get("policy_kl", 0.0) > limit:
+                break
+        means = step_metrics.average(parts)
+        if algorithm.epochs > 1:
+            means["epochs"] = epochs
         return means if logprobs is None else means | compare_logprobs(batch, logprobs, self.version)
+
+    def _update_on(self, batch: TrainBatch) -> tuple[dict[str, float], Outputs | None]:
+        """Take an optimizer step of the critic and one of the actor on a mini-batch.
+
+        Returns:
+            metrics; and the actor's outputs ``[N]`` from before, None where it does not learn yet.
+        """
+        metrics: dict[str, float] = {}
+        if self.critic:
+            of_critic, _ = self._update_group(self.critic, batch, self.objective.value_loss, token_mean)
+            metrics |= {f"critic_{k}" if k in ("grad_norm", "lr") else k: value for k, value in of_critic.items()}
+        if self._critic_warms_up:
+            return metrics, None
+        of_actor, outputs = self._update_group(self.actor, batch, self.objective.loss, self.objective.aggregation)
+        return metrics | of_actor | step_metrics.measure_policy_kl(batch, get_logprobs(outputs)), outputs
 
     def _update_group(
         self, group: WorkerGroup, batch: TrainBatch, loss: LossFn, aggregation: Aggregation

@@ -15,6 +15,7 @@ from hardware.platforms import get_platform
 from recipes.common import squares
 from recipes.common.addition import make_model
 from rlworker.algorithms.advantages import distill
+from rlworker.algorithms.objective import make_objective
 from rlworker.checks.plan import plan_recipe
 from rlworker.config.command_line import parse_config
 from rlworker.data.rows import Row, load_tokenizer
@@ -137,8 +138,12 @@ def test_small_it_can_start(monkeypatch, tmp_path, recipe, options, platform):
     if recipe.startswith("sft"):
         assert isinstance(trainer, SftTrainer)
         return
-    assert ("critic" in trainer.models, trainer.kl_in_reward > 0) == (("ppo" in recipe,) * 2)
-    assert ("reference" in trainer.models, trainer.advantage is distill) == (recipe != "dapo_math", recipe == "distill")
+    in_reward = config.algorithm.parts.kl_in == "reward"
+    assert ("critic" in trainer.models, in_reward) == (("ppo" in recipe,) * 2)
+    assert ("reference" in trainer.models, trainer.objective.advantage is distill) == (
+        recipe != "dapo_math",
+        recipe == "distill",
+    )
 
 
 def test_conversations_are_rows_of_supervised_training(monkeypatch, tmp_path):
@@ -240,7 +245,7 @@ def test_dapo_holds_length_against_right_and_wrong_alike():
     batch = TrainBatch.from_ids([[5] * (n + 1) for n in tokens], [1] * 3)
     batch = replace(batch, rewards=torch.tensor(right), group=torch.zeros(3, dtype=torch.long))
     config = replace(dapo_math.DEFAULT, rollout=replace(dapo_math.DEFAULT.rollout, max_new_tokens=20))
-    found = dapo_math.penalize_overlong(config)(batch).split(tokens)
+    found = make_objective(config).add_advantages(batch).require_column("advantages").split(tokens)
     rewards = torch.tensor([1.0, 0.5, -2.0])
     want = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     assert [float(part[0]) for part in found] == pytest.approx(want.tolist())

@@ -13,14 +13,14 @@ from engines.batch.batch import TrainBatch
 from rlworker.algorithms import advantages
 from rlworker.algorithms.advantages import (
     add_kl_penalty,
-    check_group_size,
     gae,
     returns_to_go,
     whiten,
 )
 from rlworker.algorithms.discounting import Selection, sum_discounted
 from rlworker.algorithms.losses import kl_k2
-from rlworker.config.run import CriticConfig
+from rlworker.algorithms.objective import check_group_size, configure_advantage
+from rlworker.config.run import CriticConfig, RunConfig
 from rlworker.errors import RunError
 
 
@@ -59,10 +59,11 @@ def test_distillation_by_hand():
 
 def test_a_run_with_a_critic_takes_gae_at_its_settings():
     batch = ragged_batch(turns=False)
-    found = advantages.configure_advantage(CriticConfig(train=True, gamma=0.5, lam=0.9))(batch)
+    critic = CriticConfig(train=True, gamma=0.5, lam=0.9)
+    found = configure_advantage(RunConfig(critic=critic))(batch)
     for got, wanted, swapped in zip(found, gae(batch, gamma=0.5, lam=0.9), gae(batch, gamma=0.9, lam=0.5)):
         assert torch.equal(got, wanted) and not torch.allclose(got, swapped)
-    assert advantages.configure_advantage(CriticConfig()) is advantages.grpo
+    assert configure_advantage(RunConfig()) is advantages.grpo
 
 
 def ragged_batch(turns: bool) -> TrainBatch:

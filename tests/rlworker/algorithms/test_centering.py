@@ -10,8 +10,9 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs
 from rlworker.algorithms import losses
-from rlworker.algorithms.losses import center_scores, check_centering, configure_loss, policy_loss
-from rlworker.config.sections import AlgorithmConfig
+from rlworker.algorithms.losses import center_scores, policy_loss
+from rlworker.algorithms.objective import check_centering, configure_loss
+from rlworker.config.algorithm import AlgorithmConfig
 
 N, VOCAB = 6, 24
 SURROGATES = {
@@ -235,7 +236,7 @@ def test_the_settings_become_a_centered_and_corrected_loss():
     outputs = make_outputs(logits, batch)
     plain = configure_loss(AlgorithmConfig())(outputs, batch)
     assert "correction" not in plain[1] and "top_mass" not in plain[1]
-    loss, metrics = configure_loss(AlgorithmConfig(score_centering=4), truncates_importance=True)(outputs, batch)
+    loss, metrics = configure_loss(AlgorithmConfig(score_centering=4), "truncated")(outputs, batch)
     want, _ = policy_loss(outputs, batch, correction=losses.truncated_importance)
     want = want + center_scores(outputs, batch, losses.truncated_importance).sum()
     assert loss.item() == pytest.approx(want.item(), rel=1e-12)

@@ -9,8 +9,9 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs
 from rlworker.algorithms import losses
-from rlworker.algorithms.losses import configure_loss, kl_k3, policy_loss, ppo, sft_loss, value_loss
-from rlworker.config.sections import AlgorithmConfig
+from rlworker.algorithms.losses import kl_k3, policy_loss, ppo, sft_loss, value_loss
+from rlworker.algorithms.objective import configure_loss
+from rlworker.config.algorithm import AlgorithmConfig
 
 
 def make_batch(mask, **columns) -> TrainBatch:
@@ -158,6 +159,42 @@ def test_corrections_by_hand():
     loss.backward()
     assert outputs.logprobs.grad.tolist() == pytest.approx([-2.0, -1.0, -0.25])
     assert metrics["correction"].item() == pytest.approx(3.25)
+
+
+@pytest.mark.parametrize(
+    ("importance", "bounds", "want"),
+    [
+        ("truncated", (), [2.0, 0.25, 2.0, 1.5]),
+        ("rejected", (0.2, 3.0), [0.0, 1.0, 1.0, 1.0]),
+        ("sequence_truncated", (0.9,), [0.9, 0.9, 0.9, 0.9]),
+        ("sequence_masked", (0.5, 2.0), [1.0, 1.0, 1.5, 1.5]),
+        ("sequence_rejected", (1.2, 2.0), [0.0, 0.0, 1.0, 1.0]),
+        ("geometric_rejected", (0.9, 1.1), [1.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_importance_of_tokens_and_sequences_by_hand(importance, bounds, want):
+    """Trainer over rollout 4 and 1/4 in one sequence, whose product and mean are 1; 3/2 in the other, behind a prompt
+    whose 2 counts for nothing."""
+    old = torch.tensor([4.0, 0.25, 2.0, 1.5]).log()
+    columns = {"old_logprobs": old.tolist(), "rollout_logprobs": [0.0] * 4, "advantages": [1.0] * 4}
+    outputs, batch = make_outputs(old.tolist()), two_sequences(**columns)
+    settings = AlgorithmConfig(importance=importance, importance_bounds=bounds)
+    loss, metrics = configure_loss(settings, importance)(outputs, batch)
+    loss.backward()
+    counting = [w * m for w, m in zip(want, batch.mask.tolist())]
+    assert outputs.logprobs.grad.tolist() == pytest.approx([-w for w in counting])
+    assert metrics["correction"].item() == pytest.approx(sum(counting))
+    assert metrics["rejected"].item() == sum(m and not w for w, m in zip(want, batch.mask.tolist()))
+
+
+def test_a_sequence_far_from_the_trainer_is_left_out_and_not_nan():
+    """The product of the ratios of 400 tokens is not a number of float32."""
+    columns = {"old_logprobs": [-1.0] * 400, "rollout_logprobs": [-2.0] * 400, "advantages": [1.0] * 400}
+    outputs = make_outputs([-1.0] * 400)
+    loss, _ = configure_loss(AlgorithmConfig(importance="sequence_masked"), "sequence_masked")(
+        outputs, make_batch([True] * 400, **columns)
+    )
+    assert loss.item() == 0
 
 
 def test_aggregations_by_hand():

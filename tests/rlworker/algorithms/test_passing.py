@@ -10,9 +10,10 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs
 from rlworker.algorithms import losses
-from rlworker.algorithms.advantages import configure_advantage, gae, grpo, remax
-from rlworker.algorithms.losses import configure_loss, kl_k2, policy_loss
-from rlworker.config.sections import AlgorithmConfig, CriticConfig
+from rlworker.algorithms.advantages import gae, grpo, remax
+from rlworker.algorithms.losses import kl_k2, policy_loss
+from rlworker.algorithms.objective import configure_advantage, configure_loss
+from rlworker.config.run import AlgorithmConfig, CriticConfig, RunConfig
 
 
 def own_loss(outputs, batch):
@@ -46,10 +47,10 @@ def test_a_loss_of_ours_that_code_passes_has_what_the_command_line_sets():
     assert compute(configure_loss(AlgorithmConfig(), loss=bound)) == pytest.approx(-1.2 + 0.025)
     in_reward = AlgorithmConfig(kl_coef=0.1, kl_in="reward")
     assert compute(configure_loss(in_reward, loss=partial(policy_loss, kl=kl_k2))) == pytest.approx(-1.2)
-    corrected = configure_loss(AlgorithmConfig(), True, partial(policy_loss, kl=kl_k2))
+    corrected = configure_loss(AlgorithmConfig(), "truncated", partial(policy_loss, kl=kl_k2))
     assert compute(corrected) == pytest.approx(-1.2 * 2), "of a rollout far from the trainer: truncated at 2"
     none = partial(policy_loss, correction=None)
-    assert compute(configure_loss(AlgorithmConfig(), True, none)) == pytest.approx(-1.2)
+    assert compute(configure_loss(AlgorithmConfig(), "truncated", none)) == pytest.approx(-1.2)
 
 
 def test_another_surrogate_has_its_own_clips_until_they_are_set():
@@ -60,10 +61,12 @@ def test_another_surrogate_has_its_own_clips_until_they_are_set():
 
 def test_a_loss_of_another_kind_is_given_what_its_parameters_name():
     plain = AlgorithmConfig(kl_coef=0.1)
-    assert configure_loss(plain, True, own_loss_of_settings)(None, None)[0].tolist() == pytest.approx([0.1, 0.5, 1])
-    nothing_set = configure_loss(AlgorithmConfig(), False, own_loss_of_settings)
+    assert configure_loss(plain, "truncated", own_loss_of_settings)(None, None)[0].tolist() == pytest.approx(
+        [0.1, 0.5, 1]
+    )
+    nothing_set = configure_loss(AlgorithmConfig(), "none", own_loss_of_settings)
     assert nothing_set(None, None)[0].tolist() == [0.0, 0.5, 0.0]
-    assert configure_loss(AlgorithmConfig(importance="none"), True, own_loss) is own_loss
+    assert configure_loss(AlgorithmConfig(importance="none"), "none", own_loss) is own_loss
 
 
 @pytest.mark.parametrize(
@@ -83,17 +86,18 @@ def test_a_loss_of_another_kind_is_given_what_its_parameters_name():
 def test_a_setting_that_a_passed_loss_would_drop_is_refused_by_name(loss, settings, message):
     algorithm = AlgorithmConfig(**settings)
     with pytest.raises(ValueError, match=f"^loss: .*{message}|^loss: {message}"):
-        configure_loss(algorithm, algorithm.importance == "truncated", loss)
+        configure_loss(algorithm, "truncated" if algorithm.importance == "truncated" else "none", loss)
 
 
 def test_an_advantage_is_given_the_critics_settings():
-    critic = CriticConfig(train=True, gamma=0.9)
+    critic = RunConfig(critic=CriticConfig(train=True, gamma=0.9))
     for passed in (None, gae, partial(gae, lam=0.5)):
         found = configure_advantage(critic, passed)
         lam = 0.5 if passed not in (None, gae) else None
         assert found.keywords["gamma"] == 0.9 and found.keywords.get("lam") == lam
-    assert configure_advantage(CriticConfig(gamma=0.9), remax) is remax, "without a critic there is nothing to set"
-    assert configure_advantage(CriticConfig()) is grpo
+    untrained = RunConfig(critic=CriticConfig(gamma=0.9))
+    assert configure_advantage(untrained, remax) is remax, "without a critic there is nothing to set"
+    assert configure_advantage(RunConfig()) is grpo
     with pytest.raises(ValueError, match=r"^advantage: critic\.gamma is 0\.9, .*, or leave --critic\.gamma out"):
         configure_advantage(critic, remax)
     with pytest.raises(ValueError, match=r"^advantage: the code sets gamma=0\.5, and critic\.gamma is 0\.9"):

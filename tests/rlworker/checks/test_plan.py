@@ -15,9 +15,10 @@ from engines.models.spec import ModelSpec
 from hardware.platform import KernelMemory
 from rlworker.__main__ import main
 from rlworker.checks.plan import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.memory import judge_machine
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PlacementConfig
+from rlworker.config.sections import CriticConfig, DataConfig, PlacementConfig
 
 QWEN_7B = {"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944}
 QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rope_theta": 1000000.0}

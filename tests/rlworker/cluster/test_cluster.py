@@ -193,7 +193,7 @@ def test_a_batch_is_counted_as_it_is():
 
     from engines.batch.batch import COLUMNS, TrainBatch
     from rlworker import RunConfig, SftConfig
-    from rlworker.config.sections import AlgorithmConfig
+    from rlworker.config.algorithm import AlgorithmConfig
     from rlworker.config.sizes import count_batch_bytes
 
     config = RunConfig(algorithm=AlgorithmConfig(score_centering=4))

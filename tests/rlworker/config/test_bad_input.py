@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from engines.pass_through import MEGATRON_OWN, MEGATRON_REFUSED, VLLM_OWN, VLLM_REFUSED
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (
-    AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
     DataConfig,
@@ -42,18 +43,20 @@ MAY_BE_INFINITE = ("clip_low", "clip_high", "logprob_diff_mean", "logprob_diff_m
 
 def wrong_type(kind: Any) -> st.SearchStrategy:
     """What a field of this annotation cannot hold."""
-    null = st.nothing() if kind == float | None else st.none()
-    if kind in (int, float, float | None, bool):
+    null = st.none()
+    if NoneType in (parts := get_args(kind)):
+        kind, null = next(part for part in parts if part is not NoneType), st.nothing()
+    if kind in (int, float, bool):
         number = {int: st.floats(), bool: st.integers()}.get(kind, st.just(math.nan))
         return st.one_of(number, st.text(), st.just([]), null, st.nothing() if kind is bool else st.booleans())
     text = st.text().filter(lambda text: text not in get_args(kind)) if kind is not str else st.nothing()
-    return st.one_of(st.integers(), st.none(), text, st.just([("a", 1)]))
+    return st.one_of(st.integers(), null, text, st.just([("a", 1)]))
 
 
 def wrong_values(section: str, name: str, kind: Any) -> list[st.SearchStrategy]:
     """What a field must refuse: values of other types, negative and infinite ones, zero and too large ones."""
     found = [wrong_type(kind)]
-    if kind is int:
+    if kind in (int, int | None):
         found += [st.integers(max_value=-1)]
     if kind in (float, float | None):
         found += [st.just(math.nan)]

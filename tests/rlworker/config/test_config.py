@@ -21,15 +21,10 @@ from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, list_override_warnings
 from hardware.platform import make_ray_options
 from hardware.platforms import PLATFORMS, get_platform
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.model_checks import check_engines
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import (
-    AlgorithmConfig,
-    CriticConfig,
-    DataConfig,
-    LimitsConfig,
-    PlacementConfig,
-)
+from rlworker.config.sections import CriticConfig, DataConfig, LimitsConfig, PlacementConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
 
@@ -70,11 +65,11 @@ def test_what_cannot_run_ahead_is_refused(settings, message):
 def test_importance_is_truncated_where_an_engine_is_bf16_or_rollouts_run_ahead():
     bf16 = {"actor": MegatronConfig(dtype="bfloat16")}, {"rollout": VllmConfig(dtype="bfloat16")}
     ahead = {"rollout": VllmConfig(staleness=1)}
-    for settings, want in (({}, False), (bf16[0], True), (bf16[1], True), (ahead, True)):
-        assert RunConfig(**settings).truncates_importance == want
-    for importance, want in (("truncated", True), ("none", False)):
+    for settings, want in (({}, "none"), (bf16[0], "truncated"), (bf16[1], "truncated"), (ahead, "truncated")):
+        assert RunConfig(**settings).importance == want
+    for importance in ("truncated", "masked", "none"):
         algorithm = AlgorithmConfig(importance=importance)
-        assert {RunConfig(algorithm=algorithm, **s).truncates_importance for s in ({}, ahead, *bf16)} == {want}
+        assert {RunConfig(algorithm=algorithm, **s).importance for s in ({}, ahead, *bf16)} == {importance}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +205,7 @@ INF, NAN = float("inf"), float("nan")
     [
         (AlgorithmConfig, "mini_batches", 0, "algorithm: mini_batches must be at least 1, got 0; change --algorithm"),
         (AlgorithmConfig, "kl_coef", -0.1, "algorithm: kl_coef must be finite and not negative, got -0.1"),
-        (AlgorithmConfig, "clip_low", NAN, "algorithm: clip_low must be a number, got nan"),
+        (AlgorithmConfig, "clip_low", NAN, "algorithm: clip_low must be a number or null, got nan"),
         (RunConfig, "seed", -1, "config: seed must be from 0 to 4294967295, got -1"),
         (RunConfig, "seed", 2**32, "config: seed must be from 0 to 4294967295, got 4294967296"),
         (RunConfig, "steps", "5", "config: steps must be a whole number, got '5'; change --steps"),

@@ -17,9 +17,10 @@ from engines.config import VllmConfig
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig
+from rlworker.config.sections import CriticConfig, DataConfig
 from rlworker.config.sft import SftConfig
 
 NAME = "hf:org/tiny"

@@ -11,8 +11,8 @@ from support.environments.runners import Engines, LocalPool, encode, make_codec,
 
 from engines.batch.samples import Completions, Sampling
 from engines.config import VllmConfig
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import AlgorithmConfig
 from rlworker.data.rows import Row
 from rlworker.environments import Episode, batch_reward
 from rlworker.environments.reward import make_environment

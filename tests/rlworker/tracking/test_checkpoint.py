@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import AlgorithmConfig, CriticConfig, DataConfig, EnvironmentConfig
+from rlworker.config.sections import CriticConfig, DataConfig, EnvironmentConfig
 from rlworker.tracking import step_lines
 from rlworker.tracking.run_folder import RunFolder, Score
 
@@ -130,7 +131,7 @@ def test_a_resumed_run_takes_other_settings_and_says_so(tmp_path):
     state, text = begin(folder, other)
     assert state["step"] == 1 and text == (
         "run: goes on from step 1 (checkpoints/step_1); with other settings: actor.optimizer.lr 1e-06 -> 0.1, "
-        "actor.ranks 1 -> 2, actor.tp 1 -> 2, algorithm.kl_coef 0.0 -> 0.5, algorithm.mini_batches 1 -> 2, "
+        "actor.ranks 1 -> 2, actor.tp 1 -> 2, algorithm.kl_coef None -> 0.5, algorithm.mini_batches 1 -> 2, "
         "environment.workers 1 -> 2, prompts_per_step 32 -> 16, rollout.temperature 1.0 -> 0.5, steps 10 -> 20"
     )
     folder.record_start(1, "cpu")

@@ -20,15 +20,8 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.batch.shard import TokenOutputs, ValueOutputs
 from engines.config import VllmConfig
-from rlworker.algorithms.advantages import gae, grpo
-from rlworker.algorithms.losses import (
-    configure_loss,
-    kl_k3,
-    policy_loss,
-    token_mean,
-    truncated_importance,
-    value_loss,
-)
+from rlworker.algorithms.losses import kl_k3, policy_loss, truncated_importance
+from rlworker.algorithms.objective import make_objective
 from rlworker.config.run import AlgorithmConfig, CriticConfig, RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.examples import Example
@@ -147,7 +140,7 @@ def written(trainer, config, folder: Path) -> set[str]:
     return set().union(*map(json.loads, lines))
 
 
-def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, advantage=grpo, **settings) -> set[str]:
+def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, advantage=None, **settings) -> set[str]:
     from rlworker.rollouts.manager import RolloutManager
     from rlworker.trainers.agreement import SyncedWeights
     from rlworker.trainers.rl import Trainer
@@ -161,10 +154,7 @@ def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, a
     trainer.models = {"actor": SimpleNamespace(vision=VISION, banned_tokens=(IMAGE_TOKEN,))}
     trainer.synced = SyncedWeights("float32")
     trainer.rows = trainer.heldout = rows_with_an_image() * 8
-    trainer.advantage, trainer.aggregation = advantage, token_mean
-    trainer.loss = loss or configure_loss(config.algorithm, config.truncates_importance)
-    trainer.value_loss = partial(value_loss, clip=config.critic.clip)
-    trainer.kl_in_reward = config.algorithm.kl_coef if config.algorithm.kl_in == "reward" else 0.0
+    trainer.objective = make_objective(config, advantage, loss)
     trainer.version = trainer.empty_steps = 0
     trainer.devices = SharedDevices()
     trainer.processes, trainer.rollouts = [], (loop := Loop(trainer, alike, turns))
@@ -187,14 +177,14 @@ def supervised_fields(folder: Path) -> set[str]:
 @pytest.fixture
 def fields(tmp_path) -> set[str]:
     correcting = partial(policy_loss, kl_coef=0.1, kl=kl_k3, correction=truncated_importance)
-    algorithm = AlgorithmConfig(kl_coef=0.1, mini_batches=2, greedy_baseline=True)
+    algorithm = AlgorithmConfig(kl_coef=0.1, mini_batches=2, epochs=2, greedy_baseline=True)
     in_reward = replace(algorithm, kl_in="reward")
     critic = CriticConfig(train=True, clip=0.5, warmup_steps=1)
     centering = AlgorithmConfig(score_centering=TOP, mini_batches=2)
     approximate = VllmConfig(attention_override=("vllm_cpu/images",))
     return (
         rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate)
-        | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic, advantage=gae)
+        | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic)
         | rl_fields(tmp_path / "turns", turns=2)
         | rl_fields(tmp_path / "centered", algorithm=centering)
         | rl_fields(tmp_path / "ahead", rollout=VllmConfig(staleness=1))

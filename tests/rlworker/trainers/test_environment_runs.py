@@ -77,13 +77,13 @@ def finished(config, tmp_path_factory):
     folder, batches = tmp_path_factory.mktemp("run") / "run", []
 
     def record(trainer):
-        advantage = trainer.advantage
+        advantage = trainer.objective.advantage
 
         def keep(batch):
             batches.append(batch)
             return advantage(batch)
 
-        trainer.advantage = keep
+        trainer.objective = replace(trainer.objective, advantage=keep)
 
     return run(config, folder, before=record), folder, batches
 

@@ -8,7 +8,8 @@ import pytest
 from kill_chain import compare_ends, make_config, read_metrics_without_times
 
 from recipes.common.addition import make_data, make_model
-from rlworker.config.sections import AlgorithmConfig, CheckpointConfig, CriticConfig, PlacementConfig, RecoveryConfig
+from rlworker.config.algorithm import AlgorithmConfig
+from rlworker.config.sections import CheckpointConfig, CriticConfig, PlacementConfig, RecoveryConfig
 
 
 class Device:

@@ -16,9 +16,9 @@ from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.addition import make_data, make_tokenizer
 from rlworker.algorithms.advantages import distill, grpo, remax
 from rlworker.algorithms.losses import policy_loss, sequence_mean
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (
-    AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
     DataConfig,
@@ -97,11 +97,12 @@ def finished(make_hf_model, data, tmp_path_factory):
         faults["unsent"] = str(error.value)
         del trainer.sync_weights, trainer.check_canary
         in_third = lambda batch: batch.repeat_per_token(batch.group) == 3  # noqa: E731
-        trainer.advantage = lambda batch: torch.where(in_third(batch), float("nan"), grpo(batch))
+        broken = lambda batch: torch.where(in_third(batch), float("nan"), grpo(batch))  # noqa: E731
+        objective, trainer.objective = trainer.objective, replace(trainer.objective, advantage=broken)
         with pytest.raises(RuntimeError) as error:
             trainer.step()
         faults["nan"] = str(error.value)
-        trainer.advantage = grpo
+        trainer.objective = objective
         faults["none"] = sync_with(trainer, "none")
         faults["floor"] = trainer.canary.measure_floor()
         faults |= steps_of_few_groups(trainer)

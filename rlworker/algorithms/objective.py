@@ -1,0 +1,232 @@
+"""The functions that a run learns by: those that code passes, and for the rest those that the settings choose."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from engines.batch.batch import TrainBatch
+from engines.interfaces import LossFn
+from engines.validation import option
+from rlworker.algorithms import advantages, losses
+from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, add_overlong_penalty
+from rlworker.algorithms.losses import Aggregation, Correction, KlEstimate, policy_loss, value_loss
+from rlworker.algorithms.passing import PassedFunction
+from rlworker.config.algorithm import Algorithm, AlgorithmConfig, Importance, split_importance
+from rlworker.config.run import RunConfig
+from rlworker.errors import RunError
+
+_CLIPS = dict(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+"""Clips of a loss of the user's that has parameters for them, where none are set."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The functions that a run learns by, with their settings.
+
+    Attributes:
+        advantage, loss, aggregation: as ``Trainer`` takes them. value_loss: of the critic.
+        penalize: adds the penalties of the reward to a batch with logprobs.
+        trains_critic: the advantage returns the critic's targets too.
+    """
+
+    advantage: AdvantageFn
+    loss: LossFn
+    aggregation: Aggregation
+    value_loss: LossFn = value_loss
+    penalize: Callable[[TrainBatch], TrainBatch] = lambda batch: batch
+    trains_critic: bool = False
+
+    def add_advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Add penalties, advantages and the critic's returns to a batch with rewards and logprobs."""
+        batch = self.penalize(batch)
+        result = self.advantage(batch)
+        if isinstance(result, tuple) != self.trains_critic:
+            raise RunError(
+                "advantage: with --critic.train it must return ([N] advantages, [N] returns), else [N], got "
+                f"a {type(result).__name__}"
+            )
+        columns, returns = result if isinstance(result, tuple) else (result, None)
+        return replace(batch, advantages=columns, returns=returns)
+
+
+def make_objective(
+    config: RunConfig,
+    advantage: AdvantageFn | None = None,
+    loss: LossFn | None = None,
+    aggregation: Aggregation | None = None,
+) -> Objective:
+    """Choose the functions of a run and give them its settings.
+
+    Args:
+        advantage, loss, aggregation: passed by code; each wins over that part of the algorithm, and None takes it.
+
+    Raises:
+        ValueError: the user set what a passed function does not take or what the code sets otherwise; the advantage
+            has nothing to compare; or loss and recorded logprobs do not fit together.
+    """
+    chosen = configure_advantage(config, advantage)
+    check_group_size(chosen, config.samples_per_prompt)
+    minimised = configure_loss(config.algorithm, config.importance, loss or policy_loss)
+    check_centering(minimised, config.algorithm)
+    return Objective(
+        chosen,
+        minimised,
+        choose_aggregation(config, aggregation),
+        partial(value_loss, clip=config.critic.clip),
+        partial(penalize_reward, algorithm=config.algorithm.parts, max_tokens=config.rollout.max_new_tokens),
+        config.trains_critic,
+    )
+
+
+def configure_advantage(config: RunConfig, advantage: AdvantageFn | None = None) -> AdvantageFn:
+    """Choose the advantage, and where a critic is trained give it the critic's settings that its parameters name.
+
+    Raises:
+        ValueError: the user set one that the advantage does not take, or that the code sets to another value.
+    """
+    _refuse_both("advantage", advantage, config.algorithm)
+    name = "gae" if config.trains_critic else config.algorithm.parts.advantage
+    passed, critic = PassedFunction(advantage or getattr(advantages, name), "advantage"), config.critic
+    if config.trains_critic:
+        passed.give_settings("critic", type(critic)(), gamma=critic.gamma, lam=critic.lam)
+    return passed.build()
+
+
+def check_group_size(advantage: AdvantageFn, samples_per_prompt: int) -> None:
+    """Raise ValueError where a group-relative advantage would have nothing to compare."""
+    function: Any = PassedFunction(advantage, "advantage").inner
+    if samples_per_prompt == 1 and getattr(function, "group_relative", False):
+        raise ValueError(
+            f"config: samples_per_prompt=1 leaves {function.__name__} nothing to compare a completion with, so that "
+            "every advantage is 0; raise --samples-per-prompt, or take an advantage that needs no group (a critic's, "
+            "remax, reinforce_plus_plus)"
+        )
+
+
+def choose_aggregation(config: RunConfig, aggregation: Aggregation | None = None) -> Aggregation:
+    """Choose the weights of tokens; ValueError where both the user and the code do."""
+    algorithm = config.algorithm
+    _refuse_both("aggregation", aggregation, algorithm)
+    if aggregation:
+        return aggregation
+    if algorithm.parts.aggregation == "constant_length":
+        return partial(losses.constant_length, tokens=config.rollout.max_new_tokens)
+    return getattr(losses, algorithm.parts.aggregation)
+
+
+def configure_loss(algorithm: AlgorithmConfig, importance: Importance = "none", loss: LossFn = policy_loss) -> LossFn:
+    """Give a loss the settings that its keyword parameters name, and ``policy_loss`` the algorithm's surrogate.
+
+    Settings of the algorithm's name that are of a surrogate go to its own alone. A loss that takes a ``correction``
+    gets the configured one, where the code sets none.
+
+    Args:
+        importance: kind of weight, ``RunConfig.importance``.
+
+    Raises:
+        ValueError: the user set one that the loss does not take, or that the code sets to another value.
+    """
+    passed, parts = PassedFunction(loss, "loss"), algorithm.parts
+    own = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip)
+    if passed.inner is policy_loss:
+        _give_surrogate(passed, algorithm, own)
+    else:
+        for name, value in own.items():
+            named = getattr(parts, name)
+            passed.give(name, _CLIPS[name] if named is None else named, f"algorithm.{name}", value is not None)
+        passed.give("surrogate", None, "algorithm.surrogate", algorithm.surrogate is not None)
+    if parts.kl_in == "loss":
+        is_named = parts.kl_coef > 0 and "kl_coef" not in passed.bound
+        passed.give("kl_coef", parts.kl_coef, "algorithm.kl_coef", algorithm.kl_coef is not None or is_named)
+        if estimate := parts.kl_estimate:
+            is_named = passed.takes("kl") and "kl" not in passed.bound
+            is_set = algorithm.kl_estimate is not None or is_named
+            passed.give("kl", find_kl_estimate(estimate), "algorithm.kl_estimate", is_set)
+    else:
+        passed.give("kl_coef", 0.0, "algorithm.kl_coef", False)
+    passed.give_settings("algorithm", AlgorithmConfig(), entropy_coef=algorithm.entropy_coef)
+    _give_correction(passed, algorithm, importance)
+    return passed.build()
+
+
+def _give_surrogate(passed: PassedFunction, algorithm: AlgorithmConfig, own: dict[str, Any]) -> None:
+    """Give ``policy_loss`` its surrogate, and the surrogate its parameters.
+
+    Args:
+        own: clips by name, as the user set them; None where not.
+    """
+    function = getattr(losses, algorithm.parts.surrogate)
+    is_of_code = "surrogate" in passed.bound
+    passed.give("surrogate", function, "algorithm.surrogate", algorithm.surrogate is not None)
+    surrogate = PassedFunction(passed.bound["surrogate"] if is_of_code else function, "loss: surrogate")
+    for name, value in own.items():
+        value = value if is_of_code else getattr(algorithm.parts, name)
+        surrogate.give(name, value, f"algorithm.{name}", value is not None)
+    if surrogate.given or not is_of_code:
+        passed.given["surrogate"] = surrogate.build()
+    if "center" not in passed.bound:
+        passed.given["center"] = algorithm.score_centering > 0
+
+
+def _give_correction(passed: PassedFunction, algorithm: AlgorithmConfig, importance: Importance) -> None:
+    if not passed.takes("correction") and algorithm.importance in ("auto", "none"):
+        return
+    correction = choose_correction(algorithm, importance)
+    is_set = algorithm.importance != "auto" or (correction is not None and "correction" not in passed.bound)
+    passed.give("correction", correction, "algorithm.importance", is_set)
+    level, _ = split_importance(importance)
+    passed.give("importance_level", level, "algorithm.importance", level != "token")
+
+
+def choose_correction(algorithm: AlgorithmConfig, importance: Importance) -> Correction | None:
+    """Choose the correction of a kind, with the bounds that are set; None where there is none."""
+    if importance == "none":
+        return None
+    function = cast(Correction, getattr(losses, f"{split_importance(importance)[1]}_importance"))
+    bounds = dict(zip(("max_ratio", "min_ratio"), reversed(algorithm.importance_bounds), strict=False))
+    return partial(function, **bounds) if bounds else function
+
+
+def find_kl_estimate(name: str) -> KlEstimate:
+    """Find the function of an estimate by its name in the settings, ``k1``."""
+    return getattr(losses, f"kl_{name}")
+
+
+def penalize_reward(batch: TrainBatch, algorithm: Algorithm, max_tokens: int) -> TrainBatch:
+    """Return the batch with the penalties on its rewards: for length and for KL to the reference.
+
+    Args:
+        max_tokens: the longest completion.
+    """
+    if buffer := round(algorithm.overlong_buffer * max_tokens):
+        batch = add_overlong_penalty(batch, max_tokens, buffer)
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        batch = add_kl_penalty(batch, algorithm.kl_coef, find_kl_estimate(algorithm.kl_estimate or "k1"))
+    return batch
+
+
+def check_centering(loss: LossFn, algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError where ``policy_loss`` centers scores and nothing is recorded for it, or the other way round, or
+    its surrogate cannot be centered. Other losses are not checked.
+    """
+    passed = PassedFunction(loss, "loss")
+    if passed.inner is not policy_loss:
+        return
+    center, top = passed.bound.get("center", False), algorithm.score_centering
+    if center != (top > 0):
+        raise ValueError(
+            f"loss: policy_loss has center={center} and algorithm.score_centering={top}, expected both or none; set "
+            "center=True in the loss and --algorithm.score-centering to the number of likeliest tokens"
+        )
+    if center:
+        losses.refuse_sequence_ratio(passed.bound.get("surrogate", losses.ppo))
+
+
+def _refuse_both(part: str, function: Callable | None, algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError where code passes a part and the user sets it too."""
+    if function and (name := getattr(algorithm, part)):
+        raise ValueError(
+            f"{part}: the code passes a function, and algorithm.{part} is {name!r}; leave one of them and "
+            f"{option('algorithm', part)} out"
+        )
