@@ -9,6 +9,11 @@ from engines.models.spec import ModelSpec
 from engines.models.weight import Part
 from engines.validation import (
     FINITE,
+    MEGATRON_OWN,
+    MEGATRON_REFUSED,
+    MEGATRON_SOURCES,
+    VLLM_OWN,
+    VLLM_REFUSED,
     PassThrough,
     check_numbers,
     check_pass_through,
@@ -19,66 +24,8 @@ from hardware.attention.capabilities import check_override
 from hardware.attention.rollouts import check_rollout_override
 from hardware.attention.rules import compute_slot_unit
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-VLLM_OWN = _names(
-    "model dtype max_model_len max_num_seqs logprobs_mode worker_extension_cls disable_log_stats "
-    "max_logprobs skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
-    "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls "
-    "enable_sleep_mode scheduling_policy config_format load_format"
-)
-"""Arguments of vLLM's LLM that the engine sets itself."""
-
-VLLM_REFUSED = _names(
-    # the distribution of tokens and their logprobs
-    "generation_config override_generation_config logits_processors watermark_config diffusion_config "
-    "speculative_config spec_method spec_model spec_tokens runner convert pooler_config "
-    # another model than the folder's, or other weights
-    "hf_overrides hf_config_path model_class_overrides model_weights ignore_patterns "
-    "quantization quantization_config enable_lora disable_sliding_window "
-    # other pixels than the trainer sees
-    "mm_processor_kwargs media_io_kwargs "
-    # vLLM's LLM refuses it: this project splits prompts over engines
-    "data_parallel_size "
-    # devices that were not set aside, and machines beside the engine's own
-    "prefill_context_parallel_size nnodes node_rank"
-)
-"""Arguments of vLLM's LLM that would make it sample otherwise than by softmax(logits / temperature) of the trained
-model, or report another logprob than its logarithm."""
-
-MEGATRON_OWN = _names(
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
-    "layernorm_epsilon softmax_scale activation_func gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm "
-    "attention_dropout hidden_dropout tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-    "sequence_parallel params_dtype pipeline_dtype bf16 init_method output_layer_init_method variable_seq_lengths "
-    "moe_token_dispatcher_type batch_p2p_comm calculate_per_token_loss finalize_model_grads_func "
-    "bias_activation_fusion bias_dropout_fusion masked_softmax_fusion gradient_accumulation_fusion apply_rope_fusion "
-    "persist_layer_norm recompute_granularity recompute_modules recompute_method recompute_num_layers "
-    "deterministic_mode"
-)
-"""Fields of Megatron's TransformerConfig that the engine sets itself."""
-
-MEGATRON_REFUSED = _names(
-    # another model than the folder's
-    "num_moe_experts mtp_num_layers multi_latent_attention experimental_attention_variant linear_attention_freq "
-    "window_size softmax_type qk_l2_norm qk_clip attention_output_gate layernorm_zero_centered_gamma "
-    "apply_residual_connection_post_layernorm apply_query_key_layer_scaling activation_func_clamp_value "
-    "glu_linear_offset heterogeneous_block_specs is_hybrid_model fp16 fp8 fp4 "
-    # layers where weights are not looked for, and parameters without the marks that initialising leaves
-    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split virtual_pipeline_model_parallel_size "
-    "expert_model_parallel_size perform_initialization init_model_with_meta_device"
-)
-"""Fields of Megatron's TransformerConfig that would build another model, or one that the engine cannot load."""
-
-MEGATRON_SOURCES = (
-    ("core/transformer/transformer_config.py", "TransformerConfig"),
-    ("core/model_parallel_config.py", "ModelParallelConfig"),
-)
-"""Megatron's files and classes that hold the fields of TransformerConfig."""
+MOST_KEPT = 1024
+"""Largest top_k: so many ids may travel with every sampled token."""
 
 VLLM_VOCAB_UNIT = 64
 """vLLM pads a vocabulary to a multiple of this before it cuts it (0.32, layers/vocab_parallel_embedding.py)."""
@@ -232,17 +179,61 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True)
-class VllmConfig:
+class SamplingConfig:
+    """The sampling of completions: their distribution, and where they end."""
+
+    max_new_tokens: Annotated[int, Ge(1)] = 256
+    """Longest completion, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature, from 0.01 to 2; the trainer divides its logits by it too."""
+    top_k: Annotated[int, Ge(0), Le(MOST_KEPT)] = 0
+    """Number of likeliest ids that may be sampled; 0 keeps all. The kept ids come with each sampled token, and the
+    trainer's logprobs and entropy are of these alone."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Of the ids that top_k keeps: the likeliest, whose probability together reaches top_p."""
+    min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Ids that are less likely than min_p times the likeliest are not sampled; with top_k."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, of one token or several. A stop text is sampled and trained, and left out of the
+    text that rewards read."""
+    min_new_tokens: Annotated[int, Ge(0)] = 0
+    """Shortest completion, in tokens; with top_k. Until then no token and no text ends it."""
+    ignore_eos: bool = False
+    """Sample on past the tokens that end an answer, up to max_new_tokens."""
+
+    def check_sampling(self) -> None:
+        """Raise ValueError where a setting of the sampling cannot be, or needs another."""
+        # Below vLLM samples at 0.01 (0.32, sampling_params), or greedily; above it refuses.
+        rule = "from 0.01 to 2, which vLLM takes (a greedy policy has no gradient)"
+        check_numbers("rollout", self, rule, lambda x: 0.01 <= x <= 2, "temperature")
+        if not self.top_k and (self.top_p < 1 or self.min_p):
+            name, value = ("top_p", self.top_p) if self.top_p < 1 else ("min_p", self.min_p)
+            raise ValueError(
+                f"rollout: {name}={value} keeps as many ids as it takes, and those of every token travel to the "
+                "trainer, which needs a limit on them; set --rollout.top-k too, such as 50"
+            )
+        if self.min_new_tokens and not self.top_k:
+            raise ValueError(
+                f"rollout: min_new_tokens={self.min_new_tokens} takes the tokens that end an answer from the sampled "
+                "distribution, which the trainer follows by the ids that were kept; set --rollout.top-k too, such as 50"
+            )
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"rollout: min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower "
+                "--rollout.min-new-tokens"
+            )
+        if "" in self.stop:
+            raise ValueError("rollout: stop has an empty text, which ends every completion; leave it out")
+
+
+@dataclass(frozen=True)
+class VllmConfig(SamplingConfig):
     """The rollout engines: vLLM, its sizes and its sampling."""
 
     engines: Annotated[int, Ge(1)] = 1
     """Number of vLLM engines; the prompts of a step are split over them."""
     tp: Annotated[int, Ge(1)] = 1
     """Tensor-parallel size: devices of each engine."""
-    max_new_tokens: Annotated[int, Ge(1)] = 256
-    """Longest completion, in tokens."""
-    temperature: float = 1.0
-    """Sampling temperature, from 0.01 to 2; the trainer divides its logits by it too."""
     max_model_len: Annotated[int, Ge(1)] = 2048
     """Longest sequence, prompt and completion together, in tokens."""
     max_num_seqs: Annotated[int, Ge(1)] = 256
@@ -263,10 +254,8 @@ class VllmConfig:
 
     def __post_init__(self):
         check_types("rollout", self)
+        self.check_sampling()
         check_rollout_override(self.attention_override)
-        # Below vLLM samples at 0.01 (0.32, sampling_params), or greedily; above it refuses.
-        rule = "from 0.01 to 2, which vLLM takes (a greedy policy has no gradient)"
-        check_numbers("rollout", self, rule, lambda x: 0.01 <= x <= 2, "temperature")
         if self.max_new_tokens >= self.max_model_len:
             raise ValueError(
                 f"rollout: max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
@@ -295,6 +284,11 @@ class VllmConfig:
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError where vLLM would refuse the model, or compute it otherwise than the trainer."""
         self.check_cut(model)
+        if self.top_k > model.vocab:
+            raise ValueError(
+                f"rollout: top_k={self.top_k} is above the {model.vocab} tokens of the model's vocabulary; lower "
+                "--rollout.top-k"
+            )
         if self.max_model_len > model.max_positions:
             raise ValueError(
                 f"rollout: max_model_len={self.max_model_len} is above the model's {model.max_positions} positions; "

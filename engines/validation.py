@@ -23,6 +23,67 @@ LARGEST = sys.float_info.max
 FINITE = Le(LARGEST)
 """Bound of a number that may be anything but infinite: ``Annotated[float, Ge(0), FINITE]``."""
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+VLLM_OWN = _names(
+    "model dtype max_model_len max_num_seqs logprobs_mode worker_extension_cls disable_log_stats "
+    "max_logprobs skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
+    "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls "
+    "enable_sleep_mode scheduling_policy config_format load_format"
+)
+"""Arguments of vLLM's LLM that the engine sets itself."""
+
+VLLM_REFUSED = _names(
+    # the distribution of tokens and their logprobs
+    "generation_config override_generation_config logits_processors watermark_config diffusion_config "
+    "speculative_config spec_method spec_model spec_tokens runner convert pooler_config "
+    # another model than the folder's, or other weights
+    "hf_overrides hf_config_path model_class_overrides model_weights ignore_patterns "
+    "quantization quantization_config enable_lora disable_sliding_window "
+    # other pixels than the trainer sees
+    "mm_processor_kwargs media_io_kwargs "
+    # vLLM's LLM refuses it: this project splits prompts over engines
+    "data_parallel_size "
+    # devices that were not set aside, and machines beside the engine's own
+    "prefill_context_parallel_size nnodes node_rank"
+)
+"""Arguments of vLLM's LLM that would make it sample otherwise than by softmax(logits / temperature) of the trained
+model, or report another logprob than its logarithm."""
+
+MEGATRON_OWN = _names(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+    "layernorm_epsilon softmax_scale activation_func gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm "
+    "attention_dropout hidden_dropout tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "sequence_parallel params_dtype pipeline_dtype bf16 init_method output_layer_init_method variable_seq_lengths "
+    "moe_token_dispatcher_type batch_p2p_comm calculate_per_token_loss finalize_model_grads_func "
+    "bias_activation_fusion bias_dropout_fusion masked_softmax_fusion gradient_accumulation_fusion apply_rope_fusion "
+    "persist_layer_norm recompute_granularity recompute_modules recompute_method recompute_num_layers "
+    "deterministic_mode"
+)
+"""Fields of Megatron's TransformerConfig that the engine sets itself."""
+
+MEGATRON_REFUSED = _names(
+    # another model than the folder's
+    "num_moe_experts mtp_num_layers multi_latent_attention experimental_attention_variant linear_attention_freq "
+    "window_size softmax_type qk_l2_norm qk_clip attention_output_gate layernorm_zero_centered_gamma "
+    "apply_residual_connection_post_layernorm apply_query_key_layer_scaling activation_func_clamp_value "
+    "glu_linear_offset heterogeneous_block_specs is_hybrid_model fp16 fp8 fp4 "
+    # layers where weights are not looked for, and parameters without the marks that initialising leaves
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split virtual_pipeline_model_parallel_size "
+    "expert_model_parallel_size perform_initialization init_model_with_meta_device"
+)
+"""Fields of Megatron's TransformerConfig that would build another model, or one that the engine cannot load."""
+
+MEGATRON_SOURCES = (
+    ("core/transformer/transformer_config.py", "TransformerConfig"),
+    ("core/model_parallel_config.py", "ModelParallelConfig"),
+)
+"""Megatron's files and classes that hold the fields of TransformerConfig."""
+
 _BOUNDS = (Gt, Ge, Lt, Le, Interval)
 _HOLDS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
 

@@ -78,7 +78,7 @@ class EnvRunner:
         end = None if message.longest_s is None else time.monotonic() + message.longest_s
         answers = message.list_answers()
         given = [answer.token_ids for job in message.jobs for _, answer in job.answers]
-        texts = deque(self.codec.decode_all([*given, *(answer.token_ids for _, answer in answers)]))
+        texts = deque(self.codec.read_samples([*given, *(answer.token_ids for _, answer in answers)]))
         for job in message.jobs:
             begun = RunningEpisode(job, [texts.popleft() for _ in job.answers], message.rows[job.row], self)
             self._backlog.append(begun)

@@ -20,14 +20,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from engines.config import (
-    MEGATRON_OWN,
-    MEGATRON_REFUSED,
-    VLLM_OWN,
-    VLLM_REFUSED,
     MegatronConfig,
     OptimizerConfig,
     VllmConfig,
 )
+from engines.validation import MEGATRON_OWN, MEGATRON_REFUSED, VLLM_OWN, VLLM_REFUSED
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import (

@@ -9,17 +9,19 @@ import pytest
 from support.ranks.engines_cases import start_process
 
 from engines.config import (
-    MEGATRON_OWN,
-    MEGATRON_REFUSED,
-    MEGATRON_SOURCES,
-    VLLM_OWN,
-    VLLM_REFUSED,
     MegatronConfig,
     OptimizerConfig,
     VllmConfig,
 )
 from engines.models.spec import ModelSpec
-from engines.validation import read_installed_fields
+from engines.validation import (
+    MEGATRON_OWN,
+    MEGATRON_REFUSED,
+    MEGATRON_SOURCES,
+    VLLM_OWN,
+    VLLM_REFUSED,
+    read_installed_fields,
+)
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, list_override_warnings
 from hardware.platform import list_ray_resources, make_ray_options
