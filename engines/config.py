@@ -12,6 +12,9 @@ from hardware.attention.capabilities import check_override
 from hardware.attention.rollouts import check_rollout_override
 from hardware.attention.rules import compute_slot_unit
 
+MOST_KEPT = 1024
+"""Largest top_k: so many ids may travel with every sampled token."""
+
 VLLM_VOCAB_UNIT = 64
 """vLLM pads a vocabulary to a multiple of this before it cuts it (0.32, layers/vocab_parallel_embedding.py)."""
 
@@ -165,17 +168,61 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True)
-class VllmConfig:
+class SamplingConfig:
+    """The sampling of completions: their distribution, and where they end."""
+
+    max_new_tokens: Annotated[int, Ge(1)] = 256
+    """Longest completion, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature, from 0.01 to 2; the trainer divides its logits by it too."""
+    top_k: Annotated[int, Ge(0), Le(MOST_KEPT)] = 0
+    """Number of likeliest ids that may be sampled; 0 keeps all. The kept ids come with each sampled token, and the
+    trainer's logprobs and entropy are of these alone."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Of the ids that top_k keeps: the likeliest, whose probability together reaches top_p."""
+    min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Ids that are less likely than min_p times the likeliest are not sampled; with top_k."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, of one token or several. A stop text is sampled and trained, and left out of the
+    text that rewards read."""
+    min_new_tokens: Annotated[int, Ge(0)] = 0
+    """Shortest completion, in tokens; with top_k. Until then no token and no text ends it."""
+    ignore_eos: bool = False
+    """Sample on past the tokens that end an answer, up to max_new_tokens."""
+
+    def check_sampling(self) -> None:
+        """Raise ValueError where a setting of the sampling cannot be, or needs another."""
+        # Below vLLM samples at 0.01 (0.32, sampling_params), or greedily; above it refuses.
+        rule = "from 0.01 to 2, which vLLM takes (a greedy policy has no gradient)"
+        check_numbers("rollout", self, rule, lambda x: 0.01 <= x <= 2, "temperature")
+        if not self.top_k and (self.top_p < 1 or self.min_p):
+            name, value = ("top_p", self.top_p) if self.top_p < 1 else ("min_p", self.min_p)
+            raise ValueError(
+                f"rollout: {name}={value} keeps as many ids as it takes, and those of every token travel to the "
+                "trainer, which needs a limit on them; set --rollout.top-k too, such as 50"
+            )
+        if self.min_new_tokens and not self.top_k:
+            raise ValueError(
+                f"rollout: min_new_tokens={self.min_new_tokens} takes the tokens that end an answer from the sampled "
+                "distribution, which the trainer follows by the ids that were kept; set --rollout.top-k too, such as 50"
+            )
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"rollout: min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower "
+                "--rollout.min-new-tokens"
+            )
+        if "" in self.stop:
+            raise ValueError("rollout: stop has an empty text, which ends every completion; leave it out")
+
+
+@dataclass(frozen=True)
+class VllmConfig(SamplingConfig):
     """The rollout engines: vLLM, its sizes and its sampling."""
 
     engines: Annotated[int, Ge(1)] = 1
     """Number of vLLM engines; the prompts of a step are split over them."""
     tp: Annotated[int, Ge(1)] = 1
     """Tensor-parallel size: devices of each engine."""
-    max_new_tokens: Annotated[int, Ge(1)] = 256
-    """Longest completion, in tokens."""
-    temperature: float = 1.0
-    """Sampling temperature, from 0.01 to 2; the trainer divides its logits by it too."""
     max_model_len: Annotated[int, Ge(1)] = 2048
     """Longest sequence, prompt and completion together, in tokens."""
     max_num_seqs: Annotated[int, Ge(1)] = 256
@@ -196,10 +243,8 @@ class VllmConfig:
 
     def __post_init__(self):
         check_types("rollout", self)
+        self.check_sampling()
         check_rollout_override(self.attention_override)
-        # Below vLLM samples at 0.01 (0.32, sampling_params), or greedily; above it refuses.
-        rule = "from 0.01 to 2, which vLLM takes (a greedy policy has no gradient)"
-        check_numbers("rollout", self, rule, lambda x: 0.01 <= x <= 2, "temperature")
         if self.max_new_tokens >= self.max_model_len:
             raise ValueError(
                 f"rollout: max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
@@ -229,6 +274,11 @@ class VllmConfig:
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError where vLLM would refuse the model, or compute it otherwise than the trainer."""
         self.check_cut(model)
+        if self.top_k > model.vocab:
+            raise ValueError(
+                f"rollout: top_k={self.top_k} is above the {model.vocab} tokens of the model's vocabulary; lower "
+                "--rollout.top-k"
+            )
         if self.max_model_len > model.max_positions:
             raise ValueError(
                 f"rollout: max_model_len={self.max_model_len} is above the model's {model.max_positions} positions; "

@@ -43,6 +43,8 @@ class TrainBatch:
         images: the images of each sequence, in order; None for a batch without images.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
+        support: ``[N, k]`` int32, ids that could be sampled at the target, -1 for none; where all are -1, every id. A
+            language model's outputs are of the distribution over these.
         rollout_top_ids: ``[N, k]`` int32, the sampler's k likeliest ids at a sampled target, -1 elsewhere.
         rollout_top_logprobs: ``[N, k]`` float32, their logprobs, -inf elsewhere.
         old_top_logprobs: ``[N, k + 1]`` float32, the old policy's logprobs of these ids, and last of all other ids
@@ -71,6 +73,7 @@ class TrainBatch:
     rollout_logprobs: Tensor | None = _column("target")
     old_logprobs: Tensor | None = _column("target")
     ref_logprobs: Tensor | None = _column("target")
+    support: Tensor | None = _column("target", dims=2)
     rollout_top_ids: Tensor | None = _column("target", dims=2)
     rollout_top_logprobs: Tensor | None = _column("target", dims=2)
     old_top_logprobs: Tensor | None = _column("target", dims=2)

@@ -213,17 +213,22 @@ class MegatronEngine:
     @record_function("outputs")
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
         """Compute outputs ``[N]`` of a whole micro-batch from last hidden states ``[s / tp, b, h]``, on every rank."""
-        module, ranks, top_ids = self.decoder, mpu.get_context_parallel_group(), micro.rollout_top_ids
+        module, ranks = self.decoder, mpu.get_context_parallel_group()
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
         layout = layout.narrow()
+        support, top_ids = (
+            None if column is None else layout.gather_tokens(column)
+            for column in (micro.support, micro.rollout_top_ids)
+        )
         scores = score_tokens(
             layout.gather_slots(self.gather_states(hidden).transpose(0, 1)),
             module.output_weight,
             layout.gather_tokens(micro.targets),
             temperature=self.temperature,
             vocab=self.model.vocab,
-            top_ids=None if top_ids is None else layout.gather_tokens(top_ids),
+            support=support,
+            top_ids=top_ids,
             banned=self.banned,
             group=mpu.get_tensor_model_parallel_group(),
         )

@@ -36,7 +36,9 @@ class _VocabParallelHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, target: Tensor, top_ids, scale, first_id, banned, keep, group):
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, target: Tensor, top_ids, support, scale, first_id, banned, keep, group
+    ):
         # An id's logit is on the one rank that has its column; others read column 0 and mask it out below.
         ids = target[None] if top_ids is None else torch.cat([target[None], top_ids])  # [1 + k, n]
         local = (ids >= first_id) & (ids < first_id + len(weight))
@@ -48,6 +50,7 @@ class _VocabParallelHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         for rows in _cut_chunks(len(hidden), len(weight)):
             logits = _compute_logits(hidden[rows], weight, scale, banned)  # [rows, v / tp]
+            _keep_support(logits, support, rows, first_id)
             logit[:, rows] = logits.gather(-1, column[:, rows].T).T
             highest_local[rows] = logits.amax(dim=-1)
             shifted = logits - highest_local[rows, None]
@@ -68,13 +71,13 @@ class _VocabParallelHead(torch.autograd.Function):
         top = None
         if top_ids is not None:
             top = (torch.stack([*logit[1:], others[0].clamp_min(_LEAST).log()], -1) - log_total[:, None]).contiguous()
-        ctx.scale, ctx.banned = scale, banned
-        ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy, top)
+        ctx.scale, ctx.banned, ctx.first_id = scale, banned, first_id
+        ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy, top, support)
         return logit[0] - log_total, entropy, top  # logits are less the largest one by now
 
     @staticmethod
     def backward(ctx, d_logprob: Tensor | None, d_entropy: Tensor | None, d_top: Tensor | None):
-        hidden, weight, local, column, log_sum, entropy, top = ctx.saved_tensors
+        hidden, weight, local, column, log_sum, entropy, top, support = ctx.saved_tensors
         d_logprob = torch.zeros_like(entropy) if d_logprob is None else d_logprob
         d_ids, p_weight, top_p_weight = _weigh_probabilities(d_logprob, d_entropy, d_top, entropy, top)
         d_hidden = torch.empty_like(hidden)
@@ -83,7 +86,11 @@ class _VocabParallelHead(torch.autograd.Function):
         ctx.kept = []
         for rows in _cut_chunks(len(hidden), len(weight)):
             # All [rows, v / tp] and in place, since logits are the largest tensors of the pass.
-            logits = chunks.pop() if chunks else _compute_logits(hidden[rows], weight, ctx.scale, ctx.banned)
+            if chunks:
+                logits = chunks.pop()
+            else:
+                logits = _compute_logits(hidden[rows], weight, ctx.scale, ctx.banned)
+                _keep_support(logits, support, rows, ctx.first_id)
             log_softmax = logits.sub_(log_sum[rows, None])
             gradient = log_softmax.exp()
             columns, here = (x[: len(d_ids), rows].T for x in (column, local))  # [rows, 1 + k]
@@ -101,7 +108,7 @@ class _VocabParallelHead(torch.autograd.Function):
             d_hidden[rows] = gradient @ weight
             if d_weight is not None:
                 _add_product(d_weight, gradient, hidden[rows])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 7
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 8
 
 
 def _weigh_probabilities(d_logprob: Tensor, d_entropy: Tensor | None, d_top: Tensor | None, entropy: Tensor, top):
@@ -142,6 +149,19 @@ def _compute_logits(hidden: Tensor, weight: Tensor, scale: float, banned: list[i
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
+def _keep_support(logits: Tensor, support: Tensor | None, rows: slice, first_id: int) -> None:
+    """Set the logits ``[rows, v / tp]`` of all ids but those of ``support [n, k]`` to ``_NEVER``, in place; a row
+    without ids, all -1, keeps all. Other ids stay as they are bit by bit."""
+    if support is None:
+        return
+    ids = support[rows].long()
+    local = (ids >= first_id) & (ids < first_id + logits.shape[-1])
+    columns = torch.where(local, ids - first_id, 0)  # several entries may mean column 0: the largest of them counts
+    kept = torch.where(local, logits.gather(-1, columns), _NEVER)
+    logits.masked_fill_((ids >= 0).any(-1, keepdim=True), _NEVER)
+    logits.scatter_reduce_(-1, columns, kept, "amax")
+
+
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     """Add ``gradient.T @ hidden``, of ``[rows, v / tp]`` and ``[rows, h]``, to ``total`` ``[v / tp, h]`` in fp32."""
     if gradient.dtype == total.dtype:
@@ -180,6 +200,7 @@ def score_tokens(
     vocab: int,
     group,
     top_ids: Tensor | None = None,
+    support: Tensor | None = None,
     banned: tuple[int, ...] = (),
     keep_logits: bool | None = None,
 ) -> TokenOutputs:
@@ -191,6 +212,8 @@ def score_tokens(
         temperature: divides the logits, as the sampler does.
         vocab: real size of the vocabulary; rows past it are padding and get no probability.
         top_ids: ``[n, k]``, further ids to compute logprobs of, distinct for each token, -1 for none.
+        support: ``[n, k]``, the ids that could be sampled, -1 for none: all others get no probability. Where all are
+            -1, every id could be.
         banned: ids that are never sampled: they get no probability, and as a target the logprob 0.
         keep_logits: keep them for the backward pass; None does where they are a single chunk.
         group: the tensor-parallel group.
@@ -207,7 +230,7 @@ def score_tokens(
     banned_columns = [token - first_id for token in banned if first_id <= token < first_id + len(real_weight)]
     further = None if top_ids is None else top_ids.T.long()
     settings = 1 / temperature, first_id, banned_columns, keep, group
-    logprobs, entropy, top = _VocabParallelHead.apply(hidden, real_weight, target, further, *settings)
+    logprobs, entropy, top = _VocabParallelHead.apply(hidden, real_weight, target, further, support, *settings)
     if top_ids is not None:
         top = top.masked_fill(torch.nn.functional.pad(top_ids < 0, (0, 1)), 0.0)  # the last column is that of others
     if banned:

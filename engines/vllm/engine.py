@@ -18,7 +18,7 @@ from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.completions import read_completion, read_scores
 from engines.vllm.processes import unlink_shared_memory
-from engines.vllm.prompts import make_prompt
+from engines.vllm.prompts import make_params, make_prompt
 from engines.vllm.read_back import merge_readings
 from engines.vllm.sleep import Sleep
 from engines.weight_digest import DigestPlan
@@ -60,7 +60,7 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         disable_log_stats=True,
         # Prompts come as ids and leave as ids; text is the controller's business. vLLM's processors of images
         # will not start without a tokenizer all the same.
-        skip_tokenizer_init=model.vision is None,
+        skip_tokenizer_init=model.vision is None and not config.stop,
     )
     if model.vision:
         # Images are decoded when they are asked for and kept by nobody: a cache would have a limit of its own.
@@ -109,6 +109,8 @@ class VllmEngine:
         self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:
             self._tie_workers()
+        if config.top_k:
+            self.llm.collective_rpc("break_ties")
         for parts in self.llm.collective_rpc("list_parts"):
             # an upstream change may silently ignore the parts that a worker installs
             if worker.parts and tuple(parts) != worker.parts:
@@ -142,7 +144,7 @@ class VllmEngine:
             ValueError: an image cannot be read.
             RuntimeError: vLLM made other tokens of the images than the trainer does, or other requests are running.
         """
-        params = self._make_params(sampling, sampling.count)
+        params = make_params(sampling, sampling.count, self.model, self.config)
         return self._run_round([(prompt, params) for prompt in prompts], sampling.seed)
 
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:
@@ -158,7 +160,11 @@ class VllmEngine:
                 runs.append([])
             runs[-1].append(request)
         return self._run_round(
-            [(run[0].prompt, self._make_params(run[0], sum(request.count for request in run))) for run in runs], seed
+            [
+                (run[0].prompt, make_params(run[0], sum(request.count for request in run), self.model, self.config))
+                for run in runs
+            ],
+            seed,
         )
 
     def _run_round(self, asked: Sequence[tuple[Prompt, SamplingParams]], seed: int) -> Completions:
@@ -195,7 +201,7 @@ class VllmEngine:
             ValueError: the prompt is too long, or an image cannot be read.
         """
         self._sleep.require_weights("sampling")
-        params = self._make_params(request, request.count)
+        params = make_params(request, request.count, self.model, self.config)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         place = -int(request.goes_first and self.config.staleness > 0)
         self.llm.llm_engine.add_request(name, make_prompt(request.prompt, self.model), params, priority=place)
@@ -247,21 +253,6 @@ class VllmEngine:
     def read_answer(self, prompt: Prompt, output: RequestOutput) -> Completions:
         """Read the completions of a prompt as columns; raises as ``read_output`` does."""
         return Completions.join(self.read_output(prompt, output))
-
-    def _make_params(self, asked: Request | Sampling, count: int) -> SamplingParams:
-        greedy = asked.temperature == 0
-        return SamplingParams(
-            n=count,
-            temperature=asked.temperature,
-            max_tokens=1 if asked.scores_prompt else asked.max_tokens,
-            prompt_logprobs=0 if asked.scores_prompt else None,
-            logprobs=None if greedy else asked.top_logprobs,
-            flat_logprobs=not greedy,
-            stop_token_ids=list(asked.stop_token_ids),
-            ignore_eos=True,  # vLLM would stop at the end tokens of generation_config.json too
-            detokenize=False,
-            logit_bias=dict.fromkeys(self.model.banned_tokens, float("-inf")) or None,
-        )
 
     def _empty_caches(self) -> None:
         """Empty the prefix cache and the cache of image features. Running requests recompute their KV cache."""

@@ -1,11 +1,14 @@
-"""Prompts as vLLM takes them: their images and videos decoded, and one token in the place of each."""
+"""Prompts and sampling parameters as vLLM takes them: images and videos are decoded, with one token in the place of
+each."""
 
 from typing import Any
 
 import numpy as np
+from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
-from engines.batch.samples import Prompt
+from engines.batch.samples import Prompt, Request, Sampling
+from engines.config import VllmConfig
 from engines.images.video import Video
 from engines.models.spec import ModelSpec
 
@@ -44,3 +47,27 @@ def _decode_video(video: Video) -> tuple[np.ndarray, dict[str, Any]]:
         "do_sample_frames": False,
     }
     return decode_video(video), metadata
+
+
+def make_params(asked: Request | Sampling, count: int, model: ModelSpec, config: VllmConfig) -> SamplingParams:
+    """Make vLLM's parameters of ``count`` completions; greedy ones and scores are of the whole distribution."""
+    greedy, kept = asked.temperature == 0, dict[str, Any]()
+    if config.top_k and not greedy and not asked.scores_prompt:
+        kept = {"top_k": config.top_k, "top_p": config.top_p, "min_p": config.min_p}
+    if not asked.scores_prompt:
+        kept["min_tokens"] = min(config.min_new_tokens, asked.max_tokens)
+        kept["stop"] = list(config.stop) or None
+    return SamplingParams(
+        n=count,
+        temperature=asked.temperature,
+        max_tokens=1 if asked.scores_prompt else asked.max_tokens,
+        prompt_logprobs=0 if asked.scores_prompt else None,
+        # All ids that are kept: logprobs of the others are -inf.
+        logprobs=None if greedy else max(asked.top_logprobs, kept.get("top_k", 0)),
+        flat_logprobs=not greedy,
+        stop_token_ids=list(asked.stop_token_ids),
+        ignore_eos=True,  # vLLM would stop at the end tokens of generation_config.json too
+        detokenize=bool(kept.get("stop")),  # stop texts are looked for in the text
+        logit_bias=dict.fromkeys(model.banned_tokens, float("-inf")) or None,
+        **kept,
+    )

@@ -1,7 +1,8 @@
 """Methods added to vLLM's worker: new weights into the running model, and a seed for its sampler."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,10 +78,31 @@ class WeightSyncExtension:
         """Seed the generator that samples tokens."""
         torch.manual_seed(seed)
 
+    def break_ties(self) -> None:
+        """Have ``top_k`` keep exactly so many ids. vLLM keeps all that tie with the last, more than it reports."""
+        draw = self.model_runner.sampler.topk_topp_sampler
+        draw.forward = partial(_draw_from_top, draw.forward)
+
     @contextlib.contextmanager
     def _loading(self):
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             yield
+
+
+def _draw_from_top(draw: Callable, logits: Tensor, generators: dict, k: Tensor | None, p: Tensor | None):
+    """Draw as ``draw(logits, generators, k, p)`` of vLLM, from the ``k`` largest of each row of logits ``[b, v]``.
+
+    Args:
+        k: ``[b]``, v where a request keeps all ids.
+    """
+    if k is not None:
+        truncates = k < logits.shape[-1]
+        most = int(k.masked_fill(~truncates, 1).max())
+        values, ids = logits.topk(most, dim=-1)
+        values.masked_fill_(torch.arange(most, device=k.device) >= k[:, None], -torch.inf)
+        largest = torch.full_like(logits, -torch.inf).scatter_(-1, ids, values)
+        logits = torch.where(truncates[:, None], largest, logits)
+    return draw(logits, generators, None, p)
 
 
 def _forget_half_update(model: torch.nn.Module) -> None:

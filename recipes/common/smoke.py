@@ -12,6 +12,8 @@ from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
 from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, make_tiny_vlm
 
 _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
+_DRAWN = ("temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
+"""Settings of the rollout that a smoke run keeps."""
 _ROWS = {"train": 16, "heldout": 8}
 _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
@@ -86,7 +88,7 @@ def shrink_recipe(config: RecipeConfig) -> RecipeConfig:
     return replace(
         config,
         **_shrink_parts(config),
-        rollout=replace(rollout, temperature=config.rollout.temperature),
+        rollout=replace(rollout, **{name: getattr(config.rollout, name) for name in _DRAWN}),
         algorithm=algorithm,
         critic=replace(config.critic, model="", warmup_steps=min(1, config.critic.warmup_steps)),
         environment=replace(config.environment, workers=1),

@@ -110,7 +110,9 @@ class WorkerGroup:
         return [leaders[rank] for rank in range(self.dp_size)]
 
     def _drop_unread(self, batch: TrainBatch) -> TrainBatch:
-        """Drop the columns ``[N, k]`` where the role's loss does not read them."""
+        """Drop the columns ``[N, k]`` that the role's engine or loss does not read."""
+        if self.role.model.head == "value":
+            batch = replace(batch, support=None)
         if self.role.needs_topk_logprobs:
             return batch
         return replace(batch, rollout_top_ids=None, rollout_top_logprobs=None, old_top_logprobs=None)

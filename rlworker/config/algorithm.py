@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NoReturn, cast
 
 from annotated_types import Ge, Le
 
+from engines.config import VllmConfig
 from engines.validation import FINITE, LARGEST, check_numbers, check_types, option
 from rlworker.config.sections import CriticConfig
 
@@ -193,9 +194,15 @@ class AlgorithmConfig:
         """Each prompt has a greedy completion beside its samples."""
         return self.greedy_baseline or self.parts.advantage == "remax"
 
-    def check_beside(self, critic: CriticConfig, staleness: int, samples_per_prompt: int) -> None:
+    def check_beside(self, critic: CriticConfig, rollout: VllmConfig, samples_per_prompt: int) -> None:
         """Raise ValueError where other settings of the run leave the algorithm without something that it needs."""
-        parts = self.parts
+        parts, staleness = self.parts, rollout.staleness
+        if self.score_centering and rollout.top_k:
+            raise ValueError(
+                f"config: algorithm.score_centering={self.score_centering} takes what its ids leave as one class, and "
+                f"rollout.top_k={rollout.top_k} leaves nothing; leave one of --algorithm.score-centering and "
+                "--rollout.top-k out"
+            )
         if critic.train and (self.name or self.advantage) and parts.advantage != "gae":
             raise ValueError(
                 f"config: critic.train makes advantages by gae, and algorithm has advantage={parts.advantage!r}, which "

@@ -31,7 +31,7 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
     """Spell nested settings as dotted key -> value; a pass-through dict counts as one value."""
     flat = {}
     for key, value in settings.items():
-        nested = isinstance(value, dict) and key not in ("megatron", "vllm")
+        nested = isinstance(value, dict) and key not in ("megatron", "vllm", "chat_template_args")
         flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return flat
 

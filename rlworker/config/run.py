@@ -192,7 +192,7 @@ class RunConfig(TrainingConfig):
                 f"config: rollout.staleness={stale} samples while trainers compute, and placement.colocate has them "
                 "take turns on the same devices; leave one of --rollout.staleness and --placement.colocate out"
             )
-        self.algorithm.check_beside(self.critic, self.rollout.staleness, self.samples_per_prompt)
+        self.algorithm.check_beside(self.critic, self.rollout, self.samples_per_prompt)
         if self.trains_critic and self.critic.warmup_steps >= self.steps:
             raise ValueError(
                 f"config: critic.warmup_steps={self.critic.warmup_steps} leaves the actor none of steps={self.steps}; "

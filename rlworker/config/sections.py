@@ -1,11 +1,11 @@
 """The sections of a run's settings: each a frozen dataclass that checks its own values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from engines.validation import FINITE, check_types
+from engines.validation import FINITE, PassThrough, check_types
 
 LARGEST_REWARD = 1e6
 """Size beyond which a reward counts as failed: GRPO squares rewards in float32."""
@@ -34,6 +34,11 @@ class DataConfig:
     instruction: str = ""
     """Text to append to a prompt, which then becomes the message of a user in the chat template. Empty leaves prompts
     as they are. Rows of messages are refused with it."""
+    system: str = ""
+    """Text of a system message, which begins every chat that has none. A prompt of text becomes the message of a user
+    behind it. Empty adds none."""
+    chat_template_args: PassThrough = field(default_factory=dict)
+    """Variables of the model's chat template and their values, such as enable_thinking False."""
     max_prompt_tokens: Annotated[int, Ge(1)] = 1024
     """Longest prompt in tokens. A longer one is an error that names its row, or is skipped with skip_long_prompts."""
     skip_long_prompts: bool = False
@@ -44,6 +49,8 @@ class DataConfig:
         for name in ("prompt_field", "answer_field"):
             if not getattr(self, name):
                 raise ValueError(f"data: {name} must not be empty; set it to the name of a field of your rows")
+        if clashes := sorted({"messages", "tools", "documents", "add_generation_prompt"} & {*self.chat_template_args}):
+            raise ValueError(f"data: chat_template_args may not set {clashes}: each prompt has its own; drop them")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ _TOP_BYTES = 12
 def count_batch_bytes(config: TrainingConfig) -> int:
     """Count the bytes that the largest batch of a run takes between its processes, with the results beside it."""
     if isinstance(config, RunConfig):
-        top = _TOP_BYTES * config.algorithm.score_centering
+        top = _TOP_BYTES * max(config.algorithm.score_centering, config.rollout.top_k)
         return 2 * (_TOKEN_BYTES + top) * config.samples_per_step * config.longest
     supervised = cast("SftConfig", config)
     return 2 * _TOKEN_BYTES * supervised.rows_per_step * supervised.longest

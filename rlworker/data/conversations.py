@@ -12,7 +12,7 @@ from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_after
 from rlworker.data.images import ImageReader
-from rlworker.data.messages import MARKER, VIDEO_MARKER, flatten_content, render_messages
+from rlworker.data.messages import MARKER, VIDEO_MARKER, add_system, flatten_content, render_messages
 from rlworker.data.rows import check_chat, check_rows
 from rlworker.data.sources import iterate_rows
 from rlworker.data.turns import write_turn
@@ -71,7 +71,7 @@ def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]
             raise ValueError(f"{place} has no message of the assistant, so that nothing is learned; leave the row out")
         if not fits(list[dict[str, Any]], tools := source.get(TOOLS) or []):
             raise ValueError(f'{where}: field "{TOOLS}" must be a list of JSON schemas, got {reprlib.repr(tools)}')
-        yield Conversation(tuple(messages), tuple(tools), source, where)
+        yield Conversation(add_system(messages, data.system), tuple(tools), source, where)
 
 
 def check_examples(path: str, data: DataConfig) -> None:

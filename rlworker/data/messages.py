@@ -1,5 +1,8 @@
 """Chat messages of rows and of environments: their checks, and their rendering by the model's chat template."""
 
+import difflib
+import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +12,37 @@ MARKER, VIDEO_MARKER = "<image>", "<video>"
 
 MARKERS = {"image": MARKER, "video": VIDEO_MARKER}
 """Type of a message's part -> its marker in the text."""
+
+
+def set_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Set variables that the tokenizer's chat template reads, such as ``enable_thinking``, for all that it writes.
+
+    Raises:
+        ValueError: there is no template, or it does not read a variable.
+    """
+    if not arguments:
+        return
+    if not isinstance(template := tokenizer.chat_template, str):
+        raise ValueError(
+            f"data: chat_template_args sets {', '.join(arguments)}, and the tokenizer has no chat template, or has "
+            "several; leave --data.chat-template-args out"
+        )
+    words = {*re.findall(r"[A-Za-z_]\w*", template)}
+    for name in arguments:
+        if name not in words:
+            close = difflib.get_close_matches(name, words, 1)
+            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise ValueError(f"data: chat_template_args has {name!r}, which the chat template does not read; {hint}")
+    # JSON's texts, numbers and truth values are Jinja's. A newline behind a statement is the statement's own.
+    lines = [f"{{% set {name} = {json.dumps(value)} %}}\n" for name, value in arguments.items()]
+    tokenizer.chat_template = "".join(lines) + template
+
+
+def add_system(messages: Sequence[dict], system: str) -> tuple[dict, ...]:
+    """Put a system message before messages that begin with another; without a text they stay as they are."""
+    if not system or messages[0]["role"] == "system":
+        return tuple(messages)
+    return {"role": "system", "content": system}, *messages
 
 
 def check_messages(messages: Sequence[Any], place: str) -> None:

@@ -2,9 +2,10 @@
 
 import json
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,15 @@ from engines.images.video import Video
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_prompts
-from rlworker.data.messages import check_messages, flatten_content, has_images, list_parts, render_messages
+from rlworker.data.messages import (
+    add_system,
+    check_messages,
+    flatten_content,
+    has_images,
+    list_parts,
+    render_messages,
+    set_template_arguments,
+)
 from rlworker.data.sources import find_base_folder, iterate_rows
 from rlworker.data.turns import find_turn_end
 
@@ -59,12 +68,12 @@ class Rows:
     skipped: int
 
 
-def load_tokenizer(folder: str):
-    """Load the tokenizer saved with a model.
+def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingProxyType({})):
+    """Load the tokenizer saved with a model, with variables of its chat template set.
 
     Raises:
         ValueError: there is none that can be read, or it has no end-of-sequence token, so that nothing would end an
-            answer.
+            answer; or the chat template does not read a variable.
     """
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would make an empty tokenizer without a word
@@ -82,6 +91,7 @@ def load_tokenizer(folder: str):
         raise ValueError(f"model: the tokenizer in {folder!r} cannot be read ({error}); save it there again") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set one")
+    set_template_arguments(tokenizer, template_arguments)
     tokenizer.clean_up_tokenization_spaces = False  # Llama 3's drops spaces that were sampled, as that before a comma
     return tokenizer
 
@@ -304,16 +314,19 @@ def _check_encodable(place: str, text: str) -> None:
 def _make_messages(prompt: str | list[dict], data: DataConfig) -> tuple[dict, ...]:
     """Return the messages that a prompt is or becomes; none where it stays text."""
     if isinstance(prompt, str):
-        return ({"role": "user", "content": f"{prompt}\n\n{data.instruction}"},) if data.instruction else ()
-    return tuple(prompt)
+        if not (data.instruction or data.system):
+            return ()
+        text = f"{prompt}\n\n{data.instruction}" if data.instruction else prompt
+        prompt = [{"role": "user", "content": text}]
+    return add_system(prompt, data.system)
 
 
 def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataConfig) -> str:
     place = f'{where}: field "{data.prompt_field}"'
     if not tokenizer.chat_template:
         has, remedy = "has messages", "give text"
-        if data.instruction:
-            has, remedy = "would become a message by data.instruction", 'set --data.instruction ""'
+        if key := next((name for name in ("instruction", "system") if getattr(data, name)), ""):
+            has, remedy = f"would become a message by data.{key}", f'set --data.{key} ""'
         raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
     try:
         return render_messages(messages, tokenizer)

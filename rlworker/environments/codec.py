@@ -60,6 +60,7 @@ class Codec:
     Attributes:
         tokenizer: the model's. stop_token_ids: each ends a sample. image_reader: of a model that sees images.
         data: how rows name their fields. vocab: ids that the model has; 0 where that is not known.
+        stop_texts: each ends a sample, and is left out of what ``read_samples`` returns.
     """
 
     tokenizer: Any
@@ -67,6 +68,7 @@ class Codec:
     image_reader: ImageReader | None = None
     data: DataConfig = field(default_factory=DataConfig)
     vocab: int = 0
+    stop_texts: tuple[str, ...] = ()
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Decode ids without special tokens; ids that the tokenizer does not know are left out."""
@@ -80,6 +82,19 @@ class Codec:
         if any(len(ids) for ids in arrays) and np.concatenate(arrays).max() >= size:
             arrays = [ids[ids < size] for ids in arrays]
         return self.tokenizer.batch_decode([ids.tolist() for ids in arrays], skip_special_tokens=skip_special)
+
+    def read_samples(self, samples: Sequence[np.ndarray]) -> list[str]:
+        """Decode samples as rewards read them: without special tokens, up to the stop text that ended each."""
+        texts = self.decode_all(samples)
+        if self.stop_texts:
+            heads = self.decode_all([ids[:-1] for ids in samples])  # a stop text ends within the last token
+            texts = [self._cut_stop(*pair) for pair in zip(texts, heads, strict=True)]
+        return texts
+
+    def _cut_stop(self, text: str, head: str) -> str:
+        """Cut a text before a stop text that ends past ``head``, which its last token follows."""
+        found = [text.find(stop, max(0, len(head) - len(stop) + 1)) for stop in self.stop_texts]
+        return text[: min((place for place in found if place >= 0), default=len(text))]
 
     def decode_samples(self, samples: Sequence[np.ndarray]) -> list[str]:
         """Decode samples as a parser of tool calls reads them: whole, but for the token that ended each."""

@@ -79,7 +79,7 @@ def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
             failures[kind] += 1
             if failures[kind] <= EXAMPLES:
                 completions = trajectory.completions
-                text = codec.decode(completions[-1].token_ids) if completions else ""
+                text = codec.read_samples([completions[-1].token_ids])[0] if completions else ""
                 examples.append(Failure(kind, trajectory.row.prompt, text, message))
     return Scores([trajectory.reward for trajectory in trajectories], dict(failures), examples)
 
@@ -131,7 +131,7 @@ def describe_trajectory(trajectory: Trajectory, codec: Codec) -> dict:
     completions = trajectory.completions
     return {
         "prompt": trajectory.row.prompt,
-        "completion": "".join(codec.decode_all([completion.token_ids for completion in completions])),
+        "completion": "".join(codec.read_samples([completion.token_ids for completion in completions])),
         "answer": trajectory.row.answer,
         "reward": trajectory.reward,
         "version": completions[-1].version if completions else -1,

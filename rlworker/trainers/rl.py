@@ -28,6 +28,7 @@ from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, p
 from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager
+from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
@@ -82,10 +83,10 @@ class Trainer(Run[RunConfig]):
         pickle_environment(self.environment)  # refused here where it cannot be sent
         self.models = config.check_models(self.folder.inputs.find_model)
         actor = self.models["actor"]
-        self.tokenizer = load_tokenizer(actor.folder)
-        self.stop_token_ids = list_stop_tokens(actor.folder, self.tokenizer, actor.vocab)
+        self.tokenizer = load_tokenizer(actor.folder, config.data.chat_template_args)
+        ends = () if config.rollout.ignore_eos else list_stop_tokens(actor.folder, self.tokenizer, actor.vocab)
         image_reader = self.build_image_reader(actor, config.image_memory_mb)
-        self.codec = Codec(self.tokenizer, self.stop_token_ids, image_reader, config.data, actor.vocab)
+        self.codec = Codec(self.tokenizer, ends, image_reader, config.data, actor.vocab, config.rollout.stop)
         read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
         train = read(config.data.train)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
@@ -165,6 +166,8 @@ class Trainer(Run[RunConfig]):
             return self._count_empty_step(metrics, clock), []
         self.empty_steps = 0
         batch = batch_groups(groups, self.models["actor"].vision)
+        if self.config.rollout.top_k:
+            batch = replay_support(batch)
         if self.config.algorithm.samples_greedily:
             with self._phase(clock, "greedy"):
                 rewards = self.manager.score_greedy([group.row for group in groups]).values
@@ -242,11 +245,8 @@ class Trainer(Run[RunConfig]):
         return bool(self.critic) and self.steps_done < self.config.critic.warmup_steps
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
-        """Take the optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's.
-
-        Epochs end early where the policy has moved too far (``limits.epoch_kl``). Each optimizer step measures how far
-        before it changes the weights.
-        """
+        """Take the optimizer steps of one rollout; the trainer's own logprobs must agree with the rollout's, and a
+        policy that has moved too far in an epoch has no further one."""
         parts, logprobs, where = [], batch.old_logprobs, f"step {self.steps_done + 1}"
         if logprobs is not None:  # known before anything is learned from them
             check_agreement(self.config, self.floor, where, compare_logprobs(batch, logprobs, self.version))

@@ -51,7 +51,7 @@ class SftTrainer(Run[SftConfig]):
     ):
         super().__init__(config, folder, stop, trackers)
         self.model = config.check_models(self.folder.inputs.find_model)["actor"]
-        self.tokenizer = load_tokenizer(self.model.folder)
+        self.tokenizer = load_tokenizer(self.model.folder, config.data.chat_template_args)
         image_reader = self.build_image_reader(self.model, config.actor.image_memory_mb)
         read = partial(
             read_examples, tokenizer=self.tokenizer, config=config, model=self.model, image_reader=image_reader

@@ -79,7 +79,7 @@ class EnvRunner:
         """
         end = None if message.longest_s is None else time.monotonic() + message.longest_s
         samples = [sample for job in message.jobs for _, sample in job.samples] + [*message.samples.values()]
-        texts = self.codec.decode_all([sample.token_ids for sample in samples])
+        texts = self.codec.read_samples([sample.token_ids for sample in samples])
         decoded = deque(replace(sample, text=text) for sample, text in zip(samples, texts, strict=True))
         for job in message.jobs:
             known = [(digest, decoded.popleft()) for digest, _ in job.samples]

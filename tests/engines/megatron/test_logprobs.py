@@ -98,6 +98,48 @@ def test_against_the_whole_vocabulary(four_ranks, world):
         assert len(found) == 20 and max(found[worst]) <= 1e-6, (worst, found[worst])
 
 
+def score_support(rank, world, address, at_once, keep):
+    """Largest differences of outputs and gradients of a random support, against all others masked in float64, each by
+    the largest number of its kind if that is above 1."""
+    start_process(rank)
+    import torch.distributed as dist
+
+    from engines.megatron import logprobs
+
+    group = join_group(rank, world, address)
+    generator = torch.Generator().manual_seed(0)
+    rows = 3 * torch.randn(PADDED, HIDDEN, generator=generator)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
+    support = torch.stack([torch.randperm(VOCAB, generator=generator)[:4] for _ in range(TOKENS)])
+    support[1, 1:], support[2], support[3, 2:] = -1, -1, -1  # one id, every id, two
+    support[4], support[5] = torch.tensor([0, 1, 2, -1]), torch.tensor([7, 8, 9, 10])  # of one rank of two each
+    target, weight = support[:, 0].clamp_min(0), torch.randn(2, TOKENS, generator=generator)
+    mine = rows.chunk(world)[rank].clone().requires_grad_()
+    with patch.object(logprobs, "_LOGITS_AT_ONCE", at_once):
+        settings = {"temperature": 0.7, "vocab": VOCAB, "keep_logits": keep, "group": group}
+        out = logprobs.score_tokens(hidden, mine, target, support=support, **settings)
+        loss = (out.logprobs * weight[0] + out.entropy * weight[1]).sum()
+        d_hidden, d_mine = torch.autograd.grad(loss, (hidden, mine))
+    dist.all_reduce(d_hidden, group=group)
+
+    whole, states = rows[:VOCAB].double().requires_grad_(), hidden.detach().double().requires_grad_()
+    visible = (support[:, None, :] == torch.arange(VOCAB)[:, None]).any(-1) | (support < 0).all(-1, keepdim=True)
+    log_p = (states @ whole.T / 0.7).masked_fill(~visible, -1e300).log_softmax(-1)
+    chosen, entropy = log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (chosen * weight[0] + entropy * weight[1]).sum().backward()
+    d_rows = torch.cat([whole.grad, whole.grad.new_zeros(PADDED - VOCAB, HIDDEN)]).chunk(world)[rank]
+    pairs = [(out.logprobs, chosen), (out.entropy, entropy), (d_hidden, states.grad), (d_mine, d_rows)]
+    return [float((found.double() - want).abs().max() / want.abs().max().clamp_min(1)) for found, want in pairs]
+
+
+@pytest.mark.parametrize("at_once", [2**25, 20], ids=["whole", "chunks"])
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "made again"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_ids_that_sampling_kept_against_the_masked_vocabulary(four_ranks, world, keep, at_once):
+    for differences in four_ranks.take_first(world).run(score_support, draw_address(), at_once, keep):
+        assert max(differences) <= 1e-6, differences
+
+
 class OneRank:
     """A group of this process alone."""
 

@@ -41,7 +41,9 @@ VISION = SimpleNamespace(
 )
 """What of a vision tower's shape a batch is made with."""
 CODEC = SimpleNamespace(
-    stop_token_ids=(0,), decode=lambda ids: "2", decode_all=lambda samples, *_, **__: ["2"] * len(samples)
+    stop_token_ids=(0,),
+    decode_all=lambda samples, *_, **__: ["2"] * len(samples),
+    read_samples=lambda samples: ["2"] * len(samples),
 )
 
 
