@@ -20,6 +20,7 @@ from annotated_types import Ge, Le
 
 from recipes.grpo import NUMBER
 from rlworker import (
+    AlgorithmConfig,
     DataConfig,
     MegatronConfig,
     OptimizerConfig,
@@ -67,10 +68,12 @@ DEFAULT = ReasoningConfig(
         micro_batch_tokens=2048,
         optimizer=OptimizerConfig(lr=2e-5, lr_scheduler="constant"),
     ),
-    rollout=VllmConfig(max_new_tokens=16, max_model_len=512, max_num_seqs=64, kv_cache_mb=512),
+    # Above 1, so that an answer that is rare at first, such as a negative number, is still sampled after many steps.
+    rollout=VllmConfig(max_new_tokens=16, max_model_len=512, max_num_seqs=64, kv_cache_mb=512, temperature=1.2),
+    algorithm=AlgorithmConfig(dynamic_sampling=3),
     steps=60,
-    prompts_per_step=16,
-    samples_per_prompt=8,
+    prompts_per_step=8,
+    samples_per_prompt=16,
     eval_every=10,
 )
 

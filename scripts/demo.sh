@@ -10,7 +10,8 @@ if [ "${1:-}" = --real ]; then
   bash scripts/setup.sh reasoning
   export HF_HUB_OFFLINE=1
   .venv/bin/python -W ignore scripts/real_model.py smollm2 runs/models/smollm2
-  recipe=(-m recipes.reasoning_gym --model runs/models/smollm2 --steps 20) run=runs/demo_real
+  recipe=(-m recipes.reasoning_gym --model runs/models/smollm2 --steps 30 --data.instruction
+    "Answer with the equation alone. If the second number is larger, the result is negative.") run=runs/demo_real
 else
   bash scripts/setup.sh
   export HF_HUB_OFFLINE=1
