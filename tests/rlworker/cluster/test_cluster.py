@@ -204,7 +204,8 @@ def test_a_batch_is_counted_as_it_is():
     wide |= {"old_top_logprobs": torch.zeros(64, 5)}
     batch = TrainBatch.from_ids([[1] * 65], [1])
     rest = [name for name in COLUMNS if getattr(batch, name) is None and COLUMNS[name] != "sequence"]
-    floats = {name: torch.zeros(64) for name in rest if name not in ints | wide}
+    # A support stands in the place of the likeliest ids.
+    floats = {name: torch.zeros(64) for name in rest if name not in {*ints, *wide, "support"}}
     columns = replace(batch, **floats, **ints, **wide).columns().values()
     taken = sum(column.nbytes for column in columns) / 64 * tokens
     assert taken <= count_batch_bytes(config) / 2 <= 1.5 * taken
@@ -239,8 +240,9 @@ def test_the_likeliest_ids_are_sent_where_they_are_read_alone():
 
     top = {"rollout_top_ids": torch.ones(2, 3), "rollout_top_logprobs": torch.zeros(2, 3)}
     batch = TrainBatch.from_ids([[1, 2, 3]], [1], **top, old_top_logprobs=torch.zeros(2, 4))
+    model = SimpleNamespace(hidden=8, rules=(), head="language")
     for reads in (True, False):
-        role = Role("actor", SimpleNamespace(hidden=8, rules=()), MegatronConfig(), needs_topk_logprobs=reads)
+        role = Role("actor", model, MegatronConfig(), needs_topk_logprobs=reads)
         group = Group(role, get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
         group.forward(batch)
         sent = {name for name in group.sent.batch.columns() if "top" in name}

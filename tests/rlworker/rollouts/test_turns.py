@@ -211,12 +211,12 @@ def test_the_neighbours_of_faults_go_on(failed):
 
 
 def test_the_time_of_an_episode_leaves_out_samples_tools_and_neighbours(rows):
-    """A limit of half a second: each works for 0.3, waits for a tool that takes 0.7 and for a slow rollout."""
+    """A limit of half a second: each works for 0.2, waits for a tool that takes 0.7 and for a slow rollout."""
 
     async def work(policy, row):
         episode = Episode(row)
         await policy.sample(episode)
-        end = time.monotonic() + 0.3
+        end = time.monotonic() + 0.2
         while time.monotonic() < end:
             pass
         await policy.tool(time.sleep, 0.7)
