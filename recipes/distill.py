@@ -15,9 +15,8 @@ from rlworker import AlgorithmConfig, launch
 DEFAULT = replace(
     grpo_gsm8k.DEFAULT,
     run_dir="runs/distill",
-    algorithm=AlgorithmConfig(
-        name="distill", reference="TEACHER"
-    ),  # no such folder: the run and the plan ask for it by its option
+    # TEACHER is no folder: the run and the plan ask for one by its option.
+    algorithm=AlgorithmConfig(name="distill", reference="TEACHER"),
     samples_per_prompt=4,
     steps=100,
 )

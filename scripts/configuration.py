@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -78,8 +78,9 @@ def spell_type(kind: Any) -> str:
     """Spell a field's type with its bounds: ``a whole number, at least 1``."""
     bounds = collect_bounds(kind)
     text = spell(kind).replace("null", "none") if get_origin(kind) is not dict else "names with values"
-    if get_args(kind) and get_origin(kind) is tuple and get_args(inner := get_args(kind)[0]):
-        text = f"a list of {', '.join(map(repr, get_args(inner)))}"
+    if get_origin(kind) is tuple and get_args(inner := get_args(kind)[0]):
+        is_choice = get_origin(inner) is Literal
+        text = f"a list of {', '.join(map(repr, get_args(inner))) if is_choice else f'items, each {spell_type(inner)}'}"
     return f"{text}, {spell_bounds(bounds)}" if bounds else text
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, trains a tiny model to add by GRPO (Ray, Megatron-core and vLLM on this CPU) and opens the report.
-#   bash scripts/demo.sh --real    trains SmolLM2-135M-Instruct, a pretrained model, on sums instead: about 20 minutes
+#   bash scripts/demo.sh --real    trains SmolLM2-135M-Instruct, a pretrained model, on sums instead
 # Further arguments go to the recipe: bash scripts/demo.sh --actor.tp 2
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -135,7 +135,7 @@ class AlgorithmConfig:
     reference: str = ""
     """HuggingFace folder or hf:ORG/NAME of the reference model, or of a teacher. It then runs with kl_coef 0 too.
     Empty takes the starting model."""
-    importance: Literal["auto"] | Importance = "auto"
+    importance: Literal["auto", Importance] = "auto"
     """Importance weight of each token's loss, the trainer's over the rollout's probability. It is truncated at a bound;
     masked, 0 outside of two bounds; or rejected, 1 within and 0 outside. For a sequence it is the product over its
     tokens, or their geometric mean. The default, auto, truncates in bfloat16 and where rollouts run ahead. A loss of a
