@@ -21,23 +21,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrajectoryGroup:
-    """A prompt with the trajectories of its G episodes, the samples of all their turns, and their rewards."""
+    """A prompt with the trajectories of its G episodes, and the samples of all their turns."""
 
     row: Row
     trajectories: list[Trajectory]
     completions: Completions
-    rewards: list[float]
 
     @classmethod
     def collect(cls, row: Row, trajectories: list[Trajectory]) -> TrajectoryGroup:
         """Group the trajectories of a row."""
         completions = Completions.join([one for trajectory in trajectories for one in trajectory.completions])
-        return cls(row, trajectories, completions, [trajectory.reward for trajectory in trajectories])
+        return cls(row, trajectories, completions)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The reward of each episode, the sum over its turns."""
+        return [trajectory.reward for trajectory in self.trajectories]
 
     @property
     def has_zero_variance(self) -> bool:
         """Every one of several episodes has the same reward, so that none is better than the others."""
-        return len(self.rewards) > 1 and len(set(self.rewards)) == 1
+        return len(self.trajectories) > 1 and len(set(self.rewards)) == 1
 
 
 @dataclass(eq=False)
