@@ -1,6 +1,7 @@
-"""The trajectory of an episode, and the messages between the driver and the processes that run environments.
+"""The trajectory of an episode, and what the driver and the processes that run environments send each other.
 
-A message and its reply may be of thousands of episodes; a reply has an entry of its columns for each.
+The driver sends jobs to begin, and by number the samples of episodes that wait. A process answers with a ``Reply``. It
+may be of thousands of episodes, and has an entry of its columns for each.
 """
 
 from __future__ import annotations
@@ -153,32 +154,6 @@ class Job(NamedTuple):
     group_size: int
 
 
-@dataclass(frozen=True)
-class Message:
-    """A message to a process: jobs to begin, and by number the samples of episodes that wait.
-
-    Attributes:
-        longest_s: seconds after which the process replies although some episodes neither wait nor have ended; None
-            sets no limit.
-    """
-
-    jobs: Sequence[Job] = ()
-    samples: dict[int, Sample] = field(default_factory=dict)
-    longest_s: float | None = None
-
-
-class EpisodeResult(NamedTuple):
-    """The end of an episode, in the words of ``Trajectory``. What was observed after the last sample is left out:
-    the model has not seen it."""
-
-    number: int
-    rewards: tuple[tuple[int, float], ...]
-    failure: tuple[FailureKind, str] | None
-    forks: int = 0
-    tool_calls: int = 0
-    tool_failures: int = 0
-
-
 @dataclass
 class Reply:
     """A reply of a process: the samples that its episodes ask for, and the episodes that have ended.
@@ -189,7 +164,8 @@ class Reply:
         token_ids: ``[T]`` int32, those ids end to end. max_tokens: ``[n]``.
         images, stops, parsers: by number where there are some: images of the context, further stop tokens, and name of
             a parser with the tools' schemas.
-        results: of episodes that have ended. tools: episode, number of the call and outcome of each tool call.
+        results: number of each episode that has ended; rewards, failure, forks, tool calls and tool failures as its
+            ``Trajectory`` has them. tools: episode, number of the call and outcome of each tool call.
         runs_on: some episodes neither wait nor have ended.
     """
 
@@ -201,7 +177,9 @@ class Reply:
     images: dict[int, tuple[Image, ...]] = field(default_factory=dict)
     stops: dict[int, tuple[int, ...]] = field(default_factory=dict)
     parsers: dict[int, tuple[str, tuple]] = field(default_factory=dict)
-    results: list[EpisodeResult] = field(default_factory=list)
+    results: list[tuple[int, tuple[tuple[int, float], ...], tuple[FailureKind, str] | None, int, int, int]] = field(
+        default_factory=list
+    )
     tools: list[tuple[int, int, bytes]] = field(default_factory=list)
     runs_on: bool = False
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,10 +17,9 @@ from rlworker.data.rows import Row
 from rlworker.environments.record import (
     CONTEXT,
     HELD,
-    EpisodeResult,
+    FailureKind,
     Job,
     LostWorker,
-    Message,
     Reply,
     Sample,
     Segment,
@@ -28,6 +27,7 @@ from rlworker.environments.record import (
     digest_ids,
 )
 from rlworker.errors import MONITOR, RunError
+from rlworker.rollouts.trajectory import RolloutBatch
 from rlworker.tracking.terminal import LOGGER
 
 if TYPE_CHECKING:
@@ -50,17 +50,18 @@ class EpisodeState:
     """The state of a running episode.
 
     Attributes:
-        number: among all that run. group: number of its prompt's first episode. seed: of its random numbers.
-        prompt: of its row, one object for all episodes of that.
+        number: among all that run. batch: that it belongs to. group: number of its prompt's first episode.
+        seed: of its random numbers. prompt: of its row, one object for all episodes of that.
         slot: the process that runs it; -1 until one is chosen.
         sequences: segments so far. samples: its own, each after the context that came before it. told: samples of
             these that its process knows. tools: outcomes of its tool calls.
         context: ids before the sample that is asked for. parser: of tool calls in it, by name, and the tools' schemas;
             None where there is none to parse. is_asked: it is being drawn. waits: the process waits for it.
-        losses: processes that were lost at it. result: how it ended, once it has.
+        losses: processes that were lost at it. trajectory: of the episode, once it has ended.
     """
 
     number: int
+    batch: RolloutBatch
     group: int
     row: Row
     prompt: Prompt
@@ -75,7 +76,7 @@ class EpisodeState:
     is_asked: bool = False
     waits: bool = False
     losses: int = 0
-    result: EpisodeResult | None = None
+    trajectory: Trajectory | None = None
 
     def __post_init__(self):
         self.sequences = [[Segment(self.row.prompt_ids, CONTEXT, self.row.images)]]
@@ -96,13 +97,17 @@ class EpisodeState:
         self.samples.append((self.context, Sample.read(completion, calls)))
         self.is_asked = False
 
-    def end(self, result: EpisodeResult) -> None:
-        """Record the end. What stands before a sample that was never drawn belongs to no turn."""
-        self.result = result
+    def end(self, rewards: Sequence[tuple[int, float]], failure: tuple[FailureKind, str] | None, *counts: int) -> None:
+        """Record the end: makes the trajectory, without what stands before a sample that was never drawn.
+
+        Args:
+            rewards, failure, counts: as ``Trajectory`` has them.
+        """
         if self.is_asked and self.samples and self.sequences[-1][-1].turn == CONTEXT:
             self.sequences[-1].pop()
             if not self.sequences[-1]:
                 self.sequences.pop()
+        self.trajectory = Trajectory(self.row, tuple(map(tuple, self.sequences)), tuple(rewards), failure, *counts)
 
     def make_prompt(self) -> Prompt:
         """Make the prompt of all that the last sequence has."""
@@ -133,6 +138,9 @@ class EpisodeStates:
     def __getitem__(self, number: int) -> EpisodeState:
         return self._states[number]
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._states
+
     def __len__(self) -> int:
         return len(self._states)
 
@@ -142,21 +150,17 @@ class EpisodeStates:
 
     def list_living(self, slot: int) -> list[EpisodeState]:
         """List the episodes of a process that have not ended."""
-        return [one for one in self._states.values() if one.slot == slot and one.result is None]
+        return [one for one in self._states.values() if one.slot == slot and one.trajectory is None]
 
-    def begin(self, states: Sequence[EpisodeState], longest_s: float) -> Message:
-        """Have a process begin episodes, or begin them anew with all samples that they have.
-
-        Args:
-            longest_s: as ``Message`` has it.
-        """
+    def begin(self, states: Sequence[EpisodeState]) -> list[Job]:
+        """Make the jobs by which a process begins episodes, or begins them anew with all samples that they have."""
         sizes, jobs = Counter(state.group for state in states), []
         for state in states:
             state.told, state.waits = len(state.samples), False
             samples = [(digest_ids(context), sample) for context, sample in state.samples]
             group = state.group, sizes[state.group]
             jobs.append(Job(state.number, state.row, state.seed, samples, dict(state.tools), *group))
-        return Message(jobs, longest_s=longest_s)
+        return jobs
 
     def take(self, reply: Reply) -> Iterator[tuple[EpisodeState, int, tuple[int, ...]]]:
         """Record a process's reply; yields the episodes of which a sample is to be drawn, with its most tokens and its
@@ -164,13 +168,13 @@ class EpisodeStates:
         self._losses = 0
         for number, call, outcome in reply.tools:
             self._states[number].tools[call] = outcome
-        for result in reply.results:
-            self._states[result.number].end(result)
+        for number, *result in reply.results:
+            self._states[number].end(*result)
         contexts = np.split(reply.token_ids, np.cumsum(reply.lengths)[:-1]) if reply.numbers else []
         columns = zip(reply.numbers, reply.forks, contexts, reply.max_tokens, strict=True)
         for number, is_fork, ids, max_tokens in columns:
             state = self._states[number]
-            if state.result:
+            if state.trajectory:
                 continue  # it has ended without waiting for a sample that a task of it had asked for
             state.waits = True
             if state.is_asked or state.told < len(state.samples):
@@ -179,15 +183,13 @@ class EpisodeStates:
             state.is_asked, state.parser = True, reply.parsers.get(number)
             yield state, max_tokens, reply.stops.get(number, ())
 
-    def address(self, numbers: Iterable[int], longest_s: float) -> Message | None:
-        """Address the samples of episodes of one process that wait for one; None where there is none to tell."""
+    def address(self, numbers: Iterable[int]) -> dict[int, Sample]:
+        """Address the samples of episodes of one process that wait for one, by the episodes' numbers."""
         found = [self._states[number] for number in numbers]
-        states = [one for one in found if one.waits and one.told < len(one.samples) and one.result is None]
-        if not states:
-            return None
+        states = [one for one in found if one.waits and one.told < len(one.samples) and one.trajectory is None]
         for state in states:
             state.told, state.waits = len(state.samples), False
-        return Message(samples={state.number: state.samples[-1][1] for state in states}, longest_s=longest_s)
+        return {state.number: state.samples[-1][1] for state in states}
 
     def handle_lost_worker(self, lost: LostWorker) -> list[int]:
         """Decide whether an episode is to blame for the end of its process: the numbers of those that end by it.
@@ -199,7 +201,7 @@ class EpisodeStates:
         """
         self._losses += 1
         state = self._states.get(lost.number)
-        if state is None or state.result:  # it was at none, or at one that had ended
+        if state is None or state.trajectory:  # it was at none, or at one that had ended
             if self._losses >= _LOSSES:
                 text = f"{lost.name} {lost.fate}, {_LOSSES} times in a row, while no episode ran"
                 raise RunError(f"environment: {text}; its log says more")
@@ -215,9 +217,9 @@ class EpisodeStates:
         kind, message = ("blocked", f"{_HELD}, {lost.where or _UNSEEN}") if lost.fate == HELD else died
         blamed = [state]
         if self._blames_groups:
-            blamed = [one for one in self._states.values() if one.group == state.group and one.result is None]
+            blamed = [one for one in self._states.values() if one.group == state.group and one.trajectory is None]
         for one in blamed:
-            one.end(EpisodeResult(one.number, (), (kind, f"turn {lost.turn}: {message}")))
+            one.end((), (kind, f"turn {lost.turn}: {message}"))
         return [one.number for one in blamed]
 
     def _report_lost(self, lost: LostWorker) -> None:
@@ -231,28 +233,24 @@ class EpisodeStates:
         state = self._states.pop(number)
         if lost := self._suspected.pop(number, None):
             self._report_lost(lost)  # it came to its end in another process
-        result = state.result
-        assert result, "an episode that has not ended asks for a sample"
-        rewards = result.rewards
-        if result.failure and result.failure[0] != "no_generation":
-            rewards = ((len(state.samples) - 1, self._default),)
-        sequences = tuple(map(tuple, state.sequences))
-        counts = result.forks, result.tool_calls, result.tool_failures
-        return Trajectory(state.row, sequences, rewards, result.failure, *counts)
+        trajectory = state.trajectory
+        assert trajectory, "an episode that has not ended asks for a sample"
+        if trajectory.failure and trajectory.failure[0] != "no_generation":
+            return replace(trajectory, rewards=((len(state.samples) - 1, self._default),))
+        return trajectory
 
 
-def make_states(
-    rows: Sequence[Row], count: int, seed: tuple[int, ...], first: int, slots: int | None
-) -> list[EpisodeState]:
-    """Make the states of ``count`` episodes of each row, numbered from ``first`` on.
+def make_states(batch: RolloutBatch, slots: int | None) -> list[EpisodeState]:
+    """Make the states of a batch's episodes, which have random numbers by their place in it.
 
     Args:
-        seed: of their random numbers, with the place of each among these.
         slots: processes that share them in even parts; None leaves that open.
     """
-    prompts = [Prompt(row.prompt_ids, row.images) for row in rows]
-    states, total = [], len(rows) * count
+    count, seed, first = batch.sampling.count, batch.sampling.stream, batch.first
+    prompts = [Prompt(row.prompt_ids, row.images) for row in batch.rows]
+    states, total = [], len(prompts) * count
     for place in range(total):
         row, slot = place // count, place * slots // total if slots else -1
-        states.append(EpisodeState(first + place, first + row * count, rows[row], prompts[row], (*seed, place), slot))
+        of_row = first + row * count, batch.rows[row], prompts[row]
+        states.append(EpisodeState(first + place, batch, *of_row, (*seed, place), slot))
     return states

@@ -24,7 +24,7 @@ from rlworker.cluster.watch import wait_until
 from rlworker.data.rows import Row
 from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import POLL_S, ProcessPool
-from rlworker.environments.record import LostWorker, Message, Reply
+from rlworker.environments.record import LostWorker, Reply
 from rlworker.environments.reward import Environment
 from rlworker.rollouts.episode_state import EpisodeState, EpisodeStates, NoteFn, make_states
 from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
@@ -181,11 +181,13 @@ class RolloutLoop:
         """Take what processes and engines have, send them what is due, and wait a moment for more."""
         for slot, reply in self._pool.poll().items():
             self._take_reply(slot, reply)
-        self._send_messages()
+        for slot in sorted(self._free):
+            self._send(slot)
         for (batch_number, number), completions in self._queue.collect(len(self._free) == len(self._pool)):
             self._take_samples(self._batches[batch_number], number, completions)
         self._parse_samples()
-        self._send_messages()
+        for slot in sorted(self._free):
+            self._send(slot)
         if any(batch.is_done for batch in self._batches.values()) or self._queue.list_lost():
             self._batches = {number: batch for number, batch in self._batches.items() if not batch.is_done}
             with self._changed:
@@ -206,16 +208,13 @@ class RolloutLoop:
             queue = cast("RequestQueue", self._queue)
             return queue.submit_to_each([((batch.number, i), request) for i, request in enumerate(requests)])
         self._queue.open(sampling, self._samples_first)
-        slots, first = None if self._samples_first else len(self._pool), self._next_number
-        batch.first = first
-        states = make_states(batch.rows, sampling.count, sampling.stream, first, slots)
+        batch.first = self._next_number
+        states = make_states(batch, None if self._samples_first else len(self._pool))
         self._next_number += len(states)
         self._states.add(states)
-        self._batch_of |= dict.fromkeys((state.number for state in states), batch)
-        self._missing |= dict.fromkeys(range(first, self._next_number, sampling.count), sampling.count)
         if self._samples_first:
-            self._queue.submit(((batch.number, first + i * sampling.count), one) for i, one in enumerate(requests))
-            return
+            groups = range(batch.first, self._next_number, sampling.count)
+            return self._queue.submit(((batch.number, group), one) for group, one in zip(groups, requests, strict=True))
         for state in states:
             self._new[state.slot].append(state)
 
@@ -229,8 +228,6 @@ class RolloutLoop:
         slots = range(len(self._pool))
         self._batches: dict[int, RolloutBatch] = {}
         self._states = EpisodeStates(self._default, self._note_lost, self._scores_groups)
-        self._batch_of: dict[int, RolloutBatch] = {}  # of each episode
-        self._missing: dict[int, int] = {}  # group -> its episodes that have not ended
         self._free, self._run_on = set(slots), set[int]()
         self._sampled_rows = deque[list[EpisodeState]]()  # groups whose first samples are there, for any process
         self._new: list[list[EpisodeState]] = [[] for _ in slots]
@@ -248,8 +245,7 @@ class RolloutLoop:
             return self._end(ended)
         requests = []
         for state, max_tokens, stop_token_ids in self._states.take(reply):
-            batch = self._batch_of[state.number]
-            sampling = batch.sampling
+            batch, sampling = state.batch, state.batch.sampling
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_token_ids)))
             settings = sampling.temperature, max_tokens, stops, sampling.expected_tokens, sampling.top_logprobs
             request = Request(state.make_prompt(), *settings, goes_first=batch.goes_first)
@@ -260,55 +256,44 @@ class RolloutLoop:
         self._answered[slot] += reply.numbers
         if reply.runs_on:
             self._run_on.add(slot)
-        self._end([result.number for result in reply.results])
+        self._end([number for number, *_ in reply.results])
 
-    def _send_messages(self) -> None:
-        for slot in sorted(self._free):
-            if message := self._make_message(slot):
-                self._free.discard(slot)
-                self._pool.begin(slot, message)
-
-    def _make_message(self, slot: int) -> Message | None:
-        """Make the next message to a process; None where it can only wait."""
-        longest_s = self._queue.longest_s
+    def _send(self, slot: int) -> None:
+        """Send a process jobs to begin or samples that it waits for; else it goes on, where it has episodes that can."""
         if self._sampled_rows and not self._new[slot]:
             # Ever smaller parts, so that no process waits long for a slow one.
             parts = 1 if len(self._pool) == 1 else 2 * len(self._pool)
             for _ in range(-(-len(self._sampled_rows) // parts)):
                 self._new[slot] += self._sampled_rows.popleft()
-        new, self._new[slot] = [state for state in self._new[slot] if state.result is None], []
-        if new:
-            for state in new:
-                state.slot = slot
-            return self._states.begin(new, longest_s)
-        answered, self._answered[slot] = dict.fromkeys(self._answered[slot]), []
-        if message := self._states.address([one for one in answered if one in self._batch_of], longest_s):
-            return message
-        return Message(longest_s=longest_s) if slot in self._run_on else None
+        new, self._new[slot] = [state for state in self._new[slot] if state.trajectory is None], []
+        for state in new:
+            state.slot = slot
+        jobs, samples = self._states.begin(new), {}
+        if not jobs:
+            answered, self._answered[slot] = dict.fromkeys(self._answered[slot]), []
+            samples = self._states.address([one for one in answered if one in self._states])
+        if jobs or samples or slot in self._run_on:
+            self._free.discard(slot)
+            self._pool.begin(slot, jobs, samples, self._queue.longest_s)
 
     def _end(self, numbers: Sequence[int]) -> None:
         """Note that episodes have ended, and collect the groups that are whole."""
-        if aborted := [(self._batch_of[number].number, number) for number in numbers if self._states[number].is_asked]:
+        ended = [self._states[number] for number in numbers]
+        if aborted := [(state.batch.number, state.number) for state in ended if state.is_asked]:
             self._queue.abort(aborted)
-        for number in numbers:
-            batch, group = self._batch_of[number], self._states[number].group
-            self._missing[group] -= 1
-            if self._missing[group]:
-                continue
-            del self._missing[group]
+        for group, batch in {state.group: state.batch for state in ended}.items():
             members = range(group, group + batch.sampling.count)
-            place = (group - batch.first) // batch.sampling.count
-            trajectories = [self._states.collect(member) for member in members]
-            batch.add(place, TrajectoryGroup.collect(batch.rows[place], trajectories))
-            for member in members:
-                del self._batch_of[member]
+            if all(self._states[member].trajectory for member in members):
+                place = (group - batch.first) // batch.sampling.count
+                trajectories = [self._states.collect(member) for member in members]
+                batch.add(place, TrajectoryGroup.collect(batch.rows[place], trajectories))
 
     # -- samples
 
     def _take_samples(self, batch: RolloutBatch, number: int, completions: Completions) -> None:
         if not batch.has_episodes:
             return batch.add(number, completions)
-        if number not in self._batch_of or (state := self._states[number]).result:
+        if number not in self._states or (state := self._states[number]).trajectory:
             return  # it has ended meanwhile
         if state.slot >= 0:
             return self._sampled.append((state, completions[0]))
@@ -338,6 +323,6 @@ class RolloutLoop:
 
     def _answer(self, found: Sequence[tuple[EpisodeState, Completion]], calls: Sequence[ToolCalls | None]) -> None:
         for (state, completion), found_calls in zip(found, calls, strict=True):
-            if state.number in self._batch_of and state.result is None:
+            if state.number in self._states and state.trajectory is None:
                 state.add_sample(completion, found_calls)
                 self._answered[state.slot].append(state.number)

@@ -7,7 +7,7 @@ what becomes of the episodes of a lost process.
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,7 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.progress import NodeLost, WorkerNode, find_nodes
 from rlworker.environments.processes.worker import EnvWorker
-from rlworker.environments.record import HELD, IDLE, LostWorker, Message, Reply
+from rlworker.environments.record import HELD, IDLE, Job, LostWorker, Reply, Sample
 from rlworker.environments.reward import Environment
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
@@ -149,10 +149,10 @@ class ProcessPool:
         for node in self.nodes:
             node.close()
 
-    def begin(self, slot: int, message: Message) -> None:
-        """Send a message to a process that has replied to the one before."""
+    def begin(self, slot: int, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> None:
+        """Send ``EnvRunner.advance``'s arguments to a process that has replied to the message before."""
         process = self._processes[slot]
-        process.reply = process.worker.advance.remote(pickle.dumps(message, protocol=5))
+        process.reply = process.worker.advance.remote(pickle.dumps((jobs, samples, longest_s), protocol=5))
         process.progress, process.changed, process.looked = [], time.monotonic(), time.monotonic()
 
     @property

@@ -23,7 +23,7 @@ from rlworker.environments.processes.timing import (
     is_ours,
     locate_environment,
 )
-from rlworker.environments.record import EpisodeResult, FailureKind, Message, Reply, Sample, Segment, digest_ids
+from rlworker.environments.record import FailureKind, Job, Reply, Sample, Segment, digest_ids
 from rlworker.environments.reward import Environment, spread_numbers
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
 
@@ -72,20 +72,24 @@ class EnvRunner:
         self._settled: asyncio.Future | None = None
         self._reply, self._contexts = Reply(), []
 
-    def advance(self, message: Message) -> Reply:
-        """Take jobs and samples, and run all episodes until each waits for a sample or has ended, or time is over.
+    def advance(self, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> Reply:
+        """Run all episodes until each waits for a sample or has ended, or time is over.
 
-        A sample of an episode that has ended meanwhile is dropped.
+        Args:
+            jobs: episodes to begin. samples: of episodes that wait, by number; one of an episode that has ended
+                meanwhile is dropped.
+            longest_s: seconds after which it replies although some episodes neither wait nor have ended; None sets no
+                limit.
         """
-        end = None if message.longest_s is None else time.monotonic() + message.longest_s
-        samples = [sample for job in message.jobs for _, sample in job.samples] + [*message.samples.values()]
-        texts = self.codec.read_samples([sample.token_ids for sample in samples])
-        decoded = deque(replace(sample, text=text) for sample, text in zip(samples, texts, strict=True))
-        for job in message.jobs:
+        end = None if longest_s is None else time.monotonic() + longest_s
+        whole = [sample for job in jobs for _, sample in job.samples] + [*samples.values()]
+        texts = self.codec.read_samples([sample.token_ids for sample in whole])
+        decoded = deque(replace(sample, text=text) for sample, text in zip(whole, texts, strict=True))
+        for job in jobs:
             known = [(digest, decoded.popleft()) for digest, _ in job.samples]
             self._backlog.append(RunningEpisode(self, job, known))
         with using_codec(self.codec):
-            for number, sample in zip(message.samples, decoded, strict=True):
+            for number, sample in zip(samples, decoded, strict=True):
                 if number in self._live:
                     self._hand_on(self._live[number], sample)
             if self._is_immediate:
@@ -198,7 +202,7 @@ class EnvRunner:
             failure = failure[0], f"turn {running.turn}: {failure[1]}"
         rewards, forks = (tuple(episode.rewards), episode.forks) if episode else ((), 0)
         counts = running.tool_calls, running.tool_failures
-        self._reply.results.append(EpisodeResult(running.number, rewards, failure, forks, *counts))
+        self._reply.results.append((running.number, rewards, failure, forks, *counts))
 
     # -- requests of an episode
 

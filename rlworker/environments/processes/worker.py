@@ -45,11 +45,11 @@ class EnvWorker:
         gc.freeze()  # what is loaded stays, and need not be looked through in every round
 
     def advance(self, message: bytes) -> bytes:
-        """Run episodes as a pickled ``Message`` says: a pickled ``Reply``."""
+        """Run episodes as the pickled arguments of ``EnvRunner.advance`` say: a pickled ``Reply``."""
         if not self._progress.is_open:
             self._progress.open(self._path)
             watch_runner(self._runner, name_block_file(self._path))
-        return pickle.dumps(self._runner.advance(pickle.loads(message)), protocol=5)
+        return pickle.dumps(self._runner.advance(*pickle.loads(message)), protocol=5)
 
 
 class Progress:

@@ -71,7 +71,7 @@ def test_tools_are_not_called_again_by_episodes_that_begin_anew(rows):
     pool = LocalPool(ask_oracle, lose={2: -1})
     (record,) = run_episodes(pool, rows[:1])
     assert record.failure is None and record.turns == 3 and record.tool_calls == 2
-    (job,) = next(message.jobs for message in pool.messages[1:] if message.jobs)
+    (job,) = next(jobs for jobs, _ in pool.messages[1:] if jobs)
     assert sorted(job.tools) == [0], "the second tool was called in the round that was lost"
 
 

@@ -15,7 +15,7 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.runner import EnvRunner
 from rlworker.environments.processes.worker import watch_runner
-from rlworker.environments.record import LostWorker, Message, Reply, Trajectory
+from rlworker.environments.record import Job, LostWorker, Reply, Sample, Trajectory
 from rlworker.environments.reward import Environment
 
 if TYPE_CHECKING:
@@ -96,9 +96,9 @@ class LocalPool:
         self.replies.clear()
         self.runners = [self.make() for _ in self.runners]
 
-    def begin(self, slot: int, message: Message) -> None:
-        self.messages.append(message)
-        self.replies[slot] = self.runners[slot].advance(message)
+    def begin(self, slot: int, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> None:
+        self.messages.append((jobs, samples))
+        self.replies[slot] = self.runners[slot].advance(jobs, samples, longest_s)
 
     def poll(self) -> dict[int, Reply | LostWorker]:
         ready = {slot: reply for slot, reply in self.replies.items() if slot not in self.held}
