@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completions, Prompt, Request, Sampling
+from engines.batch.samples import Completions, Request
 from engines.batch.shard import Outputs, Shard
 from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
@@ -99,12 +99,8 @@ class RolloutEngine(Protocol):
     version: int
     """Version of its weights; the starting weights are version 0."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
-        """Sample ``[P * count]`` completions of P prompts, prompt by prompt."""
-        ...
-
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:
-        """Sample a completion of each request: one round, which ends with the last of them."""
+        """Sample the completions of each request: one round, which ends with the last of them."""
         ...
 
     def seed(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Plain data that a model is given and answers with: images and videos, prompts and completions."""
+"""Plain data that a model is given and answers with: images and videos, requests and completions."""
 
 from __future__ import annotations
 
@@ -57,15 +57,6 @@ class Image:
     def nbytes(self, vision: VisionSpec) -> int:
         """Estimate its bytes while it is decoded: pixels, patches in fp32, and the processor's temporary arrays."""
         return 3 * self.shown * self.size[0] * self.size[1] + _COPIES * 4 * self.patches * vision.patch_size
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A completion goes on from this: ids, with as many image tokens as the model sees, and its images and videos in
-    order."""
-
-    token_ids: tuple[int, ...]
-    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,30 +237,6 @@ def _check_logprobs(logprobs: np.ndarray, token_ids: np.ndarray) -> None:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request for completions of one prompt.
-
-    Attributes:
-        temperature: 0 is greedy. max_tokens: the length limit.
-        stop_token_ids: a completion ends with the first of these, which belongs to it.
-        expected_tokens: expected length of a completion, by which requests are divided over engines.
-        top_logprobs: as ``Sampling`` has it.
-        count: completions; of a greedy request it is one. goes_first: before all that have not begun, where an engine
-            samples ahead of the trainer. scores_prompt: as ``Sampling`` has it.
-    """
-
-    prompt: Prompt
-    temperature: float
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    expected_tokens: float = 0.0
-    top_logprobs: int = 0
-    count: int = 1
-    goes_first: bool = False
-    scores_prompt: bool = False
-
-
-@dataclass(frozen=True)
 class Sampling:
     """Settings for sampling completions.
 
@@ -298,6 +265,21 @@ class Sampling:
     def seed(self) -> int:
         """Seed of ``stream``."""
         return make_seed(self.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for the completions of one prompt.
+
+    Attributes:
+        token_ids: of the prompt, with as many image tokens as the model sees. images: of it, and videos, in order.
+        goes_first: before all that have not begun, where an engine samples ahead of the trainer.
+    """
+
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    images: tuple[Image, ...] = ()
+    goes_first: bool = False
 
 
 def make_seed(stream: tuple[int, ...]) -> int:

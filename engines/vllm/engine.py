@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from engines.batch.balance import split_by_budget
-from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
+from engines.batch.samples import Completion, Completions, Request
 from engines.config import VllmConfig
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
@@ -137,62 +137,48 @@ class VllmEngine:
         del self.llm
         cleanup_dist_env_and_memory()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
-        """Sample ``[P * count]`` completions of P prompts, no more at a time than there is memory for decoded images.
+    def sample(self, requests: Sequence[Request], seed: int) -> Completions:
+        """Sample the completions of each request in order: one round, which ends with the last.
+
+        No more are sampled at a time than there is memory for their decoded images. The same requests, weights and seed
+        give the same tokens and logprobs, bit for bit, after any earlier requests.
 
         Raises:
             ValueError: an image cannot be read.
             RuntimeError: vLLM made other tokens of the images than the trainer does, or other requests are running.
         """
-        params = make_params(sampling, sampling.count, self.model, self.config)
-        return self._run_round([(prompt, params) for prompt in prompts], sampling.seed)
-
-    def sample(self, requests: Sequence[Request], seed: int) -> Completions:
-        """Sample the completions of each request, as ``generate`` does of prompts: one round, which ends with the last.
-
-        The same requests, weights and seed give the same tokens and logprobs, bit for bit, after any earlier requests.
-        """
-        # vLLM takes a prompt once for all of its completions; so do single requests that follow one another and are
-        # equal. Of greedy ones it refuses several completions.
-        runs: list[list[Request]] = []
-        for request in requests:
-            if not runs or request.count > 1 or request.temperature == 0 or request != runs[-1][0]:
-                runs.append([])
-            runs[-1].append(request)
-        return self._run_round(
-            [
-                (run[0].prompt, make_params(run[0], sum(request.count for request in run), self.model, self.config))
-                for run in runs
-            ],
-            seed,
-        )
-
-    def _run_round(self, asked: Sequence[tuple[Prompt, SamplingParams]], seed: int) -> Completions:
         self._sleep.require_weights("sampling")
         if self.llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("rollout: a round needs the engine for itself; take or abort the loop's requests first")
         # What was asked before may not decide which tokens share a forward pass: a resumed run was not asked the same.
         self._empty_caches()
         self.seed(seed)
-        completions = []
-        costs = [self.count_image_bytes(prompt) for prompt, _ in asked]
-        for run in split_by_budget(costs, self.config.image_memory_mb * 2**20):
-            prompts, params = zip(*asked[run], strict=True)
-            requests = [make_prompt(prompt, self.model) for prompt in prompts]
-            outputs = self.llm.generate(requests, list(params), use_tqdm=False)
-            for prompt, output in zip(prompts, outputs, strict=True):
-                completions += self.read_output(prompt, output)
-            del requests, outputs  # their images, before the next are decoded
+        # vLLM takes a prompt once for all of its completions; so do single requests that follow one another and are
+        # equal. Of greedy ones it refuses several completions.
+        runs: list[list[Request]] = []
+        for request in requests:
+            if request.sampling.count > 1 or request.sampling.temperature == 0 or not runs or request != runs[-1][0]:
+                runs.append([])
+            runs[-1].append(request)
+        completions, costs = [], [self.count_image_bytes(run[0]) for run in runs]
+        for part in split_by_budget(costs, self.config.image_memory_mb * 2**20):
+            counts = (sum(request.sampling.count for request in run) for run in runs[part])
+            params = [make_params(run[0].sampling, n, self.model, self.config) for run, n in zip(runs[part], counts)]
+            prompts = [make_prompt(run[0], self.model) for run in runs[part]]
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            for run, output in zip(runs[part], outputs, strict=True):
+                completions += self.read_output(run[0], output)
+            del prompts, outputs  # their images, before the next are decoded
         return Completions.join(completions)
 
     def seed(self, seed: int) -> None:
         """Draw from the random numbers of ``seed`` from now on."""
         self.llm.collective_rpc("seed_sampler", args=(seed,))
 
-    def count_image_bytes(self, prompt: Prompt) -> int:
-        """Estimate the bytes of a prompt's images while they are decoded."""
+    def count_image_bytes(self, request: Request) -> int:
+        """Estimate the bytes of a request's images while they are decoded."""
         vision = self.model.vision
-        return sum(image.nbytes(vision) for image in prompt.images) if vision else 0
+        return sum(image.nbytes(vision) for image in request.images) if vision else 0
 
     def add_request(self, name: str, request: Request) -> None:
         """Begin to sample a request, which ``step`` names so when it has finished.
@@ -201,10 +187,10 @@ class VllmEngine:
             ValueError: the prompt is too long, or an image cannot be read.
         """
         self._sleep.require_weights("sampling")
-        params = make_params(request, request.count, self.model, self.config)
+        params = make_params(request.sampling, request.sampling.count, self.model, self.config)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         place = -int(request.goes_first and self.config.staleness > 0)
-        self.llm.llm_engine.add_request(name, make_prompt(request.prompt, self.model), params, priority=place)
+        self.llm.llm_engine.add_request(name, make_prompt(request, self.model), params, priority=place)
 
     def count_running(self) -> int:
         """Count the completions that have begun and not finished."""
@@ -233,26 +219,26 @@ class VllmEngine:
             engine.wake_up(["scheduling"])
         return outputs
 
-    def read_output(self, prompt: Prompt, output: RequestOutput) -> list[Completion]:
-        """Read the completions of a prompt.
+    def read_output(self, request: Request, output: RequestOutput) -> list[Completion]:
+        """Read the completions of a request.
 
         Raises:
             RuntimeError: vLLM made other tokens of the prompt than the trainer does.
         """
         seen = output.prompt_token_ids or []
-        if tuple(seen) != tuple(prompt.token_ids):
-            place = prompt.images[0].place if prompt.images else "a prompt without images"
+        if tuple(seen) != tuple(request.token_ids):
+            place = request.images[0].place if request.images else "a prompt without images"
             raise RuntimeError(
                 f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
-                f"{len(prompt.token_ids)}, or others; both must read the same preprocessor_config.json"
+                f"{len(request.token_ids)}, or others; both must read the same preprocessor_config.json"
             )
         if output.prompt_logprobs is not None:
             return [read_scores(output)]
         return [read_completion(sample) for sample in output.outputs]
 
-    def read_answer(self, prompt: Prompt, output: RequestOutput) -> Completions:
-        """Read the completions of a prompt as columns; raises as ``read_output`` does."""
-        return Completions.join(self.read_output(prompt, output))
+    def read_answer(self, request: Request, output: RequestOutput) -> Completions:
+        """Read the completions of a request as columns; raises as ``read_output`` does."""
+        return Completions.join(self.read_output(request, output))
 
     def _empty_caches(self) -> None:
         """Empty the prefix cache and the cache of image features. Running requests recompute their KV cache."""

@@ -78,7 +78,7 @@ class EngineLoop:
         Raises:
             ValueError: a key is that of a request which was not yet taken or given up.
         """
-        opened = [_Open(key, request, self.engine.count_image_bytes(request.prompt)) for key, request in requests]
+        opened = [_Open(key, request, self.engine.count_image_bytes(request)) for key, request in requests]
         keys = {one.key for one in opened}
         with self._changed:
             self._check_alive()
@@ -125,7 +125,7 @@ class EngineLoop:
 
     def count_open(self) -> int:
         """Count the requested completions that have not finished."""
-        return self.call(lambda: self.engine.count_running() + sum(one.request.count for one in self._waiting))
+        return self.call(lambda: self.engine.count_running() + sum(one.request.sampling.count for one in self._waiting))
 
     def close(self) -> None:
         """End the loop after the current step; open requests stay unanswered, and the engine stays."""
@@ -201,7 +201,7 @@ class EngineLoop:
             one = self._running.pop(output.request_id)
             self._image_bytes -= one.image_bytes
             try:
-                result = self.engine.read_answer(one.request.prompt, output)
+                result = self.engine.read_answer(one.request, output)
             except RuntimeError as error:
                 result = error
             finished.append((one.key, result))

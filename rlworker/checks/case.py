@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Image, Prompt
+from engines.batch.samples import Image
 from engines.images.columns import make_image_columns
 from engines.images.placeholders import list_margin_tokens, make_placeholders
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from engines.probes.case import ProbeCase
 from engines.validation import read_object
+from rlworker.data.rows import Row
 
 _LENGTHS = (9, 1, 14, 0, 6, 9, 21)
 _IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 6: ((0, 2),)}
@@ -44,7 +45,7 @@ class Case:
         token_probe: sequences for the probe of the whole model, with fewer columns for a large model.
         batch: the batch whose logprobs and gradients are compared; some sequences are samples of one prompt, which is
             computed once where prompts are shared. denominator: of its loss.
-        prompts: prompts for the rollout engine. others: for each image another image of its size.
+        rows: prompts for the rollout engine. others: for each image another image of its size.
     """
 
     probe: ProbeCase
@@ -52,7 +53,7 @@ class Case:
     token_probe: ProbeCase
     batch: TrainBatch
     denominator: float
-    prompts: list[Prompt]
+    rows: list[Row]
     others: dict[Image, Image]
 
 
@@ -88,7 +89,7 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     for row in group:
         prompts[row] = min(_PROMPT, most // 2)
         ids[row][: prompts[row]] = ids[group[0]][: prompts[row]]
-    sampled_prompts = [Prompt(tuple(s[:4])) for s in ids[: len(lengths)] if len(s) > 4]
+    prompt_rows = [Row("", tuple(s[:4]), "", {}) for s in ids[: len(lengths)] if len(s) > 4]
     images, others, columns = [()] * len(ids), {}, {}
     if model.vision:
         processor = ImageProcessor(model.folder, model.vision)
@@ -98,8 +99,8 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
         images += [images[_GROUP_IMAGES]] * len(group) + [()] * (len(ids) - group.stop)
         ids = [s[:n] + make_placeholders(own, model) + s[n:] for s, n, own in zip(ids, prompts, images, strict=True)]
         prompts = [len(s) - was + n for s, n, was in zip(ids, prompts, (n + 1 for n in every))]
-        sampled_prompts = [Prompt(tuple(s[: n + 1]), own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]
-        sampled_prompts = sampled_prompts[: len(lengths)]
+        of_images = [(s[: n + 1], own) for s, n, own in zip(ids, prompts, images) if len(s) > n + 1]
+        prompt_rows = [Row("", tuple(s), "", {}, own) for s, own in of_images[: len(lengths)]]
         columns = make_image_columns(ids, images, model.vision)
     batch = TrainBatch.from_ids(ids, prompts, **columns)
     batch = replace(batch, advantages=torch.randn(batch.num_tokens, generator=generator))
@@ -108,7 +109,7 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
         probe, window_probe = make_probe_case(), make_probe_case((*_LENGTHS[:2], lengths[-1]))
     thin = min(1 + model.count_weights() // _SMALL_MODEL, len(probe.columns) // _FEW_COLUMNS)
     token_probe = replace(probe, columns=probe.columns[::thin])
-    return Case(probe, window_probe, token_probe, batch, float(batch.mask.sum()), sampled_prompts, others)
+    return Case(probe, window_probe, token_probe, batch, float(batch.mask.sum()), prompt_rows, others)
 
 
 def _make_images(processor: ImageProcessor, folder: Path, row: int) -> list[tuple[Image, Image]]:

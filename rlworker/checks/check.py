@@ -9,7 +9,7 @@ from functools import partial
 
 from ray.exceptions import RayError
 
-from engines.batch.samples import Sampling
+from engines.batch.samples import Request, Sampling
 from engines.batch.shard import get_logprobs
 from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
@@ -19,7 +19,6 @@ from rlworker.checks.trainer import TRAINER_CHECKS, Finding, list_platform_limit
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.workers import TrainWorker
-from rlworker.data.rows import Row
 from rlworker.rollouts.trajectory import to_batch
 from rlworker.trainers.agreement import compare_logprobs
 
@@ -119,9 +118,11 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
     """Compare each rollout engine's logprobs of its own samples against the trainer's."""
     config, trainer, count = engines.config.rollout, engines.trainer, len(engines.rollouts.workers)
     # Enough for every replica to have a share, and the same for every engine.
-    rows = [Row("", p.token_ids, "", {}, p.images) for p in trainer.case.prompts] * (count * engines.actor.dp_size)
+    rows = trainer.case.rows * (count * engines.actor.dp_size)
     sampling = Sampling(2, config.temperature, config.max_new_tokens, stream=(1,), stop_token_ids=())
-    batch = to_batch(rows, engines.rollouts.generate(rows, sampling), [0.0] * (2 * len(rows)), trainer.model.vision)
+    requests = [Request(row.prompt_ids, sampling, row.images) for row in rows]
+    samples = engines.rollouts.sample(requests, sampling.stream, equal_shares=True)
+    batch = to_batch(rows, samples, [0.0] * (2 * len(rows)), trainer.model.vision)
     logprobs = get_logprobs(engines.actor.forward(batch))
     findings, start, limits = [], 0, engines.rollout_limits
     for number, part in enumerate(batch.split(count)):

@@ -60,7 +60,7 @@ def start_engines(
     with ExitStack() as running:
         images = running.enter_context(TemporaryDirectory(prefix="rlworker-check-"))
         case = make_case(model, config.actor.dp, images)
-        longest = max(len(prompt.token_ids) for prompt in case.prompts) + config.rollout.max_new_tokens
+        longest = max(len(row.prompt_ids) for row in case.rows) + config.rollout.max_new_tokens
         if longest > config.rollout.max_model_len:
             raise ValueError(
                 f"check: prompts with images and their answers take up to {longest} tokens; raise "

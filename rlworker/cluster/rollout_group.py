@@ -1,11 +1,10 @@
-"""The vLLM workers of a run: prompts to completions.
+"""The vLLM workers of a run: requests to completions.
 
 Without torch at its top, so that the processes can start while the controller is still importing it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -13,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from engines.batch.balance import balance_costs
-from engines.batch.samples import Completions, Prompt, make_seed
+from engines.batch.samples import Completions, make_seed
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.placement import DeviceSlot
@@ -21,12 +20,11 @@ from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
-from rlworker.data.rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from engines.batch.samples import Request, Sampling
+    from engines.batch.samples import Request
     from engines.vllm.tools import ToolCalls
 
 
@@ -110,33 +108,24 @@ class Rollouts:
         """
         self._note, self._send_weights = note, send_weights
 
-    def generate(self, rows: Sequence[Row], sampling: Sampling) -> Completions:
-        """Sample ``[P * count]`` completions, those of a row one after another; each engine takes an even share of the
-        expected tokens and draws from a stream of its own."""
-        prompts = [Prompt(row.prompt_ids, row.images) for row in rows]
-        parts = deal_prompts([len(prompt.token_ids) for prompt in prompts], sampling, len(self.workers))
-        questions = {
-            index: ([prompts[p] for p in part], replace(sampling, stream=(*sampling.stream, index)))
-            for index, part in enumerate(parts)
-            if part
-        }
-        return restore_prompts(self._ask(RolloutWorker.generate, questions), parts, sampling.count)
-
-    def sample(self, requests: Sequence[Request], stream: tuple[int, ...]) -> Completions:
+    def sample(self, requests: Sequence[Request], stream: tuple[int, ...], equal_shares: bool = False) -> Completions:
         """Sample the completions of each request, in their order: one lock-step turn, which ends with the last of them.
 
         The same requests, weights and stream give the same numbers, bit for bit.
 
         Args:
-            stream: names a stream of random numbers, as ``Sampling.stream`` does.
+            stream: names a stream of random numbers, as ``Sampling.stream`` does; each engine draws from its own.
+            equal_shares: each engine takes as many requests, one after another, whatever these cost.
         """
         parts = deal_requests(requests, len(self.workers))
+        if equal_shares:
+            parts = [share.tolist() for share in np.array_split(np.arange(len(requests)), len(self.workers))]
         questions = {
             index: ([requests[r] for r in part], make_seed((*stream, index)))
             for index, part in enumerate(parts)
             if part
         }
-        counts = [request.count for request in requests]
+        counts = [request.sampling.count for request in requests]
         return restore_requests(self._ask(RolloutWorker.sample, questions), parts, counts)
 
     def parse_tools(self, texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCalls]:
@@ -233,17 +222,6 @@ def _name_engine(index: int) -> str:
     return f"rollout engine {index}"
 
 
-def restore_prompts(answers: Sequence[Completions], parts: Sequence[Sequence[int]], count: int) -> Completions:
-    """Restore the order of the prompts in the answers of the engines that had some.
-
-    Args:
-        parts: the prompts of each engine, of all P. count: completions of a prompt.
-    """
-    ranks = np.argsort(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))  # [P], among the answers
-    places = ranks[:, None] * count + np.arange(count)  # [P, count]
-    return Completions.concatenate(answers).gather(places.reshape(-1))
-
-
 def restore_requests(
     answers: Sequence[Completions], parts: Sequence[Sequence[int]], counts: Sequence[int]
 ) -> Completions:
@@ -261,31 +239,24 @@ def restore_requests(
     )
 
 
-def deal_prompts(lengths: Sequence[int], sampling: Sampling, engines: int) -> list[list[int]]:
-    """Deal prompts of some ``lengths`` out to engines: the prompts of each, in their order.
-
-    The cost of a prompt is its tokens and the expected tokens of its completions. Equal lengths and expectations are
-    dealt alike at any time, as a resumed run needs: the prompts of a call decide the samples of each.
-    """
-    return _deal(np.asarray(lengths, dtype=np.int64) + round(sampling.count * sampling.expected_tokens), engines)
-
-
 def deal_requests(requests: Sequence[Request], engines: int) -> list[list[int]]:
     """Deal requests out to engines: the requests of each, in their order.
 
-    Single ones of one prompt that follow one another go together, as those of one request do.
+    The cost of a request is the tokens of its prompt and the expected tokens of its completions. Equal costs are dealt
+    alike at any time, as a resumed run needs: the requests of a call decide the samples of each. Single ones of one
+    prompt that follow one another go together, as the completions of one request do.
     """
     runs: list[list[int]] = []
     for place, request in enumerate(requests):
-        if not runs or request.count > 1 or requests[runs[-1][0]].prompt != request.prompt:
+        last = requests[runs[-1][0]] if runs and request.sampling.count == 1 else None
+        if last is None or (last.token_ids, last.images) != (request.token_ids, request.images):
             runs.append([])
         runs[-1].append(place)
-    expected = [round(sum(requests[place].count * requests[place].expected_tokens for place in run)) for run in runs]
-    lengths = [len(requests[run[0]].prompt.token_ids) for run in runs]
-    parts = _deal(np.asarray(lengths, dtype=np.int64) + np.asarray(expected, dtype=np.int64), engines)
+    costs = []  # [runs]
+    for run in runs:
+        samplings = [requests[place].sampling for place in run]
+        expected = round(sum(each.count * each.expected_tokens for each in samplings))
+        costs.append(len(requests[run[0]].token_ids) + expected)
+    owners = balance_costs(np.asarray(costs, np.int64), engines, equal_counts=False)
+    parts = [np.flatnonzero(owners == engine) for engine in range(engines)]
     return [[place for run in part for place in runs[run]] for part in parts]
-
-
-def _deal(costs: np.ndarray, engines: int) -> list[list[int]]:
-    owners = balance_costs(costs, engines, equal_counts=False)
-    return [np.flatnonzero(owners == engine).tolist() for engine in range(engines)]

@@ -270,12 +270,8 @@ class RolloutWorker(_Worker):
     def end_trace(self, path: str) -> None:
         self.loop.call(super().end_trace, path)
 
-    def generate(self, prompts, sampling):
-        self._note_work()
-        return self.loop.call(self.engine.generate, prompts, sampling)
-
     def sample(self, requests, seed: int):
-        """Sample a completion of each request: one round, which needs the engine for itself."""
+        """Sample the completions of each request: one round, which needs the engine for itself."""
         self._note_work()
         return self.loop.call(self.engine.sample, requests, seed)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engines.batch.samples import Completion, Image, Prompt
+from engines.batch.samples import Completion, Image, Request
 from rlworker.data.rows import Row
 from rlworker.environments.record import (
     CONTEXT,
@@ -27,7 +27,7 @@ from rlworker.environments.record import (
     digest_ids,
 )
 from rlworker.errors import MONITOR, RunError
-from rlworker.rollouts.trajectory import RolloutBatch
+from rlworker.rollouts.trajectory import Key, RolloutBatch
 from rlworker.tracking.terminal import LOGGER
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class EpisodeState:
 
     Attributes:
         number: among all that run. batch: that it belongs to. group: number of its prompt's first episode.
-        seed: of its random numbers. prompt: of its row, one object for all episodes of that.
+        seed: of its random numbers.
         slot: the process that runs it; -1 until one is chosen.
         sequences: segments so far. samples: its own, each after the context that came before it. told: samples of
             these that its process knows. tools: outcomes of its tool calls.
@@ -64,7 +64,6 @@ class EpisodeState:
     batch: RolloutBatch
     group: int
     row: Row
-    prompt: Prompt
     seed: tuple[int, ...]
     slot: int = -1
     sequences: list[list[Segment]] = field(init=False)
@@ -109,14 +108,20 @@ class EpisodeState:
                 self.sequences.pop()
         self.trajectory = Trajectory(self.row, tuple(map(tuple, self.sequences)), tuple(rewards), failure, *counts)
 
-    def make_prompt(self) -> Prompt:
-        """Make the prompt of all that the last sequence has."""
-        segments = self.sequences[-1]
-        if len(segments) == 1 and segments[0].token_ids is self.row.prompt_ids:
-            return self.prompt  # one object for all episodes of a row, as it is sent
+    def make_request(self, max_tokens: int, stop_token_ids: Sequence[int] = ()) -> Request:
+        """Make the request for a sample that goes on from all that the last sequence has.
+
+        Args:
+            stop_token_ids: end it, beside those of the batch.
+        """
+        sampling, segments = self.batch.sampling, self.sequences[-1]
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_token_ids)))
+        sampling = replace(sampling, count=1, max_tokens=max_tokens, stop_token_ids=stops)
         images = tuple(image for segment in segments for image in segment.images)
-        ids = np.concatenate([np.asarray(segment.token_ids, np.int32) for segment in segments])
-        return Prompt(tuple(ids.tolist()), images)
+        ids = self.row.prompt_ids  # one object for all episodes of a row, as it is sent
+        if len(segments) > 1 or segments[0].token_ids is not ids:
+            ids = tuple(np.concatenate([np.asarray(segment.token_ids, np.int32) for segment in segments]).tolist())
+        return Request(ids, sampling, images, self.batch.goes_first)
 
 
 class EpisodeStates:
@@ -162,9 +167,9 @@ class EpisodeStates:
             jobs.append(Job(state.number, state.row, state.seed, samples, dict(state.tools), *group))
         return jobs
 
-    def take(self, reply: Reply) -> Iterator[tuple[EpisodeState, int, tuple[int, ...]]]:
-        """Record a process's reply; yields the episodes of which a sample is to be drawn, with its most tokens and its
-        stop tokens beside the run's."""
+    def take(self, reply: Reply) -> Iterator[tuple[Key, Request]]:
+        """Record a process's reply; yields requests for the samples that its episodes ask for and that are not drawn
+        yet."""
         self._losses = 0
         for number, call, outcome in reply.tools:
             self._states[number].tools[call] = outcome
@@ -181,7 +186,7 @@ class EpisodeStates:
                 continue  # it was begun anew: that sample is being drawn, or was meanwhile
             state.add_context(ids, reply.images.get(number, ()), is_fork)
             state.is_asked, state.parser = True, reply.parsers.get(number)
-            yield state, max_tokens, reply.stops.get(number, ())
+            yield (state.batch.number, number), state.make_request(max_tokens, reply.stops.get(number, ()))
 
     def address(self, numbers: Iterable[int]) -> dict[int, Sample]:
         """Address the samples of episodes of one process that wait for one, by the episodes' numbers."""
@@ -247,10 +252,8 @@ def make_states(batch: RolloutBatch, slots: int | None) -> list[EpisodeState]:
         slots: processes that share them in even parts; None leaves that open.
     """
     count, seed, first = batch.sampling.count, batch.sampling.stream, batch.first
-    prompts = [Prompt(row.prompt_ids, row.images) for row in batch.rows]
-    states, total = [], len(prompts) * count
+    states, total = [], len(batch.rows) * count
     for place in range(total):
         row, slot = place // count, place * slots // total if slots else -1
-        of_row = first + row * count, batch.rows[row], prompts[row]
-        states.append(EpisodeState(first + place, batch, *of_row, (*seed, place), slot))
+        states.append(EpisodeState(first + place, batch, first + row * count, batch.rows[row], (*seed, place), slot))
     return states

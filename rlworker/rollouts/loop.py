@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 import ray
 
-from engines.batch.samples import Completion, Completions, Prompt, Request, Sampling
+from engines.batch.samples import Completion, Completions, Request, Sampling
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.watch import wait_until
 from rlworker.data.rows import Row
@@ -108,7 +108,8 @@ class RolloutLoop:
         """Sample one completion of each row outside of any environment, as many by each engine, before all that has
         not begun."""
         if not self._thread:
-            return self._rollouts.generate(rows, sampling)
+            requests = [Request(row.prompt_ids, sampling, row.images) for row in rows]
+            return self._rollouts.sample(requests, sampling.stream, equal_shares=True)
         batch = RolloutBatch(next(self._batch_numbers), rows, sampling, True, has_episodes=False)
         self._call(lambda: self._open(batch))
         wait_until(lambda slice_s: self._wait(batch, slice_s))
@@ -200,10 +201,7 @@ class RolloutLoop:
     def _open(self, batch: RolloutBatch) -> None:
         self._batches[batch.number] = batch
         sampling = batch.sampling
-        settings = sampling.temperature, sampling.max_tokens, sampling.stop_token_ids, sampling.expected_tokens
-        count = sampling.count if batch.has_episodes else 1
-        settings = *settings, sampling.top_logprobs, count, batch.goes_first, sampling.scores_prompt
-        requests = (Request(Prompt(row.prompt_ids, row.images), *settings) for row in batch.rows)
+        requests = [Request(row.prompt_ids, sampling, row.images, batch.goes_first) for row in batch.rows]
         if not batch.has_episodes:
             queue = cast("RequestQueue", self._queue)
             return queue.submit_to_each([((batch.number, i), request) for i, request in enumerate(requests)])
@@ -243,15 +241,7 @@ class RolloutLoop:
             ended = self._states.handle_lost_worker(reply)
             self._new[slot] = self._states.list_living(slot)
             return self._end(ended)
-        requests = []
-        for state, max_tokens, stop_token_ids in self._states.take(reply):
-            batch, sampling = state.batch, state.batch.sampling
-            stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_token_ids)))
-            settings = sampling.temperature, max_tokens, stops, sampling.expected_tokens, sampling.top_logprobs
-            request = Request(state.make_prompt(), *settings, goes_first=batch.goes_first)
-            requests.append(((batch.number, state.number), request))
-        if requests:
-            self._queue.submit(requests)
+        self._queue.submit(self._states.take(reply))
         # Where it was begun anew, a sample may have come before it asked again.
         self._answered[slot] += reply.numbers
         if reply.runs_on:
@@ -259,7 +249,7 @@ class RolloutLoop:
         self._end([number for number, *_ in reply.results])
 
     def _send(self, slot: int) -> None:
-        """Send a process jobs to begin or samples that it waits for; else it goes on, where it has episodes that can."""
+        """Send a process jobs to begin, or samples that it waits for; else let it go on, where it has not settled."""
         if self._sampled_rows and not self._new[slot]:
             # Ever smaller parts, so that no process waits long for a slow one.
             parts = 1 if len(self._pool) == 1 else 2 * len(self._pool)

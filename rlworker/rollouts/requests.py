@@ -15,9 +15,7 @@ from engines.batch.samples import Completions, Request, Sampling, make_seed
 from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.worker_pool import POLL
-
-Key = tuple[int, int]
-"""Name of a request: number of its rollout batch, and of the episode, the first of the prompt, or the row."""
+from rlworker.rollouts.trajectory import Key
 
 _TAKE_S = 5.0
 """Seconds that a question for what has finished waits at an engine."""
@@ -103,9 +101,9 @@ class RequestQueue:
             self._ask(self._engines[place], part)
 
     def submit_to_each(self, requests: Sequence[tuple[Key, Request]]) -> None:
-        """Hand requests in, number ``i`` to engine ``i % engines``."""
+        """Hand requests in, as many to each engine, one after another."""
         for place, (key, request) in enumerate(requests):
-            engine = self._engines[place % len(self._engines)]
+            engine = self._engines[place * len(self._engines) // len(requests)]
             engine.add(key, request)
             self._ask(engine, [(key, request)])
 
@@ -216,4 +214,4 @@ class RequestQueue:
 
 
 def _estimate_tokens(request: Request) -> float:
-    return len(request.prompt.token_ids) + request.count * max(request.expected_tokens, 1.0)
+    return len(request.token_ids) + request.sampling.count * max(request.sampling.expected_tokens, 1.0)

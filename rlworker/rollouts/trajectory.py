@@ -18,6 +18,9 @@ from rlworker.environments.record import CONTEXT, Segment, Trajectory
 if TYPE_CHECKING:
     from engines.models.vision_spec import VisionSpec
 
+Key = tuple[int, int]
+"""Name of a request: number of its rollout batch, and of the episode, the first of the prompt, or the row."""
+
 
 @dataclass(frozen=True)
 class TrajectoryGroup:

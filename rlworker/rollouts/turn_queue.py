@@ -13,7 +13,7 @@ from engines.batch.samples import Completions, Request, Sampling
 from rlworker.cluster.rollout_group import Rollouts
 
 if TYPE_CHECKING:
-    from rlworker.rollouts.requests import Key
+    from rlworker.rollouts.trajectory import Key
 
 
 class TurnQueue:
@@ -61,7 +61,7 @@ class TurnQueue:
         start = time.perf_counter()
         completions, self._turn = self._rollouts.sample(requests, stream), self._turn + 1
         self.sampling_seconds += time.perf_counter() - start
-        bounds = np.concatenate([[0], np.cumsum([request.count for request in requests])]).tolist()
+        bounds = np.concatenate([[0], np.cumsum([request.sampling.count for request in requests])]).tolist()
         return [(key, completions[a:b]) for (key, _), a, b in zip(held, bounds, bounds[1:], strict=False)]
 
     def parse_tools(

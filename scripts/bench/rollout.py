@@ -32,7 +32,7 @@ from timing import make_parser, write_figures
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from engines.batch.samples import Completions, Prompt, Request, Sampling
+from engines.batch.samples import Completions, Request, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platforms import DEFAULT_PLATFORM
@@ -77,12 +77,13 @@ def measure_sharing(folder: Path) -> list[dict]:
     model, size = ModelSpec.from_folder(folder), (8, 8, 16)
     prompts, count, tokens = size
     ids = np.random.default_rng(0).integers(4, model.vocab, (prompts, 50))
-    rows, sampling = [Row("", tuple(row), "", {}) for row in ids.tolist()], Sampling(count, 1.0, tokens, STREAM, ())
+    sampling = Sampling(count, 1.0, tokens, STREAM, ())
+    requests = [Request(tuple(row), sampling) for row in ids.tolist()]
     shared = VllmConfig(max_new_tokens=tokens, max_model_len=128, kv_cache_mb=256)
     alone = replace(shared, vllm={"enable_prefix_caching": False})
     with Rollouts(DEFAULT_PLATFORM, 1) as first, Rollouts(DEFAULT_PLATFORM, 1) as second:
         engines = {"shared": first.start(model, shared).wait(), "alone": second.start(model, alone).wait()}
-        calls = {name: partial(rollouts.generate, rows, sampling) for name, rollouts in engines.items()}
+        calls = {name: partial(rollouts.sample, requests, STREAM) for name, rollouts in engines.items()}
         lengths = prompts * count * tokens
         medians = measure(
             calls,
@@ -129,18 +130,18 @@ def draw_prompts(count: int) -> list[Row]:
 def measure_rounds(rollouts: Rollouts, size: tuple[int, int, int]) -> list[dict]:
     """Measure completions in three ways."""
     prompts, count, tokens = size
-    data = draw_prompts(prompts)
-    requests = [Request(Prompt(row.prompt_ids), 1.0, tokens, ()) for row in data for _ in range(count)]
-    sampling = Sampling(count, 1.0, tokens, STREAM, ())
+    data, sampling = draw_prompts(prompts), Sampling(count, 1.0, tokens, STREAM, ())
+    whole = [Request(row.prompt_ids, sampling) for row in data]
+    single = [replace(one, sampling=replace(sampling, count=1)) for one in whole for _ in range(count)]
     calls = {
-        "generate": lambda: rollouts.generate(data, sampling),
-        "sample": lambda: rollouts.sample(requests, STREAM),
-        "loop": lambda: poll(rollouts, requests),
+        "prompts": lambda: rollouts.sample(whole, STREAM),
+        "samples": lambda: rollouts.sample(single, STREAM),
+        "loop": lambda: poll(rollouts, single),
     }
 
     def are_alike(results: dict[str, Completions]) -> bool:
-        same = results["generate"] == results["sample"]
-        return same and len(results["loop"].token_ids) == len(results["sample"].token_ids)
+        same = results["prompts"] == results["samples"]
+        return same and len(results["loop"].token_ids) == len(results["samples"].token_ids)
 
     return list_rows(size, measure(calls, rollouts.workers, are_alike))
 

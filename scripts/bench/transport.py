@@ -27,7 +27,7 @@ import ray
 import torch.distributed as dist
 from timing import make_parser, write_figures
 
-from engines.batch.samples import Prompt, Sampling
+from engines.batch.samples import Request, Sampling
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platforms import DEFAULT_PLATFORM, get_platform
@@ -216,7 +216,8 @@ def measure_ways(group: WorkerGroup, rollouts: Rollouts, rounds: int) -> dict[st
             send()
             figures[way].append((time.perf_counter() - start, count_cpu_seconds() - cpu))
             assert set(rollouts.call(RolloutWorker.get_version)) == {version}
-            answers += rollouts.call(RolloutWorker.generate, [Prompt((5, 6, 7))], Sampling(1, 1.0, 8, (number,), ()))
+            requests = [Request((5, 6, 7), Sampling(1, 1.0, 8, (), ()))]
+            answers += rollouts.call(RolloutWorker.sample, requests, number)
         assert len({str((sample.token_ids, sample.logprobs)) for (sample,) in answers}) == 1
     return {way: pairs[1:] for way, pairs in figures.items()}
 

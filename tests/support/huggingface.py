@@ -6,10 +6,11 @@ The computation itself is ``rlworker.checks.huggingface``, one sequence at a tim
 from collections.abc import Sequence
 
 import torch
+from support.rollout_workers import Prompt
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completions, Prompt
+from engines.batch.samples import Completions
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments, score_tokens
 from rlworker.data.rows import Row

@@ -2,21 +2,37 @@
 first question."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from engines.batch.samples import Completion, Completions, Request
+from engines.batch.samples import Completion, Completions, Image, Request, Sampling
 from engines.weight_digest import DigestPlan
 from engines.weight_sync import pack_buckets
 
 
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    images: tuple[Image, ...] = ()
+
+
+def make_requests(prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:
+    return [Request(prompt.token_ids, sampling, prompt.images) for prompt in prompts]
+
+
 def ask(method, *args) -> Any:
-    """Call a method of a worker, such as ``worker.generate``, and wait for what it returns."""
+    """Call a method of a worker, such as ``worker.sample``, and wait for what it returns."""
     import ray
 
     return ray.get(method.remote(*args))
+
+
+def draw(worker, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
+    """Have a worker sample completions of prompts, by the stream's own seed."""
+    return ask(worker.sample, make_requests(prompts, sampling), sampling.seed)
 
 
 def send(worker, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int = 2**30) -> int:

@@ -10,11 +10,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from support import rollout_workers
 from support.huggingface import load_folder, measure_differences, measure_versions
 from support.models import VOCAB
-from support.rollout_workers import ask, begin, poll, resume, send, take, update_in_flight
+from support.rollout_workers import Prompt, ask, begin, draw, poll, resume, send, take, update_in_flight
 
-from engines.batch.samples import Prompt, Request, Sampling
+from engines.batch.samples import Request, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import make_tiny_text
@@ -57,7 +58,7 @@ def make_prompts(count: int, length: int, seed: int = 0) -> list[Prompt]:
 
 
 def make_requests(prompts, tokens: int, stop=()) -> list[Request]:
-    return [Request(prompt, 1.0, tokens, stop) for prompt in prompts]
+    return rollout_workers.make_requests(prompts, Sampling(1, 1.0, tokens, (), stop))
 
 
 def nudge(folder: str):
@@ -105,12 +106,12 @@ def test_new_weights_in_flight_are_those_of_the_next_token(rollouts, folder, mea
         assert (after.mean() <= 2e-6 and after.max() <= 1e-4) if not left else after.mean() > 1e-3
 
 
-def test_a_round_is_what_generate_samples_and_repeats_whatever_came_before(rollouts, folder):
+def test_a_round_of_single_requests_is_that_of_prompts_and_repeats_whatever_came_before(rollouts, folder):
     (worker,), prompts, stream = rollouts.workers, make_prompts(6, 140), (3, 1)
     send(worker, name_weights(load_folder(folder)))
     grouped = [request for request in make_requests(prompts, 8, STOP) for _ in range(4)]
     first = rollouts.sample(grouped, stream)
-    assert first == ask(worker.generate, prompts, Sampling(4, 1.0, 8, (*stream, 0), STOP)), "bit for bit"
+    assert first == draw(worker, prompts, Sampling(4, 1.0, 8, (*stream, 0), STOP)), "bit for bit"
     begin(worker, make_requests(make_prompts(9, 150, 2), 30), 3)
     with pytest.raises(RuntimeError, match="a round needs the engine for itself"):
         rollouts.sample(grouped, stream)
@@ -123,12 +124,14 @@ def test_a_round_is_what_generate_samples_and_repeats_whatever_came_before(rollo
 
 def test_each_request_has_its_own_limits(rollouts):
     prompts, stops = make_prompts(40, 5), [(number,) for number in range(20, 60)]
-    asked = [Request(p, 1.0, 1 + i % 7, stop) for i, (p, stop) in enumerate(zip(prompts, stops, strict=True))]
-    completions = rollouts.sample([*asked, Request(prompts[0], 1.0, 300, tuple(range(3, 99)))], (1,))
-    for one, request in zip(completions, asked, strict=False):
-        ended = one.token_ids[-1] in request.stop_token_ids
-        assert one.finished == ended and (ended or len(one.token_ids) == request.max_tokens)
-        assert not set(one.token_ids[:-1].tolist()) & set(request.stop_token_ids)
+    settings = [Sampling(1, 1.0, 1 + number % 7, (), stop) for number, stop in enumerate(stops)]
+    settings.append(Sampling(1, 1.0, 300, (), tuple(range(3, 99))))
+    asked = [Request(p.token_ids, each) for p, each in zip([*prompts, prompts[0]], settings, strict=True)]
+    completions = rollouts.sample(asked, (1,))
+    for one, each in zip(completions, settings[:-1], strict=False):
+        ended = one.token_ids[-1] in each.stop_token_ids
+        assert one.finished == ended and (ended or len(one.token_ids) == each.max_tokens)
+        assert not set(one.token_ids[:-1].tolist()) & set(each.stop_token_ids)
     assert completions[40].finished and len(completions) == 41
 
 
@@ -151,7 +154,7 @@ def test_what_is_given_up_is_free_and_a_poll_holds_nothing_up(rollouts):
     ask(worker.submit, [("next", replace(requests[0], max_tokens=2))])
     ((key, completions),) = ray.get(waiting)
     assert key == "next" and completions.lengths.tolist() == [2]
-    ask(worker.submit, [("long", Request(Prompt(tuple(range(20, 90)) * 8), 1.0, 2, ()))])
+    ask(worker.submit, [("long", Request(tuple(range(20, 90)) * 8, Sampling(1, 1.0, 2, (), ())))])
     (error,) = take(worker, 1).values()
     assert isinstance(error, ValueError) and "a request cannot be sampled: " in str(error) and "512" in str(error)
 
@@ -216,7 +219,7 @@ def test_an_engine_that_breaks_tells_all_who_wait(own, folder):
     resume(own)
     with pytest.raises(RuntimeError, match="loop has ended: RuntimeError: device lost"):
         ray.get(waiting)
-    for reference in (own.abort.remote([0]), own.submit.remote([]), own.generate.remote([], None)):
+    for reference in (own.abort.remote([0]), own.submit.remote([]), own.sample.remote([], 0)):
         with pytest.raises(RuntimeError, match="loop has ended: RuntimeError: device lost"):
             ray.get(reference)
     assert time.monotonic() - began < 1.0
@@ -239,7 +242,7 @@ def test_a_round_survives_the_loss_of_an_engine(cluster, folder):
         assert rollouts.sample(requests, (1,)) == want
         killing.join()
     assert lost.keys() == {"rollout engine 1"}
-    prompts = [request.prompt for request in requests]
+    prompts = [Prompt(request.token_ids) for request in requests]
     assert measure_differences(load_folder(folder), prompts, want).mean() <= 2e-6, "each behind its own prompt"
 
 

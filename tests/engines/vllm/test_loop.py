@@ -15,7 +15,7 @@ SOON_S = 20.0
 
 @dataclass
 class Ask:
-    """A request: how many steps it takes, and the bytes of its images. Its prompt is itself."""
+    """A request: how many steps it takes, and the bytes of its images. Its settings are itself."""
 
     steps: int
     image_bytes: int = 0
@@ -24,7 +24,7 @@ class Ask:
     goes_first: bool = False
 
     @property
-    def prompt(self):
+    def sampling(self):
         return self
 
 
@@ -44,8 +44,8 @@ class CountingEngine:
     steps: int = 0
     broken: BaseException | None = None
 
-    def count_image_bytes(self, prompt):
-        return prompt.image_bytes
+    def count_image_bytes(self, request):
+        return request.image_bytes
 
     def add_request(self, name, request):
         self.threads.add(threading.get_ident())
@@ -75,10 +75,10 @@ class CountingEngine:
         outputs, self.late = self.late, []
         return outputs
 
-    def read_answer(self, prompt, output):
-        if prompt.fault == "read":
+    def read_answer(self, request, output):
+        if request.fault == "read":
             raise RuntimeError("other tokens")
-        return f"after {prompt.steps}"
+        return f"after {request.steps}"
 
     def abort_requests(self, names):
         for name in names:

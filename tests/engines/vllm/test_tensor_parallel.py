@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.huggingface import load_folder, measure_versions
 from support.ranks.vlm_cases import make_images, make_prompts
-from support.rollout_workers import ask, find_unlike, send, update_in_flight
+from support.rollout_workers import Prompt, ask, draw, find_unlike, make_requests, send, update_in_flight
 
-from engines.batch.samples import Prompt, Request, Sampling
+from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
@@ -47,7 +47,7 @@ def end(*workers, keep: bool = True) -> None:
 
 def compare_engines(one, two, prompts, seed: int) -> float:
     """Largest difference of a token's logprob between engines that must sample the same tokens."""
-    left, right = (ask(worker.generate, prompts, sampling(seed)) for worker in (one, two))
+    left, right = (draw(worker, prompts, sampling(seed)) for worker in (one, two))
     assert left.lengths.tolist() == right.lengths.tolist() and left.token_ids.tolist() == right.token_ids.tolist()
     return float(abs(left.logprobs - right.logprobs).max())
 
@@ -66,11 +66,11 @@ def compare_over_syncs(folder: str, prompts, measured) -> None:
     first half came twice, of other weights the first time."""
     one, two = start(folder, 1), start(folder, 2)
     differences = [compare_engines(one, two, prompts, seed) for seed in (1, 2)]
-    before = ask(two.generate, prompts, sampling(3))
+    before = draw(two, prompts, sampling(3))
     for worker in (one, two):
         send(worker, change(folder, 5), 100_000)
     differences += [compare_engines(one, two, prompts, 3)]
-    assert ask(two.generate, prompts, sampling(3)) != before, "the update shows"
+    assert draw(two, prompts, sampling(3)) != before, "the update shows"
     half = list(pack_buckets(iter(change(folder, 6)), 100_000))
     for bucket, _ in half[: len(half) // 2]:
         ask(two.load_weights, bucket, 2, False)
@@ -96,7 +96,7 @@ def test_new_weights_reach_two_devices_in_flight(cluster, make_hf_model, measure
     worker, weights = start(folder, 2), change(folder, 5)
     old, new = load_folder(folder), load_folder(folder)
     new.load_state_dict(dict(weights), strict=False)
-    requests = [Request(prompt, 1.0, 60, ()) for prompt in prompts]
+    requests = make_requests(prompts, Sampling(1, 1.0, 60, (), ()))
     completions = update_in_flight(worker, requests, 30, weights)
     end(worker)
     found = measure_versions({0: old, 1: new}, prompts, completions)

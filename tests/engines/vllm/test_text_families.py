@@ -8,9 +8,9 @@ import torch
 from support.factors import FAMILIES
 from support.huggingface import load_folder, measure_differences
 from support.models import VOCAB
-from support.rollout_workers import ask, find_unlike, send
+from support.rollout_workers import Prompt, draw, find_unlike, send
 
-from engines.batch.samples import Prompt, Sampling
+from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import make_tiny_text
@@ -51,9 +51,9 @@ def test_logprobs_before_and_after_a_sync(cluster, tmp_path, measured, family):
             parameter.mul_(1.1).add_(0.01 * torch.randn_like(parameter))
     with Rollouts("cpu", 1) as rollouts:
         (worker,) = rollouts.start(ModelSpec.from_folder(folder), CONFIG).wait().workers
-        before = ask(worker.generate, PROMPTS, SAMPLING)
+        before = draw(worker, PROMPTS, SAMPLING)
         send(worker, new.state_dict().items(), 20_000)
-        after = ask(worker.generate, PROMPTS, SAMPLING)
+        after = draw(worker, PROMPTS, SAMPLING)
         assert find_unlike(worker, new.state_dict().items()) == set()
     with Rollouts("cpu", 1) as rollouts:  # in the same process
         bf16 = replace(CONFIG, dtype="bfloat16")

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.huggingface import load_folder, make_batch
-from support.rollout_workers import ask, send
+from support.rollout_workers import Prompt, draw, send
 
-from engines.batch.samples import Prompt, Request, Sampling
+from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_model, make_tokenizer
@@ -46,7 +46,7 @@ def drawn(cluster, tmp_path_factory):
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(3)  # the output layer too: some ids become likely
         send(worker, [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"])
-        completions = ask(worker.generate, PROMPTS, Sampling(32, TEMPERATURE, MOST, (1,), (EOS,)))
+        completions = draw(worker, PROMPTS, Sampling(32, TEMPERATURE, MOST, (1,), (EOS,)))
         yield completions, model, worker
 
 
@@ -99,7 +99,7 @@ def test_ties_keep_no_more_ids_than_top_k(drawn):
     _, model, worker = drawn
     zeros = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     send(worker, zeros.items())
-    completions = ask(worker.generate, PROMPTS, Sampling(4, TEMPERATURE, MOST, (2,), (EOS,)))
+    completions = draw(worker, PROMPTS, Sampling(4, TEMPERATURE, MOST, (2,), (EOS,)))
     batch = make_batch(PROMPTS, completions)
     kept = (replay_support(batch).support[batch.mask] >= 0).sum(-1)
     # top_p 0.9 of twenty alike keeps 18 or 19, by how their sum rounds.
@@ -115,8 +115,8 @@ def test_truncation_is_of_samples_alone():
     config = replace(CONFIG, min_p=0.01, min_new_tokens=8)
 
     def make(temperature: float, scores_prompt: bool = False):
-        request = Request(Prompt((1,)), temperature, 5, (EOS,), scores_prompt=scores_prompt)
-        return make_params(request, 1, SimpleNamespace(banned_tokens=()), config)
+        sampling = Sampling(1, temperature, 5, (), (EOS,), scores_prompt=scores_prompt)
+        return make_params(sampling, 1, SimpleNamespace(banned_tokens=()), config)
 
     sampled, greedy, scored = make(TEMPERATURE), make(0.0), make(1.0, scores_prompt=True)
     assert (sampled.top_k, sampled.top_p, sampled.min_p, sampled.logprobs) == (TOP_K, TOP_P, 0.01, TOP_K)

@@ -11,7 +11,7 @@ from support import rollout_workers
 from support.factors import VIDEO_FAMILIES
 from support.huggingface import measure_differences
 from support.ranks.vlm_cases import IMAGE_SIZES, make_images, make_prompts, make_videos
-from support.rollout_workers import ask
+from support.rollout_workers import draw
 
 from engines.batch.samples import Image, Sampling
 from engines.config import VllmConfig
@@ -126,7 +126,7 @@ def test_logprobs_before_and_after_new_weights(rollout, model, measured):
 
     send()
     for label in ("before", "after"):
-        completions = ask(worker.generate, prompts, sampling)
+        completions = draw(worker, prompts, sampling)
         found = measure_differences(hf, prompts, completions, 1.0, model)
         measured({f"mean {label}": float(found.mean()), f"largest {label}": float(found.max())})
         assert found.mean() <= 2e-6 and found.max() <= 1e-4
@@ -146,4 +146,4 @@ def test_a_video_that_changed_is_named(rollout):
     (video,) = prompts[0].images
     other = dataclasses.replace(prompts[0], images=(dataclasses.replace(video, digest="0" * 64),))
     with pytest.raises(ValueError, match=r"row 0, image 0: .*was changed since the run started"):
-        ask(worker.generate, [other], Sampling(1, 1.0, 6, (1,), (0,)))
+        draw(worker, [other], Sampling(1, 1.0, 6, (1,), (0,)))

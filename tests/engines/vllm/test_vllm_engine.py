@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.huggingface import compute_logprobs, load_folder, make_batch, measure_differences
 from support.models import VOCAB
-from support.rollout_workers import ask, find_unlike, send
+from support.rollout_workers import Prompt, ask, draw, find_unlike, make_requests, send
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completions, Prompt, Sampling
+from engines.batch.samples import Completions, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
@@ -76,7 +76,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(rollout, temperature):
     worker, folder, tied = rollout
     model = load_folder(folder)
     version = send(worker, weights_of(model, tied))
-    completions = ask(worker.generate, PROMPTS, sampling(temperature=temperature))
+    completions = draw(worker, PROMPTS, sampling(temperature=temperature))
     assert worst(model, completions, temperature) <= 1e-5
     assert all(sample.version == version for sample in completions)
     for sample in completions:
@@ -93,26 +93,26 @@ def test_the_likeliest_tokens_are_the_whole_vocabularys_and_change_nothing(rollo
     worker, folder, tied = rollout
     model = load_folder(folder)
     send(worker, weights_of(model, tied))
-    without = ask(worker.generate, PROMPTS, sampling(temperature=temperature))
+    without = draw(worker, PROMPTS, sampling(temperature=temperature))
     assert without.top_ids is None
     batch = make_batch(PROMPTS, without)
     log_p = torch.cat([logits[one.mask] for one, logits in iterate_logits(model, batch)]) / temperature
     log_p = log_p - log_p.logsumexp(-1, keepdim=True)
     for top in (1, 25, VOCAB):
-        found = ask(worker.generate, PROMPTS, replace(sampling(temperature=temperature), top_logprobs=top))
+        found = draw(worker, PROMPTS, replace(sampling(temperature=temperature), top_logprobs=top))
         assert replace(found, top_ids=None, top_logprobs=None) == without
         ids, logprobs = torch.from_numpy(found.top_ids).long(), torch.from_numpy(found.top_logprobs)
         assert ids.shape == (len(log_p), top) and all(len(set(row)) == top for row in ids.tolist())
         measured({"likeliest": float((log_p.topk(top)[0] - logprobs).abs().max())})
         assert float((log_p.topk(top)[0] - logprobs).abs().max()) <= 1e-5, "they are the largest, largest first"
         assert float((log_p.gather(-1, ids) - logprobs).abs().max()) <= 1e-5, "and theirs"
-    greedy = ask(worker.generate, PROMPTS, replace(sampling(count=1, temperature=0.0), top_logprobs=5))
+    greedy = draw(worker, PROMPTS, replace(sampling(count=1, temperature=0.0), top_logprobs=5))
     assert greedy.top_ids is None and len(greedy.logprobs) == 0
 
 
 def test_a_seed_repeats(rollout):
     worker, *_ = rollout
-    first, again, other = (ask(worker.generate, PROMPTS, sampling(seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (draw(worker, PROMPTS, sampling(seed=seed)) for seed in (1, 1, 2))
     assert first == again and first != other
 
 
@@ -121,7 +121,7 @@ def test_greedy_is_the_argmax(rollout):
     model = load_folder(folder)
     send(worker, weights_of(model, tied))
     prompt = PROMPTS[0]
-    (sample,) = ask(worker.generate, [prompt], sampling(count=1, temperature=0.0))
+    (sample,) = draw(worker, [prompt], sampling(count=1, temperature=0.0))
     batch = TrainBatch.from_ids([[*prompt.token_ids, *sample.token_ids]], [len(prompt.token_ids)])
     ((one, logits),) = iterate_logits(model, batch)
     assert logits[one.mask].argmax(-1).tolist() == sample.token_ids.tolist()
@@ -133,7 +133,7 @@ def test_new_weights_arrive_whole(rollout, bucket_bytes):
     worker, folder, tied = rollout
     model = changed(folder)
     version = send(worker, weights_of(model, tied), bucket_bytes)
-    completions = ask(worker.generate, PROMPTS, sampling(seed=4))
+    completions = draw(worker, PROMPTS, sampling(seed=4))
     assert worst(model, completions) <= 1e-5
     assert {sample.version for sample in completions} == {version}
     old = load_folder(folder)
@@ -185,7 +185,7 @@ def test_given_tokens_are_scored_by_the_logits_as_they_are(rollout):
     worker, folder, tied = rollout
     model = load_folder(folder)
     version = send(worker, weights_of(model, tied))
-    scores = ask(worker.generate, PROMPTS[:2], replace(sampling(count=1, temperature=1.0), scores_prompt=True))
+    scores = draw(worker, PROMPTS[:2], replace(sampling(count=1, temperature=1.0), scores_prompt=True))
     assert scores.token_ids.tolist() == [4, 5, 8, 9, 10] and scores.span_versions.tolist() == [version] * 2
     heads = [Prompt(prompt.token_ids[:1]) for prompt in PROMPTS[:2]]
     assert worst(model, scores, prompts=heads) <= 1e-5
@@ -197,7 +197,7 @@ def test_a_cached_prompt_is_computed_anew_after_a_sync(rollout):
     old, new = load_folder(folder), changed(folder)
     for model in (old, new):
         send(worker, weights_of(model, tied))
-        first, again = (ask(worker.generate, prompt, sampling(count=2)) for _ in range(2))
+        first, again = (draw(worker, prompt, sampling(count=2)) for _ in range(2))
         assert worst(model, first, prompts=prompt) <= 1e-5
         assert first == again, "bit for bit: a call does not depend on what the one before it left in the cache"
 
@@ -207,7 +207,7 @@ def count_computed(worker, prompts, sampling) -> tuple[int, Completions]:
     with patch.object(scheduler, "schedule", wraps=scheduler.schedule) as schedule:
         steps = []
         schedule.side_effect = lambda *args: steps.append(type(scheduler).schedule(scheduler, *args)) or steps[-1]
-        completions = worker.loop.call(worker.engine.generate, prompts, sampling)
+        completions = worker.loop.call(worker.engine.sample, make_requests(prompts, sampling), sampling.seed)
     return sum(step.total_num_scheduled_tokens for step in steps), completions
 
 
@@ -245,7 +245,7 @@ def test_samples_that_begin_and_end_at_other_times_share_a_prompt(cluster, make_
     with Rollouts("cpu", 1) as rollouts:
         config = replace(CONFIG, max_num_seqs=seqs, kv_cache_mb=2, max_new_tokens=tokens)
         (worker,) = rollouts.start(ModelSpec.from_folder(folder), config).wait().workers
-        first, again = (ask(worker.generate, prompts, sampling(count=12, max_tokens=tokens)) for _ in range(2))
+        first, again = (draw(worker, prompts, sampling(count=12, max_tokens=tokens)) for _ in range(2))
     with Rollouts("cpu", 1) as rollouts:
         other = replace(config, vllm={"enable_prefix_caching": False, "block_size": 64})
         (worker,) = rollouts.start(ModelSpec.from_folder(folder), other).wait().workers
@@ -267,7 +267,7 @@ def test_a_dropped_tensor_and_an_unknown_one_are_refused(rollout):
     (bucket, last), *_ = pack_buckets(iter(weights), 2**30)
     with pytest.raises(ValueError, match=f"version {version} was sent to an engine that has version {version}"):
         ask(worker.load_weights, bucket, version, last)
-    assert worst(load_folder(folder), ask(worker.generate, PROMPTS, sampling())) <= 1e-5
+    assert worst(load_folder(folder), draw(worker, PROMPTS, sampling())) <= 1e-5
 
 
 def test_an_update_may_begin_again_halfway(rollout):
@@ -281,7 +281,7 @@ def test_an_update_may_begin_again_halfway(rollout):
         ask(worker.load_weights, bucket, version, False)
     for size in (20_000, 33_000):  # cut alike, and otherwise
         version = send(worker, weights_of(model, tied), size)
-        completions = ask(worker.generate, PROMPTS, sampling(seed=size))
+        completions = draw(worker, PROMPTS, sampling(seed=size))
         assert worst(model, completions) <= 1e-5
         assert {sample.version for sample in completions} == {version}
         bucket, _ = half[0]
@@ -298,7 +298,7 @@ def test_an_older_version_is_taken_where_the_trainer_went_back(rollout):
         ask(worker.load_weights, bucket, version - 2, last)
     ask(worker.load_weights, bucket, version - 1, last)
     assert ask(worker.get_version) == version - 1
-    assert worst(model, ask(worker.generate, PROMPTS, sampling())) <= 1e-5
+    assert worst(model, draw(worker, PROMPTS, sampling())) <= 1e-5
     with pytest.raises(ValueError, match=f"version {version - 1} was sent"):
         ask(worker.load_weights, bucket, version - 1, last)
 
@@ -373,12 +373,12 @@ def test_an_engine_that_was_handed_on_samples_what_a_new_one_does(patched, make_
     with Rollouts("cpu", 1) as rollouts:
         (before,) = rollouts.start(other, replace(CONFIG, max_model_len=64, max_num_seqs=8)).wait().workers
         send(before, weights_of(changed(other.folder), False))
-        ask(before.generate, PROMPTS, sampling(seed=9))
+        draw(before, PROMPTS, sampling(seed=9))
     ask(patched.start, first, CONFIG)
     with Rollouts("cpu", 1) as rollouts:
         (kept,) = rollouts.start(first, CONFIG).wait().workers
         assert kept == before, "the process was handed on"
         assert ask(kept.get_version) == 0
         for seed in (1, 2):
-            got, want = (ask(worker.generate, PROMPTS, sampling(seed=seed)) for worker in (kept, patched))
+            got, want = (draw(worker, PROMPTS, sampling(seed=seed)) for worker in (kept, patched))
             assert got == want, "tokens and logprobs, bit for bit"

@@ -11,9 +11,9 @@ from support.factors import IMAGE_FAMILIES
 from support.huggingface import make_batch, measure_differences, measure_versions
 from support.models import make_vlm
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
-from support.rollout_workers import ask
+from support.rollout_workers import Prompt, ask, draw, make_requests
 
-from engines.batch.samples import Prompt, Request, Sampling
+from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.images.placeholders import make_placeholders, read_newlines
 from engines.models.spec import ModelSpec
@@ -76,7 +76,7 @@ def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
     hf = load_huggingface(model)
     send(worker, hf, model)
     for label in ("before", "after"):
-        completions = ask(worker.generate, prompts, sampling(temperature=temperature))
+        completions = draw(worker, prompts, sampling(temperature=temperature))
         found = by_kind(model, hf, prompts, completions, temperature)
         measured({f"{kind} {label}": float(values.max()) for kind, values in found.items()})
         for values in found.values():
@@ -97,12 +97,12 @@ def test_new_features_of_images_that_were_seen(rollout):
     worker, model, prompts = rollout
     hf = load_huggingface(model)
     send(worker, hf, model)
-    before = ask(worker.generate, prompts, sampling())
+    before = draw(worker, prompts, sampling())
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
             parameter.mul_(1.0 if name_part(name) == "language" else 1.3)
     send(worker, hf, model)
-    after = ask(worker.generate, prompts, sampling())
+    after = draw(worker, prompts, sampling())
     assert by_kind(model, hf, prompts, after)["images"].max() <= 1e-3
     assert by_kind(model, hf, prompts, before)["images"].max() > 1e-2
 
@@ -118,7 +118,7 @@ def test_images_in_flight_are_seen_by_new_weights(rollout, measured):
         for parameter in new.parameters():
             parameter.mul_(1.1)
     weights = [(model.find_folder_name(name), tensor.detach()) for name, tensor in new.named_parameters()]
-    first, requests = ask(worker.get_version), [Request(prompt, 1.0, 24, ()) for prompt in prompts]
+    first, requests = ask(worker.get_version), make_requests(prompts, Sampling(1, 1.0, 24, (), ()))
     ask(worker.__ray_call__, _with_memory, 0.05)
     completions = rollout_workers.update_in_flight(worker, requests, 12, weights)
     ask(worker.__ray_call__, _with_memory, 1024)
@@ -135,7 +135,7 @@ def test_image_tokens_are_never_sampled(rollout):
     hf = load_huggingface(model)
     send(worker, hf, model)
     text = [prompt for prompt in prompts if not prompt.images]
-    completions = ask(worker.generate, text, sampling(count=128, temperature=2.0))
+    completions = draw(worker, text, sampling(count=128, temperature=2.0))
     batch, banned = make_batch(text, completions, model), list(model.banned_tokens)
     with torch.no_grad():
         runs = iterate_logits(hf, batch, make_image_arguments(model))
@@ -143,7 +143,7 @@ def test_image_tokens_are_never_sampled(rollout):
     drawn = batch.targets[batch.mask].tolist()
     assert len(drawn) > 1000 and expected > 20
     assert not set(drawn) & set(banned)
-    every = ask(worker.generate, text, dataclasses.replace(sampling(), top_logprobs=model.vocab))
+    every = draw(worker, text, dataclasses.replace(sampling(), top_logprobs=model.vocab))
     allowed = np.setdiff1d(np.arange(model.vocab), banned)
     for ids, logprobs in zip(every.top_ids, every.top_logprobs, strict=True):
         assert sorted(ids.tolist()) == [-1] * len(banned) + allowed.tolist(), "nor among the likeliest"
@@ -153,9 +153,9 @@ def test_image_tokens_are_never_sampled(rollout):
 def test_prompts_wait_for_memory_and_answer_all_the_same(rollout):
     worker, _, prompts = rollout
     greedy = dataclasses.replace(sampling(count=1), temperature=0.0)
-    first = ask(worker.generate, prompts, greedy)
+    first = draw(worker, prompts, greedy)
     ask(worker.__ray_call__, _with_memory, 0.05)
-    waited = ask(worker.generate, prompts, greedy)
+    waited = draw(worker, prompts, greedy)
     waves = ask(worker.__ray_call__, _with_memory, 1024)
     assert waves > 2
     assert first == waited
@@ -183,10 +183,10 @@ def test_newlines_beside_images_come_back_from_vllm(rollout):
     inner = make_placeholders([image], model)[1:-1]
     beside = [(before, after) for before in (2, 3, 4) for after in (2, 4)]
     asked = [Prompt((20, newlines[a], *inner, newlines[b], 21), (image,)) for a, b in beside]
-    assert len(ask(worker.generate, asked, dataclasses.replace(sampling(count=1), temperature=0.0))) == len(beside)
+    assert len(draw(worker, asked, dataclasses.replace(sampling(count=1), temperature=0.0))) == len(beside)
     with pytest.raises(Exception, match="Expected there to be 1 prompt placeholders"):
         lost = Prompt((20, newlines[2], *inner, newlines[3], 21), (image,))
-        ask(worker.generate, [lost], sampling(count=1))
+        draw(worker, [lost], sampling(count=1))
 
 
 def test_another_count_of_tokens_names_the_image(rollout):
@@ -198,7 +198,7 @@ def test_another_count_of_tokens_names_the_image(rollout):
     place = ids.index(model.vision.start_token) + 1
     ids[place:place] = [model.vision.image_token] * wider.tokens(model.vision.merge)
     with pytest.raises(RuntimeError, match=r"row 1, image 0: vLLM made .* tokens of the prompt, the trainer"):
-        ask(worker.generate, [dataclasses.replace(prompt, token_ids=tuple(ids), images=(wider,))], sampling())
+        draw(worker, [dataclasses.replace(prompt, token_ids=tuple(ids), images=(wider,))], sampling())
 
 
 def test_an_image_that_changed_is_named(rollout):
@@ -206,7 +206,7 @@ def test_an_image_that_changed_is_named(rollout):
     prompt = next(p for p in prompts if len(p.images) == 1)
     other = dataclasses.replace(prompt.images[0], digest="0" * 64)
     with pytest.raises(ValueError, match=r"row 1, image 0: .*was changed since the run started"):
-        ask(worker.generate, [dataclasses.replace(prompt, images=(other,))], sampling())
+        draw(worker, [dataclasses.replace(prompt, images=(other,))], sampling())
 
 
 def _list_parts(worker) -> list[str]:
@@ -222,7 +222,7 @@ def _leave_out_builder(worker, prompts, sampling) -> list:
     from hardware.cpu.image_rule import ImageRuleBuilder
 
     with patch.object(ImageRuleBuilder, "build", CPUAttentionMetadataBuilder.build):
-        return worker.generate(prompts, sampling)
+        return worker.sample(make_requests(prompts, sampling), sampling.seed)
 
 
 def test_without_the_builder_images_are_read_causally(rollout, measured):
@@ -253,6 +253,6 @@ def test_an_output_layer_of_its_own_that_the_language_model_alone_tells_of(clust
     model, prompts = ModelSpec.from_folder(folder), [Prompt((20, 21, 22)), Prompt((30,))]
     with Rollouts("cpu", 1) as rollouts:
         (worker,) = rollouts.start(model, CONFIG).wait().workers
-        found = measure_differences(hf, prompts, ask(worker.generate, prompts, sampling()), spec=model)
+        found = measure_differences(hf, prompts, draw(worker, prompts, sampling()), spec=model)
     measured({"text": float(found.max())})
     assert found.mean() <= 2e-6 and found.max() <= 1e-4

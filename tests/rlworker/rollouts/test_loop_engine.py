@@ -11,9 +11,9 @@ from support.environments.runners import LIMITS as SHORT
 from support.environments.runners import LocalPool, make_codec
 from support.huggingface import load_folder, measure_versions
 from support.models import VOCAB
-from support.rollout_workers import ask, send
+from support.rollout_workers import Prompt, ask, send
 
-from engines.batch.samples import Prompt, Sampling
+from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import make_tiny_text

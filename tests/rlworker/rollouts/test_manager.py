@@ -36,7 +36,7 @@ class Scripted(Engines):
     def sample(self, requests, stream):
         self.streams.append(stream)
         self.requests.append(list(requests))
-        count = sum(request.count for request in requests)
+        count = sum(request.sampling.count for request in requests)
         return Completions.join([make_sample(str(place % 3), version=self.version) for place in range(count)])
 
 
@@ -227,7 +227,7 @@ def test_groups_of_several_turns_are_drawn_and_dropped_as_groups_of_one():
     assert len(set(streams)) == len(streams) == 2 * drawn.rollouts_done, "one for each turn"
     assert metrics["time_environment"] > 0
     scores = drawn.score_greedy(ROWS[6:8])
-    assert {request.temperature for request in drawn.rollouts.requests[-1]} == {0.0}
+    assert {request.sampling.temperature for request in drawn.rollouts.requests[-1]} == {0.0}
     assert scores.values == [1.0, -1.0] and scores.failures == {"raised": 1}
     assert scores.count_failures("heldout") == {"heldout_failures": 1, "heldout_raised": 1}
     sample = drawn.pick(groups)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,8 +65,8 @@ class Engine:
         self.seeds.append(seed)
 
     def answer(self, request):
-        text = str(len(request.prompt.token_ids) % 10)
-        return Completions.join([make_sample(text, version=self.version)] * request.count)
+        text = str(len(request.token_ids) % 10)
+        return Completions.join([make_sample(text, version=self.version)] * request.sampling.count)
 
 
 class Rollouts:
@@ -123,7 +124,7 @@ def test_groups_come_in_the_order_of_their_rows_scored_as_they_become_whole(runn
     wait_until(lambda: sum(len(engine.asked) for engine in rollouts.workers) == 5)
     asked = [request for engine in rollouts.workers for _, request in engine.asked]
     assert {len(engine.asked) for engine in rollouts.workers} == {2, 3}, "each has its part"
-    assert all((one.count, one.temperature, one.max_tokens, one.goes_first) == (2, 1.0, 8, False) for one in asked)
+    assert all(one.sampling == SAMPLING and not one.goes_first for one in asked)
     assert len({*rollouts.workers[0].seeds, *rollouts.workers[1].seeds}) == 2, "random numbers of their own"
     for engine in rollouts.workers[::-1]:
         engine.gate.set()
@@ -141,7 +142,7 @@ def test_what_an_update_waits_for_goes_first_and_the_canary_to_each_engine(runni
     for engine in rollouts.workers:
         engine.gate.set()
     (row,) = make_rows("12")
-    found = loop.sample_each([row] * 4, SAMPLING)
+    found = loop.sample_each([row] * 4, replace(SAMPLING, count=1))
     assert len(found) == 4 and [len(engine.asked) for engine in rollouts.workers] == [2, 2]
     loop.wait(loop.begin([row], SAMPLING, goes_first=True))
     asked = [request for engine in rollouts.workers for _, request in engine.asked]
@@ -248,7 +249,7 @@ def test_an_episode_waits_for_no_other(running):
     lengths = [len(piece.token_ids) for piece in groups[0].trajectories[0].sequences[0]]
     said = len(make_sample("1").token_ids)
     assert lengths == [1, said, 1, said, 2, said, 3, said], "what was observed at the end is nobody's"
-    prompts = [len(request.prompt.token_ids) for _, request in rollouts.workers[0].asked]
+    prompts = [len(request.token_ids) for _, request in rollouts.workers[0].asked]
     assert sorted(prompts) == sorted([1, 1, 1, 1, *(2 + said, 4 + 2 * said, 7 + 3 * said) * 2])
 
 
@@ -260,13 +261,13 @@ def test_an_episode_whose_process_is_lost_goes_on_from_its_samples(running):
     wait_until(lambda: len(engine.asked) == 2)
     pool.held.add(0)
     engine.gate.set()  # the samples come, and are told to a process that does not reply
-    wait_until(lambda: 0 in pool.replies and any(one.samples for one in pool.messages))
+    wait_until(lambda: 0 in pool.replies and any(samples for _, samples in pool.messages))
     pool.lose_first()
     pool.replies[0] = LostWorker("environment worker 0", "died", -1, 0, "")
     pool.held.clear()
     groups = loop.wait(batch)
-    begun = [message for message in pool.messages if message.jobs]
-    assert [len(job.samples) for job in begun[1].jobs] == [1, 1], "begun anew, with what was sampled"
+    begun = [jobs for jobs, _ in pool.messages if jobs]
+    assert [len(job.samples) for job in begun[1]] == [1, 1], "begun anew, with what was sampled"
     assert len(engine.asked) == 6 and [episode.turns for episode in groups[0].trajectories] == [3, 3]
     assert groups[0].rewards == [1.0, 1.0]
 

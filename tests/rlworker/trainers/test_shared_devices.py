@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from kill_chain import compare_ends, make_config, read_metrics_without_times
 
+from engines.batch.samples import Request
 from recipes.common.addition import make_data, make_model
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.sections import CheckpointConfig, CriticConfig, PlacementConfig, RecoveryConfig
@@ -205,11 +206,12 @@ def runs(tmp_path_factory, cluster, by_value):
         trainer.fit()
     with Trainer(make_run(folder, "together", True), share_digits) as trainer:
         trainer.fit()
-        rows, sampling = trainer.rows[:2], trainer.manager.make_sampling(1)
+        sampling = trainer.manager.make_sampling(1)
+        requests = [Request(row.prompt_ids, sampling) for row in trainer.rows[:2]]
         for name, phase, call in (
             ("forward", "rollout", lambda: trainer.actor.call(TrainWorker.save, "nowhere")),
-            ("generate", "update", lambda: trainer.rollouts.generate(rows, sampling)),
-            ("dropped", "canary", lambda: trainer.rollouts.generate(rows, sampling)),
+            ("sample", "update", lambda: trainer.rollouts.sample(requests, sampling.stream)),
+            ("dropped", "canary", lambda: trainer.rollouts.sample(requests, sampling.stream)),
         ):
             trainer.devices.take(phase)
             with pytest.raises(ray.exceptions.RayTaskError) as error:
@@ -227,7 +229,7 @@ def test_turns_change_no_number(runs):
     assert all(line["grad_norm"] > 0 and line["critic_grad_norm"] > 0 for line in apart[1:])
     assert ["heldout" in line for line in apart] == [True, False, True, True]
     assert "save was called while weights and optimizer were offloaded" in said["forward"]
-    assert "sampling was called while weights and kv_cache sleep" in said["generate"]
+    assert "sampling was called while weights and kv_cache sleep" in said["sample"]
     assert "sampling was called, and a sleep of level 2 dropped the weights" in said["dropped"]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.huggingface import compute_logprobs, load_folder
 
+from engines.batch.samples import Request
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common.addition import make_data, make_tokenizer
 from rlworker.algorithms.advantages import distill, grpo, remax
@@ -405,7 +406,7 @@ def test_teacher_greedy_baseline_and_dynamic_sampling(make_hf_model, data, tmp_p
         drawn_anew = []
         for _ in range(3):  # the weights stay, as at a learning rate of 0
             for sampling in (trainer.manager.make_sampling(16), trainer.manager.make_sampling(16, CANARY)):
-                samples = trainer.rollouts.generate([rows[0]] * 2, sampling)
+                samples = trainer.rollouts.sample([Request(rows[0].prompt_ids, sampling)] * 2, sampling.stream)
                 drawn_anew += [samples[:16], samples[16:]]
             trainer.manager.rollouts_done += 1
     agreement(tmp_path / "run", measured)

@@ -126,7 +126,7 @@ class Engines:
         self.streams.append(stream)
         self.requests.append(list(requests))
         number = len(self.streams) - 1
-        said = [make_sample(self.say(one.prompt.token_ids, number)) for one in requests for _ in range(one.count)]
+        said = [make_sample(self.say(one.token_ids, number)) for one in requests for _ in range(one.sampling.count)]
         return Completions.join(said)
 
 

@@ -66,8 +66,8 @@ def open_shown(processor, path, place: str):
 
 def make_prompts(model, paths, rows=ROWS, seed: int = 1):
     import torch
+    from support.rollout_workers import Prompt
 
-    from engines.batch.samples import Prompt
     from engines.images.placeholders import make_placeholders
     from engines.images.processor import ImageProcessor
 
