@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.batch.places import count_up, drop_firsts, drop_lasts, find_tokens, mark_completions
+from engines.batch.places import count_up, drop_firsts, drop_lasts, find_tokens
 from engines.batch.samples import Image
 from hardware.transfer import to_device
 
@@ -152,7 +152,8 @@ class TrainBatch:
             for i, (size, prompt) in enumerate(zip(sizes.tolist(), prompt_lengths, strict=True)):
                 if not 0 < prompt <= size:
                     raise ValueError(f"TrainBatch: sequence {i} has {size} ids and a prompt of {prompt}, expected 1..")
-            was_sampled = mark_completions(prompt_lengths, sizes - prompt_lengths)
+            counts = np.stack([np.asarray(prompt_lengths, dtype=np.int64), sizes - prompt_lengths], axis=1)  # [B, 2]
+            was_sampled = np.repeat(np.tile([False, True], len(sizes)), counts.reshape(-1))
         else:
             assert sampled is not None
             for i, (size, marks) in enumerate(zip(sizes.tolist(), sampled, strict=True)):

@@ -34,13 +34,6 @@ def count_up(lengths: np.ndarray, starts: np.ndarray | None = None) -> np.ndarra
     return np.cumsum(steps, out=steps)
 
 
-def mark_completions(prompts: Sequence[int] | np.ndarray, completions: np.ndarray) -> np.ndarray:
-    """Mark the ids of completions in sequences of a prompt and a completion: the lengths of both, ``[B]`` each, ->
-    ``[M]`` bool."""
-    counts = np.stack([np.asarray(prompts, dtype=np.int64), completions], axis=1)
-    return np.repeat(np.tile([False, True], len(counts)), counts.reshape(-1))
-
-
 def find_tokens(lengths: Sequence[int] | np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Find where sequences lie in the stream: lengths ``[B]``, rows ``[b]`` -> ``[n]``, the places of their tokens.
 

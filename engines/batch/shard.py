@@ -112,11 +112,6 @@ def join_outputs(parts: Sequence[Kind]) -> Kind:
     return change_columns(parts[0], lambda name, _: torch.cat([vars(part)[name] for part in parts]))
 
 
-def drop_top(outputs: Kind) -> Kind:
-    """Drop the ``[N, k + 1]`` column, which nobody but the loss reads in an update."""
-    return replace(outputs, top_logprobs=None) if isinstance(outputs, TokenOutputs) else outputs
-
-
 def list_columns(outputs: Outputs) -> dict[str, Tensor]:
     """List the columns that outputs have, by their names."""
     return {name: column for name, column in vars(outputs).items() if column is not None}

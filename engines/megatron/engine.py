@@ -3,6 +3,7 @@
 import contextlib
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engines.batch.batch import TrainBatch
-from engines.batch.shard import Outputs, Shard, ValueOutputs, change_columns, drop_top, join_outputs, list_columns
+from engines.batch.shard import Outputs, Shard, TokenOutputs, ValueOutputs, change_columns, join_outputs, list_columns
 from engines.config import MegatronConfig
 from engines.interfaces import LossFn, OffloadPart, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -137,7 +138,9 @@ class MegatronEngine:
         parts: list[Outputs] = []
 
         def loss_of(outputs: Outputs, layout: Layout, micro: TrainBatch, is_dummy: bool):
-            parts.append(change_columns(drop_top(outputs), lambda _, column: column.detach()))
+            # Nobody but the loss reads the [N, k + 1] column.
+            kept = replace(outputs, top_logprobs=None) if isinstance(outputs, TokenOutputs) else outputs
+            parts.append(change_columns(kept, lambda _, column: column.detach()))
             loss, metrics = loss_fn(outputs, micro)
             if is_dummy:  # a graph to go back through, and nothing else
                 loss = sum(0 * column.sum() for column in list_columns(outputs).values())

@@ -50,7 +50,7 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
     findings: list[Finding] = []
     checks = {name: partial(check, engines.trainer) for name, check in TRAINER_CHECKS.items()}
     checks |= {
-        "rollout": partial(check_rollout, engines),
+        "rollout": partial(_compare_rollouts, engines, "rollout", "against trainer"),
         "weight sync": partial(check_weight_sync, engines, version),
     }
     for name, check in checks.items():
@@ -65,12 +65,6 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
                 return [*findings, engines.trainer.make_finding(name, "", False, text)]
             findings.append(engines.trainer.make_finding(name, "", False, text))
     return findings
-
-
-def check_rollout(engines: CheckedEngines) -> list[Finding]:
-    """Check the rollout's logprobs of its own samples against the trainer's, at the weights that both have."""
-    engines.trainer.tell("rollout")
-    return _compare_rollouts(engines, "rollout", "against trainer")
 
 
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
@@ -115,7 +109,9 @@ def send_weights(engines: CheckedEngines, version: int) -> None:
 
 
 def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[Finding]:
-    """Compare each rollout engine's logprobs of its own samples against the trainer's."""
+    """Compare each rollout engine's logprobs of its own samples against the trainer's, at the weights that both
+    have."""
+    engines.trainer.tell(f"{check}: samples {where}")
     config, trainer, count = engines.config.rollout, engines.trainer, len(engines.rollouts.workers)
     # Enough for every replica to have a share, and the same for every engine.
     rows = trainer.case.rows * (count * engines.actor.dp_size)

@@ -78,7 +78,10 @@ def look(needs: Needs) -> dict[str, str]:
     seen |= {f"image folder {folder!r}": _describe_entry(Path(folder)) for folder in needs.images}
     seen |= {f"run folder {str(Path(needs.token).parent)!r}": _try_folder(Path(needs.token))}
     seen |= {f"package {name}": _find_version(name) for name in _PACKAGES}
-    return seen | {"code of rlworker, engines and hardware": _digest_code()}
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(path for package in _CODE for path in (root / package).rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return seen | {"code of rlworker, engines and hardware": f"digest {digest.hexdigest()[:12]}"}
 
 
 def _wait_for_answer(reference: Any, limit: float) -> dict[str, str] | str:
@@ -154,10 +157,3 @@ def _find_version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _digest_code() -> str:
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for path in sorted(path for package in _CODE for path in (root / package).rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return f"digest {digest.hexdigest()[:12]}"

@@ -3,7 +3,7 @@
 import difflib
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NoReturn, cast
+from typing import Annotated, Literal, NoReturn, cast
 
 from annotated_types import Ge, Le
 
@@ -178,11 +178,6 @@ class AlgorithmConfig:
         named = ALGORITHMS[self.name] if self.name else Algorithm()
         own = {part.name: getattr(self, part.name) for part in fields(Algorithm)}
         return replace(named, **{name: value for name, value in own.items() if value is not None})
-
-    def leave_parts_to_name(self) -> "AlgorithmConfig":
-        """Return the settings without any part, so that all are those of a name."""
-        parts: dict[str, Any] = dict.fromkeys(part.name for part in fields(Algorithm))
-        return replace(self, **parts)
 
     @property
     def optimizer_steps(self) -> int:

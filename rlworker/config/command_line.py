@@ -11,6 +11,7 @@ import tyro
 
 from engines.validation import option
 from hardware.platforms import PLATFORMS
+from rlworker.config.algorithm import Algorithm
 from rlworker.config.run import RunConfig, TrainingConfig
 
 Config = TypeVar("Config")
@@ -80,7 +81,8 @@ def _fit_default(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig
         parser.add_argument(option("config", name), dest=name.replace(".", "_"), nargs="?")
     named = parser.parse_known_args(args)[0]
     if isinstance(default, RunConfig) and named.algorithm_name:
-        default = replace(default, algorithm=default.algorithm.leave_parts_to_name())
+        no_parts: dict[str, Any] = dict.fromkeys(part.name for part in fields(Algorithm))  # all are those of the name
+        default = replace(default, algorithm=replace(default.algorithm, **no_parts))
     default = replace(default, model=named.model or default.model).fit_to_model()
     name = named.platform
     is_another = name in PLATFORMS and name != default.platform  # a wrong name is reported when all options are read

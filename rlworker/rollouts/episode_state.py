@@ -173,8 +173,8 @@ class EpisodeStates:
         self._losses = 0
         for number, call, outcome in reply.tools:
             self._states[number].tools[call] = outcome
-        for number, *result in reply.results:
-            self._states[number].end(*result)
+        for number, rewards, failure, *counts in reply.results:
+            self._states[number].end(rewards, failure, *counts)
         contexts = np.split(reply.token_ids, np.cumsum(reply.lengths)[:-1]) if reply.numbers else []
         columns = zip(reply.numbers, reply.forks, contexts, reply.max_tokens, strict=True)
         for number, is_fork, ids, max_tokens in columns:

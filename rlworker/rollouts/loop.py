@@ -276,7 +276,7 @@ class RolloutLoop:
             if all(self._states[member].trajectory for member in members):
                 place = (group - batch.first) // batch.sampling.count
                 trajectories = [self._states.collect(member) for member in members]
-                batch.add(place, TrajectoryGroup.collect(batch.rows[place], trajectories))
+                batch.add(place, TrajectoryGroup(batch.rows[place], trajectories))
 
     # -- samples
 

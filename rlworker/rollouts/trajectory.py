@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,17 +25,15 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class TrajectoryGroup:
-    """A prompt with the trajectories of its G episodes, and the samples of all their turns."""
+    """A prompt with the trajectories of its G episodes."""
 
     row: Row
     trajectories: list[Trajectory]
-    completions: Completions
 
-    @classmethod
-    def collect(cls, row: Row, trajectories: list[Trajectory]) -> TrajectoryGroup:
-        """Group the trajectories of a row."""
-        completions = Completions.join([one for trajectory in trajectories for one in trajectory.completions])
-        return cls(row, trajectories, completions)
+    @cached_property
+    def completions(self) -> Completions:
+        """The samples of all turns, episode by episode."""
+        return Completions.join([one for trajectory in self.trajectories for one in trajectory.completions])
 
     @property
     def rewards(self) -> list[float]:
@@ -148,7 +147,7 @@ def to_batch(
         segments = Segment(row.prompt_ids, images=row.images), Segment(completion.token_ids, 0, (), completion)
         trajectories.append(Trajectory(row, (segments,), ((0, reward),)))
     parts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    return batch_groups([TrajectoryGroup.collect(row, part) for row, part in zip(rows, parts, strict=True)], vision)
+    return batch_groups([TrajectoryGroup(row, part) for row, part in zip(rows, parts, strict=True)], vision)
 
 
 def _place_samples(completions: Completions, sampled: np.ndarray) -> dict[str, np.ndarray]:

@@ -89,13 +89,12 @@ def _digest_rows(path: str) -> dict[str, str]:
     count, state = 0, xxhash.xxh3_128()
     for _, source in iterate_rows(path):
         count += 1
-        state.update(json.dumps(source, sort_keys=True, default=_digest_value).encode())
+        # JSON cannot hold an image's bytes or a date.
+        text = json.dumps(
+            source, sort_keys=True, default=lambda x: xxhash.xxh3_128_hexdigest(x) if isinstance(x, bytes) else repr(x)
+        )
+        state.update(text.encode())
     return {path: f"{count} rows, digest {state.hexdigest()}"}
-
-
-def _digest_value(value: Any) -> str:
-    """Convert a value that JSON cannot hold, such as an image's bytes or a date, to its digest."""
-    return xxhash.xxh3_128_hexdigest(value) if isinstance(value, bytes) else repr(value)
 
 
 def _spell_digests(digests: Mapping[str, FileDigest]) -> dict[str, str]:

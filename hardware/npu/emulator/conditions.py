@@ -109,7 +109,3 @@ def has_compressed_shape(call: Call) -> bool:
     if shape[-2:] != (TRIANGLE, TRIANGLE) or any(size != 1 for size in shape[:-2]):
         return False
     return len(shape) == 2 or (len(shape) == 4 and not call.packed)
-
-
-def has_compressed_content(call: Call) -> bool:
-    return call.atten_mask is None or not call.compressed or is_triangle(call.atten_mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,7 +22,6 @@ from rlworker.environments.processes.timing import (
     StepTimer,
     TimedCoroutine,
     is_ours,
-    locate_environment,
 )
 from rlworker.environments.record import FailureKind, Job, Reply, Sample, Segment, digest_ids
 from rlworker.environments.reward import Environment, spread_numbers
@@ -189,7 +189,9 @@ class EnvRunner:
             kind, returned = "no_generation", "before it sampled"
         else:
             return None
-        return kind, f"returned {returned}, {locate_environment(self.environment)}"
+        code = getattr(inspect.unwrap(self.environment), "__code__", None)
+        where = f"at {code.co_filename}:{code.co_firstlineno}" if code else f"in {self.environment!r}"
+        return kind, f"returned {returned}, {where}"
 
     def _end(self, running: RunningEpisode, failure: tuple[FailureKind, str] | None, result: Any = None) -> None:
         """Note the result of an episode, which ends."""

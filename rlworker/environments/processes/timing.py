@@ -7,7 +7,6 @@ which have limits of their own, nor the steps of its neighbours.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 import traceback
 from collections import deque
@@ -156,9 +155,3 @@ def list_user_frames(frame: FrameType | None) -> list[tuple[FrameType, int]]:
 def is_ours(frame: FrameType) -> bool:
     """Tell the frames of this package from those of environments."""
     return frame.f_code.co_filename.startswith(_OURS)
-
-
-def locate_environment(environment: Any) -> str:
-    """Name the file and line where an environment begins."""
-    code = getattr(inspect.unwrap(environment), "__code__", None)
-    return f"at {code.co_filename}:{code.co_firstlineno}" if code else f"in {environment!r}"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engines.batch.places import count_up, drop_firsts, drop_lasts, find_tokens, mark_completions
+from engines.batch.places import count_up, drop_firsts, drop_lasts, find_tokens
 
 
 def test_places_by_hand():
@@ -13,8 +13,3 @@ def test_places_by_hand():
     assert count_up(np.array([0, 2, 0, 2, 0]), np.array([9, 5, 9, 1, 9])).tolist() == [5, 6, 1, 2]
     assert find_tokens([2, 3, 1], np.array([2, 0])).tolist() == [5, 0, 1]
     assert find_tokens([2, 0, 1], np.array([1, 0, 0])).tolist() == [0, 1, 0, 1]
-
-
-def test_completions_are_marked_after_their_prompts():
-    marks = mark_completions([1, 2, 1], np.array([2, 0, 1]))
-    assert marks.tolist() == [False, True, True, False, False, False, True]

@@ -173,7 +173,7 @@ def test_trajectories_are_batched_with_their_rewards():
         return episode
 
     records = [run_episodes(LocalPool(environment), make_rows("12+1="))[0] for environment in (write_twice, skip)]
-    groups = [TrajectoryGroup.collect(records[0].row, records)]
+    groups = [TrajectoryGroup(records[0].row, records)]
     batch = batch_groups(groups)
     assert batch.lengths == (15, 4, 0) and batch.episode.tolist() == [0, 0, 1], "what was not sampled has no tokens"
     first = [*encode("12+1=~5"), EOS, *encode("True;~3"), EOS]

@@ -83,7 +83,7 @@ def score(scorer, how, tmp_path=None, count=1, limits=LIMITS):
     numbers = {row.prompt_ids: str(number) for number, row in enumerate(rows)}
     pool = LocalPool(one_turn(scorer), limits=limits, block_file=str(tmp_path / "block") if tmp_path else "")
     found = run_episodes(pool, rows, count, lambda ids, _: numbers[tuple(ids)], default=DEFAULT)
-    groups = [TrajectoryGroup.collect(row, found[i * count : (i + 1) * count]) for i, row in enumerate(rows)]
+    groups = [TrajectoryGroup(row, found[i * count : (i + 1) * count]) for i, row in enumerate(rows)]
     return groups, score_groups(groups, make_codec())
 
 

@@ -192,7 +192,7 @@ def test_an_error_of_an_engine_or_a_pool_is_raised_where_one_waits(running):
     with pytest.raises(ValueError, match="too long"):
         loop.begin(make_rows("1"), SAMPLING)
     rollouts, pool = Rollouts(), LocalPool(make_environment(rate))
-    pool.begin = lambda slot, message: 1 / 0
+    pool.begin = lambda *_: 1 / 0
     loop = running(rollouts, pool)
     rollouts.workers[0].gate.set()
     with pytest.raises(ZeroDivisionError):

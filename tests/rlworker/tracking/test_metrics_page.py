@@ -92,7 +92,7 @@ class Loop:
     def wait(self, batch):
         rows, sampling = batch
         return [
-            TrajectoryGroup.collect(row, [self.run_episode(row, place, sampling) for place in range(sampling.count)])
+            TrajectoryGroup(row, [self.run_episode(row, place, sampling) for place in range(sampling.count)])
             for row in rows
         ]
 

@@ -124,7 +124,7 @@ def steps_of_few_groups(trainer) -> dict:
 
     def reward_otherwise(group: TrajectoryGroup) -> TrajectoryGroup:
         rewards = zip(group.trajectories, [0.0, 1.0, 0.5, 1.0])
-        return TrajectoryGroup.collect(group.row, [replace(one, rewards=((0, reward),)) for one, reward in rewards])
+        return TrajectoryGroup(group.row, [replace(one, rewards=((0, reward),)) for one, reward in rewards])
 
     def first_groups(count: int):
         def sampled(clock, version):
