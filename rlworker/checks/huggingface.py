@@ -96,19 +96,6 @@ def compare_outputs(a: TokenOutputs, b: TokenOutputs) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True)
-class ForwardPass:
-    """A model's outputs for a batch; all of them can be differentiated.
-
-    Attributes:
-        logits: ``[N, vocab]``, as the model gives them. outputs: ``[N]`` each. loss: its sum over the batch.
-    """
-
-    logits: Tensor
-    outputs: TokenOutputs
-    loss: Tensor
-
-
 def compute_reference(
     spec: ModelSpec,
     batch: TrainBatch,
@@ -198,28 +185,6 @@ def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "Pr
     return model_class.from_pretrained(spec.folder, dtype=dtype, attn_implementation="eager")
 
 
-def run_forward(
-    model: "PreTrainedModel",
-    spec: ModelSpec,
-    batch: TrainBatch,
-    loss: LossFn,
-    *,
-    temperature: float = 1.0,
-    arguments: Arguments | None = None,
-) -> ForwardPass:
-    """Run a language model, and a loss on it, on one sequence after another.
-
-    Args:
-        spec: the model's. arguments: None gives each sequence its images, where the model sees them.
-    """
-    logits, outputs, total = [], [], torch.zeros(())
-    for one, scores in iterate_logits(model, batch, arguments or make_image_arguments(spec)):
-        logits.append(scores)
-        outputs.append(score_tokens(scores, one.targets, spec.banned_tokens, temperature))
-        total = total + loss(outputs[-1], one)[0]
-    return ForwardPass(torch.cat(logits), join_outputs(outputs), total)
-
-
 def iterate_logits(
     model: "PreTrainedModel", batch: TrainBatch, arguments: Arguments = lambda one: {}
 ) -> Iterator[tuple[TrainBatch, Tensor]]:
@@ -259,12 +224,6 @@ def probe_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[s
     """Sum ``-(advantage * logprob + 0.1 * entropy)`` over the tokens that count: its gradient differs at each."""
     terms = -(batch.require_column("advantages") * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
     return terms.sum(), {"loss": terms.sum().detach()}
-
-
-def name_gradients(model: "PreTrainedModel", spec: ModelSpec) -> dict[str, Tensor]:
-    """Map the folder's names of weights to the gradients of the last backward pass, without a copy."""
-    parameters = model.named_parameters()
-    return {spec.find_folder_name(name): p.grad for name, p in parameters if p.grad is not None}
 
 
 def make_image_arguments(spec: ModelSpec) -> Arguments:

@@ -3,7 +3,11 @@
 The computation itself is ``rlworker.checks.huggingface``, one sequence at a time.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from support.rollout_workers import Prompt
@@ -11,14 +15,60 @@ from torch import Tensor
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completions
+from engines.batch.shard import TokenOutputs, join_outputs
+from engines.interfaces import LossFn
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments, score_tokens
+from rlworker.checks.huggingface import Arguments, iterate_logits, load_huggingface, make_image_arguments, score_tokens
 from rlworker.data.rows import Row
 from rlworker.rollouts.trajectory import to_batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load_folder(folder: str):
     return load_huggingface(ModelSpec.from_folder(folder))
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A model's outputs for a batch; all of them can be differentiated.
+
+    Attributes:
+        logits: ``[N, vocab]``, as the model gives them. outputs: ``[N]`` each. loss: its sum over the batch.
+    """
+
+    logits: Tensor
+    outputs: TokenOutputs
+    loss: Tensor
+
+
+def run_forward(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    batch: TrainBatch,
+    loss: LossFn,
+    *,
+    temperature: float = 1.0,
+    arguments: Arguments | None = None,
+) -> ForwardPass:
+    """Run a language model, and a loss on it, on one sequence after another.
+
+    Args:
+        spec: the model's. arguments: None gives each sequence its images, where the model sees them.
+    """
+    logits, outputs, total = [], [], torch.zeros(())
+    for one, scores in iterate_logits(model, batch, arguments or make_image_arguments(spec)):
+        logits.append(scores)
+        outputs.append(score_tokens(scores, one.targets, spec.banned_tokens, temperature))
+        total = total + loss(outputs[-1], one)[0]
+    return ForwardPass(torch.cat(logits), join_outputs(outputs), total)
+
+
+def name_gradients(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]:
+    """Map the folder's names of weights to the gradients of the last backward pass, without a copy."""
+    parameters = model.named_parameters()
+    return {spec.find_folder_name(name): p.grad for name, p in parameters if p.grad is not None}
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.cover import matrix
 from support.factors import LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
+from support.huggingface import name_gradients
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
@@ -11,7 +12,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.shard import ValueOutputs
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import iterate_logits, load_huggingface, name_gradients
+from rlworker.checks.huggingface import iterate_logits, load_huggingface
 
 VALUES, GRADIENTS = 1e-5, 1e-6
 FAMILIES = ("llama", "qwen3")

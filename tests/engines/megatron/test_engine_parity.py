@@ -6,13 +6,14 @@ import pytest
 import torch
 from support.cover import matrix
 from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, parse_size
+from support.huggingface import name_gradients, run_forward
 from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import LENGTHS, make_batch, run_case
 from support.ranks.pool import draw_address
 
 from engines.batch.shard import TokenOutputs
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
+from rlworker.checks.huggingface import load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
 """Largest absolute differences; for invariance the largest ``|difference| / |gradient|`` (2-norms) of a tensor."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.cover import matrix
 from support.factors import LAYOUTS, PLATFORMS, SIZES, parse_size
+from support.huggingface import name_gradients, run_forward
 from support.ranks.engines_cases import build_engine, gather_logits, make_batch, plan
 from support.ranks.pool import Ranks, draw_address
 
@@ -18,7 +19,7 @@ from engines.probes.case import ProbeCase
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
-from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
+from rlworker.checks.huggingface import load_huggingface, probe_loss
 
 MASK_SIZES = tuple(size for size in (*SIZES, "CP4") if "DP" not in size)
 """Replicas of data parallelism have whole sequences each: a mask is the same in all."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.factors import IMAGE_FAMILIES
+from support.huggingface import run_forward
 from support.models import make_vlm
 from support.ranks.engines_cases import make_batch
 from support.ranks.vlm_cases import make_images, make_vlm_batch
@@ -34,7 +35,6 @@ from rlworker.checks.huggingface import (
     computing_in_double,
     load_huggingface,
     probe_loss,
-    run_forward,
 )
 from rlworker.checks.tiny_models import make_tiny_model
 from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts

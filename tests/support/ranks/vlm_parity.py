@@ -1,10 +1,11 @@
 """What the ranks of a vision-language model computed, against HuggingFace one sequence at a time."""
 
 import torch
+from support.huggingface import name_gradients, run_forward
 from support.ranks.vlm_cases import ROWS, make_vlm_batch, name_part
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, name_gradients, probe_loss, run_forward
+from rlworker.checks.huggingface import load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6}
 OF_THE_LARGEST = 2e-6

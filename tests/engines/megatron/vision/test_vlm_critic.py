@@ -4,13 +4,14 @@ import pytest
 import torch
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, LAYOUTS, parse_size
+from support.huggingface import name_gradients
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import make_images, make_vlm_batch
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, make_image_arguments, name_gradients
+from rlworker.checks.huggingface import load_huggingface, make_image_arguments
 
 VALUES, GRADIENTS, OF_THE_LARGEST = 1e-5, 1e-6, 2e-6
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, parse_size
+from support.huggingface import run_forward
 from support.models import make_vlm
 from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import make_images, make_vlm_batch, run_vlm_case
 from support.ranks.vlm_parity import check_vlm_ranks, compute_vlm_reference
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, make_image_arguments, probe_loss, run_forward
+from rlworker.checks.huggingface import load_huggingface, make_image_arguments, probe_loss
 
 
 @pytest.fixture(scope="module")
