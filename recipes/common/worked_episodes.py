@@ -61,9 +61,6 @@ class Teacher:
     ) -> Any:
         return call(*args, **keywords)
 
-    async def score_group(self, policy: Policy, scorer: Callable, text: str) -> Any:
-        raise NotImplementedError
-
 
 def work_episodes(environment: Environment, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:
     """Run an episode of each row with the teacher as its policy."""

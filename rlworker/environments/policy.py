@@ -8,16 +8,13 @@ from functools import cached_property
 from numbers import Integral
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from rlworker.environments.codec import Stops
 from rlworker.environments.episode import Episode
 from rlworker.environments.record import Sample
-
-if TYPE_CHECKING:
-    pass
 
 ToolFailureKind = Literal["timeout", "raised", "memory", "died", "unpicklable"]
 """Why a tool returned nothing: no end in time, an exception, no memory left, a process that ended, or a result that
@@ -72,8 +69,6 @@ class Host(Protocol):
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
     ) -> Any: ...
 
-    async def score_group(self, policy: Policy, scorer: Callable, text: str) -> Any: ...
-
 
 class Policy:
     """The policy as the environment of one episode sees it.
@@ -116,11 +111,6 @@ class Policy:
                 f"the sequence has {len(episode)} tokens and may have {limits.tokens}; raise --environment.tokens"
             )
         return await self._host.sample(self, episode, int(min(most, room)), stop)
-
-    async def score_group(self, scorer: Callable, text: str) -> Any:
-        """Return the number of this episode's sample from ``scorer(texts, rows)``, which is called once for all
-        samples of the prompt."""
-        return await self._host.score_group(self, scorer, text)
 
     async def tool(
         self,

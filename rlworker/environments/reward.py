@@ -6,7 +6,8 @@ A scorer is a function, an ``async`` function, or a function marked with ``batch
 
 import re
 import reprlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import isasyncgenfunction, signature
 from typing import Any
@@ -48,6 +49,20 @@ def exact_match(text: str, row: Row) -> float:
     return float(text.strip() == row.answer.strip())
 
 
+@dataclass(frozen=True)
+class GroupCall:
+    """An episode's part in the call of a batch scorer for all samples of its prompt; awaits the episode's number.
+
+    ``EnvRunner`` makes the call, outside of any event loop.
+    """
+
+    scorer: Callable
+    text: str
+
+    def __await__(self) -> Generator["GroupCall", Any, Any]:
+        return (yield self)
+
+
 class OneTurn:
     """The environment of a scorer: one sample of the row's prompt, and the scorer's number as its reward.
 
@@ -69,7 +84,7 @@ class OneTurn:
         text = (await policy.sample(episode)).text
         scorer: Any = self.scorer
         if self.scores_groups:
-            value = await policy.score_group(scorer, text)
+            value = await GroupCall(scorer, text)
         else:
             value = scorer(text, row)
             (value,) = spread_numbers(value if self.is_immediate else await value, 1)

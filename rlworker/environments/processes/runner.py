@@ -6,9 +6,9 @@ import asyncio
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from rlworker.environments.processes.timing import (
     is_ours,
 )
 from rlworker.environments.record import FailureKind, Job, Reply, Sample, Segment, digest_ids
-from rlworker.environments.reward import Environment, spread_numbers
+from rlworker.environments.reward import Environment, GroupCall, spread_numbers
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
 
 if TYPE_CHECKING:
@@ -33,17 +33,6 @@ if TYPE_CHECKING:
 _TICK_S = 0.1
 
 _running: ContextVar[RunningEpisode | None] = ContextVar("running", default=None)
-
-
-@dataclass(frozen=True)
-class _GroupCall:
-    """An episode's part in the call of a batch scorer, of which it awaits its number."""
-
-    scorer: Callable
-    text: str
-
-    def __await__(self) -> Generator[_GroupCall, Any, Any]:
-        return (yield self)
 
 
 class EnvRunner:
@@ -66,7 +55,7 @@ class EnvRunner:
         self._tools: ToolRunner | None = None
         self._live: dict[int, RunningEpisode] = {}
         self._backlog: deque[RunningEpisode] = deque()  # which have not begun
-        self._groups: dict[int, list[tuple[RunningEpisode, _GroupCall]]] = {}
+        self._groups: dict[int, list[tuple[RunningEpisode, GroupCall]]] = {}
         self._is_immediate = getattr(environment, "is_immediate", False)
         self._active = 0  # live episodes that do not wait for a sample
         self._settled: asyncio.Future | None = None
@@ -137,7 +126,7 @@ class EnvRunner:
                     self._score_group(self._groups.pop(running.group))
         self.timer.turn_idle()
 
-    def _take_step(self, running: RunningEpisode, act: Callable, value: Any) -> _GroupCall | None:
+    def _take_step(self, running: RunningEpisode, act: Callable, value: Any) -> GroupCall | None:
         """Let an episode take a step outside of the event loop, to its end or to where it waits for its group."""
         try:
             return self.timer.take_step(running, act, value)
@@ -148,7 +137,7 @@ class EnvRunner:
                 self._end(running, self._explain(running, error))
             return None
 
-    def _score_group(self, group: Sequence[tuple[RunningEpisode, _GroupCall]]) -> None:
+    def _score_group(self, group: Sequence[tuple[RunningEpisode, GroupCall]]) -> None:
         """Call a batch scorer for all samples of a prompt; an error is the outcome of each."""
         running, call = group[-1]
         values, error = [], None
@@ -290,10 +279,6 @@ class EnvRunner:
         except ToolFailure:
             running.tool_failures += 1
             raise
-
-    async def score_group(self, policy: Policy, scorer: Callable, text: str) -> Any:
-        """Answer ``Policy.score_group``."""
-        return await _GroupCall(scorer, text)
 
     # -- time
 
