@@ -1,7 +1,6 @@
 """The trajectory of an episode, and what the driver and the processes that run environments send each other.
 
-The driver sends jobs to begin, and by number the samples of episodes that wait. A process answers with a ``Reply``. It
-may be of thousands of episodes, and has an entry of its columns for each.
+The driver sends jobs to begin, and by number the samples of episodes that wait. A process answers with a ``Reply``.
 """
 
 from __future__ import annotations
@@ -154,29 +153,35 @@ class Job(NamedTuple):
     group_size: int
 
 
-@dataclass
-class Reply:
-    """A reply of a process: the samples that its episodes ask for, and the episodes that have ended.
+class Ask(NamedTuple):
+    """A sample that an episode asks for.
 
     Attributes:
-        numbers: ``[n]``, the episodes that ask. forks: ``[n]``, the context is a new one rather than a continuation.
-        lengths: ``[n]``, ids of context that came since the last sample, or of all of a new one.
-        token_ids: ``[T]`` int32, those ids end to end. max_tokens: ``[n]``.
-        images, stops, parsers: by number where there are some: images of the context, further stop tokens, and name of
-            a parser with the tools' schemas.
+        number: of the episode. context: what came since the last sample, or the whole of a new sequence (``is_fork``).
+        max_tokens: the length limit. stop_token_ids: further ones. parser: of tool calls in the sample, by name, and
+            the tools' schemas; None where there is none to parse.
+    """
+
+    number: int
+    is_fork: bool
+    context: Segment
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    parser: tuple[str, tuple] | None = None
+
+
+@dataclass
+class Reply:
+    """A reply of a process.
+
+    Attributes:
+        asks: of episodes that wait for a sample.
         results: number of each episode that has ended; rewards, failure, forks, tool calls and tool failures as its
             ``Trajectory`` has them. tools: episode, number of the call and outcome of each tool call.
         runs_on: some episodes neither wait nor have ended.
     """
 
-    numbers: list[int] = field(default_factory=list)
-    forks: list[bool] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    max_tokens: list[int] = field(default_factory=list)
-    images: dict[int, tuple[Image, ...]] = field(default_factory=dict)
-    stops: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    parsers: dict[int, tuple[str, tuple]] = field(default_factory=dict)
+    asks: list[Ask] = field(default_factory=list)
     results: list[tuple[int, tuple[tuple[int, float], ...], tuple[FailureKind, str] | None, int, int, int]] = field(
         default_factory=list
     )

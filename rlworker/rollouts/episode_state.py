@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engines.batch.samples import Completion, Image, Request
+from engines.batch.samples import Completion, Request
 from rlworker.data.rows import Row
 from rlworker.environments.record import (
     CONTEXT,
@@ -67,10 +67,10 @@ class EpisodeState:
     seed: tuple[int, ...]
     slot: int = -1
     sequences: list[list[Segment]] = field(init=False)
-    samples: list[tuple[np.ndarray, Sample]] = field(default_factory=list)
+    samples: list[tuple[Sequence[int] | np.ndarray, Sample]] = field(default_factory=list)
     told: int = 0
     tools: dict[int, bytes] = field(default_factory=dict)
-    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    context: Sequence[int] | np.ndarray = ()
     parser: tuple[str, tuple] | None = None
     is_asked: bool = False
     waits: bool = False
@@ -80,15 +80,15 @@ class EpisodeState:
     def __post_init__(self):
         self.sequences = [[Segment(self.row.prompt_ids, CONTEXT, self.row.images)]]
 
-    def add_context(self, ids: np.ndarray, images: tuple[Image, ...], is_fork: bool) -> None:
+    def add_context(self, context: Segment, is_fork: bool) -> None:
         """Record what stands before the sample that is asked for now."""
-        self.context = ids
+        self.context = context.token_ids
         if is_fork and not self.samples:
             self.sequences.clear()  # a prompt of its own takes the place of the row's
         if is_fork:
             self.sequences.append([])
-        if len(ids):
-            self.sequences[-1].append(Segment(ids, CONTEXT, images))
+        if len(context.token_ids):
+            self.sequences[-1].append(context)
 
     def add_sample(self, completion: Completion, calls: ToolCalls | None) -> None:
         """Record a sample."""
@@ -175,18 +175,16 @@ class EpisodeStates:
             self._states[number].tools[call] = outcome
         for number, rewards, failure, *counts in reply.results:
             self._states[number].end(rewards, failure, *counts)
-        contexts = np.split(reply.token_ids, np.cumsum(reply.lengths)[:-1]) if reply.numbers else []
-        columns = zip(reply.numbers, reply.forks, contexts, reply.max_tokens, strict=True)
-        for number, is_fork, ids, max_tokens in columns:
-            state = self._states[number]
+        for ask in reply.asks:
+            state = self._states[ask.number]
             if state.trajectory:
                 continue  # it has ended without waiting for a sample that a task of it had asked for
             state.waits = True
             if state.is_asked or state.told < len(state.samples):
                 continue  # it was begun anew: that sample is being drawn, or was meanwhile
-            state.add_context(ids, reply.images.get(number, ()), is_fork)
-            state.is_asked, state.parser = True, reply.parsers.get(number)
-            yield (state.batch.number, number), state.make_request(max_tokens, reply.stops.get(number, ()))
+            state.add_context(ask.context, ask.is_fork)
+            state.is_asked, state.parser = True, ask.parser
+            yield (state.batch.number, ask.number), state.make_request(ask.max_tokens, ask.stop_token_ids)
 
     def address(self, numbers: Iterable[int]) -> dict[int, Sample]:
         """Address the samples of episodes of one process that wait for one, by the episodes' numbers."""

@@ -243,7 +243,7 @@ class RolloutLoop:
             return self._end(ended)
         self._queue.submit(self._states.take(reply))
         # Where it was begun anew, a sample may have come before it asked again.
-        self._answered[slot] += reply.numbers
+        self._answered[slot] += [ask.number for ask in reply.asks]
         if reply.runs_on:
             self._run_on.add(slot)
         self._end([number for number, *_ in reply.results])

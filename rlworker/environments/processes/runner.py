@@ -11,8 +11,6 @@ from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rlworker.environments.codec import Codec, Stops, using_codec
 from rlworker.environments.episode import Episode, RewardError
 from rlworker.environments.policy import EpisodeLimit, EpisodeLimits, Policy, ToolFailure
@@ -23,7 +21,7 @@ from rlworker.environments.processes.timing import (
     TimedCoroutine,
     is_ours,
 )
-from rlworker.environments.record import FailureKind, Job, Reply, Sample, Segment, digest_ids
+from rlworker.environments.record import Ask, FailureKind, Job, Reply, Sample, digest_ids
 from rlworker.environments.reward import Environment, GroupCall, spread_numbers
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
 
@@ -59,7 +57,7 @@ class EnvRunner:
         self._is_immediate = getattr(environment, "is_immediate", False)
         self._active = 0  # live episodes that do not wait for a sample
         self._settled: asyncio.Future | None = None
-        self._reply, self._contexts = Reply(), []
+        self._reply = Reply()
 
     def advance(self, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> Reply:
         """Run all episodes until each waits for a sample or has ended, or time is over.
@@ -85,11 +83,8 @@ class EnvRunner:
                 self._run_immediately(end)
             else:
                 self._loop.run_until_complete(self._settle(end))
-        reply, contexts = self._reply, self._contexts
+        reply, self._reply = self._reply, Reply()
         reply.runs_on = self._active > 0 or bool(self._backlog)
-        self._reply, self._contexts = Reply(), []
-        if contexts:
-            reply.token_ids = np.concatenate([np.asarray(ids, np.int32) for ids in contexts])
         return reply
 
     def close(self) -> None:
@@ -209,34 +204,21 @@ class EnvRunner:
         if running.future:
             raise RuntimeError("sample: the environment waits for a sample already; await one after the other")
         stops = self.codec.encode_stops(stop)
-        is_new, segments = running.find_context(episode)
+        is_fork, context = running.find_context(episode)
         if running.known_samples:
             digest, sample = running.known_samples.popleft()
-            if digest != digest_ids([token for segment in segments for token in segment.token_ids]):
+            if digest != digest_ids(context.token_ids):
                 raise RuntimeError(
                     "sample: the episode was begun anew and wrote something else than before; draw random numbers from "
                     "policy.random, and call what may answer differently by policy.tool"
                 )
         else:
-            self._ask(running, episode, max_tokens, stops, is_new, segments)
+            parser = (episode.tool_parser, episode.tools) if episode.tool_parser else None
+            self._reply.asks.append(Ask(running.number, is_fork, context, max_tokens, stops, parser))
             sample = await self._wait(running)
         episode.add_sample(sample.token_ids)
         running.known_segments = len(episode.sequences), len(episode.sequences[-1])
         return sample
-
-    def _ask(self, running, episode: Episode, max_tokens: int, stops, is_new: bool, segments: list[Segment]) -> None:
-        reply, number = self._reply, running.number
-        reply.numbers.append(number)
-        reply.forks.append(is_new)
-        reply.lengths.append(sum(len(segment.token_ids) for segment in segments))
-        reply.max_tokens.append(max_tokens)
-        self._contexts += [segment.token_ids for segment in segments]
-        if images := tuple(image for segment in segments for image in segment.images):
-            reply.images[number] = images
-        if stops:
-            reply.stops[number] = stops
-        if episode.tool_parser:
-            reply.parsers[number] = episode.tool_parser, episode.tools
 
     async def _wait(self, running: RunningEpisode) -> Sample:
         future = running.future = self._loop.create_future()

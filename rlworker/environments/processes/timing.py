@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 from rlworker.environments.episode import Episode
 from rlworker.environments.policy import Host, Policy
 from rlworker.environments.record import IDLE, Job, Sample, Segment
@@ -56,14 +58,15 @@ class RunningEpisode(Policy):
         """Turns that it has sampled."""
         return self.episode.turns if self.episode else 0
 
-    def find_context(self, episode: Episode) -> tuple[bool, list[Segment]]:
+    def find_context(self, episode: Episode) -> tuple[bool, Segment]:
         """Find what the episode's sequence has that the driver does not know, and whether that is a whole new one."""
-        sequences, segments = self.known_segments
-        last = episode.sequences[-1]
+        (sequences, known), last = self.known_segments, episode.sequences[-1]
         has_own_prompt = episode.turns == 0 and last[0].token_ids is not episode.row.prompt_ids
-        if len(episode.sequences) > sequences or has_own_prompt:
-            return True, last
-        return False, last[segments:]
+        is_new = len(episode.sequences) > sequences or has_own_prompt
+        unknown = last if is_new else last[known:]
+        parts = [np.asarray(segment.token_ids, np.int32) for segment in unknown]
+        images = tuple(image for segment in unknown for image in segment.images)
+        return is_new, Segment(np.concatenate(parts) if parts else (), images=images)
 
     def locate(self) -> list[tuple[FrameType, int]]:
         """List the frames in which it waits, outermost first, ours left out."""
