@@ -175,16 +175,13 @@ class Reply:
     """A reply of a process.
 
     Attributes:
-        asks: of episodes that wait for a sample.
-        results: number of each episode that has ended; rewards, failure, forks, tool calls and tool failures as its
-            ``Trajectory`` has them. tools: episode, number of the call and outcome of each tool call.
+        asks: of episodes that wait for a sample. results: by number, of episodes that have ended, the fields of their
+            trajectories beside row and sequences. tools: episode, number of the call and outcome of each tool call.
         runs_on: some episodes neither wait nor have ended.
     """
 
     asks: list[Ask] = field(default_factory=list)
-    results: list[tuple[int, tuple[tuple[int, float], ...], tuple[FailureKind, str] | None, int, int, int]] = field(
-        default_factory=list
-    )
+    results: dict[int, dict[str, Any]] = field(default_factory=dict)
     tools: list[tuple[int, int, bytes]] = field(default_factory=list)
     runs_on: bool = False
 

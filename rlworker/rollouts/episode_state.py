@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from rlworker.data.rows import Row
 from rlworker.environments.record import (
     CONTEXT,
     HELD,
-    FailureKind,
     Job,
     LostWorker,
     Reply,
@@ -96,17 +95,14 @@ class EpisodeState:
         self.samples.append((self.context, Sample.read(completion, calls)))
         self.is_asked = False
 
-    def end(self, rewards: Sequence[tuple[int, float]], failure: tuple[FailureKind, str] | None, *counts: int) -> None:
-        """Record the end: makes the trajectory, without what stands before a sample that was never drawn.
-
-        Args:
-            rewards, failure, counts: as ``Trajectory`` has them.
-        """
+    def end(self, **result: Any) -> None:
+        """Record the end: makes the trajectory of a result's fields, without what stands before a sample that was never
+        drawn."""
         if self.is_asked and self.samples and self.sequences[-1][-1].turn == CONTEXT:
             self.sequences[-1].pop()
             if not self.sequences[-1]:
                 self.sequences.pop()
-        self.trajectory = Trajectory(self.row, tuple(map(tuple, self.sequences)), tuple(rewards), failure, *counts)
+        self.trajectory = Trajectory(self.row, tuple(map(tuple, self.sequences)), **result)
 
     def make_request(self, max_tokens: int, stop_token_ids: Sequence[int] = ()) -> Request:
         """Make the request for a sample that goes on from all that the last sequence has.
@@ -173,8 +169,8 @@ class EpisodeStates:
         self._losses = 0
         for number, call, outcome in reply.tools:
             self._states[number].tools[call] = outcome
-        for number, rewards, failure, *counts in reply.results:
-            self._states[number].end(rewards, failure, *counts)
+        for number, result in reply.results.items():
+            self._states[number].end(**result)
         for ask in reply.asks:
             state = self._states[ask.number]
             if state.trajectory:
@@ -222,7 +218,7 @@ class EpisodeStates:
         if self._blames_groups:
             blamed = [one for one in self._states.values() if one.group == state.group and one.trajectory is None]
         for one in blamed:
-            one.end((), (kind, f"turn {lost.turn}: {message}"))
+            one.end(failure=(kind, f"turn {lost.turn}: {message}"))
         return [one.number for one in blamed]
 
     def _report_lost(self, lost: LostWorker) -> None:

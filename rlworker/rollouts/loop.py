@@ -246,7 +246,7 @@ class RolloutLoop:
         self._answered[slot] += [ask.number for ask in reply.asks]
         if reply.runs_on:
             self._run_on.add(slot)
-        self._end([number for number, *_ in reply.results])
+        self._end(list(reply.results))
 
     def _send(self, slot: int) -> None:
         """Send a process jobs to begin, or samples that it waits for; else let it go on, where it has not settled."""

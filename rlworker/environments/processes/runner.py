@@ -186,9 +186,9 @@ class EnvRunner:
         episode = running.episode or (result if isinstance(result, Episode) else None)
         if failure:
             failure = failure[0], f"turn {running.turn}: {failure[1]}"
-        rewards, forks = (tuple(episode.rewards), episode.forks) if episode else ((), 0)
-        counts = running.tool_calls, running.tool_failures
-        self._reply.results.append((running.number, rewards, failure, forks, *counts))
+        counts = {"tool_calls": running.tool_calls, "tool_failures": running.tool_failures}
+        written = {"rewards": tuple(episode.rewards), "forks": episode.forks} if episode else {}
+        self._reply.results[running.number] = {"failure": failure} | counts | written
 
     # -- requests of an episode
 
