@@ -31,9 +31,9 @@ class Noting:
             note("import", name)
 
 def note_type(frame, event, _):
-    name = frame.f_code.co_name
-    if event == "call" and name in ("__init__", "__new__") and frame.f_code.co_argcount:
-        made = frame.f_locals[frame.f_code.co_varnames[0]]
+    name, (first, *_) = frame.f_code.co_name, (*frame.f_code.co_varnames[: frame.f_code.co_argcount], "")
+    if event == "call" and first and (name in ("__init__", "__new__") or first == "_cls"):  # of a NamedTuple
+        made = frame.f_locals[first]
         kind = made if isinstance(made, type) else type(made)
         if kind.__module__.split(".")[0] in OURS:
             note("type", str(time.time()), kind.__module__, kind.__qualname__)
