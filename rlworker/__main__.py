@@ -23,9 +23,21 @@ def report(run: Positional[Path]) -> None:
     Args:
         run: Folder of the run.
     """
-    from rlworker.tracking.report import write_report
+    from rlworker.tracking.report.page import write_report
 
     print(write_report(run))
+
+
+def compare(runs: Positional[tuple[Path, ...]], output: Path | None = None) -> None:
+    """Compare runs on a page: settings that differ, curves over steps, tokens and seconds, samples side by side.
+
+    Args:
+        runs: Folders of two runs or more.
+        output: File of the page; left out, compare.html in the folder of the first run.
+    """
+    from rlworker.tracking.report.compare import write_comparison
+
+    print(write_comparison(runs, output))
 
 
 def check(config: CheckConfig) -> None:
@@ -76,7 +88,7 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
 
 def main() -> None:
     """Run the command line."""
-    commands = {"check": check, "plan": plan, "report": report}
+    commands = {"check": check, "compare": compare, "plan": plan, "report": report}
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     try:
         if command == "plan" and not {"-h", "--help"} & set(arguments[:1]):

@@ -18,7 +18,7 @@ from rlworker import RunConfig, TrainBatch, Trainer, advantages, exact_match, pa
 from rlworker.algorithms.objective import configure_advantage
 from rlworker.cluster.ray import running_ray
 from rlworker.tracking.log import read_metrics
-from rlworker.tracking.report import format_report
+from rlworker.tracking.report.page import format_report
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import log_start
 from rlworker.tracking.trackers import check_trackers

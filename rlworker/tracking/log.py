@@ -3,6 +3,7 @@
 import json
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,23 +15,34 @@ from rlworker.tracking.trackers import Trackers
 
 RL_LINE = (
     ("reward", "reward", "6.3f"),
+    ("spread", "reward_std", "5.3f"),
     ("heldout", "heldout", "6.3f"),
-    ("|dlogp|", "logprob_diff_mean", "8.1e"),
-    ("entropy", "entropy", "6.3f"),
+    ("|dlogp|", "logprob_diff_mean", "7.1e"),
+    ("kl", "kl", "7.1e"),
+    ("policy-kl", "policy_kl", "7.1e"),
+    ("entropy", "entropy", "5.3f"),
     ("clip", "clip_fraction", "5.3f"),
+    ("ratio", "ratio_max", "5.2f"),
     ("gnorm", "grad_norm", "6.3f"),
-    ("zerovar", "zero_variance_groups", "4.0f"),
+    ("lr", "lr", "7.1e"),
+    ("zerovar", "zero_variance_share", "4.0%"),
+    ("trunc", "truncated", "4.0%"),
     ("len", "completion_tokens", "5.1f"),
-    ("tok/s", "tokens_per_second", "6.0f"),
+    ("tok/s", "tokens_per_second", "5.0f"),
+    ("flop/s", "flops_per_second", "7.1e"),
+    ("GB", "memory_gb", "4.1f"),
     ("s", "time_step", "5.2f"),
 )
-"""Fields of a step's line: label, metric, format. A metric that a step lacks leaves its place blank."""
+"""Fields of a step's line: label, metric, format. A metric that no step has had so far has no place; one that a step
+lacks leaves its place blank."""
 SUPERVISED_LINE = (
     ("loss", "train_loss", "6.3f"),
     ("heldout", "heldout_loss", "6.3f"),
     ("gnorm", "grad_norm", "6.3f"),
-    ("lr", "lr", "8.1e"),
-    ("tok/s", "tokens_per_second", "6.0f"),
+    ("lr", "lr", "7.1e"),
+    ("tok/s", "tokens_per_second", "5.0f"),
+    ("flop/s", "flops_per_second", "7.1e"),
+    ("GB", "memory_gb", "4.1f"),
     ("s", "time_step", "5.2f"),
 )
 """The same of supervised training."""
@@ -66,15 +78,25 @@ class RunLog:
     Args:
         steps: steps of the whole run. first_step: steps done so far.
         trackers: open trackers, which are closed with the log. line: columns of a step's line on the terminal.
+        draw: draws the run of a folder; called after each line with an evaluation.
     """
 
-    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        first_step: int,
+        trackers: Trackers,
+        line: tuple = RL_LINE,
+        draw: Callable[[Path], object] | None = None,
+    ):
         self._path, self._prompts = folder / METRICS, folder / PROMPTS
         self._metrics = open(self._path, "a", encoding="utf-8")
         self._folder = folder
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
         self._steps = steps
-        self._trackers, self._line = trackers, line
+        self._trackers, self._line, self._draw = trackers, line, draw
+        self._had: set[str] = set()  # metrics
         self._told: deque[tuple[float, int]] = deque(maxlen=_RECENT + 1)  # when which step was told
         self._tracked = first_step - 1  # the last step that trackers have
 
@@ -94,11 +116,15 @@ class RunLog:
         if step > self._tracked:
             self._trackers.step(step, metrics)
             self._tracked = step
-        fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in self._line)
+        self._had |= metrics.keys()
+        columns = (column for column in self._line if column[1] in self._had)
+        fields = (f"{label} {_format_number(metrics.get(key), form)}" for label, key, form in columns)
         time_left = self._estimate_left(step, metrics.get("time_step"))
         LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {time_left}")
         self._bar.n = step
         self._bar.refresh()
+        if self._draw and "time_evaluate" in metrics:
+            self._draw(self._folder)
 
     def prompts(self, step: int, first: int, rows: list[int]) -> None:
         """Record the rows of a step in order, and the number of its first rollout."""
@@ -130,6 +156,11 @@ class RunLog:
         self._bar.close()
         self._metrics.close()
         self._trackers.close()
+
+
+def _format_number(number: float | None, form: str) -> str:
+    """Format a number, or as many blanks where there is none."""
+    return " " * int(form.partition(".")[0]) if number is None else format(number, form)
 
 
 def name_samples(folder: Path, step: int) -> Path:

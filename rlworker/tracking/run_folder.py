@@ -57,7 +57,7 @@ class Score:
 
 class RunFolder:
     """Everything one run writes: config.json, inputs.json, starts.jsonl, metrics.jsonl, prompts.jsonl, outages.jsonl,
-    environment.log, rollouts/, profile/, checkpoints/, report.html."""
+    environment.log, rollouts/, profile/, checkpoints/, report.html and the library that draws it."""
 
     def __init__(self, path: str):
         self.given = path
@@ -181,11 +181,12 @@ class RunFolder:
         write_whole(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
 
     def record_start(self, step: int, platform: str, state: Mapping[str, Any] | None = None) -> None:
-        """Add a line to starts.jsonl: the ``step`` from which this program goes on, its provenance, the settings that
-        differ from the previous program's, and measurements of its model."""
+        """Add a line to starts.jsonl: the ``step`` from which this program goes on, its provenance and models, the
+        settings that differ from the previous program's, and measurements of its model."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
         start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
+        start |= {"models": models} if (models := self.inputs.describe_models()) else {}
         start |= {"changed": self._changes} if self._changes else {}
         start |= {FLOOR: state[FLOOR]} if state and state.get(FLOOR) else {}
         write_whole(path, before + json.dumps(start) + "\n")

@@ -190,6 +190,8 @@ class Trainer(Run[RunConfig]):
         self.manager.run_ahead(self.config.steps - self.steps_done)
         with self._phase(clock, "canary"):
             self.check_canary()
+            metrics |= step_metrics.measure_memory(self.processes)
+        metrics |= step_metrics.measure_flops(self.models, batch, metrics, clock.seconds["time_update"])
         metrics["logprob_diff_limit"] = self.config.find_logprob_limits(self.floor)[0]
         metrics |= step_metrics.measure_batch(batch) | self.manager.measure_ahead(batch, version)
         if approximate := self.config.rollout.attention_override:

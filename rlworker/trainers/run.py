@@ -27,7 +27,7 @@ from rlworker.environments.processes.pool import ProcessPool
 from rlworker.errors import NothingScored, RunError
 from rlworker.tracking.digests import FileDigest
 from rlworker.tracking.log import RunLog, StepClock, is_due
-from rlworker.tracking.report import format_report
+from rlworker.tracking.report.page import format_report
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.tracker import TrackedRun, Tracker
@@ -202,7 +202,7 @@ class Run(Generic[Config]):
         self.steps_done = state["step"] if state else 0
         tracked = TrackedRun(self.folder.path, self.steps_done, asdict(config))
         trackers = Trackers(config.trackers, tracked, self.trackers)
-        log = RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line)
+        log = RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line, format_report)
         self.log = self.running.enter_context(log)
         self.has_begun = True
         LOGGER.info(text)

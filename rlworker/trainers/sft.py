@@ -22,6 +22,7 @@ from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import log_start
 from rlworker.tracking.tracker import Tracker
+from rlworker.trainers import step_metrics
 from rlworker.trainers.run import Run
 from rlworker.trainers.stop import Stop
 
@@ -82,6 +83,8 @@ class SftTrainer(Run[SftConfig]):
         batch = to_batch(rows, self.model.vision)
         with self._phase(clock, "update"):
             metrics, outputs = self.group.train_step(batch, sft_loss, float(batch.mask.sum()))
+            metrics |= step_metrics.measure_memory(self.processes)
+        metrics |= step_metrics.measure_flops({"actor": self.model}, batch, metrics, clock.seconds["time_update"])
         if math.isnan(metrics["grad_norm"]):
             from rlworker.trainers.rejected_step import reject_step
 
