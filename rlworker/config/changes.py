@@ -10,9 +10,12 @@ from rlworker.config.run import TrainingConfig
 Changes = dict[str, tuple[Any, Any]]
 """Key -> the run's value, and the value with which it goes on."""
 
+_MAPPINGS = ("megatron", "vllm", "chat_template_args", "sources", "buckets")
+"""Settings whose value is a mapping."""
 _OF_EACH_START = {"resume", "run_dir"}
 _MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps"}
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
+_MAY_CHANGE |= {"curriculum.pass_rates", "curriculum.pass_reward", "curriculum.advance_at"}
 _MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "environment.")
 _MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.")
 """Settings, and sections of them, that a run may change on its way."""
@@ -31,7 +34,7 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
     """Spell nested settings as dotted key -> value; a pass-through dict counts as one value."""
     flat = {}
     for key, value in settings.items():
-        nested = isinstance(value, dict) and key not in ("megatron", "vllm", "chat_template_args")
+        nested = isinstance(value, dict) and key not in _MAPPINGS
         flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return flat
 

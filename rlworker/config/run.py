@@ -17,6 +17,7 @@ from rlworker.config.model_checks import check_engines
 from rlworker.config.sections import (
     CheckpointConfig,
     CriticConfig,
+    CurriculumConfig,
     DataConfig,
     EnvironmentConfig,
     LimitsConfig,
@@ -157,6 +158,7 @@ class RunConfig(TrainingConfig):
 
     rollout: VllmConfig = field(default_factory=VllmConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,19 @@ class Inputs:
             self._held[_HUB] = commits | {name: commit}
         return folder
 
-    def hold(self, data: DataConfig, models: Mapping[str, ModelSpec] | None = None, rows: Sequence[Any] = ()) -> None:
+    def hold(
+        self,
+        data: DataConfig,
+        models: Mapping[str, ModelSpec] | None = None,
+        rows: Sequence[Any] = (),
+        sources: Iterable[str] = (),
+    ) -> None:
         """Compare inputs with those that the run began with, or record them for a new run.
 
         Args:
             data: names the rows; they are read unless they are recorded already.
             models: models by role. rows: rows as they were read, with their images.
+            sources: of the rows to train on, where they are several.
 
         Raises:
             ValueError: the run in the folder began with other inputs; the message names them.
@@ -59,6 +66,7 @@ class Inputs:
         self.model_folders |= {model.folder for model in self.models.values()}
         self.image_folders |= {os.path.dirname(image.path) for row in rows for image in row.images}
         paths = {"data.train": data.train, "data.heldout": data.heldout}
+        paths |= {f"curriculum.sources {path}": path for path in sources if path != data.train}
         found = {name: _digest_rows(path) for name, path in paths.items() if path and name not in self._held}
         found |= _digest_models(models or {}) | _digest_images(rows)
         if changes := list(_list_changes(self._read(), found)):

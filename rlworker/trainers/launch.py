@@ -100,13 +100,16 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     read_ends(models["actor"].folder, models["actor"].vocab)
     _warn_of_memory(config, models)
     check_trackers(config.trackers)
-    check = check_rows
-    if not isinstance(config, RunConfig):
+    check, sources = check_rows, [config.data.train]
+    if isinstance(config, RunConfig):
+        sources = list(config.curriculum.weigh_sources(config.data.train))
+    else:
         from rlworker.data.conversations import check_examples as check
-    check(config.data.train, config.data)
+    for path in sources:
+        check(path, config.data)
     if config.data.heldout:
         check(config.data.heldout, config.data)
-    folder.inputs.hold(config.data)
+    folder.inputs.hold(config.data, sources=sources)
     folder.claim(config)
     return folder
 

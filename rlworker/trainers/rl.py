@@ -27,7 +27,8 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
 from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
-from rlworker.rollouts.manager import RolloutManager
+from rlworker.rollouts.curriculum import read_sources
+from rlworker.rollouts.manager import RolloutManager, explain_empty_steps
 from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import RL_LINE, StepClock
@@ -88,11 +89,11 @@ class Trainer(Run[RunConfig]):
         image_reader = self.build_image_reader(actor, config.image_memory_mb)
         self.codec = Codec(self.tokenizer, ends, image_reader, config.data, actor.vocab, config.rollout.stop)
         read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
-        train = read(config.data.train)
+        train, self.curriculum = read_sources(config, read)
         heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
         self.rows, self.heldout = train.rows, heldout.rows
         every = [*self.rows, *self.heldout]
-        self.folder.inputs.hold(config.data, self.models, every)
+        self.folder.inputs.hold(config.data, self.models, every, config.curriculum.weigh_sources(config.data.train))
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
         log_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
@@ -135,7 +136,8 @@ class Trainer(Run[RunConfig]):
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
             loop.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
-        self.manager = RolloutManager(config, self.codec, self.rows, self.rollouts, loop, self._phase, self._warn)
+        parts = self.codec, self.rows, self.rollouts, loop, self._phase, self._warn, self.curriculum
+        self.manager = RolloutManager(config, *parts)
         if config.takes_floor:
             with self._phase(clock, "floor"):  # while all have the folder's weights: later ones could be stale
                 self.floor = self.canary.measure_floor()
@@ -202,12 +204,8 @@ class Trainer(Run[RunConfig]):
         """Count a step that is left without a group, so that there is nothing to learn from: its metrics."""
         self.empty_steps += 1
         if self.empty_steps == MAX_EMPTY_STEPS:
-            raise RunError(
-                f"step {self.steps_done + 1}: in {MAX_EMPTY_STEPS} steps in a row no group had two different rewards "
-                f"(their mean is {metrics['reward']:.3g}) and a sample, so that nothing was learned. Where all are "
-                "wrong, take easier prompts or a reward that tells wrong from worse; where all are right, harder ones; "
-                "or raise --samples-per-prompt or --algorithm.dynamic-sampling. Episodes that fail are reported above"
-            )
+            why = explain_empty_steps(MAX_EMPTY_STEPS, metrics["reward"])
+            raise RunError(f"step {self.steps_done + 1}: {why}")
         self._warn("no group has two different rewards and a sample: the next step learns nothing")
         self.steps_done += 1
         return step_metrics.complete_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
@@ -331,12 +329,12 @@ class Trainer(Run[RunConfig]):
     # -- checkpoints
 
     def get_state(self) -> dict[str, Any]:
-        manager, own = self.manager, {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
-        state = {"rollouts": manager.rollouts_done, "prompts": manager.prompts_done}
-        return own | state | {"completion_tokens": manager.completion_tokens}
+        own = {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
+        return own | self.manager.get_state()
 
     def restore(self, state: dict) -> None:
-        self.manager.go_on(state["rollouts"], state["completion_tokens"], state["prompts"])
+        done = state["rollouts"], state["completion_tokens"], state["prompts"]
+        self.manager.go_on(*done, state.get("curriculum"))
         self.empty_steps, self.floor = state["empty_steps"], state[FLOOR] or self.floor
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)

@@ -62,14 +62,12 @@ def _name_runs(folders: Sequence[Path]) -> list[str]:
 def list_results(run: RunRecord) -> dict[str, float | str]:
     """List how far a run came, and its scores of held-out rows at both ends and at their best."""
     ends = {axis: round(places[-1]) for axis, places in run.measure_axes().items() if places}
-    ends = {"steps" if axis == "step" else axis: end for axis, end in ends.items()}
-    rewards = [line["reward"] for line in run.lines if "reward" in line]
-    last = {"reward of the last step": rewards[-1]} if rewards else {}
-    scores = {
-        name: f"{before:.4g} to {after:.4g}, best {best:.4g} at step {step}"
-        for name, (before, after, best, step) in tabulate_scores(run).items()
-    }
-    return ends | last | scores
+    results: dict[str, float | str] = {"steps" if axis == "step" else axis: end for axis, end in ends.items()}
+    if rewards := [line["reward"] for line in run.lines if "reward" in line]:
+        results["reward of the last step"] = rewards[-1]
+    for name, (before, after, best, step) in tabulate_scores(run).items():
+        results[name] = f"{before:.4g} to {after:.4g}, best {best:.4g} at step {step}"
+    return results
 
 
 def tabulate_differences(runs: Sequence[RunRecord]) -> Table:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rlworker.tracking.report.record import RunRecord
 
@@ -180,7 +180,7 @@ _CURVES = (
         "Good: rises. Lower --curriculum.advance-at where it stands still.",
     ),
 )
-_AT_REST = {
+_AT_REST: dict[str, float] = {
     "turns": 1,
     "forks": 0,
     "tool_calls": 0,
@@ -251,7 +251,8 @@ def make_plots(runs: Mapping[str, RunRecord], curves: Sequence[Curve]) -> dict:
     Args:
         runs: name -> run.
     """
-    plots, most = [asdict(curve) | {"stack": False} for curve in curves], MOST_LINES
+    plots: list[dict[str, Any]] = [asdict(curve) | {"stack": False} for curve in curves]
+    most = MOST_LINES
     if len(runs) > 1:
         plots = [one for plot in plots for one in _split_plot(plot)]
         most = max(_FEWEST_LINES, 2 * MOST_LINES // len(runs))
@@ -263,7 +264,7 @@ def make_plots(runs: Mapping[str, RunRecord], curves: Sequence[Curve]) -> dict:
     return {"plots": plots, "runs": [_collect_numbers(name, run, metrics, most) for name, run in runs.items()]}
 
 
-def _split_plot(plot: dict) -> Iterator[dict]:
+def _split_plot(plot: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Split a plot into one for each of its lines."""
     for name, label in plot["lines"].items():
         title = f"{plot['title']}: {label}" if len(plot["lines"]) > 1 else plot["title"]
