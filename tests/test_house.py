@@ -191,6 +191,7 @@ def test_every_config_key_has_a_reader():
         VllmConfig: {"rollout", "config"},
         AlgorithmConfig: {"algorithm", "parts", "self"},
         sections.CriticConfig: {"critic"},
+        sections.CurriculumConfig: {"curriculum", "config", "settings", "self"},
         sections.DataConfig: {"data"},
         sections.CheckpointConfig: {"checkpoint"},
         sections.PlacementConfig: {"placement"},

@@ -85,10 +85,10 @@ class Curriculum:
             value = row.source.get(field)
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or value > self.bounds[-1]:
-                expected = f"a number, at most {self.bounds[-1]:g}, the bound of the last of curriculum.buckets"
                 raise ValueError(
-                    f'curriculum: the row of prompt {row.prompt[:80]!r} has {value!r} in the field "{field}", expected '
-                    f"{expected}; change it, or --curriculum.difficulty-field or --curriculum.buckets"
+                    f"curriculum: the row of prompt {row.prompt[:80]!r} has {value!r} "
+                    f'in the field "{field}", expected a number, at most {self.bounds[-1]:g}, which is the bound of '
+                    "the last bucket; change it, or --curriculum.difficulty-field or --curriculum.buckets"
                 )
             values.append(value)
         return np.searchsorted(self.bounds, values)

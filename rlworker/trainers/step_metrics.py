@@ -78,7 +78,7 @@ def measure_memory(processes: Iterable[object]) -> dict[str, float]:
         if isinstance(group, StartingGroup | Rollouts):
             name = "memory_gb" if isinstance(group, StartingGroup) else "rollout_memory_gb"
             found = wait_for([worker.measure_peak_memory.remote() for worker in group.name_workers().values()])
-            peaks[name] = max(peaks.get(name, 0.0), *(peak / 1e9 for peak in found))
+            peaks[name] = max([peaks.get(name, 0.0), *(peak / 1e9 for peak in found)])
     return peaks
 
 

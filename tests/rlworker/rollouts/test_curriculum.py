@@ -1,4 +1,4 @@
-"""Which prompts a curriculum picks: shares, orders, buckets, and what is left out; and that a state goes on with them."""
+"""Which prompts a curriculum picks: shares, orders, buckets, what is left out; and that a state goes on with them."""
 
 import json
 import random
