@@ -64,7 +64,7 @@ def test_settings_that_differ_curves_and_samples_stand_side_by_side(runs):
         ["own", "-", "x"],
         ["unknown_before", "-", "true"],
     ]
-    results = dict((row[0], row[1:]) for row in tables["Results"])
+    results = {row[0]: row[1:] for row in tables["Results"]}
     assert results["steps"] == ["3", "5"] and results["tokens"] == ["60", "50"] and results["seconds"] == ["6", "6"]
     assert results["heldout"] == ["0 to 0.2, best 0.2 at step 3", "0 to 0.1, best 0.1 at step 5"]
     (text,) = re.findall(r'id="data">(.*?)</script>', page, re.S)

@@ -145,3 +145,25 @@ def test_a_run_of_before_there_were_digests_says_so_and_has_them_from_then_on(be
     path.write_text("{")
     with pytest.raises(ValueError, match=r"inputs\.json' cannot be read: .*; put back what the run wrote"):
         begin(config)
+
+
+def test_a_further_source_that_changed_is_named_too(tmp_path):
+    """Whatever its weight; one that is data.train itself is read once."""
+    from rlworker.tracking.inputs import Inputs
+
+    data = DataConfig(str(tmp_path / "a.jsonl"))
+    sources = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    for source in sources:
+        Path(source).write_text(json.dumps(ROWS[0]) + "\n")
+    inputs = Inputs(tmp_path)
+    inputs.hold(data, sources=sources)
+    inputs.write()
+    (tmp_path / "config.json").write_text("{}")
+    assert list(json.loads((tmp_path / "inputs.json").read_text())) == [
+        "data.train",
+        f"curriculum.sources {sources[1]}",
+    ]
+    Inputs(tmp_path).hold(data, sources=sources)
+    Path(sources[1]).write_text(json.dumps(ROWS[1]) + "\n")
+    with pytest.raises(ValueError, match=r"other data: curriculum\.sources \S+b\.jsonl \S+b\.jsonl was 34 bytes"):
+        Inputs(tmp_path).hold(data, sources=sources)
