@@ -202,7 +202,7 @@ def read_weights(checkpoint: Path) -> dict:
 def read_metrics_without_times(run: Path) -> list[dict]:
     """Return the lines of a run's metrics without what depends on the machine's speed, and without its outages."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    varying = ("tokens_per_second", "restarts")
+    varying = ("tokens_per_second", "flops_per_second", "memory_gb", "rollout_memory_gb", "restarts")
     return [{k: v for k, v in x.items() if not k.startswith("time") and k not in varying} for x in lines]
 
 

@@ -78,7 +78,8 @@ def test_the_loss_is_huggingfaces_and_falls(finished):
     assert lines[0]["heldout_loss"] == pytest.approx(heldout_loss(config.model, config), abs=1e-5)
     assert lines[-1]["heldout_loss"] == pytest.approx(heldout_loss(f"{run}/checkpoints/step_3/hf", config), abs=1e-5)
     assert lines[-1]["heldout_loss"] < 0.95 * lines[0]["heldout_loss"]
-    assert (run / "report.html").stat().st_size > 10**6
+    assert (run / "report.html").stat().st_size < 10**6 < (run / "plotly.min.js").stat().st_size
+    assert all(line["flops_per_second"] > 0 and line["memory_gb"] > 0.2 for line in lines[1:])
 
 
 def test_a_resumed_run_is_the_unbroken_one(finished, tmp_path, capsys):
