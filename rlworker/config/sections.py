@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from engines.validation import FINITE, PassThrough, check_types
+from engines.validation import FINITE, LARGEST, PassThrough, check_types
 
 LARGEST_REWARD = 1e6
 """Size beyond which a reward counts as failed: GRPO squares rewards in float32."""
@@ -76,13 +76,13 @@ class CurriculumConfig:
 
     def __post_init__(self):
         check_types("curriculum", self)
-        if wrong := {path: weight for path, weight in self.sources.items() if not (path and 0 < weight <= FINITE.le)}:
+        if wrong := {path: weight for path, weight in self.sources.items() if not (path and 0 < weight <= LARGEST)}:
             raise ValueError(
                 f"curriculum: sources has {wrong}, expected the paths of rows and weights above 0; change "
                 "--curriculum.sources"
             )
         weights = [*self.buckets.values()]
-        if any(not 0 <= weight <= FINITE.le for weight in weights) or (weights and not any(weights)):
+        if any(not 0 <= weight <= LARGEST for weight in weights) or (weights and not any(weights)):
             raise ValueError(
                 f"curriculum: buckets has the weights {weights}, expected finite numbers of 0 or more and one above 0; "
                 "change --curriculum.buckets"

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, Rows
+from rlworker.tracking.terminal import log_start
 
 RETURNS_AFTER = 3
 """Times that a prompt which is left out is passed over before it is drawn once more: the model may have changed."""
@@ -92,6 +93,17 @@ class Curriculum:
                 )
             values.append(value)
         return np.searchsorted(self.bounds, values)
+
+    def describe(self) -> str:
+        """Describe sources and buckets: "a 200 rows 50 %, b 40 rows 50 %; buckets up to 1 25 %, up to 2 75 %"."""
+        spell = lambda weight, weights: f"{100 * weight / sum(weights):.3g} %"  # noqa: E731
+        sources = zip(self.names, self.spans, self.weights)
+        text = ", ".join(f"{name} {len(rows)} rows {spell(own, self.weights)}" for name, rows, own in sources)
+        if self.config.buckets:
+            buckets = self.config.buckets.items()
+            text += f"; buckets {', '.join(f'up to {end:g} {spell(own, self.bucket_weights)}' for end, own in buckets)}"
+        low, high = self.config.pass_rates
+        return f"{text}; pass rates from {low:g} to {high:g}"
 
     # -- picks
 
@@ -261,7 +273,9 @@ def read_sources(config: RunConfig, read: Callable[[str], Rows]) -> tuple[Rows, 
     rows = Rows([row for part in parts for row in part.rows], sum(part.skipped for part in parts))
     if len(parts) == 1 and not settings.buckets and settings.pass_rates == (0, 1):
         return rows, None
-    return rows, Curriculum(config, rows.rows, [len(part.rows) for part in parts])
+    curriculum = Curriculum(config, rows.rows, [len(part.rows) for part in parts])
+    log_start(f"curriculum: {curriculum.describe()}")
+    return rows, curriculum
 
 
 def _take_turn(credits: list[float], weights: Sequence[float]) -> int:

@@ -124,7 +124,10 @@ class RunLog:
         self._bar.n = step
         self._bar.refresh()
         if self._draw and "time_evaluate" in metrics:
-            self._draw(self._folder)
+            try:
+                self._draw(self._folder)
+            except Exception as error:  # the run is worth more than its page
+                LOGGER.warning(f"report: it could not be drawn, and the run goes on: {type(error).__name__}: {error}")
 
     def prompts(self, step: int, first: int, rows: list[int]) -> None:
         """Record the rows of a step in order, and the number of its first rollout."""

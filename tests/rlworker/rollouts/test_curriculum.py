@@ -177,8 +177,8 @@ def test_rows_without_a_difficulty_or_beyond_the_last_bucket_are_refused(level):
         make((2,), [1, level], difficulty_field="level", buckets={1: 1.0, 2: 1.0})
 
 
-def test_sources_are_read_one_after_another_and_a_plain_run_has_no_curriculum():
-    contents = {"x/a.jsonl": "ab", "y/a.jsonl": "c", "hf:o/n:train": "def"}
+def test_sources_are_read_one_after_another_and_a_plain_run_has_no_curriculum(capsys):
+    contents = {"x/a.jsonl": "ab", "y/a.jsonl": "c", "y/b.jsonl": "c", "hf:o/n:train": "def"}
 
     def read(path: str) -> Rows:
         return Rows([Row(text, (1,), "", {}) for text in contents[path]], skipped=len(contents[path]))
@@ -193,8 +193,11 @@ def test_sources_are_read_one_after_another_and_a_plain_run_has_no_curriculum():
     sources = {"y/a.jsonl": 1.0, "hf:o/n:train": 1.0}
     _, curriculum = read_sources(replace(config, data=DataConfig(), curriculum=CurriculumConfig(sources)), read)
     assert curriculum and curriculum.names == ["a", "n:train"] and len(curriculum.source) == 4
-    filtered = replace(config, curriculum=CurriculumConfig(pass_rates=(0.1, 1.0)))
-    assert isinstance(read_sources(filtered, read)[1], Curriculum)
+    capsys.readouterr()
+    chosen = CurriculumConfig({"y/b.jsonl": 3.0}, buckets={0.5: 1.0, 1: 3.0}, pass_rates=(0.1, 1.0))
+    assert isinstance(read_sources(replace(config, curriculum=chosen), read)[1], Curriculum)
+    said = "a 2 rows 25 %, b 1 rows 75 %; buckets up to 0.5 25 %, up to 1 75 %; pass rates from 0.1 to 1"
+    assert f" s  curriculum: {said}\n" in capsys.readouterr().out
 
 
 def test_a_million_rows_are_picked_by_stretches():

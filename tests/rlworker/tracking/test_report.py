@@ -263,7 +263,7 @@ def test_samples_are_of_the_first_and_last_steps_that_the_run_has_come_to(folder
     assert shown == [1, 10, 100, 30, 1_000_000, 2_000_000] and "2&#55357;<" in page
 
 
-def test_a_report_is_drawn_anew_at_each_validation(folder):
+def test_a_report_is_drawn_anew_at_each_validation_and_its_failure_ends_no_run(folder, capsys):
     from rlworker.tracking.log import RunLog
     from rlworker.tracking.trackers import TrackedRun, Trackers
 
@@ -275,3 +275,7 @@ def test_a_report_is_drawn_anew_at_each_validation(folder):
             log.step(step, {"heldout": 0.1 * step, "time_evaluate": 1.0})
             points = read_points(read_data((folder / "report.html").read_text()), "heldout")
             assert points[-1] == (step, pytest.approx(0.1 * step))
+        (folder / "rollouts").mkdir()
+        (folder / "rollouts" / "step_000001.jsonl").write_text("{")
+        log.step(6, {"heldout": 0.5, "time_evaluate": 1.0})
+    assert "WARNING report: it could not be drawn, and the run goes on: JSONDecodeError" in capsys.readouterr().out
