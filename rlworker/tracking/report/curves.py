@@ -216,7 +216,9 @@ def choose_curves(runs: Sequence[RunRecord]) -> tuple[list[Curve], dict[str, flo
     for curve in (*_CURVES, *_name_further(runs)):
         shown = {name: label for name, label in curve.lines.items() if name in names and name not in at_rest}
         if shown:
-            curves.append(replace(curve, lines=shown, band=curve.band and len(shown) == len(curve.lines)))
+            is_whole = len(shown) == len(curve.lines)
+            title = curve.title if is_whole or len(shown) > 1 else f"{curve.title}: {next(iter(shown.values()))}"
+            curves.append(replace(curve, title=title, lines=shown, band=curve.band and is_whole))
     return curves, at_rest
 
 

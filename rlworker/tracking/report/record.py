@@ -69,13 +69,14 @@ class RunRecord:
 
     def list_settings(self) -> dict:
         """List the settings by dotted key, as the run has them. Those that it did not store have their defaults."""
-        return self._list_defaults() | self._flatten_stored()
+        return _drop_starts(self._list_defaults() | self._flatten_stored())
 
     def list_own_settings(self) -> dict:
         """List the settings that differ from their defaults, or that a recipe has beside them."""
         defaults = json.loads(json.dumps(self._list_defaults()))
-        own = {key: value for key, value in self._flatten_stored().items() if defaults.get(key, ...) != value}
-        return {key: value for key, value in own.items() if key not in _OF_EACH_START}
+        return _drop_starts(
+            {key: value for key, value in self._flatten_stored().items() if defaults.get(key, ...) != value}
+        )
 
     def _flatten_stored(self) -> dict:
         return flatten(self.stored)
@@ -112,6 +113,10 @@ def read_outages(folder: Path) -> list[tuple[str, str]]:
     """Read the outages of a run: the place in the run, and the fate of each lost worker."""
     lines = _read_lines(folder / OUTAGES)
     return [(line["where"], ", ".join(f"{name} {fate}" for name, fate in line["lost"].items())) for line in lines]
+
+
+def _drop_starts(settings: dict) -> dict:
+    return {key: value for key, value in settings.items() if key not in _OF_EACH_START}
 
 
 def _read_lines(path: Path) -> list[dict]:

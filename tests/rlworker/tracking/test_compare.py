@@ -48,8 +48,8 @@ def read_tables(page: str) -> dict[str, list[list[str]]]:
 
 @pytest.fixture
 def runs(tmp_path):
-    first = RunConfig(steps=3, model="m")
-    second = replace(first, steps=5, curriculum=CurriculumConfig(pass_rates=(0.1, 1.0)))
+    first = RunConfig(steps=3, model="m", run_dir="one")
+    second = replace(first, steps=5, run_dir="two", curriculum=CurriculumConfig(pass_rates=(0.1, 1.0)))
     one = make_run(tmp_path / "one", first, 3, 2.0)
     two = make_run(tmp_path / "two", second, 5, 1.0, "bc", own="x", unknown_before=True)
     return one, two
