@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from rlworker.tracking.report.curves import choose_curves, make_plots
-from rlworker.tracking.report.record import read_outages, read_run
+from rlworker.tracking.report.record import read_outages, read_run, read_validations
 from rlworker.tracking.report.samples import read_samples
 from rlworker.tracking.report.tables import (
     describe_origin,
@@ -47,7 +47,7 @@ def write_report(folder: Path) -> Path:
         name=folder.name,
         summary=summarise_run(run, len(outages)) | (json.loads(summary.read_text()) if summary.is_file() else {}),
         scores=tabulate_scores(run),
-        validation=tabulate_validation(run),
+        validations=[(step, tabulate_validation(table)) for step, table in read_validations(folder)],
         origin=describe_origin(run),
         later_starts=tabulate_later_starts(run),
         own_settings=run.list_own_settings(),

@@ -58,12 +58,6 @@ class RunRecord:
         }
 
     @property
-    def validation_table(self) -> list[dict]:
-        """The table of the last validation, a line for each held-out set and each of its sources; empty without one."""
-        lines = [line for line in _read_lines(self.folder / VALIDATIONS) if line["step"] <= self.last_step]
-        return lines[-1]["table"] if lines else []
-
-    @property
     def last_step(self) -> int:
         return self.lines[-1]["step"] if self.lines else 0
 
@@ -109,6 +103,12 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(folder, stored, _read_lines(folder / "starts.jsonl"), read_metrics(folder))
 
 
+def read_validations(folder: Path) -> list[tuple[int, list[dict]]]:
+    """Read the first and the last validation of a run: the step, and a line for each held-out set and source."""
+    lines = _read_lines(folder / VALIDATIONS)
+    return [(line["step"], line["table"]) for line in (lines[:1] + lines[-1:] if lines[1:] else lines)]
+
+
 def read_outages(folder: Path) -> list[tuple[str, str]]:
     """Read the outages of a run: the place in the run, and the fate of each lost worker."""
     lines = _read_lines(folder / OUTAGES)
@@ -120,4 +120,5 @@ def _drop_starts(settings: dict) -> dict:
 
 
 def _read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
+    """Read the whole lines of a file; none where it is not there."""
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]] if path.is_file() else []

@@ -44,13 +44,14 @@ def tabulate_scores(run: RunRecord) -> dict[str, tuple[float, float, float, int]
     return scores
 
 
-def tabulate_validation(run: RunRecord) -> list[list[str]]:
-    """Tabulate the last validation by set and source: the names of the columns, then the rows."""
-    table = run.validation_table
-    names = list(dict.fromkeys(name for line in table for name in line))
-    spell = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
-    rows = [[spell(line.get(name, "")) for name in names] for line in table]
-    return [[name.replace("_at_", "@") for name in names], *rows] if len(table) > 1 else []
+def tabulate_validation(table: list[dict]) -> list[list[str]]:
+    """Tabulate a validation by held-out set and source: the names of the columns, then the rows."""
+    lines = [line | {"set": line["set"] or "heldout"} for line in table]
+    names = dict.fromkeys(name for line in lines for name in line)
+    names = [name for name in names if any(line.get(name, "") != "" for line in lines)]
+    spell = lambda value: f"{value:.3f}" if isinstance(value, float) else str(value)  # noqa: E731
+    rows = [[spell(line.get(name, "")) for name in names] for line in lines]
+    return [[name.replace("_at_", "@") for name in names], *rows]
 
 
 def tabulate_phases(steps: list[dict]) -> list[tuple[str, float, float]]:
