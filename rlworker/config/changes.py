@@ -10,11 +10,13 @@ from rlworker.config.run import TrainingConfig
 Changes = dict[str, tuple[Any, Any]]
 """Key -> the run's value, and the value with which it goes on."""
 
-_OF_EACH_START = {"resume", "run_dir"}
+_MAPPINGS = ("megatron", "vllm", "chat_template_args", "heldout_sets")
+"""Settings whose value is a mapping."""
+_OF_EACH_START = {"resume", "run_dir", "evaluate"}
 _MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps"}
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
 _MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "environment.")
-_MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.")
+_MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.", "validation.")
 """Settings, and sections of them, that a run may change on its way."""
 _BELONG_TO_RUN = {"actor.dtype", "actor.freeze", "actor.attention_override", "actor.megatron"}
 _BELONG_TO_RUN |= {"rollout.attention_override", "algorithm.reference", "algorithm.name", "algorithm.advantage"}
@@ -31,7 +33,7 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
     """Spell nested settings as dotted key -> value; a pass-through dict counts as one value."""
     flat = {}
     for key, value in settings.items():
-        nested = isinstance(value, dict) and key not in ("megatron", "vllm", "chat_template_args")
+        nested = isinstance(value, dict) and key not in _MAPPINGS
         flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return flat
 

@@ -1,5 +1,6 @@
 """The sections of a run's settings: each a frozen dataclass that checks its own values."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -20,6 +21,11 @@ class DataConfig:
     a folder of Dataset.save_to_disk (FOLDER:SPLIT). Of the hub: hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT."""
     heldout: str = ""
     """Held-out rows, in a source of the same kinds: evaluated and never trained on. Empty evaluates nothing."""
+    heldout_sets: dict[str, str] = field(default_factory=dict)
+    """Further sets of held-out rows by name, such as aime aime.jsonl math hf:OWNER/NAME:test. Each has metrics and
+    tables of its own."""
+    source_field: str = "data_source"
+    """Field of a held-out row that says which source it is from; a set of several has a table by source."""
     prompt_field: str = "prompt"
     """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]. A text gets
     the special tokens that the tokenizer puts before one (Llama's BOS), and no token after it."""
@@ -51,6 +57,16 @@ class DataConfig:
                 raise ValueError(f"data: {name} must not be empty; set it to the name of a field of your rows")
         if clashes := sorted({"messages", "tools", "documents", "add_generation_prompt"} & {*self.chat_template_args}):
             raise ValueError(f"data: chat_template_args may not set {clashes}: each prompt has its own; drop them")
+        if wrong := [name for name in self.heldout_sets if not re.fullmatch(r"[A-Za-z0-9.-]+", name)]:
+            raise ValueError(
+                f"data: heldout_sets has the name {wrong[0]!r}, which metrics are named by; take letters, digits, dots "
+                "and hyphens"
+            )
+
+    @property
+    def heldouts(self) -> dict[str, str]:
+        """The source of each held-out set by its name; that of ``heldout`` is empty."""
+        return ({"": self.heldout} if self.heldout else {}) | self.heldout_sets
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class Inputs:
         self.model_folders |= {model.folder for model in (models or {}).values()}
         self.image_folders |= {os.path.dirname(image.path) for row in rows for image in row.images}
         paths = {"data.train": data.train, "data.heldout": data.heldout}
+        paths |= {f"data.heldout_sets {name}": path for name, path in data.heldout_sets.items()}
         found = {name: _digest_rows(path) for name, path in paths.items() if path and name not in self._held}
         found |= _digest_models(models or {}) | _digest_images(rows)
         if changes := list(_list_changes(self._read(), found)):

@@ -3,18 +3,21 @@
 import json
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
-from rlworker.tracking.step_lines import METRICS, PROMPTS
+from rlworker.tracking.step_lines import METRICS, PROMPTS, VALIDATIONS
 from rlworker.tracking.terminal import LOGGER, read_process_age
 from rlworker.tracking.trackers import Trackers
 
+HELDOUT = "heldout"
+"""Label of the held-out rows' score on a step's line, and beginning of the names of all their metrics."""
 RL_LINE = (
     ("reward", "reward", "6.3f"),
-    ("heldout", "heldout", "6.3f"),
+    (HELDOUT, "heldout", "6.3f"),
     ("|dlogp|", "logprob_diff_mean", "8.1e"),
     ("entropy", "entropy", "6.3f"),
     ("clip", "clip_fraction", "5.3f"),
@@ -27,13 +30,15 @@ RL_LINE = (
 """Fields of a step's line: label, metric, format. A metric that a step lacks leaves its place blank."""
 SUPERVISED_LINE = (
     ("loss", "train_loss", "6.3f"),
-    ("heldout", "heldout_loss", "6.3f"),
+    (HELDOUT, "heldout_loss", "6.3f"),
     ("gnorm", "grad_norm", "6.3f"),
     ("lr", "lr", "8.1e"),
     ("tok/s", "tokens_per_second", "6.0f"),
     ("s", "time_step", "5.2f"),
 )
 """The same of supervised training."""
+_ONE_NUMBER = 4
+"""Entries of a line of a validation's table that has one number: set, source, rows and that."""
 _RECENT = 50
 """Number of last steps from which the remaining time is estimated; they should include an evaluation or two."""
 
@@ -68,7 +73,7 @@ class RunLog:
         trackers: open trackers, which are closed with the log. line: columns of a step's line on the terminal.
     """
 
-    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
+    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: Sequence = RL_LINE):
         self._path, self._prompts = folder / METRICS, folder / PROMPTS
         self._metrics = open(self._path, "a", encoding="utf-8")
         self._folder = folder
@@ -105,6 +110,13 @@ class RunLog:
         with open(self._prompts, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "first_rollout": first, "rows": rows}) + "\n")
 
+    def validation(self, step: int, table: list[dict]) -> None:
+        """Record the table of a validation after a step, and show it where it has more than one number."""
+        with open(self._folder / VALIDATIONS, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "table": table}) + "\n")
+        if len(table) > 1 or len(table[0]) > _ONE_NUMBER:
+            LOGGER.info(format_table(table))
+
     def rollouts(self, step: int, rows: list[dict]) -> None:
         """Keep some samples of a step."""
         path = name_samples(self._folder, step)
@@ -130,6 +142,19 @@ class RunLog:
         self._bar.close()
         self._metrics.close()
         self._trackers.close()
+
+
+def format_table(table: list[dict]) -> str:
+    """Format the table of a validation for the terminal: a line for each held-out set and each of its sources."""
+    table = [line | {"set": line["set"] or HELDOUT} for line in table]
+    keys = list(dict.fromkeys(key for line in table for key, value in line.items() if value != ""))
+    cells = [[key.replace("_at_", "@") for key in keys]]
+    for line in table:
+        values = (line.get(key, "") for key in keys)
+        cells.append([f"{value:.3f}" if isinstance(value, float) else str(value) for value in values])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def name_samples(folder: Path, step: int) -> Path:

@@ -100,12 +100,13 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     read_ends(models["actor"].folder, models["actor"].vocab)
     _warn_of_memory(config, models)
     check_trackers(config.trackers)
+    config.choose_metric()  # refused here where it cannot be
     check = check_rows
     if not isinstance(config, RunConfig):
         from rlworker.data.conversations import check_examples as check
     check(config.data.train, config.data)
-    if config.data.heldout:
-        check(config.data.heldout, config.data)
+    for path in config.data.heldouts.values():
+        check(path, config.data)
     folder.inputs.hold(config.data)
     folder.claim(config)
     return folder

@@ -24,12 +24,13 @@ from rlworker.algorithms.losses import kl_k3, policy_loss, truncated_importance
 from rlworker.algorithms.objective import make_objective
 from rlworker.config.run import AlgorithmConfig, CriticConfig, RunConfig
 from rlworker.config.sft import SftConfig
+from rlworker.config.validation import ValidationConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory
 from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.tracking.log import RunLog
-from rlworker.tracking.run_folder import RunFolder
+from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.trackers import TrackedRun, Trackers
 from rlworker.trainers.stop import Stop
 
@@ -101,9 +102,9 @@ class Loop:
         for turn, completion in enumerate(self.sample(sampling, self.turns)):
             segments += [Segment((4,), CONTEXT)] if turn else []
             segments.append(Segment(completion.token_ids, turn, (), completion))
-        failure = (kind, "") if (kind := next(self.kinds[sampling.temperature == 0])) else None
+        failure = (kind, "") if (kind := next(self.kinds[sampling.temperature != 1.0])) else None
         reward = 0.0 if self.alike else float(place % 2)
-        return Trajectory(row, (tuple(segments),), ((0, reward),), failure)
+        return Trajectory(row, (tuple(segments),), ((0, reward),), failure, answer="2")
 
     def sample(self, sampling, count: int):
         logprobs = [] if sampling.temperature == 0 else [LOGPROB] * 2
@@ -139,7 +140,13 @@ def written(trainer, config, folder: Path) -> set[str]:
     with RunLog(folder, config.steps, 0, Trackers([], TrackedRun(folder, 0, {})), trainer.line) as trainer.log:
         trainer._steps()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return set().union(*map(json.loads, lines))
+    return {name_generally(name) for line in lines for name in json.loads(line)}
+
+
+def name_generally(name: str) -> str:
+    """Name a metric of held-out rows as the page does: of any set, and of any number of samples."""
+    name = re.sub("^heldout/hard", "heldout", name)
+    return re.sub(r"(pass|maj)_at_\d+$", r"\1_at_k", re.sub(r"mean_at_\d+$", "mean_at_n", name))
 
 
 def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, advantage=None, **settings) -> set[str]:
@@ -155,7 +162,8 @@ def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, a
         trainer.critic = Group("critic")
     trainer.models = {"actor": SimpleNamespace(vision=VISION, banned_tokens=(IMAGE_TOKEN,))}
     trainer.synced = SyncedWeights("float32")
-    trainer.rows = trainer.heldout = rows_with_an_image() * 8
+    trainer.rows = rows_with_an_image() * 8
+    trainer.heldout, trainer.score = {"": trainer.rows, "hard": trainer.rows}, Score("heldout", +1)
     trainer.objective = make_objective(config, advantage, loss)
     trainer.version = trainer.empty_steps = 0
     trainer.devices = SharedDevices()
@@ -170,7 +178,8 @@ def supervised_fields(folder: Path) -> set[str]:
     from rlworker.trainers.sft import SftTrainer
 
     trainer = SftTrainer.__new__(SftTrainer)
-    trainer.train = trainer.heldout = [Example((1, 2, 3, 0), 2)]
+    trainer.train = [Example((1, 2, 3, 0), 2)]
+    trainer.heldout, trainer.score = {"": trainer.train}, Score("heldout_loss", -1)
     trainer.model, trainer.group, trainer.processes = SimpleNamespace(vision=None), Group("actor"), []
     trainer.start_seconds = {"time_start_trainers": 1.0}
     return written(trainer, SftConfig(run_dir=str(folder), steps=1, rows_per_step=1), folder)
@@ -183,9 +192,10 @@ def fields(tmp_path) -> set[str]:
     in_reward = replace(algorithm, kl_in="reward")
     critic = CriticConfig(train=True, clip=0.5, warmup_steps=1)
     centering = AlgorithmConfig(score_centering=TOP, mini_batches=2)
+    sampled = ValidationConfig(samples=2, temperature=0.7)
     approximate = VllmConfig(attention_override=("vllm_cpu/images",))
     return (
-        rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate)
+        rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate, validation=sampled)
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic)
         | rl_fields(tmp_path / "turns", turns=2)
         | rl_fields(tmp_path / "centered", algorithm=centering)
@@ -218,11 +228,12 @@ MADE_IN = (
     "trainers/run.py",
     "trainers/sft.py",
     "trainers/step_metrics.py",
+    "validation/validate.py",
 )
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
 OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "turns", "aggregation", "advantage"}
-OTHER_KEYS |= {"center", "surrogate", "prompts", "time_save", "time_restart", "time_restore"}
+OTHER_KEYS |= {"center", "surrogate", "prompts", "table", "set", "source", "greedy", "time_save", "time_restart", "time_restore"}
 """Keys there that are none: samples, turns, arguments, roles and states; and phases whose time nothing keeps."""
 
 

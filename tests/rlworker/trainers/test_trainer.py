@@ -354,7 +354,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
     config = make_config(make_hf_model, data, tmp_path / "run", tied=True, family="llama", actor=actor, steps=2)
     with trainer_of(config, fragile) as trainer:
         trainer.fit()
-        answers = [row.answer for row in trainer.heldout]
+        answers = [row.answer for row in trainer.heldout[""]]
         taken = pick_rows(trainer.rows, 8, 0, config.seed)
     assert "WARNING after 0 steps: " in capsys.readouterr().out
     said = (tmp_path / "run" / "environment.log").read_text()
