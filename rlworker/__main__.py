@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import runpy
 import sys
 import time
 from dataclasses import asdict, replace
@@ -74,13 +75,35 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
     sys.exit(not fits)
 
 
+def evaluate(arguments: Positional[tuple[str, ...]] = ()) -> None:
+    """Evaluate a model on the held-out rows of a recipe, by its reward or environment. Nothing is trained.
+
+    It is the recipe's own command with --model MODEL --evaluate.
+
+    Args:
+        arguments: MODEL RECIPE [its settings], like runs/mine/checkpoints/step_40 recipes.grpo --run-dir runs/mine
+            --data.heldout heldout.jsonl. MODEL is a run's checkpoint, a HuggingFace folder or hf:ORG/NAME. RECIPE is a
+            module's name, or a file's path like ./own.py.
+    """
+    if len(arguments) < 2:
+        raise ValueError("evaluate: give MODEL RECIPE [its settings]; rlworker evaluate --help explains them")
+    model, recipe, *settings = arguments
+    sys.argv = [recipe, *settings, "--model", model, "--evaluate"]
+    if recipe.endswith(".py"):
+        sys.path.insert(0, str(Path(recipe).resolve().parent))  # as in ``python FILE``
+        runpy.run_path(recipe, run_name="__main__")
+    else:
+        sys.path.insert(0, "")  # as in ``python -m``
+        runpy.run_module(recipe, run_name="__main__", alter_sys=True)
+
+
 def main() -> None:
     """Run the command line."""
-    commands = {"check": check, "plan": plan, "report": report}
+    commands = {"check": check, "evaluate": evaluate, "plan": plan, "report": report}
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     try:
-        if command == "plan" and not {"-h", "--help"} & set(arguments[:1]):
-            plan(tuple(arguments))  # its settings are those of the recipe that it names
+        if command in ("evaluate", "plan") and not {"-h", "--help"} & set(arguments[:1]):
+            commands[command](tuple(arguments))  # its settings are those of the recipe that it names
             return
         if command == "check":
             check(parse_config(CheckConfig(), (check.__doc__ or "").partition("\n")[0], arguments, "rlworker check"))

@@ -40,8 +40,10 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
         parts: further arguments of ``Trainer``: ``advantage``, ``loss``, ``aggregation`` and ``trackers``.
 
     Returns:
-        the metrics of the last step.
+        the metrics of the last step, or with ``config.evaluate`` of the evaluation.
     """
+    if config.evaluate:
+        return launch_evaluation(config, environment)
     with graceful_stop() as stop, ExitStack() as running:
         try:
             environment = make_environment(environment)
@@ -64,6 +66,19 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
             sys.exit(f"error: {error}")
         with trainer:
             return trainer.fit()
+
+
+def launch_evaluation(config: RunConfig, environment: Environment | Scorer) -> dict[str, float]:
+    """Check everything, start the rollout engines and evaluate the model on the held-out rows: its metrics."""
+    with graceful_stop():
+        try:
+            with pausing_collection():
+                from rlworker.validation.program import Evaluation
+
+                evaluation = Evaluation(config, environment)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        return evaluation.run()
 
 
 def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:

@@ -78,6 +78,7 @@ class Trainer(Run[RunConfig]):
         stop: Stop | None = None,
         trackers: Sequence[Tracker] = (),
     ):
+        config.check_trains()
         super().__init__(config, folder, stop, trackers)
         self.score = Score(config.choose_metric(), +1)
         self.environment = make_environment(environment)

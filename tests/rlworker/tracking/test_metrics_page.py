@@ -233,7 +233,8 @@ MADE_IN = (
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
 OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "turns", "aggregation", "advantage"}
-OTHER_KEYS |= {"center", "surrogate", "prompts", "table", "set", "source", "greedy", "time_save", "time_restart", "time_restore"}
+OTHER_KEYS |= {"center", "surrogate", "prompts", "table", "set", "source", "greedy"}
+OTHER_KEYS |= {"time_save", "time_restart", "time_restore"}
 """Keys there that are none: samples, turns, arguments, roles and states; and phases whose time nothing keeps."""
 
 
