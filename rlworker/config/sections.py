@@ -26,6 +26,9 @@ class DataConfig:
     tables of its own."""
     source_field: str = "data_source"
     """Field of a held-out row that says which source it is from; a set of several has a table by source."""
+    format: Literal["auto", "verl", "trl"] = "auto"
+    """Format of the rows. Verl's have reward_model.ground_truth, TRL's a completion or, to be rewarded by a function
+    alone, a prompt. Auto tells by the first row: without the answer field it is verl's or TRL's where it has theirs."""
     prompt_field: str = "prompt"
     """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]. A text gets
     the special tokens that the tokenizer puts before one (Llama's BOS), and no token after it."""

@@ -66,8 +66,8 @@ def validate(manager, sets=SETS):
 
 
 def test_each_set_has_its_metrics_and_each_source_a_line():
-    """Worked by hand: of the first set the greedy 5 is right once in three; of four samples 7 is right twice, 5 once and
-    9 never, so that pass@2 is 1 - 1/6, 1 - 3/6 and 0. All four vote for 7, and two as one does."""
+    """Worked by hand. Of the first set the greedy 5 is right once in three. Of four samples 7 is right twice, 5 once,
+    9 never: pass@2 is 1 - 1/6, 1 - 3/6 and 0. All four vote for 7, and two as one does."""
     manager = make_manager(one_turn(contains, find_digit), samples=4)
     metrics = validate(manager).metrics
     assert metrics.pop("heldout_failures") == metrics.pop("heldout/aime_failures") == 0
