@@ -1,6 +1,7 @@
 """The ``rlworker`` command, also as ``python -m rlworker``."""
 
 import argparse
+import importlib.util
 import json
 import runpy
 import sys
@@ -88,13 +89,24 @@ def evaluate(arguments: Positional[tuple[str, ...]] = ()) -> None:
     if len(arguments) < 2:
         raise ValueError("evaluate: give MODEL RECIPE [its settings]; rlworker evaluate --help explains them")
     model, recipe, *settings = arguments
+    is_file, advice = recipe.endswith(".py"), "give a module such as recipes.grpo or a recipe's file, such as ./own.py"
+    sys.path.insert(0, str(Path(recipe).resolve().parent) if is_file else "")  # as python FILE and python -m have it
+    if is_file and not Path(recipe).is_file():
+        raise ValueError(f"evaluate: {recipe!r} is no file; {advice}")
+    if not is_file and not _find_module(recipe):
+        raise ValueError(f"evaluate: there is no module {recipe!r}; {advice}")
     sys.argv = [recipe, *settings, "--model", model, "--evaluate"]
-    if recipe.endswith(".py"):
-        sys.path.insert(0, str(Path(recipe).resolve().parent))  # as in ``python FILE``
+    if is_file:
         runpy.run_path(recipe, run_name="__main__")
     else:
-        sys.path.insert(0, "")  # as in ``python -m``
         runpy.run_module(recipe, run_name="__main__", alter_sys=True)
+
+
+def _find_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a package before the last dot is none, or the name is no name
+        return False
 
 
 def main() -> None:

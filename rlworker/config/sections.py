@@ -22,10 +22,8 @@ class DataConfig:
     heldout: str = ""
     """Held-out rows, in a source of the same kinds: evaluated and never trained on. Empty evaluates nothing."""
     heldout_sets: dict[str, str] = field(default_factory=dict)
-    """Further sets of held-out rows by name, such as aime aime.jsonl math hf:OWNER/NAME:test. Each has metrics and
-    tables of its own."""
-    source_field: str = "data_source"
-    """Field of a held-out row that says which source it is from; a set of several has a table by source."""
+    """Further sets of held-out rows by name, such as aime aime.jsonl math hf:OWNER/NAME:test. Each has metrics of its
+    own."""
     format: Literal["auto", "verl", "trl"] = "auto"
     """Format of the rows. Verl's have reward_model.ground_truth, TRL's a completion or, to be rewarded by a function
     alone, a prompt. Auto tells by the first row: without the answer field it is verl's or TRL's where it has theirs."""
@@ -132,7 +130,7 @@ class CheckpointConfig:
     keep_newest: Annotated[int, Ge(0)] = 3
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_best: bool = True
-    """Save at every new best result on the held-out rows, and keep the best checkpoint."""
+    """Save at every new best of validation.metric on the held-out rows, and keep the best checkpoint."""
 
     def __post_init__(self):
         check_types("checkpoint", self)

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
@@ -144,14 +145,18 @@ class RunLog:
         self._trackers.close()
 
 
-def format_table(table: list[dict]) -> str:
-    """Format the table of a validation for the terminal: a line for each held-out set and each of its sources."""
+def make_cells(table: list[dict]) -> list[list[str]]:
+    """Spell the cells of a validation's table: its titles, and a line for each held-out set and each of its sources."""
     table = [line | {"set": line["set"] or HELDOUT} for line in table]
-    keys = list(dict.fromkeys(key for line in table for key, value in line.items() if value != ""))
-    cells = [[key.replace("_at_", "@") for key in keys]]
-    for line in table:
-        values = (line.get(key, "") for key in keys)
-        cells.append([f"{value:.3f}" if isinstance(value, float) else str(value) for value in values])
+    keys = [key for key in dict.fromkeys(chain(*table)) if any(line.get(key, "") != "" for line in table)]
+    values = [[line.get(key, "") for key in keys] for line in table]
+    cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in line] for line in values]
+    return [[key.replace("_at_", "@") for key in keys], *cells]
+
+
+def format_table(table: list[dict]) -> str:
+    """Format the table of a validation for the terminal."""
+    cells = make_cells(table)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(f"  {line}" for line in lines)

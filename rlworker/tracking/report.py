@@ -14,8 +14,9 @@ from jinja2 import Environment, PackageLoader
 
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from rlworker.tracking.log import name_samples, read_metrics
+from rlworker.tracking.log import make_cells, name_samples, read_metrics
 from rlworker.tracking.run_folder import OUTAGES
+from rlworker.tracking.step_lines import VALIDATIONS
 
 if TYPE_CHECKING:  # a run can do without plotly
     from plotly.graph_objects import Figure
@@ -91,6 +92,7 @@ def write_report(folder: Path) -> Path:
         start=_tabulate_start(lines),
         samples=_read_samples(folder, lines[-1]["step"] if lines else 0),
         outages=outages,
+        validations=_read_validations(folder),
         config=json.dumps(stored, indent=2),
         plotlyjs=get_plotlyjs(),
     )
@@ -189,6 +191,14 @@ def _read_outages(folder: Path) -> list[tuple[str, str]]:
     path = folder / OUTAGES
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
     return [(line["where"], ", ".join(f"{name} {fate}" for name, fate in line["lost"].items())) for line in lines]
+
+
+def _read_validations(folder: Path) -> list[tuple[int, list[list[str]]]]:
+    """Read the tables of the first and the last validation: the step, and the cells of each line, the titles' first."""
+    path = folder / VALIDATIONS
+    whole = path.read_text("utf-8").split("\n")[:-1] if path.is_file() else []  # the last may be cut short
+    lines = [json.loads(line) for line in whole]
+    return [(line["step"], make_cells(line["table"])) for line in (lines[:1] + lines[-1:] if lines[1:] else lines)]
 
 
 def _read_samples(folder: Path, last: int) -> list[dict]:

@@ -61,6 +61,7 @@ class Evaluation:
         config = replace(config, model=find_weights(config.model), rollout=replace(config.rollout, staleness=0))
         self.config, self.environment = config, make_environment(environment)
         pickle_environment(self.environment)
+        config.choose_metric()  # refused here where it cannot be
         if not config.data.heldouts:
             raise ValueError("evaluate: there are no held-out rows; set --data.heldout or --data.heldout-sets")
         if config.run_dir in ("", "."):

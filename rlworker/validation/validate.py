@@ -12,6 +12,9 @@ from rlworker.rollouts.metrics import score_groups
 from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.validation.estimates import estimate_majority, estimate_pass
 
+SOURCE = "data_source"
+"""Field of a row that says where it is from, as verl's have it."""
+
 
 @dataclass(frozen=True)
 class ValidatedSet:
@@ -69,7 +72,7 @@ def validate(manager: RolloutManager, rows: Mapping[str, list[Row]]) -> Validati
 
 def _tabulate(validated: ValidatedSet, config: RunConfig) -> Iterator[dict]:
     """Tabulate a set, and each of its sources where they are several."""
-    sources = [str(group.row.source.get(config.data.source_field) or "(none)") for group in validated.greedy]
+    sources = [str(group.row.source.get(SOURCE) or "(none)") for group in validated.greedy]
     names = sorted(set(sources))
     for source in ["", *names] if len(names) > 1 else [""]:
         rows = [row for row, own in enumerate(sources) if not source or own == source]

@@ -31,6 +31,7 @@ VERL = {
     "reward_model": {"style": "rule", "ground_truth": "72"},
     "extra_info": {"split": "train", "index": 0, "answer": "48 + 24 = 72 #### 72", "question": ASK["content"]},
 }
+CHAT = "<|im_start|>user\nWhat is it?<|im_end|>\n<|im_start|>assistant\n"
 TRUTHS = [
     ("72", "72"),
     (72, "72"),
@@ -53,10 +54,7 @@ def test_verls_rows_have_their_ground_truth_for_an_answer_and_keep_the_rest(tmp_
     check_rows(path, data)
     rows = read_rows(path, tokenizer, data).rows
     assert [row.answer for row in rows] == ["72", "8"]
-    assert (
-        rows[0].messages == (ASK,)
-        and rows[0].prompt == "<|im_start|>user\nWhat is it?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert rows[0].messages == (ASK,) and rows[0].prompt == CHAT
     assert {name: rows[0].source[name] for name in VERL} == VERL, "reward functions read all of it"
 
 

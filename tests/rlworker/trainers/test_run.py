@@ -244,3 +244,32 @@ def test_the_step_line_shows_the_metric_that_a_checkpoint_is_the_best_by(countin
     run.score, run.evaluate = Score("heldout/aime", +1), lambda: {"heldout": 0.25, "heldout/aime": 0.75}
     run.go()
     assert re.search(r"step +0/1 .*heldout +0\.750", capsys.readouterr().out)
+
+
+class Killed(BaseException):
+    """The end of a program that could say nothing."""
+
+
+def test_a_run_killed_in_a_validation_goes_on_and_has_the_table_of_each_once(counting, tmp_path):
+    """At step 3, whose table is written and whose line and checkpoint are not."""
+    settings, scores = config(tmp_path, resume=True, eval_every=1, save_every=1, keep_newest=0), (0.1, 0.2, 0.3, 0.4)
+
+    def validate(run, is_killed: bool):
+        def evaluate():
+            run.log.validation(run.steps_done, [{"set": "", "source": "", "rows": 1, "greedy": scores[run.steps_done]}])
+            if is_killed and run.steps_done == 3:
+                raise Killed
+            return {"heldout": scores[run.steps_done]}
+
+        return evaluate
+
+    run = counting(replace(settings, steps=3))
+    run.evaluate = validate(run, True)
+    with pytest.raises(Killed):
+        run.go()
+    again = counting(replace(settings, steps=3))
+    again.evaluate = validate(again, False)
+    again.go()
+    tables = [json.loads(line) for line in (tmp_path / "run" / "validation.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["table"][0]["greedy"]) for line in tables] == list(enumerate(scores))
+    assert [line["heldout"] for line in read_metrics(tmp_path / "run")] == list(scores)
