@@ -65,6 +65,7 @@ async def ask_calculator(policy: Policy, row: Row) -> Episode:
     for _ in range(TURNS):
         sample = await policy.sample(episode)
         if not (answers := await answer_calls(policy, sample, {"calculate": tool})):
+            episode.answer = sample.text
             episode.reward(float(sample.text == row.answer))
             break
         episode.observe(answers)

@@ -10,6 +10,7 @@ from engines.batch.samples import Completions
 from engines.config import VllmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
+from rlworker.config.sft import SftConfig
 from rlworker.config.validation import ValidationConfig
 from rlworker.data.rows import Row
 from rlworker.environments import Episode, one_turn
@@ -153,6 +154,11 @@ def test_a_metric_that_needs_answers_is_refused_where_nothing_finds_them():
 def test_a_metric_or_patience_that_cannot_be_is_refused(settings, sets, every, said):
     with pytest.raises(ValueError, match=said):
         ValidationConfig(**settings).choose_metric(sets, every)
+
+
+def test_supervised_training_takes_no_samples():
+    with pytest.raises(ValueError, match=r"validation\.samples=2 .* no rewards to score them by"):
+        SftConfig(validation=ValidationConfig(samples=2))
 
 
 def test_the_best_is_by_the_first_set_unless_a_metric_is_named():
