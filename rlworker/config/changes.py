@@ -41,10 +41,21 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
 def read_changes(folder: Path, config: TrainingConfig) -> Changes:
     """Read the settings that a run's folder has stored, and list those that differ from a config to resume it with.
 
+    Raises:
+        ValueError: as ``read_differences``, or the run would be another one with the changes.
+    """
+    changes = read_differences(folder, config)
+    _check_changes(changes, config, str(folder))
+    return changes
+
+
+def read_differences(folder: Path, config: TrainingConfig) -> Changes:
+    """Read the settings that a run's folder has stored, and list those that differ from a config.
+
     A setting that did not exist when the run was started counts as having its present default.
 
     Raises:
-        ValueError: the stored settings cannot be read, or the run would be another one with the changes.
+        ValueError: the stored settings cannot be read.
     """
     try:
         stored = json.loads((folder / "config.json").read_text())
@@ -58,9 +69,7 @@ def read_changes(folder: Path, config: TrainingConfig) -> Changes:
     default, now = flatten_config(type(config)()), flatten_config(config)
     before, now = (json.loads(json.dumps(settings)) for settings in (default | flatten(stored), now))
     keys = sorted((before.keys() | now.keys()) - _OF_EACH_START)
-    changes = {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
-    _check_changes(changes, config, str(folder))
-    return changes
+    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
 
 
 def _check_changes(changes: Changes, config: TrainingConfig, folder: str) -> None:

@@ -4,10 +4,11 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import count
 from pathlib import Path
 
+from engines.config import SamplingConfig
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
@@ -15,6 +16,7 @@ from rlworker.cluster.placement import ResourceRequest, check_room
 from rlworker.cluster.ray import check_ray, running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.watch import limiting_stalls, naming_failures
+from rlworker.config.changes import read_differences
 from rlworker.config.model_checks import check_folder, check_rollout
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import check_rows, check_vocabulary, read_rows
@@ -29,6 +31,8 @@ from rlworker.tracking.provenance import collect_provenance
 from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.validation.validate import Validation, validate
 
+_OWN = ("data.train", "data.heldout", "data.heldout_sets", "environment.workers")
+"""Settings that an evaluation has for itself."""
 TABLE, SAMPLES = "validation.json", "samples.jsonl"
 """Files of an evaluation: its table with settings and provenance, and every episode."""
 
@@ -46,6 +50,19 @@ def find_weights(name: str) -> str:
             f"model: {name!r} is the folder of a run; name one of its checkpoints, such as {checkpoints[-1].parent}"
         )
     return name
+
+
+def list_differences(config: RunConfig) -> list[str]:
+    """List the settings of prompts, answers and environments that differ from those of the checkpoint's run."""
+    run = Path(config.model, "../../..").resolve()  # of run/checkpoints/step_N/hf
+    if Path(config.model).name != "hf" or not (run / "config.json").is_file():
+        return []
+    found, sampling = read_differences(run, config), {f"rollout.{field.name}" for field in fields(SamplingConfig)}
+    return [
+        f"{key} {before!r} -> {now!r}"
+        for key, (before, now) in found.items()
+        if key in sampling or (key.startswith(("data.", "environment.")) and key not in _OWN)
+    ]
 
 
 class Evaluation:
@@ -66,6 +83,8 @@ class Evaluation:
             raise ValueError("evaluate: there are no held-out rows; set --data.heldout or --data.heldout-sets")
         if config.run_dir in ("", "."):
             raise ValueError("evaluate: no folder for the results; set --run-dir, such as --run-dir runs/mine")
+        if differences := list_differences(config):
+            LOGGER.warning(f"evaluate: settings differ from those of the checkpoint's run: {', '.join(differences)}")
         self.model = ModelSpec.from_folder(find_model(config.model))
         check_folder(self.model)
         check_rollout(self.model, config.platform, config.rollout)

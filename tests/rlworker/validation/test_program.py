@@ -1,7 +1,7 @@
 """Evaluation without training: what it is asked for, what it refuses, and what its command makes of a recipe."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from support.program import run_program
@@ -125,3 +125,17 @@ def test_a_recipe_that_is_not_there_is_named(model):
     assert done.returncode == 1 and "error: evaluate: there is no module 'recipes.none'" in done.stderr
     done = run_program(main, "evaluate", model, "./none.py")
     assert done.returncode == 1 and "error: evaluate: './none.py' is no file" in done.stderr
+
+
+def test_settings_that_differ_from_the_runs_are_named(data, tmp_path):
+    """Those that decide what is asked and sampled; not the rows, the trainer's or the rates."""
+    from rlworker.validation.program import list_differences
+
+    (tmp_path / "checkpoints/step_2/hf").mkdir(parents=True)
+    config = RunConfig(model=str(tmp_path / "checkpoints/step_2/hf"), data=data, evaluate=True)
+    assert list_differences(config) == [], "no run is there to compare with"
+    run = replace(config, data=replace(data, heldout="other", instruction="Think."), steps=7, evaluate=False)
+    run = replace(run, rollout=replace(run.rollout, stop=("END",), max_num_seqs=8))
+    (tmp_path / "config.json").write_text(json.dumps(asdict(run)))
+    assert list_differences(config) == ["data.instruction 'Think.' -> ''", "rollout.stop ['END'] -> []"]
+    assert list_differences(replace(config, model="/models/hf")) == []
