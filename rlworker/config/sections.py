@@ -1,5 +1,6 @@
 """The sections of a run's settings: each a frozen dataclass that checks its own values."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -20,6 +21,12 @@ class DataConfig:
     a folder of Dataset.save_to_disk (FOLDER:SPLIT). Of the hub: hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT."""
     heldout: str = ""
     """Held-out rows, in a source of the same kinds: evaluated and never trained on. Empty evaluates nothing."""
+    heldout_sets: dict[str, str] = field(default_factory=dict)
+    """Further sets of held-out rows by name, such as aime aime.jsonl math hf:OWNER/NAME:test. Each has metrics of its
+    own."""
+    format: Literal["auto", "verl", "trl"] = "auto"
+    """Format of the rows. Verl's have reward_model.ground_truth, TRL's a completion or, to be rewarded by a function
+    alone, a prompt. Auto tells by the first row: without the answer field it is verl's or TRL's where it has theirs."""
     prompt_field: str = "prompt"
     """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]. A text gets
     the special tokens that the tokenizer puts before one (Llama's BOS), and no token after it."""
@@ -51,6 +58,16 @@ class DataConfig:
                 raise ValueError(f"data: {name} must not be empty; set it to the name of a field of your rows")
         if clashes := sorted({"messages", "tools", "documents", "add_generation_prompt"} & {*self.chat_template_args}):
             raise ValueError(f"data: chat_template_args may not set {clashes}: each prompt has its own; drop them")
+        if wrong := [name for name in self.heldout_sets if not re.fullmatch(r"[A-Za-z0-9.-]+", name)]:
+            raise ValueError(
+                f"data: heldout_sets has the name {wrong[0]!r}, which metrics are named by; take letters, digits, dots "
+                "and hyphens"
+            )
+
+    @property
+    def heldouts(self) -> dict[str, str]:
+        """The source of each held-out set by its name; that of ``heldout`` is empty."""
+        return ({"": self.heldout} if self.heldout else {}) | self.heldout_sets
 
 
 @dataclass(frozen=True)
@@ -187,7 +204,7 @@ class CheckpointConfig:
     keep_newest: Annotated[int, Ge(0)] = 3
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_best: bool = True
-    """Save at every new best result on the held-out rows, and keep the best checkpoint."""
+    """Save at every new best of validation.metric on the held-out rows, and keep the best checkpoint."""
 
     def __post_init__(self):
         check_types("checkpoint", self)

@@ -238,7 +238,7 @@ class EpisodeStates:
             rewards = ((len(state.samples) - 1, self._default),)
         sequences = tuple(map(tuple, state.sequences))
         counts = result.forks, result.tool_calls, result.tool_failures
-        return Trajectory(state.row, sequences, rewards, result.failure, *counts)
+        return Trajectory(state.row, sequences, rewards, result.failure, *counts, result.answer)
 
 
 def make_states(

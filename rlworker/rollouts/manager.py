@@ -24,8 +24,9 @@ from rlworker.rollouts.metrics import SAMPLES_KEPT, Scores, describe_trajectory,
 from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
 from rlworker.tracking.log import StepClock
 
-TRAINING, CANARY, STREAM = range(3)
-"""Uses that completions are drawn for; each has random numbers of its own."""
+TRAINING, CANARY, STREAM, VALIDATION = range(4)
+"""Uses that completions are drawn for; each has random numbers of its own. Held-out sets have ``VALIDATION`` and the
+numbers after it."""
 _NEWEST_SHARE = 0.2
 """Share of a rollout in the running mean of the completions' lengths."""
 
@@ -107,6 +108,12 @@ class RolloutManager:
         """Find the rewards of an episode of most likely samples for each row."""
         groups = self._draw(rows, replace(self.make_sampling(1), temperature=0.0), lambda _: nullcontext())
         return score_groups(groups, self.codec)
+
+    def draw_heldout(self, place: int, rows: list[Row], count: int, temperature: float) -> list[TrajectoryGroup]:
+        """Draw ``count`` episodes of each row of the held-out set number ``place``; at temperature 0 of most likely
+        samples."""
+        sampling = replace(self.make_sampling(count, VALIDATION + place), temperature=temperature)
+        return self._draw(rows, sampling, lambda _: nullcontext())
 
     def run_ahead(self, most: int) -> None:
         """Begin draws that the weights of now may sample: one, and as many as tokens may be updates older.

@@ -67,6 +67,7 @@ class Inputs:
         self.image_folders |= {os.path.dirname(image.path) for row in rows for image in row.images}
         paths = {"data.train": data.train, "data.heldout": data.heldout}
         paths |= {f"curriculum.sources {path}": path for path in sources if path != data.train}
+        paths |= {f"data.heldout_sets {name}": path for name, path in data.heldout_sets.items()}
         found = {name: _digest_rows(path) for name, path in paths.items() if path and name not in self._held}
         found |= _digest_models(models or {}) | _digest_images(rows)
         if changes := list(_list_changes(self._read(), found)):

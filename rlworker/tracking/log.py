@@ -3,20 +3,23 @@
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
 
-from rlworker.tracking.step_lines import METRICS, PROMPTS
+from rlworker.tracking.step_lines import METRICS, PROMPTS, VALIDATIONS
 from rlworker.tracking.terminal import LOGGER, read_process_age
 from rlworker.tracking.trackers import Trackers
 
+HELDOUT = "heldout"
+"""Label of the held-out rows' score on a step's line, and beginning of the names of all their metrics."""
 RL_LINE = (
     ("reward", "reward", "6.3f"),
     ("spread", "reward_std", "5.3f"),
-    ("heldout", "heldout", "6.3f"),
+    (HELDOUT, "heldout", "6.3f"),
     ("|dlogp|", "logprob_diff_mean", "7.1e"),
     ("kl", "kl", "7.1e"),
     ("policy-kl", "policy_kl", "7.1e"),
@@ -37,7 +40,7 @@ RL_LINE = (
 lacks leaves its place blank."""
 SUPERVISED_LINE = (
     ("loss", "train_loss", "6.3f"),
-    ("heldout", "heldout_loss", "6.3f"),
+    (HELDOUT, "heldout_loss", "6.3f"),
     ("gnorm", "grad_norm", "6.3f"),
     ("lr", "lr", "7.1e"),
     ("tok/s", "tokens_per_second", "5.0f"),
@@ -46,6 +49,8 @@ SUPERVISED_LINE = (
     ("s", "time_step", "5.2f"),
 )
 """The same of supervised training."""
+_ONE_NUMBER = 4
+"""Entries of a line of a validation's table that has one number: set, source, rows and that."""
 _RECENT = 50
 """Number of last steps from which the remaining time is estimated; they should include an evaluation or two."""
 
@@ -87,7 +92,7 @@ class RunLog:
         steps: int,
         first_step: int,
         trackers: Trackers,
-        line: tuple = RL_LINE,
+        line: Sequence = RL_LINE,
         draw: Callable[[Path], object] | None = None,
     ):
         self._path, self._prompts = folder / METRICS, folder / PROMPTS
@@ -134,6 +139,13 @@ class RunLog:
         with open(self._prompts, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "first_rollout": first, "rows": rows}) + "\n")
 
+    def validation(self, step: int, table: list[dict]) -> None:
+        """Record the table of a validation after a step, and show it where it has more than one number."""
+        with open(self._folder / VALIDATIONS, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "table": table}) + "\n")
+        if len(table) > 1 or len(table[0]) > _ONE_NUMBER:
+            LOGGER.info(format_table(table))
+
     def rollouts(self, step: int, rows: list[dict]) -> None:
         """Keep some samples of a step."""
         path = name_samples(self._folder, step)
@@ -164,6 +176,23 @@ class RunLog:
 def _format_number(number: float | None, form: str) -> str:
     """Format a number, or as many blanks where there is none."""
     return " " * int(form.partition(".")[0]) if number is None else format(number, form)
+
+
+def make_cells(table: list[dict]) -> list[list[str]]:
+    """Spell the cells of a validation's table: its titles, and a line for each held-out set and each of its sources."""
+    table = [line | {"set": line["set"] or HELDOUT} for line in table]
+    keys = [key for key in dict.fromkeys(chain(*table)) if any(line.get(key, "") != "" for line in table)]
+    values = [[line.get(key, "") for key in keys] for line in table]
+    cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in line] for line in values]
+    return [[key.replace("_at_", "@") for key in keys], *cells]
+
+
+def format_table(table: list[dict]) -> str:
+    """Format the table of a validation for the terminal."""
+    cells = make_cells(table)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def name_samples(folder: Path, step: int) -> Path:

@@ -30,7 +30,7 @@ from rlworker.tracking.digests import (
 )
 from rlworker.tracking.inputs import Inputs
 from rlworker.tracking.provenance import collect_provenance
-from rlworker.tracking.step_lines import METRICS, PROMPTS, keep_steps, write_whole
+from rlworker.tracking.step_lines import METRICS, PROMPTS, VALIDATIONS, keep_steps, write_whole
 
 if TYPE_CHECKING:
     from rlworker.config.changes import Changes
@@ -56,8 +56,9 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, inputs.json, starts.jsonl, metrics.jsonl, prompts.jsonl, outages.jsonl,
-    environment.log, rollouts/, profile/, checkpoints/, report.html and the library that draws it."""
+    """Everything one run writes: config.json, inputs.json, starts.jsonl, metrics.jsonl, prompts.jsonl,
+    validation.jsonl, outages.jsonl, environment.log, rollouts/, profile/, checkpoints/, report.html and the library
+    that draws it."""
 
     def __init__(self, path: str):
         self.given = path
@@ -159,10 +160,10 @@ class RunFolder:
             raise RunError(self._explain_damage(newest, damage))
         self._clear_leftovers()
         state: dict[str, Any] | None = _read_state(newest) | {"folder": str(newest)} if newest else None
-        files = [self.path / name for name in (METRICS, PROMPTS)]
+        files = [self.path / name for name in (METRICS, PROMPTS, VALIDATIONS)]
         if state:
             text = f"run: goes on from step {state['step']} ({Path(state['folder']).relative_to(self.path)})"
-            cut, _ = (keep_steps(path, state["step"]) for path in files)
+            cut, *_ = (keep_steps(path, state["step"]) for path in files)
             text += f"; {cut} lines of {METRICS} are of later steps, which come again" if cut else ""
         else:
             text = f"run: begins again at step 0, since {self.path} has no checkpoint"

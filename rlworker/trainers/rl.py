@@ -22,13 +22,13 @@ from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
 from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
-from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
-from rlworker.environments.codec import Codec
+from rlworker.data.rows import check_vocabulary, read_rows
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
 from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
 from rlworker.rollouts.curriculum import read_sources
 from rlworker.rollouts.manager import RolloutManager, explain_empty_steps
+from rlworker.rollouts.running import make_codec, running_loop, set_limits
 from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import RL_LINE, StepClock
@@ -39,9 +39,10 @@ from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, compare_logprobs, describe_limits
 from rlworker.trainers.canary import Canary
 from rlworker.trainers.run import Run
-from rlworker.trainers.run_processes import list_groups, running_loop, set_limits
+from rlworker.trainers.run_processes import list_groups
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
+from rlworker.validation.validate import validate
 
 MAX_EMPTY_STEPS = 10
 """Steps in a row without a group to learn from, at which a run ends."""
@@ -64,7 +65,6 @@ class Trainer(Run[RunConfig]):
     """
 
     line = RL_LINE
-    score = Score("heldout", +1)
     floor: float | None = None  # the mean |rollout - trainer logprob| of the starting weights, where limits need it
 
     def __init__(
@@ -79,24 +79,25 @@ class Trainer(Run[RunConfig]):
         stop: Stop | None = None,
         trackers: Sequence[Tracker] = (),
     ):
+        config.check_trains()
         super().__init__(config, folder, stop, trackers)
+        self.score = Score(config.choose_metric(), +1)
         self.environment = make_environment(environment)
         pickle_environment(self.environment)  # refused here where it cannot be sent
         self.models = config.check_models(self.folder.inputs.find_model)
         actor = self.models["actor"]
-        self.tokenizer = load_tokenizer(actor.folder, config.data.chat_template_args)
-        ends = () if config.rollout.ignore_eos else list_stop_tokens(actor.folder, self.tokenizer, actor.vocab)
-        image_reader = self.build_image_reader(actor, config.image_memory_mb)
-        self.codec = Codec(self.tokenizer, ends, image_reader, config.data, actor.vocab, config.rollout.stop)
-        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
+        self.codec = make_codec(config, actor)
+        self.tokenizer, sets = self.codec.tokenizer, config.data.heldouts
+        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=self.codec.image_reader)
         train, self.curriculum = read_sources(config, read)
-        heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
-        self.rows, self.heldout = train.rows, heldout.rows
-        every = [*self.rows, *self.heldout]
+        heldout = [read(path) for path in sets.values()]
+        self.rows, self.heldout = train.rows, dict(zip(sets, (each.rows for each in heldout), strict=True))
+        held_out = [row for rows in self.heldout.values() for row in rows]
+        every = [*self.rows, *held_out]
         self.folder.inputs.hold(config.data, self.models, every, config.curriculum.weigh_sources(config.data.train))
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
-        self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
-        log_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
+        self.skipped = {"skipped_train": train.skipped, "skipped_heldout": sum(each.skipped for each in heldout)}
+        log_start(f"rows are read: {len(self.rows)} to train on, {len(held_out)} held out")
         self.objective = make_objective(config, advantage, loss, aggregation)
         self.version = self.empty_steps = 0
         self.synced = SyncedWeights(config.rollout.dtype)
@@ -211,13 +212,14 @@ class Trainer(Run[RunConfig]):
         return step_metrics.complete_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward of greedy completions of the held-out rows; empty without held-out rows."""
+        """Mean rewards of greedy answers to each held-out set, and estimates from samples; empty without sets."""
         if not self.heldout:
             return {}
         clock = StepClock()
         with self._phase(clock, "evaluate"):
-            scores = self.manager.score_greedy(self.heldout)
-        return {"heldout": sum(scores.values) / len(scores.values)} | scores.count_failures("heldout") | clock.seconds
+            validation = validate(self.manager, self.heldout)
+        self.log.validation(self.steps_done, validation.table)
+        return validation.metrics | clock.seconds
 
     # -- parts of a step
 

@@ -167,7 +167,7 @@ def test_conversations_are_rows_of_supervised_training(monkeypatch, tmp_path):
     ((example,), tokenizer) = built[0].train, built[0].tokenizer
     assert tokenizer.decode(example.ids) == "3+4? 7<eos>" * 2
     assert [tokenizer.decode(example.ids[first:end]) for first, end in example.turns] == ["7<eos>"] * 2
-    assert len(built[0].heldout) == 1
+    assert len(built[0].heldout[""]) == 1
 
 
 SIZES = {

@@ -196,9 +196,11 @@ class EnvRunner:
         episode = running.episode or (result if isinstance(result, Episode) else None)
         if failure:
             failure = failure[0], f"turn {running.turn}: {failure[1]}"
-        rewards, forks = (tuple(episode.rewards), episode.forks) if episode else ((), 0)
+        rewards, forks, answer = (), 0, ""
+        if episode:
+            rewards, forks, answer = tuple(episode.rewards), episode.forks, str(episode.answer)
         counts = running.tool_calls, running.tool_failures
-        self._reply.results.append(EpisodeResult(running.number, rewards, failure, forks, *counts))
+        self._reply.results.append(EpisodeResult(running.number, rewards, failure, forks, *counts, answer))
 
     # -- requests of an episode
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
+from rlworker.tracking.log import make_cells
 from rlworker.tracking.report.curves import choose_curves, make_plots
 from rlworker.tracking.report.record import read_outages, read_run, read_validations
 from rlworker.tracking.report.samples import read_samples
@@ -17,7 +18,6 @@ from rlworker.tracking.report.tables import (
     tabulate_phases,
     tabulate_scores,
     tabulate_start,
-    tabulate_validation,
 )
 from rlworker.tracking.step_lines import write_whole
 
@@ -47,7 +47,7 @@ def write_report(folder: Path) -> Path:
         name=folder.name,
         summary=summarise_run(run, len(outages)) | (json.loads(summary.read_text()) if summary.is_file() else {}),
         scores=tabulate_scores(run),
-        validations=[(step, tabulate_validation(table)) for step, table in read_validations(folder)],
+        validations=[(step, make_cells(table)) for step, table in read_validations(folder)],
         origin=describe_origin(run),
         later_starts=tabulate_later_starts(run),
         own_settings=run.list_own_settings(),

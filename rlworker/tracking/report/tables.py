@@ -44,16 +44,6 @@ def tabulate_scores(run: RunRecord) -> dict[str, tuple[float, float, float, int]
     return scores
 
 
-def tabulate_validation(table: list[dict]) -> list[list[str]]:
-    """Tabulate a validation by held-out set and source: the names of the columns, then the rows."""
-    lines = [line | {"set": line["set"] or "heldout"} for line in table]
-    names = dict.fromkeys(name for line in lines for name in line)
-    names = [name for name in names if any(line.get(name, "") != "" for line in lines)]
-    spell = lambda value: f"{value:.3f}" if isinstance(value, float) else str(value)  # noqa: E731
-    rows = [[spell(line.get(name, "")) for name in names] for line in lines]
-    return [[name.replace("_at_", "@") for name in names], *rows]
-
-
 def tabulate_phases(steps: list[dict]) -> list[tuple[str, float, float]]:
     """Tabulate phase, mean seconds and share of the step, of phases that took something; the first step, which warms
     up, is left out where there are others."""

@@ -24,12 +24,13 @@ from rlworker.algorithms.losses import kl_k3, policy_loss, truncated_importance
 from rlworker.algorithms.objective import make_objective
 from rlworker.config.run import AlgorithmConfig, CriticConfig, CurriculumConfig, RunConfig
 from rlworker.config.sft import SftConfig
+from rlworker.config.validation import ValidationConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory
 from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.tracking.log import RunLog
-from rlworker.tracking.run_folder import RunFolder
+from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.trackers import TrackedRun, Trackers
 from rlworker.trainers.stop import Stop
 
@@ -101,9 +102,9 @@ class Loop:
         for turn, completion in enumerate(self.sample(sampling, self.turns)):
             segments += [Segment((4,), CONTEXT)] if turn else []
             segments.append(Segment(completion.token_ids, turn, (), completion))
-        failure = (kind, "") if (kind := next(self.kinds[sampling.temperature == 0])) else None
+        failure = (kind, "") if (kind := next(self.kinds[sampling.temperature != 1.0])) else None
         reward = 0.0 if self.alike else float(place % 2)
-        return Trajectory(row, (tuple(segments),), ((0, reward),), failure)
+        return Trajectory(row, (tuple(segments),), ((0, reward),), failure, answer="2")
 
     def sample(self, sampling, count: int):
         logprobs = [] if sampling.temperature == 0 else [LOGPROB] * 2
@@ -137,8 +138,9 @@ def start_nothing() -> list:
 
 
 def name_generally(name: str) -> str:
-    """Name a metric of a part of the prompts as the page does."""
-    return re.sub("^curriculum/[^/]+/", "curriculum/PART/", name)
+    """Name a metric as the page does: of any part of the prompts, any held-out set, and any number of samples."""
+    name = re.sub("^curriculum/[^/]+/", "curriculum/PART/", re.sub("^heldout/hard", "heldout", name))
+    return re.sub(r"(pass|maj)_at_\d+$", r"\1_at_k", re.sub(r"mean_at_\d+$", "mean_at_n", name))
 
 
 def written(trainer, config, folder: Path) -> set[str]:
@@ -173,7 +175,8 @@ def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, a
     model = SimpleNamespace(vision=VISION, banned_tokens=(IMAGE_TOKEN,), count_training_flops=lambda *_: 1e6)
     trainer.models = {"actor": model, "critic": model}
     trainer.synced = SyncedWeights("float32")
-    trainer.rows = trainer.heldout = rows_with_an_image() * 8
+    trainer.rows = rows_with_an_image() * 8
+    trainer.heldout, trainer.score = {"": trainer.rows, "hard": trainer.rows}, Score("heldout", +1)
     trainer.objective = make_objective(config, advantage, loss)
     trainer.version = trainer.empty_steps = 0
     trainer.devices = SharedDevices()
@@ -190,7 +193,8 @@ def supervised_fields(folder: Path) -> set[str]:
     from rlworker.trainers.sft import SftTrainer
 
     trainer = SftTrainer.__new__(SftTrainer)
-    trainer.train = trainer.heldout = [Example((1, 2, 3, 0), 2)]
+    trainer.train = [Example((1, 2, 3, 0), 2)]
+    trainer.heldout, trainer.score = {"": trainer.train}, Score("heldout_loss", -1)
     trainer.model = SimpleNamespace(vision=None, count_training_flops=lambda *_: 1e6)
     trainer.group, trainer.processes = Group("actor"), start_nothing()
     trainer.start_seconds = {"time_start_trainers": 1.0}
@@ -204,11 +208,12 @@ def fields(tmp_path) -> set[str]:
     in_reward = replace(algorithm, kl_in="reward")
     critic = CriticConfig(train=True, clip=0.5, warmup_steps=1)
     centering = AlgorithmConfig(score_centering=TOP, mini_batches=2)
+    sampled = ValidationConfig(samples=2, temperature=0.7)
     approximate = VllmConfig(attention_override=("vllm_cpu/images",))
     buckets = dict(difficulty_field="level", buckets={0: 1.0, 1: 1.0}, advance_at=0.5)
     curriculum = CurriculumConfig({"a.jsonl": 1.0, "b.jsonl": 1.0}, **buckets, pass_rates=(0.1, 0.9))
     return (
-        rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate)
+        rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate, validation=sampled)
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic)
         | rl_fields(tmp_path / "turns", turns=2)
         | rl_fields(tmp_path / "centered", algorithm=centering)
@@ -243,12 +248,14 @@ MADE_IN = (
     "trainers/run.py",
     "trainers/sft.py",
     "trainers/step_metrics.py",
+    "validation/validate.py",
 )
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
 OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "turns", "aggregation", "advantage"}
 OTHER_KEYS |= {"curriculum", "rates", "passed_over", "open_buckets", "window", "source_credits", "bucket_credits"}
-OTHER_KEYS |= {"queues", "picks", "center", "surrogate", "prompts", "time_save", "time_restart", "time_restore"}
+OTHER_KEYS |= {"queues", "picks", "center", "surrogate", "prompts", "table", "set", "source", "greedy"}
+OTHER_KEYS |= {"time_save", "time_restart", "time_restore"}
 """Keys there that are none: samples, turns, arguments, roles and states; and phases whose time nothing keeps."""
 
 

@@ -281,3 +281,17 @@ def test_a_report_is_drawn_anew_at_each_validation_and_its_failure_ends_no_run(f
         (folder / "rollouts" / "step_000001.jsonl").write_text("{")
         log.step(6, {"heldout": 0.5, "time_evaluate": 1.0})
     assert "WARNING report: it could not be drawn, and the run goes on: JSONDecodeError" in capsys.readouterr().out
+
+
+def test_the_first_and_the_last_validation_are_shown_by_set_and_source(folder):
+    def line(step: int, greedy: float) -> str:
+        both = {"source": "", "rows": 2, "greedy": greedy, "pass_at_4": 0.5}
+        rows = [{"set": "", **both}, {"set": "aime", **both}, {"set": "aime", **both, "source": "2024"}]
+        return json.dumps({"step": step, "table": rows}) + "\n"
+
+    (folder / "validation.jsonl").write_text(line(0, 0.25) + line(10, 0.375) + line(20, 0.75) + line(30, 0.9)[:40])
+    page = write_report(folder).read_text()
+    assert "<h3>After step 0</h3>" in page and "<h3>After step 20</h3>" in page and "step 10<" not in page
+    assert "<tr><th>set</th><th>source</th><th>rows</th><th>greedy</th><th>pass@4</th></tr>" in page
+    assert "<tr><td>aime</td><td>2024</td><td>2</td><td>0.750</td><td>0.500</td></tr>" in page
+    assert "<td>heldout</td><td></td><td>2</td><td>0.250</td>" in page

@@ -26,6 +26,7 @@ from rlworker.config.sections import (
     LimitsConfig,
     PlacementConfig,
 )
+from rlworker.config.validation import ValidationConfig
 from rlworker.data.rows import pick_rows
 from rlworker.environments.reward import exact_match
 from rlworker.tracking.log import read_metrics
@@ -208,6 +209,29 @@ def test_every_step_samples_from_the_weights_before_it(finished):
     assert all(0 <= line["clip_fraction"] <= 1 and line["entropy"] > 0 for line in lines[1:])
 
 
+def test_a_checkpoint_is_evaluated_without_trainers_to_the_rewards_of_its_run(finished, tmp_path, capsys):
+    """By the HuggingFace folder that was saved, where the run had weights that were sent. Two sets of the same rows are
+    answered alike greedily and sampled by numbers of their own; another evaluation repeats every number."""
+    from rlworker.trainers.launch import launch
+
+    config, sampled = finished[0], ValidationConfig(samples=4, temperature=0.7, right_from=0.5)
+    data = replace(config.data, train="", heldout_sets={"again": config.data.heldout})
+    own = dict(model=f"{config.run_dir}/checkpoints/step_4", run_dir=str(tmp_path), data=data, validation=sampled)
+    asked = replace(config, evaluate=True, **own)
+    first, second = (launch(asked, digits_reward) for _ in range(2))
+    assert first == second and "trainer ranks" not in capsys.readouterr().out
+    assert first["heldout"] == first["heldout/again"] == read_metrics(Path(config.run_dir))[-1]["heldout"]
+    assert 0 < first["heldout_pass_at_1"] < first["heldout_pass_at_4"] <= 1
+    assert first["heldout_mean_at_4"] != first["heldout/again_mean_at_4"]
+    assert sorted(path.name for path in (tmp_path / "evaluations").iterdir()) == ["step_4", "step_4.1"]
+    written = json.loads((tmp_path / "evaluations" / "step_4" / "validation.json").read_text())
+    assert written["metrics"] == first and written["provenance"]["platform"] == "cpu (executed)"
+    lines = [json.loads(line) for line in (tmp_path / "evaluations" / "step_4" / "samples.jsonl").open()]
+    assert len(lines) == 2 * 40 * 5 and [line["drawn"] for line in lines[:6]] == ["greedy", *["sampled"] * 4, "greedy"]
+    greedy = [line["reward"] for line in lines if line["set"] == "" and line["drawn"] == "greedy"]
+    assert sum(greedy) / len(greedy) == first["heldout"]
+
+
 def test_past_the_limit_the_run_stops_and_says_why(finished):
     assert "step 5: rollout and trainer disagree" in finished[1]["limit"]
     assert "limits 1.0e-12 and" in finished[1]["limit"] and "--limits.logprob-diff-mean" in finished[1]["limit"]
@@ -373,7 +397,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
     config = make_config(make_hf_model, data, tmp_path / "run", tied=True, family="llama", actor=actor, steps=2)
     with trainer_of(config, fragile) as trainer:
         trainer.fit()
-        answers = [row.answer for row in trainer.heldout]
+        answers = [row.answer for row in trainer.heldout[""]]
         taken = pick_rows(trainer.rows, 8, 0, config.seed)
     assert "WARNING after 0 steps: " in capsys.readouterr().out
     said = (tmp_path / "run" / "environment.log").read_text()
