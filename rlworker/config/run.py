@@ -192,7 +192,7 @@ class RunConfig(TrainingConfig):
                 f"config: rollout.staleness={stale} samples while trainers compute, and placement.colocate has them "
                 "take turns on the same devices; leave one of --rollout.staleness and --placement.colocate out"
             )
-        self.algorithm.check_beside(self.critic, self.rollout, self.samples_per_prompt)
+        self.algorithm.check_beside(self.critic, self.rollout, self.limits, self.samples_per_prompt)
         if self.trains_critic and self.critic.warmup_steps >= self.steps:
             raise ValueError(
                 f"config: critic.warmup_steps={self.critic.warmup_steps} leaves the actor none of steps={self.steps}; "
@@ -202,11 +202,6 @@ class RunConfig(TrainingConfig):
             raise ValueError(
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
                 f"mini_batches={self.algorithm.mini_batches} on {self.actor.dp} data-parallel ranks; raise one of them"
-            )
-        if self.limits.epoch_kl and self.algorithm.epochs == 1:
-            raise ValueError(
-                f"config: limits.epoch_kl={self.limits.epoch_kl} leaves out further epochs, and algorithm.epochs is 1; "
-                "raise --algorithm.epochs or leave --limits.epoch-kl out"
             )
         self.actor.check_longest(self.longest)
         if self.prompts_per_step < self.rollout.engines:

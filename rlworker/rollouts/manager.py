@@ -239,16 +239,16 @@ class RolloutManager:
             self.completion_tokens += _NEWEST_SHARE * (mean - self.completion_tokens)
 
 
-def explain_empty_steps(count: int, reward: float) -> str:
-    """Say why there is no use in going on after ``count`` steps without a group to learn from.
+def explain_empty_steps(step: int, count: int, reward: float) -> str:
+    """Say why there is no use in going on after step ``step``, the last of ``count`` without a group to learn from.
 
     Args:
         reward: their mean.
     """
     return (
-        f"in {count} steps in a row no group had two different rewards (their mean is {reward:.3g}) and a sample, so "
-        "that nothing was learned. Where all are wrong, take easier prompts or a reward that tells wrong from worse; "
-        "where all are right, harder ones; or raise --samples-per-prompt or --algorithm.dynamic-sampling. Episodes "
+        f"step {step}: in {count} steps in a row no group had two different rewards (their mean is {reward:.3g}) and a "
+        "sample, so that nothing was learned. Where all are wrong, take easier prompts or a reward that tells wrong from "
+        "worse; where all are right, harder ones; or raise --samples-per-prompt or --algorithm.dynamic-sampling. Episodes "
         "that fail are reported above"
     )
 

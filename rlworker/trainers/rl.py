@@ -205,8 +205,7 @@ class Trainer(Run[RunConfig]):
         """Count a step that is left without a group, so that there is nothing to learn from: its metrics."""
         self.empty_steps += 1
         if self.empty_steps == MAX_EMPTY_STEPS:
-            why = explain_empty_steps(MAX_EMPTY_STEPS, metrics["reward"])
-            raise RunError(f"step {self.steps_done + 1}: {why}")
+            raise RunError(explain_empty_steps(self.steps_done + 1, MAX_EMPTY_STEPS, metrics["reward"]))
         self._warn("no group has two different rewards and a sample: the next step learns nothing")
         self.steps_done += 1
         return step_metrics.complete_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
