@@ -247,9 +247,9 @@ def explain_empty_steps(step: int, count: int, reward: float) -> str:
     """
     return (
         f"step {step}: in {count} steps in a row no group had two different rewards (their mean is {reward:.3g}) and a "
-        "sample, so that nothing was learned. Where all are wrong, take easier prompts or a reward that tells wrong from "
-        "worse; where all are right, harder ones; or raise --samples-per-prompt or --algorithm.dynamic-sampling. Episodes "
-        "that fail are reported above"
+        "sample, so that nothing was learned. Where all are wrong, take easier prompts or a reward that tells wrong "
+        "from worse; where all are right, harder ones; or raise --samples-per-prompt or --algorithm.dynamic-sampling. "
+        "Episodes that fail are reported above"
     )
 
 
