@@ -60,13 +60,15 @@ def measure_flops(
     models: Mapping[str, ModelSpec], batch: TrainBatch, metrics: Mapping[str, float], seconds: float
 ) -> dict[str, float]:
     """Measure the rate of an update: the FLOPs of the models that took optimizer steps on a batch, by the seconds of
-    all ranks.
+    all ranks; nothing where none did.
 
     Args:
         models: by role. metrics: of the update, with the prompts' sharing and the epochs.
     """
-    computed = batch.num_tokens / metrics["prompt_sharing"]
     learners = [models[role] for role, rate in _RATES.items() if rate in metrics]
+    if not learners:
+        return {}
+    computed = batch.num_tokens / metrics["prompt_sharing"]
     flops = sum(model.count_training_flops(batch.lengths, computed) for model in learners)
     return {"flops_per_second": metrics.get("epochs", 1) * flops / seconds}
 
