@@ -7,7 +7,7 @@ Copy this file to write your own recipe: the reward is any function ``reward(tex
 """
 
 import re
-from fractions import Fraction
+from decimal import Context, Decimal
 
 from rlworker import Row, RunConfig, launch, one_turn, parse_config
 
@@ -18,8 +18,8 @@ def find_answer(text: str, row: Row) -> str:
     """Find the last number in a text, or its last line if the row's answer is no number."""
     if not NUMBER.fullmatch(row.answer.strip()):
         return text.strip().rpartition("\n")[2].strip()
-    numbers = NUMBER.findall(text)
-    return str(Fraction(numbers[-1].replace(",", ""))) if numbers else ""
+    number = (NUMBER.findall(text) or [""])[-1].replace(",", "")
+    return f"{Decimal(number).normalize(Context(len(number))):f}" if number else ""
 
 
 def reward(text: str, row: Row) -> float:

@@ -162,6 +162,7 @@ def run_toy(default: ToyConfig, description: str | None, toy: Toy) -> None:
         return
     if config.smoke:
         config = replace(config, warm_up_steps=5, steps=2, prompts_per_step=8, samples_per_prompt=4, eval_every=0)
+        config = replace(config, validation=replace(config.validation, patience=0))
     with graceful_stop() as stop:
         try:
             config, folder = prepare(config, toy)

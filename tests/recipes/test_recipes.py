@@ -113,6 +113,11 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
 
 CAN_START = [
     *((name, (), "cpu") for name in RECIPES if (name, ()) not in ALWAYS),
+    (
+        "dapo_math",
+        ("--validation.patience", "2", "--data.heldout-sets", "aime", "none.jsonl", "--eval-every", "1"),
+        "cpu",
+    ),
     *((name, ("--platform", given), "npu-emulated") for name, given in zip(ON_NPU, ("npu", "npu", "npu-emulated"))),
 ]
 """Recipe, options and the platform that it then runs on."""
